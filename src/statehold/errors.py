@@ -1,0 +1,207 @@
+"""Every error statehold raises, sorted by who has to act.
+
+    StateholdError
+    ├── UsageError                 you asked for something that cannot be done
+    │   ├── UnsupportedValueError  a value in the state that no step can hold
+    │   ├── StateMismatchError     the live state and the step differ in names, shapes or dtypes
+    │   ├── StepNotFoundError      the step that was asked for is not committed in this run
+    │   ├── StepOrderError         a save of a step older than the newest committed one
+    │   ├── ClosedError            the Checkpointer was closed
+    │   └── RunBusyError           another process (or object) is saving into this run directory
+    ├── TornSnapshot               a tensor changed while it was being copied; nothing was published
+    ├── WaitTimeout                a deadline passed; the save itself goes on
+    ├── StorageError               the storage refused: errno, path and offset are attributes
+    │   └── NoSpaceError           ENOSPC or EDQUOT
+    ├── CorruptionError            what is on disk is not what was committed
+    │   ├── MissingFileError       a file that the manifest names is not there
+    │   ├── TruncatedFileError     a file is shorter (or longer) than the manifest says
+    │   ├── ChecksumError          bytes differ from their checksum
+    │   ├── ManifestError          the manifest cannot be parsed or contradicts itself
+    │   └── HeaderError            a safetensors header cannot be parsed or contradicts itself
+    ├── FormatVersionError         written by a newer statehold
+    └── InvariantError             statehold is wrong: please report it
+
+A message is one line that says what happened, then one fact a line (what, where, expected and
+got), then a hint. `facts` keeps the same facts as a dict for programs.
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+import os
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = [
+    "ChecksumError",
+    "ClosedError",
+    "CorruptionError",
+    "FormatVersionError",
+    "HeaderError",
+    "InvariantError",
+    "ManifestError",
+    "MissingFileError",
+    "NoSpaceError",
+    "RunBusyError",
+    "StateMismatchError",
+    "StateholdError",
+    "StepNotFoundError",
+    "StepOrderError",
+    "StorageError",
+    "TornSnapshot",
+    "TruncatedFileError",
+    "UnsupportedValueError",
+    "UsageError",
+    "WaitTimeout",
+]
+
+
+class StateholdError(Exception):
+    """Base of every error of this package.
+
+    `summary` is the one-line statement, `facts` the details by name, `hint` what to do next.
+    """
+
+    def __init__(
+        self, summary: str, /, *, facts: Mapping[str, Any] | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(summary)
+        self.summary = summary
+        self.facts: dict[str, Any] = dict(facts or {})
+        self.hint = hint
+
+    def __str__(self) -> str:
+        width = max((len(name) for name in self.facts), default=0)
+        lines = [self.summary]
+        lines += [f"  {name:<{width}}  {value}" for name, value in self.facts.items()]
+        if self.hint is not None:
+            lines.append(f"  hint: {self.hint}")
+        return "\n".join(lines)
+
+    def with_fact(self, name: str, value: Any) -> StateholdError:
+        """Add one fact that only an outer layer knows, such as the step; returns self."""
+        self.facts[name] = value
+        return self
+
+
+class UsageError(StateholdError):
+    """The call cannot be carried out as asked; nothing was changed."""
+
+
+class UnsupportedValueError(UsageError):
+    """A value in the state cannot be represented in a step; `facts["path"]` says which."""
+
+
+class StateMismatchError(UsageError):
+    """The live state and the step do not fit together; raised before any tensor is touched."""
+
+
+class StepNotFoundError(UsageError):
+    """The step is not committed in this run."""
+
+
+class StepOrderError(UsageError):
+    """The step is older than the newest committed step."""
+
+
+class ClosedError(UsageError):
+    """The Checkpointer was closed."""
+
+
+class RunBusyError(UsageError):
+    """Another Checkpointer holds the run directory for saving."""
+
+
+class TornSnapshot(StateholdError):
+    """A tensor changed between capture and the end of its copy; the step was not published."""
+
+
+class WaitTimeout(StateholdError, TimeoutError):
+    """The deadline of a wait passed; what was waited for goes on in the background."""
+
+
+class StorageError(StateholdError):
+    """The storage refused an operation. `errno`, `path` and `offset` (bytes, or None) say where."""
+
+    def __init__(
+        self,
+        summary: str,
+        /,
+        *,
+        errno: int = 0,
+        path: str = "",
+        offset: int | None = None,
+        facts: Mapping[str, Any] | None = None,
+        hint: str | None = None,
+    ) -> None:
+        details: dict[str, Any] = {}
+        if path:
+            details["path"] = path
+        if offset is not None:
+            details["offset"] = f"{offset} bytes"
+        if errno:
+            details["errno"] = f"{_errno.errorcode.get(errno, errno)} ({os.strerror(errno)})"
+        details.update(facts or {})
+        super().__init__(summary, facts=details, hint=hint)
+        self.errno = errno
+        self.path = path
+        self.offset = offset
+
+
+class NoSpaceError(StorageError):
+    """The file system or a quota is full."""
+
+
+class CorruptionError(StateholdError):
+    """What is on disk is not what was committed."""
+
+
+class MissingFileError(CorruptionError):
+    """A file that the manifest names does not exist."""
+
+
+class TruncatedFileError(CorruptionError):
+    """A file has another size than the manifest says."""
+
+
+class ChecksumError(CorruptionError):
+    """Bytes on disk differ from the checksum recorded when they were written."""
+
+
+class ManifestError(CorruptionError):
+    """A manifest cannot be parsed, or contradicts itself."""
+
+
+class HeaderError(CorruptionError):
+    """A safetensors header cannot be parsed, or contradicts itself."""
+
+
+class FormatVersionError(StateholdError):
+    """The step was written by a newer version of statehold; upgrade to read it."""
+
+
+class InvariantError(StateholdError):
+    """An internal check failed. The save or restore was stopped; please report it."""
+
+
+def storage_error(operation: str, errno: int, path: str, offset: int | None = None) -> StorageError:
+    """The error for a failed storage operation; the native core raises through this, too."""
+    kind = NoSpaceError if errno in (_errno.ENOSPC, _errno.EDQUOT) else StorageError
+    hint = None
+    if kind is NoSpaceError:
+        hint = "free space on this file system, or keep fewer steps; committed steps are untouched"
+    return kind(f"cannot {operation}", errno=errno, path=path, offset=offset, hint=hint)
+
+
+def from_native(
+    code: str, operation: str, errno: int, path: str, offset: int | None
+) -> StateholdError:
+    """Translate a failed native Status. `code` is "io", "truncated", "closed" or "invariant"."""
+    if code == "io":
+        return storage_error(operation, errno, path, offset)
+    if code == "truncated":
+        facts = {"file": path, "ends at": f"{offset} bytes", "during": operation}
+        return TruncatedFileError("a file ends before the bytes it should hold", facts=facts)
+    if code == "closed":
+        return ClosedError(f"the engine was closed during {operation}")
+    return InvariantError(f"internal check failed: {operation}", facts={"path": path})
