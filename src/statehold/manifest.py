@@ -24,7 +24,6 @@ from statehold.plan import (
     BLOCK_BYTES,
     STEP_MAX,
     WORLD_MAX,
-    ReadSegment,
     SavePlan,
     file_name,
     piece_count,
@@ -39,7 +38,6 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "TensorEntry",
-    "read_segments",
     "record_file",
 ]
 
@@ -380,18 +378,11 @@ def _digest(header_sums: str, sums: Iterable[str]) -> str:
     return _sha256("".join([header_sums, *sums]).encode("ascii")).decode("ascii")
 
 
-def sums_to_hex(sums: bytes) -> str:
+def _sums_to_hex(sums: bytes) -> str:
     """8 little-endian bytes a checksum, as the engine has them -> 16 hex digits a checksum."""
     swapped = array("Q", sums)
     swapped.byteswap()  # reverses each group of eight, whatever the byte order of this machine
     return swapped.tobytes().hex()
-
-
-def sums_from_hex(sums: str) -> bytes:
-    """The inverse of `sums_to_hex`."""
-    swapped = array("Q", bytes.fromhex(sums))
-    swapped.byteswap()
-    return swapped.tobytes()
 
 
 def record_file(
@@ -402,7 +393,7 @@ def record_file(
     `sums` holds 8 little-endian bytes a piece: those of the header, then of each tensor in file
     order. The tensors come in file order.
     """
-    text = sums_to_hex(sums)
+    text = _sums_to_hex(sums)
     at = 16 * piece_count(0, plan.data_begin, block_bytes)
     header_sums = text[:at]
     tensors = {}
@@ -418,26 +409,3 @@ def record_file(
     digest = _digest(text, ())
     file = FileEntry(plan.file_name, plan.file_bytes, plan.data_begin, header_sums, digest)
     return file, tensors
-
-
-def read_segments(
-    manifest: Manifest, names: Iterable[str] | None = None, *, headers: bool = False
-) -> list[ReadSegment]:
-    """What to read for the tensors `names` (None: all), sorted by (file, begin).
-
-    `headers` adds the header of every file, for a check of all bytes. Empty tensors have segments
-    of 0 bytes.
-    """
-    chosen = manifest.tensors if names is None else dict.fromkeys(names)
-    segments = []
-    if headers:
-        for index, file in enumerate(manifest.files):
-            sums = sums_from_hex(file.header_sums)
-            segments.append(ReadSegment(index, 0, file.data_begin, "", sums))
-    for name in chosen:
-        for chunk in manifest.tensors[name].chunks:
-            sums = sums_from_hex(chunk.sums)
-            nbytes = chunk.end - chunk.begin
-            segments.append(ReadSegment(chunk.file, chunk.begin, nbytes, name, sums))
-    segments.sort(key=lambda segment: (segment.file, segment.begin, segment.nbytes))
-    return segments

@@ -1,11 +1,11 @@
-"""Where every byte of a save goes, and what a restore reads: pure arithmetic.
+"""Where every byte of a save goes: pure arithmetic.
 
 Owns: the order of tensors in a data file, their offsets, the header with the step in it, and the
 grid of checksummed pieces.
 Holds: the same specs give the same plan; tensors tile [data_begin, file_bytes) in file order, each
 aligned to its dtype; two plans that differ only in the step have the same size and offsets; a
 piece lies in one tensor (or the header) and in one grid block.
-Not here: the bytes, the disk, the checksums' values (manifest).
+Not here: the bytes, the disk, the checksums' values (manifest), what to read (transfer).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ __all__ = [
     "BLOCK_BYTES",
     "STEP_MAX",
     "PlanCache",
-    "ReadSegment",
     "SavePlan",
     "TensorSpec",
     "file_name",
@@ -79,18 +78,6 @@ class SavePlan:
 
     def at_step(self, step: int) -> SavePlan:
         return replace(self, step=step, header=self.header_for(step))
-
-
-@dataclass(frozen=True, slots=True)
-class ReadSegment:
-    """Bytes [begin, begin + nbytes) of file number `file`: one tensor, or with the name "" the
-    header. `sums` holds 8 little-endian bytes for each of its pieces."""
-
-    file: int
-    begin: int
-    nbytes: int
-    name: str
-    sums: bytes
 
 
 def file_name(rank: int, world_size: int) -> str:
