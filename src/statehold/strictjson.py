@@ -80,7 +80,9 @@ class Checker:
         self.hint = hint
 
     def fail(self, where: str, expected: str, got: str) -> NoReturn:
-        facts = {"file": self.file, "where": where, "expected": expected, "got": got}
+        # Names come from the file, too: a message stays readable whatever they are.
+        place = where if len(where) <= 300 else f"{where[:300]}..."
+        facts = {"file": self.file, "where": place, "expected": expected, "got": got}
         if not self.file:
             del facts["file"]
         raise self.error(self.summary, facts=facts, hint=self.hint)
