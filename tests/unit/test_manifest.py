@@ -210,3 +210,14 @@ def test_golden_values_decode() -> None:
     assert plain["bytes"] == bytes(range(256))
     assert plain["int keys"][(1, 2)] == "d"
     assert state["model"]["head.weight"] == {"$tensor": "model.embed.weight"}
+
+
+def test_the_example_in_the_document_is_a_golden_step() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+    block = re.search(r"```json\n(.*?)```", document, re.DOTALL)
+    assert block is not None
+    assert json.loads(block[1]) == json.loads((GOLDEN[1] / "manifest.json").read_bytes())
+    for tag in values._TAGS:
+        assert f'"{tag}":' in document
+    for dtype in header.DTYPE_BITS:
+        assert dtype in document
