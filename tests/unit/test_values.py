@@ -268,7 +268,7 @@ def test_tensors_need_a_hook(tag: str) -> None:
 
 
 def test_the_hook_gets_checked_payloads() -> None:
-    nodes = [
+    nodes: list[dict[str, Any]] = [
         {"$tensor": "a"},
         {"$ndarray": "b"},
         {"$npscalar": {"dtype": "int8", "bytes": "AA=="}},
