@@ -26,8 +26,8 @@ LAYERS: list[list[set[str]]] = [
     [{"values"}, {"header"}],
     [{"plan"}],
     [{"manifest"}],
-    [{"state"}, {"store", "transfer", "lock"}],
-    [{"checkpointer", "save", "gate", "pipeline"}],
+    [{"state"}, {"store", "lock"}],
+    [{"checkpointer", "save", "gate", "pipeline", "transfer"}],
     [{"testing"}, {"integrations"}],
     [{"cli", "__main__"}],
 ]
