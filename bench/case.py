@@ -2,8 +2,7 @@
 
 Owns: `Case` (what to measure), and `run_case` which measures it in this process and returns a
 plain record. `python -m bench.case SPEC RESULT` is what run.py starts for every case.
-Holds: a record is always written: "ok", "unavailable" with the reason, or "failed" with the error.
-torch is imported only by what a case runs: the checkpoint process that DCP spawns imports this file.
+Holds: a record is always written: "ok", "unavailable" or "failed", the latter two with the reason.
 """
 
 from __future__ import annotations
