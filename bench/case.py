@@ -43,6 +43,10 @@ class Case:
         return zlib.crc32(f"{self.bench} {self.peer} {self.repetition}".encode()) % 10007
 
     @property
+    def smoke(self) -> bool:
+        return self.size == "smoke"
+
+    @property
     def path(self) -> Path:
         return Path(self.directory)
 

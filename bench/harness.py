@@ -20,6 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 GB = 1e9
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 PACKAGES = ("torch", "numpy", "safetensors", "torchsnapshot", "statehold")
 
 
@@ -49,20 +50,24 @@ def sync_tree(directory: Path) -> None:
 
 def drop_method() -> str:
     """How `drop_caches` will work in this process."""
-    return "drop_caches" if os.access("/proc/sys/vm/drop_caches", os.W_OK) else "fadvise"
+    return "drop_caches" if os.access(DROP_CACHES, os.W_OK) else "fadvise"
 
 
-def drop_caches(directory: Path) -> str:
-    """Make the files below cold, after writing back what is dirty; returns the method used."""
-    os.sync()
-    method = drop_method()
+def drop_caches(directory: Path, gently: bool = False) -> str:
+    """Make the files below cold, after writing back what is dirty; returns the method used.
+
+    `gently` leaves the rest of the machine alone: tests must not wait for others' dirty pages.
+    """
+    method = "fadvise" if gently else drop_method()
     if method == "drop_caches":
-        Path("/proc/sys/vm/drop_caches").write_text("1\n")
-    else:
-        for path in files_below(directory):
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+        os.sync()
+        DROP_CACHES.write_text("1\n")
+        return method
+    for path in files_below(directory):
+        sync_path(path)
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
     return method
 
 

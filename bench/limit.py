@@ -35,12 +35,12 @@ def measure(case: Case) -> dict[str, Any]:
     file_bytes = max(BLOCK_BYTES, -(-state_bytes // BLOCK_BYTES) * BLOCK_BYTES)
     storage = {}
     for name, engine in (("native", _native), ("fio", _fio)):
-        found = engine(case.path, file_bytes)
+        found = engine(case, file_bytes)
         if found is not None:
             storage[name] = found
     if not storage:
         raise Unavailable("neither statehold._core nor fio is here to measure the storage")
-    copy_bytes = COPY_BYTES if case.size != "smoke" else BLOCK_BYTES
+    copy_bytes = BLOCK_BYTES if case.smoke else COPY_BYTES
     return {
         "bytes": file_bytes,
         "storage": storage,
@@ -49,18 +49,18 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-def _native(directory: Path, file_bytes: int) -> dict[str, float] | None:
+def _native(case: Case, file_bytes: int) -> dict[str, float] | None:
     """GB/s by the engine's raw mode; None where it is not built."""
     try:
         from statehold import _core
     except ImportError:
         return None
-    path = str(directory / "limit.native")
+    path = str(case.path / "limit.native")
     fs = _core.open_fs("auto", DEPTH)
     try:
         fresh = _core.raw_write(fs, path, file_bytes, BLOCK_BYTES, DEPTH, False)
         over = _core.raw_write(fs, path, file_bytes, BLOCK_BYTES, DEPTH, True)
-        drop_caches(directory)
+        drop_caches(case.path, gently=case.smoke)
         read = _core.raw_read(fs, path, BLOCK_BYTES, DEPTH)
     finally:
         fs.close()
@@ -69,17 +69,17 @@ def _native(directory: Path, file_bytes: int) -> dict[str, float] | None:
     return {key: file_bytes / seconds / GB for key, seconds in rates.items()}
 
 
-def _fio(directory: Path, file_bytes: int) -> dict[str, float] | None:
+def _fio(case: Case, file_bytes: int) -> dict[str, float] | None:
     """GB/s by fio; None where it is not installed or refused."""
     if shutil.which("fio") is None:
         return None
-    path = directory / "limit.fio"
+    path = case.path / "limit.fio"
     try:
         rates = {
             "fresh": _fio_job(path, file_bytes, "write"),
             "overwrite": _fio_job(path, file_bytes, "write"),
         }
-        drop_caches(directory)
+        drop_caches(case.path, gently=case.smoke)
         rates["read"] = _fio_job(path, file_bytes, "read")
     except (subprocess.CalledProcessError, ValueError):
         return None  # io_uring or O_DIRECT is refused here

@@ -29,7 +29,7 @@ def measure(case: Case) -> dict[str, Any]:
     difference = None
     for key, warm in (("cold_s", False), ("warm_s", True), ("warm_s", True)):
         state.wipe()
-        dropped = drop_caches(files)
+        dropped = drop_caches(files, gently=case.smoke)
         if warm:
             warm_caches(files)
         seconds, peak = _restore_once(case, state, warm)

@@ -111,7 +111,7 @@ class Runner:
     def _measure(self, case: Case) -> dict[str, Any]:
         if self._options.in_process:
             return run_case(case)
-        harness.drop_caches(case.path)
+        harness.drop_caches(case.path, gently=case.smoke)
         return _run_process(case, self._options.out)
 
     def _refusal(self, case: Case) -> dict[str, Any] | None:
@@ -172,7 +172,8 @@ def main(arguments: list[str] | None = None) -> int:
         for bench in benches:
             for case in cases_of(bench, options, round_, work):
                 runner.run(case)
-            runner.run(dataclasses.replace(limit, repetition=round_ + 1))
+            if not options.smoke:
+                runner.run(dataclasses.replace(limit, repetition=round_ + 1))
     summary = report.summarise(runner.records)
     report.write(options.out, facts, vars(options), runner.records, summary)
     return 1 if report.failures(runner.records) else 0
