@@ -121,7 +121,7 @@ def _save_row(peer: str, records: list[Record], limits: dict[str, Any]) -> Row:
         ],
         "cpu_s": median([save["cpu_s"] for save in later]),
         "extra_memory_bytes": max(result["extra_memory_bytes"] for result in results),
-        "staging_bytes": records[0]["case"]["staging_bytes"],
+        "staging_bytes": results[0]["staging_bytes"],
         "files": results[0]["files"],
         "verified": all(result["difference"] is None for result in results),
     }
@@ -131,7 +131,15 @@ def _train_rows(found: dict[str, list[Record]], limits: dict[str, Any]) -> list[
     if NO_SAVES not in found:
         return []
     base = median([record["result"]["step_s"] for record in found[NO_SAVES]]) or 1.0
-    rows = [{"peer": NO_SAVES, "step_s": base}]
+    plain = [step for record in found[NO_SAVES] for step in record["result"]["steps"]]
+    rows: list[Row] = [
+        {
+            "peer": NO_SAVES,
+            "step_s": base,
+            "compute_1_s": median([step["compute_s"] for step in plain]),
+            "update_1_s": median([step["update_s"] for step in plain]),
+        }
+    ]
     for peer, records in found.items():
         if peer == NO_SAVES:
             continue
@@ -139,9 +147,10 @@ def _train_rows(found: dict[str, list[Record]], limits: dict[str, Any]) -> list[
         for interval in sorted({record["case"]["interval"] for record in records}):
             chosen = [r["result"] for r in records if r["case"]["interval"] == interval]
             row[f"every_{interval}"] = spread(result["step_s"] / base for result in chosen)
-            row[f"update_{interval}_s"] = median(
-                [step["update_s"] for result in chosen for step in result["steps"]]
-            )
+            for part in ("compute", "update"):
+                row[f"{part}_{interval}_s"] = median(
+                    [step[f"{part}_s"] for result in chosen for step in result["steps"]]
+                )
             row[f"save_{interval}_s"] = median(
                 [s["save_s"] for result in chosen for s in result["steps"][::interval]]
             )
@@ -214,12 +223,14 @@ SAVE_COLUMNS: list[Column] = [
     ("later GB/s", lambda r: _number(r["later_gb_s"])),
     ("of limit", lambda r: f"{_percent(r['later_of_limit'])} {r['later_limit']}"),
     ("extra memory", lambda r: _megabytes(r["extra_memory_bytes"])),
+    ("of it staging", lambda r: _megabytes(r["staging_bytes"])),
     ("files", lambda r: str(r["files"])),
 ]
 TRAIN_COLUMNS: list[Column] = [
     ("peer", lambda r: r["peer"]),
     ("every step, x no saves", lambda r: _spread(r.get("every_1"))),
     ("every 10 steps, x no saves", lambda r: _spread(r.get("every_10"))),
+    ("compute s", lambda r: _number(r.get("compute_1_s"), 3)),
     ("gate + update s", lambda r: _number(r.get("update_1_s"), 3)),
     ("save call s", lambda r: _number(r.get("save_1_s"), 3)),
     ("step s", lambda r: _number(r.get("step_s"), 3)),

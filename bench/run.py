@@ -1,7 +1,7 @@
 """`python -m bench`: run the benchmarks, each case in its own process, and write the report.
 
 Owns: the options, the order, the processes. One run measures everything that its ratios compare:
-the limits before, between and after the rounds, and in each round every peer once, so that slow
+the limits before, between and after the benchmarks, and in each round every peer once, so that slow
 drift of a shared machine touches all of them alike.
 Holds: every case gets an empty directory that is removed afterwards, starts after a sync and with
 the page cache dropped, and is skipped with its reason when memory does not suffice.
@@ -63,6 +63,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def cases_of(bench: str, options: argparse.Namespace, round_: int, work: int) -> Iterator[Case]:
     """The cases of one round of one benchmark; the directory is filled in when they run."""
+    if bench == "limit":
+        return  # main measures it after every benchmark
     base = Case(bench, "", size=options.size, repetition=round_, work=work)
     if options.size == "smoke":
         base = dataclasses.replace(base, staging_bytes=64 << 20)
@@ -165,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     facts = harness.facts(options.dir or options.out)
     runner = Runner(options)
-    benches = [name for name in BENCHES if options.only in (None, name)]
+    benches = (options.only,) if options.only else BENCHES
     limit = Case("limit", "", size=options.size, step_s=options.step_seconds)
     work = runner.run(limit).get("result", {}).get("work", 1)
     for round_ in range(options.reps):

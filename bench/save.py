@@ -31,6 +31,7 @@ def measure(case: Case) -> dict[str, Any]:
         "tensors": len(state.tensors()),
         "saves": saves,
         "reuses_files": peer.reuses_files,
+        "staging_bytes": peer.staging_bytes,
         "extra_memory_bytes": memory.extra_bytes,
         "counter_error_bytes": memory.counter_error_bytes,
         "files": len(files),
@@ -44,7 +45,7 @@ def measure(case: Case) -> dict[str, Any]:
     return result
 
 
-def _save_once(peer: Peer, state: TrainingState) -> dict[str, float | None]:
+def _save_once(peer: Peer, state: TrainingState) -> dict[str, Any]:
     step = state.step()
     cpu = _cpu_seconds()
     begin = time.perf_counter()
@@ -61,6 +62,7 @@ def _save_once(peer: Peer, state: TrainingState) -> dict[str, float | None]:
         "staged_s": staged - begin if peer.reports_staged else None,
         "durable_s": durable - begin,
         "cpu_s": cpu,
+        "statistics": peer.statistics(),
     }
 
 

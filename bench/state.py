@@ -38,7 +38,9 @@ SHAPES = {
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
-    return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, dtype=torch.bfloat16)
+    with torch.device("meta"):  # no initialisation: `fill` gives the content
+        layer = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
+    return layer.to_empty(device="cpu")
 
 
 def _norm(dim: int) -> nn.Parameter:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ class Peer(ABC):
 
     reuses_files = False  # the limit of its later saves is overwriting, not fresh files
     reports_staged = False  # `wait_staged` means something else than "save returned"
-    note = ""
+    staging_bytes = 0  # memory that was asked for, part of the extra memory
 
     def __init__(self, directory: Path, state: TrainingState, options: PeerOptions) -> None:
         self.directory = directory
@@ -69,6 +70,10 @@ class Peer(ABC):
     def settle(self) -> None:
         """Until nothing runs in the background any more (deletion of the previous step)."""
         return
+
+    def statistics(self) -> dict[str, Any]:
+        """What the library itself says about its newest save."""
+        return {}
 
     @abstractmethod
     def restore(self, warm: bool) -> None:

@@ -15,20 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from bench.peers.base import FilePeer, PeerOptions
 from bench.state import TrainingState
 
 
 class Dcp(FilePeer):
-    """dcp.save with a number of writer threads (one file per thread)."""
+    """DCP save with a number of writer threads (one file per thread)."""
 
     threads = 1
 
@@ -39,16 +40,16 @@ class Dcp(FilePeer):
             "progress": dict(self.state.progress),
         }
 
-    def writer(self, path: Path) -> dcp.FileSystemWriter:
-        return dcp.FileSystemWriter(path, thread_count=self.threads, sync_files=True)
+    def writer(self, path: Path) -> FileSystemWriter:
+        return FileSystemWriter(path, thread_count=self.threads, sync_files=True)
 
     def write(self, path: Path) -> Callable[[], object] | None:
-        dcp.save(self.whole(), storage_writer=self.writer(path), no_dist=True)
+        save(self.whole(), storage_writer=self.writer(path), no_dist=True)
         return None
 
     def read(self, path: Path, warm: bool) -> None:
         whole = self.whole()
-        dcp.load(whole, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        load(whole, storage_reader=FileSystemReader(path), no_dist=True)
         self.state.optimizer.load_state_dict(whole["optimizer"])
         self.state.progress.update(whole["progress"])
 
@@ -67,14 +68,12 @@ class DcpHuggingFace(Dcp):
     def write(self, path: Path) -> None:
         groups = self.state.optimizer.state_dict()["param_groups"]
         plain = {"param_groups": groups, "progress": self.state.progress}
-        dcp.save(
-            self.state.tensors(), storage_writer=HuggingFaceStorageWriter(str(path)), no_dist=True
-        )
+        save(self.state.tensors(), storage_writer=HuggingFaceStorageWriter(str(path)), no_dist=True)
         (path / "plain.json").write_text(json.dumps(plain))
 
     def read(self, path: Path, warm: bool) -> None:
         live = self.state.tensors()
-        dcp.load(live, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+        load(live, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
         plain = json.loads((path / "plain.json").read_text())
         self.state.optimizer.param_groups[0]["step"] = plain["param_groups"][0]["step"]
         self.state.progress.update(plain["progress"])
@@ -98,7 +97,7 @@ class DcpAsync(Dcp):
     stager: DefaultStager | None = None
 
     def write(self, path: Path) -> Callable[[], object]:
-        saving = dcp.async_save(
+        saving = async_save(
             self.whole(),
             storage_writer=self.writer(path),
             async_checkpointer_type=self.kind,
@@ -126,7 +125,8 @@ class DcpProcess(DcpAsync):
         super().__init__(directory, state, options)
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]  # public, not listed in __all__
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
     def close(self) -> None:
         super().close()

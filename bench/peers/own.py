@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class Statehold(Peer):
         super().__init__(directory, state, options)
         if _IMPORT_ERROR is not None:
             raise Unavailable(f"statehold.Checkpointer is not importable: {_IMPORT_ERROR}")
+        self.staging_bytes = options.staging_bytes
         self._checkpointer = Checkpointer(directory, keep=1, staging_bytes=options.staging_bytes)
         self._save: Any = None
 
@@ -45,6 +46,9 @@ class Statehold(Peer):
     def wait_durable(self) -> None:
         if self._save is not None:
             self._save.wait("committed", timeout=DEADLINE_S)
+
+    def statistics(self) -> dict[str, Any]:
+        return asdict(self._save.stats)
 
     def restore(self, warm: bool) -> None:
         self._checkpointer.restore(self._state())
