@@ -24,6 +24,7 @@ def measure(case: Case) -> dict[str, Any]:
     state.fill(case.seed)
     with PeakMemory() as memory:
         peer = open_peer(case.peer, case.path, state, case.peer_options())
+        peer.begin()
         saves = [_save_once(peer, state) for _ in range(case.saves)]
     files = files_below(peer.step_directory())
     result = {

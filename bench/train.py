@@ -58,6 +58,7 @@ def measure(case: Case) -> dict[str, Any]:
         return _loop(case, state, compute, None)
     load_peer(case.peer)
     peer = open_peer(case.peer, case.path, state, case.peer_options())
+    peer.begin()
     result = _loop(case, state, compute, peer)
     peer.settle()
     state.wipe()

@@ -51,6 +51,10 @@ class Peer(ABC):
         self.state = state
         self.options = options
 
+    def begin(self) -> None:
+        """What a trainer calls once before its first step: look for a step to resume from."""
+        return
+
     @abstractmethod
     def save(self, step: int) -> None:
         """Start saving; waits first for the previous save where the library needs that."""

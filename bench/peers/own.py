@@ -37,6 +37,9 @@ class Statehold(Peer):
             "progress": self.state.progress,
         }
 
+    def begin(self) -> None:
+        self._checkpointer.restore(self._state())
+
     def save(self, step: int) -> None:
         self._save = self._checkpointer.save(step, self._state())
 
