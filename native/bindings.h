@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "fs_sim.h"
 
 namespace statehold::python {
 
@@ -57,6 +58,12 @@ class PyFs : public Handle<Fs, &Fs::close> {
   using Handle::Handle;
 };
 
+class PySimFs : public PyFs {
+ public:
+  explicit PySimFs(const SimOptions& options) : PyFs(std::make_shared<SimFs>(options)) {}
+  SimDisk& disk() const { return static_cast<SimFs&>(**this).disk(); }
+};
+
 class PyEngine : public Handle<Engine, &Engine::close> {
  public:
   using Handle::Handle;
@@ -86,7 +93,9 @@ struct PyFile {
 struct PyFill {
   Fill fill;
   std::shared_ptr<StagingMemory> memory;
-  uintptr_t address() const { return reinterpret_cast<uintptr_t>(memory->buffer(fill.lease.index)); }
+  uintptr_t address() const {
+    return reinterpret_cast<uintptr_t>(memory->buffer(fill.lease.index));
+  }
 };
 
 struct PyReady {
@@ -126,8 +135,9 @@ bool wait(Timeout timeout_s, Done&& done) {
   constexpr auto slice = std::chrono::milliseconds(100);
   constexpr double for_ever_s = 1e9;
   const auto start = Clock::now();
-  const auto end = start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(
-                               std::min(timeout_s.value_or(for_ever_s), for_ever_s)));
+  const auto end =
+      start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(
+                  std::min(timeout_s.value_or(for_ever_s), for_ever_s)));
   while (true) {
     {
       const nb::gil_scoped_release unlocked;

@@ -20,8 +20,8 @@ class CheckFailed : public std::logic_error {
 
 }  // namespace statehold
 
-#define CHECK(condition)                                                     \
-  do {                                                                       \
-    if (!(condition)) [[unlikely]]                                           \
-      ::statehold::check_failed(#condition, __FILE_NAME__, __LINE__);        \
+#define CHECK(condition)                                              \
+  do {                                                                \
+    if (!(condition)) [[unlikely]]                                    \
+      ::statehold::check_failed(#condition, __FILE_NAME__, __LINE__); \
   } while (false)

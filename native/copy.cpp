@@ -97,8 +97,8 @@ Strides::Strides(uint64_t item_bytes, const std::vector<int64_t>& shape,
     if (count == 1) continue;
     if (dims_.empty() && step_bytes == static_cast<int64_t>(row_bytes_)) {
       row_bytes_ *= count;
-    } else if (!dims_.empty() && step_bytes == dims_.front().step_bytes *
-                                                   static_cast<int64_t>(dims_.front().count)) {
+    } else if (!dims_.empty() &&
+               step_bytes == dims_.front().step_bytes * static_cast<int64_t>(dims_.front().count)) {
       dims_.front().count *= count;
     } else {
       dims_.insert(dims_.begin(), Dim{count, step_bytes});

@@ -14,7 +14,8 @@ const char* name_of(IoRequest::Kind kind) {
 }  // namespace
 
 uint32_t IoRequest::next_bytes() const {
-  constexpr uint64_t call_bytes_max = uint64_t{1} << 30;  // the kernel's own limit is just below 2^31
+  constexpr uint64_t call_bytes_max = uint64_t{1}
+                                      << 30;  // the kernel's own limit is just below 2^31
   CHECK(bytes_done < bytes);
   return static_cast<uint32_t>(std::min(bytes - bytes_done, call_bytes_max));
 }

@@ -92,7 +92,7 @@ class Fs {
  public:
   virtual ~Fs() = default;
 
-  virtual std::string backend() const = 0;  // "io_uring", "threads" or "sim"
+  virtual std::string backend() const = 0;         // "io_uring", "threads" or "sim"
   virtual std::string note() const { return {}; }  // why not io_uring, and what would help
 
   virtual Status mkdir(const std::string& path) = 0;

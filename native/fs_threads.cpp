@@ -11,10 +11,9 @@ namespace {
 int64_t transfer(const IoRequest& request) {
   const int fd = static_cast<const PosixFile&>(*request.file).fd();
   const auto offset = static_cast<off_t>(request.next_offset());
-  const ssize_t result =
-      request.kind == IoRequest::Kind::read
-          ? ::pread(fd, request.next_memory(), request.next_bytes(), offset)
-          : ::pwrite(fd, request.next_memory(), request.next_bytes(), offset);
+  const ssize_t result = request.kind == IoRequest::Kind::read
+                             ? ::pread(fd, request.next_memory(), request.next_bytes(), offset)
+                             : ::pwrite(fd, request.next_memory(), request.next_bytes(), offset);
   return result < 0 ? -errno : result;
 }
 

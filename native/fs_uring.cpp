@@ -58,7 +58,7 @@ class UringFs final : public PosixFs {
 
   const int depth_;
   io_uring ring_{};
-  std::mutex mutex_;          // the submission side and everything below
+  std::mutex mutex_;  // the submission side and everything below
   IoQueue pending_;
   int in_flight_ = 0;
   bool closed_ = false;
@@ -67,7 +67,8 @@ class UringFs final : public PosixFs {
 };
 
 int UringFs::open() {
-  const int result = io_uring_queue_init(static_cast<unsigned>(depth_ + 1), &ring_, IORING_SETUP_CLAMP);
+  const int result =
+      io_uring_queue_init(static_cast<unsigned>(depth_ + 1), &ring_, IORING_SETUP_CLAMP);
   if (result < 0) return -result;
   if (io_uring_register_buffers_sparse(&ring_, kSlots) == 0) {
     for (int slot = kSlots - 1; slot >= 0; --slot) free_slots_.push_back(slot);
@@ -223,9 +224,7 @@ Result<std::shared_ptr<Fs>> open_uring(int depth) {
 
 namespace statehold {
 
-Result<std::shared_ptr<Fs>> open_uring(int) {
-  return {Status::io(ENOSYS, "set up io_uring", {})};
-}
+Result<std::shared_ptr<Fs>> open_uring(int) { return {Status::io(ENOSYS, "set up io_uring", {})}; }
 
 }  // namespace statehold
 
@@ -234,7 +233,8 @@ Result<std::shared_ptr<Fs>> open_uring(int) {
 namespace statehold {
 
 std::string uring_hint(int error) {
-  const std::string reason = std::string("io_uring is not available (") + std::strerror(error) + "): ";
+  const std::string reason =
+      std::string("io_uring is not available (") + std::strerror(error) + "): ";
   switch (error) {
     case EPERM:
     case EACCES:

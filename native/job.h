@@ -43,9 +43,9 @@ struct Shared {
   std::condition_variable runnable;  // for workers: take() may succeed now
   std::condition_variable changed;   // for waits: a job has moved on
   std::shared_ptr<StagingMemory> memory;
-  std::shared_ptr<Fs> fs;          // reset when the engine is closed and all threads are gone
-  std::vector<int> slots;          // per buffer: where the Fs has registered it, or -1
-  BufferPool pool;                         // guarded by mutex, as all below
+  std::shared_ptr<Fs> fs;  // reset when the engine is closed and all threads are gone
+  std::vector<int> slots;  // per buffer: where the Fs has registered it, or -1
+  BufferPool pool;         // guarded by mutex, as all below
   std::vector<std::shared_ptr<Job>> jobs;  // not retired yet, oldest first
   Status poison;                           // not ok: every job fails with it
 
@@ -84,8 +84,8 @@ class Job : public std::enable_shared_from_this<Job> {
  protected:
   using Lock = std::unique_lock<std::mutex>;
 
-  virtual bool complete() const = 0;   // with the mutex
-  virtual void drop_queued() = 0;      // with the mutex: give back buffers that nobody uses
+  virtual bool complete() const = 0;  // with the mutex
+  virtual void drop_queued() = 0;     // with the mutex: give back buffers that nobody uses
 
   bool failed() const { return !error_.ok(); }
   // Cheap and without the mutex: stop between two pieces.

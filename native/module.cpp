@@ -101,8 +101,9 @@ void declare_fs(nb::module_& m) {
   nb::class_<PyFs>(m, "Fs", "Every effect on storage; see native/fs.h.")
       .def_prop_ro("backend", [](const PyFs& self) { return self->backend(); })
       .def_prop_ro("note", [](const PyFs& self) { return self->note(); })
-      .def("mkdir", [](PyFs& self, const std::string& path) { must(self->mkdir(path)); }, "path"_a,
-           unlocked)
+      .def(
+          "mkdir", [](PyFs& self, const std::string& path) { must(self->mkdir(path)); }, "path"_a,
+          unlocked)
       .def(
           "rename",
           [](PyFs& self, const std::string& src, const std::string& dst) {
@@ -115,18 +116,24 @@ void declare_fs(nb::module_& m) {
             must(self->exchange(a, b));
           },
           "a"_a, "b"_a, unlocked)
-      .def("unlink", [](PyFs& self, const std::string& path) { must(self->unlink(path)); },
-           "path"_a, unlocked)
-      .def("rmdir", [](PyFs& self, const std::string& path) { must(self->rmdir(path)); }, "path"_a,
-           unlocked)
-      .def("listdir", [](PyFs& self, const std::string& path) { return list_dir(self, path); },
-           "path"_a, unlocked)
-      .def("stat_bytes", [](PyFs& self, const std::string& path) { return stat_bytes(self, path); },
-           "path"_a, unlocked)
-      .def("is_dir", [](PyFs& self, const std::string& path) { return must(self->is_dir(path)); },
-           "path"_a, unlocked)
-      .def("sync_dir", [](PyFs& self, const std::string& path) { must(self->sync_dir(path)); },
-           "path"_a, unlocked)
+      .def(
+          "unlink", [](PyFs& self, const std::string& path) { must(self->unlink(path)); }, "path"_a,
+          unlocked)
+      .def(
+          "rmdir", [](PyFs& self, const std::string& path) { must(self->rmdir(path)); }, "path"_a,
+          unlocked)
+      .def(
+          "listdir", [](PyFs& self, const std::string& path) { return list_dir(self, path); },
+          "path"_a, unlocked)
+      .def(
+          "stat_bytes", [](PyFs& self, const std::string& path) { return stat_bytes(self, path); },
+          "path"_a, unlocked)
+      .def(
+          "is_dir", [](PyFs& self, const std::string& path) { return must(self->is_dir(path)); },
+          "path"_a, unlocked)
+      .def(
+          "sync_dir", [](PyFs& self, const std::string& path) { must(self->sync_dir(path)); },
+          "path"_a, unlocked)
       .def("write_file", &write_file, "path"_a, "data"_a)
       .def("read_file", &read_file, "path"_a, "max_bytes"_a)
       .def(
@@ -135,12 +142,41 @@ void declare_fs(nb::module_& m) {
             return PyFile(must(self->open_write(path, bytes, reuse)));
           },
           "path"_a, "bytes"_a, "reuse"_a = false, unlocked)
-      .def("can_reuse", [](PyFs& self, const std::string& path) { return self->can_reuse(path); },
-           "path"_a, unlocked)
+      .def(
+          "can_reuse", [](PyFs& self, const std::string& path) { return self->can_reuse(path); },
+          "path"_a, unlocked)
       .def("close", [](PyFs& self) { self->close(); }, unlocked);
 
   m.def("open_fs", &open_fs, "backend"_a = "auto", "queue_depth"_a = 32, "io_threads"_a = 4,
         unlocked);
+}
+
+void declare_sim(nb::module_& m) {
+  nb::class_<PySimFs, PyFs>(m, "SimFs", "A simulated disk; see native/fs_sim.h.")
+      .def(
+          "__init__",
+          [](PySimFs* self, uint64_t seed, double short_io, bool reorder, double eio,
+             std::optional<uint64_t> capacity,
+             double torn) { new (self) PySimFs({seed, short_io, reorder, eio, capacity, torn}); },
+          "seed"_a, nb::kw_only(), "short_io"_a = 0.0, "reorder"_a = true, "eio"_a = 0.0,
+          "capacity"_a = nb::none(), "torn"_a = 0.0)
+      .def(
+          "crash", [](PySimFs& self) { self.disk().crash(); },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "fail_next",
+          [](PySimFs& self, const std::string& operation, int error, int count, int skip) {
+            self.disk().fail_next(operation, error, count, skip);
+          },
+          "operation"_a, "errno"_a, "count"_a = 1, "skip"_a = 0)
+      .def(
+          "corrupt",
+          [](PySimFs& self, const std::string& path, uint64_t offset, uint8_t mask) {
+            must(self.disk().corrupt(path, offset, mask));
+          },
+          "path"_a, "offset"_a, "xor"_a)
+      .def_prop_ro("fired", [](PySimFs& self) { return self.disk().fired(); })
+      .def_prop_ro("operations", [](PySimFs& self) { return self.disk().operations(); });
 }
 
 void declare_buffers(nb::module_& m) {
@@ -192,18 +228,21 @@ void declare_write_job(nb::module_& m) {
             return wait(timeout, [&](Deadline d) { return self->wait_written(d); });
           },
           "timeout"_a.none())
-      .def("finish", [](PyWriteJob& self) { self->finish(); },
-           nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "finish", [](PyWriteJob& self) { self->finish(); },
+          nb::call_guard<nb::gil_scoped_release>())
       .def("checksums",
            [](PyWriteJob& self) {
              const std::vector<uint64_t> sums = self->checksums();
              return nb::bytes(sums.data(), sums.size() * sizeof(uint64_t));
            })
-      .def("cancel", [](PyWriteJob& self) { self->cancel(); },
-           nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "cancel", [](PyWriteJob& self) { self->cancel(); },
+          nb::call_guard<nb::gil_scoped_release>())
       .def("next_fill", &next_fill, "timeout"_a.none())
-      .def("filled", [](PyWriteJob& self, const PyFill& fill) { self->filled(fill.fill); },
-           "fill"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "filled", [](PyWriteJob& self, const PyFill& fill) { self->filled(fill.fill); }, "fill"_a,
+          nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("fills_left", [](PyWriteJob& self) { return self->fills_left(); })
       .def_prop_ro("stats", [](PyWriteJob& self) {
         const WriteStats stats = self->stats();
@@ -232,11 +271,13 @@ void declare_read_job(nb::module_& m) {
           },
           "timeout"_a.none())
       .def("next_ready", &next_ready, "timeout"_a.none())
-      .def("release", [](PyReadJob& self, const PyReady& ready) { self->release(ready.ready); },
-           "ready"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "release", [](PyReadJob& self, const PyReady& ready) { self->release(ready.ready); },
+          "ready"_a, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("ready_left", [](PyReadJob& self) { return self->ready_left(); })
-      .def("cancel", [](PyReadJob& self) { self->cancel(); },
-           nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "cancel", [](PyReadJob& self) { self->cancel(); },
+          nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("stats", [](PyReadJob& self) {
         const ReadStats stats = self->stats();
         return std::map<std::string, uint64_t>{{"bytes", stats.bytes},
@@ -249,22 +290,20 @@ void declare_engine(nb::module_& m) {
   nb::class_<PyEngine>(m, "Engine", "Staging buffers and copy threads; see native/engine.h.")
       .def("__init__", &new_engine, "fs"_a, "staging_bytes"_a,
            "buffer_bytes"_a = uint64_t{16} << 20, "copy_threads"_a = 2)
-      .def_prop_ro("staging",
-                   [](PyEngine& self) {
-                     return view_of(self->memory(), 0, self->memory()->count());
-                   })
-      .def_prop_ro("staging_address",
-                   [](PyEngine& self) {
-                     return reinterpret_cast<uintptr_t>(self->memory()->data());
-                   })
+      .def_prop_ro(
+          "staging",
+          [](PyEngine& self) { return view_of(self->memory(), 0, self->memory()->count()); })
+      .def_prop_ro(
+          "staging_address",
+          [](PyEngine& self) { return reinterpret_cast<uintptr_t>(self->memory()->data()); })
       .def_prop_ro("buffer_bytes", [](PyEngine& self) { return self->memory()->buffer_bytes(); })
       .def_prop_ro("buffer_count", [](PyEngine& self) { return self->memory()->count(); })
       .def("write", &engine_write, nb::kw_only(), "file_bytes"_a, "block_bytes"_a, "begins"_a,
            "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "header"_a)
       .def("read", &engine_read, nb::kw_only(), "files"_a, "file_bytes"_a, "block_bytes"_a,
            "file_index"_a, "begins"_a, "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "sums"_a)
-      .def("close", [](PyEngine& self) { self->close(); },
-           nb::call_guard<nb::gil_scoped_release>());
+      .def(
+          "close", [](PyEngine& self) { self->close(); }, nb::call_guard<nb::gil_scoped_release>());
 }
 
 void declare_benchmarks(nb::module_& m) {
@@ -294,6 +333,7 @@ NB_MODULE(_core, m) {
   m.attr("Mismatch") = nb::borrow(mismatch_type);
   nb::register_exception_translator(translate);
   declare_fs(m);
+  declare_sim(m);
   declare_buffers(m);
   declare_write_job(m);
   declare_read_job(m);

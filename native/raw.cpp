@@ -46,8 +46,7 @@ class RawRun {
       request.slot = slots_[index];
       request.offset = offset;
       request.bytes_min = std::min(options_.buffer_bytes, file_bytes - offset);
-      request.bytes =
-          file->direct() ? align_up(request.bytes_min, kPageBytes) : request.bytes_min;
+      request.bytes = file->direct() ? align_up(request.bytes_min, kPageBytes) : request.bytes_min;
       request.done = [this](Status status) { landed(std::move(status)); };
       start(std::move(request));
     }

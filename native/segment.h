@@ -1,6 +1,7 @@
 // segment: how a file is cut. A segment is a contiguous range of a file that belongs to one tensor
 // (or to the header). A grid of `block_bytes` lies over the file; a piece is a segment's part of
-// one grid cell, and has one checksum. Buffers hold whole grid cells, so a piece never straddles two.
+// one grid cell, and has one checksum. Buffers hold whole grid cells, so a piece never straddles
+// two.
 #pragma once
 
 #include <algorithm>

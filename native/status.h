@@ -51,8 +51,12 @@ struct [[nodiscard]] Status {
     return {Code::missing, 0, std::move(operation), std::move(path), -1, {}};
   }
   static Status truncated(std::string operation, std::string path, uint64_t ends_at_bytes) {
-    return {Code::truncated, 0, std::move(operation), std::move(path),
-            static_cast<int64_t>(ends_at_bytes), {}};
+    return {Code::truncated,
+            0,
+            std::move(operation),
+            std::move(path),
+            static_cast<int64_t>(ends_at_bytes),
+            {}};
   }
   static Status mismatched(std::string path, const Mismatch& mismatch) {
     return {Code::mismatch, 0, "verify", std::move(path), static_cast<int64_t>(mismatch.begin),

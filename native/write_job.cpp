@@ -211,10 +211,9 @@ bool WriteJob::move_pieces(const Block& block, uint64_t index, bool external) {
                    [&](uint64_t sum, uint64_t begin, uint64_t end) {
                      if (stopped()) return;
                      std::byte* to = buffer + (begin - base);
-                     sums_[sum] = external
-                                      ? xxh3_64(to, end - begin)
-                                      : gather_hashed(segment.place, begin - segment.begin,
-                                                      end - segment.begin, to);
+                     sums_[sum] = external ? xxh3_64(to, end - begin)
+                                           : gather_hashed(segment.place, begin - segment.begin,
+                                                           end - segment.begin, to);
                    });
   }
   return !stopped();

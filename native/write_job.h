@@ -102,11 +102,11 @@ class WriteJob final : public Job {
   std::vector<Block> blocks_;      // guarded by the mutex, as all below
 
   std::shared_ptr<File> file_;
-  std::deque<uint64_t> eager_queue_;   // to copy
-  std::deque<uint64_t> fill_queue_;    // to copy
-  std::deque<uint64_t> offer_queue_;   // for next_fill
-  std::deque<uint64_t> seal_queue_;    // filled by Python, to hash
-  std::deque<uint64_t> write_queue_;   // to write, once attached
+  std::deque<uint64_t> eager_queue_;  // to copy
+  std::deque<uint64_t> fill_queue_;   // to copy
+  std::deque<uint64_t> offer_queue_;  // for next_fill
+  std::deque<uint64_t> seal_queue_;   // filled by Python, to hash
+  std::deque<uint64_t> write_queue_;  // to write, once attached
   uint64_t eager_left_ = 0;
   uint64_t copies_left_ = 0;
   uint64_t writes_left_ = 0;

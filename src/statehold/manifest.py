@@ -212,7 +212,8 @@ def _check_version(check: Checker, document: dict[str, Any]) -> None:
         check.fail("format", FORMAT, show(document.get("format")))
     version = check.integer(document.get("version"), "version", low=1)
     if version > VERSION:
-        facts = {"file": check.file, "where": "version", "expected": VERSION, "got": version}
+        expected = f"{VERSION} or older"
+        facts = {"file": check.file, "where": "version", "expected": expected, "got": version}
         hint = "upgrade statehold to read this step"
         raise FormatVersionError("a step was written by a newer statehold", facts=facts, hint=hint)
 
