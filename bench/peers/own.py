@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,18 @@ from typing import Any
 from bench.peers.base import DEADLINE_S, Peer, PeerOptions, Unavailable
 from bench.state import TrainingState
 
-_IMPORT_ERROR: ImportError | None = None
-try:  # at import, so that the memory of the import is not counted as that of a save
+
+def _missing() -> str | None:
+    """The part of statehold that is not here; a part that is here but broken is a failure."""
+    for name in ("statehold", "statehold._core", "statehold.checkpointer"):
+        if importlib.util.find_spec(name) is None:
+            return name
+    return None
+
+
+_MISSING = _missing()
+if _MISSING is None:  # at import, so that its memory is not counted as that of a save
     from statehold import Checkpointer
-except ImportError as error:
-    _IMPORT_ERROR = error
 
 
 class Statehold(Peer):
@@ -24,8 +32,8 @@ class Statehold(Peer):
 
     def __init__(self, directory: Path, state: TrainingState, options: PeerOptions) -> None:
         super().__init__(directory, state, options)
-        if _IMPORT_ERROR is not None:
-            raise Unavailable(f"statehold.Checkpointer is not importable: {_IMPORT_ERROR}")
+        if _MISSING is not None:
+            raise Unavailable(f"{_MISSING} is not importable: build the package first")
         self.staging_bytes = options.staging_bytes
         self._checkpointer = Checkpointer(directory, keep=1, staging_bytes=options.staging_bytes)
         self._save: Any = None
