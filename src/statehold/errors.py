@@ -196,9 +196,14 @@ def storage_error(operation: str, errno: int, path: str, offset: int | None = No
 def from_native(
     code: str, operation: str, errno: int, path: str, offset: int | None
 ) -> StateholdError:
-    """Translate a failed native Status. `code` is "io", "truncated", "closed" or "invariant"."""
+    """Translate a failed native Status.
+
+    `code` is "io", "missing", "truncated", "closed" or "invariant".
+    """
     if code == "io":
         return storage_error(operation, errno, path, offset)
+    if code == "missing":
+        return MissingFileError("a file does not exist", facts={"file": path, "during": operation})
     if code == "truncated":
         facts = {"file": path, "ends at": f"{offset} bytes", "during": operation}
         return TruncatedFileError("a file ends before the bytes it should hold", facts=facts)

@@ -2,8 +2,8 @@
 
 Owns: the one table between the two, and the shape rule of packed types. Every dtype of safetensors
 that this torch has is in the table; every other torch dtype is refused by name, never converted.
-Facts: a torch `float4_e2m1fn_x2` element is one byte that packs two values along the last dimension;
-safetensors counts values, so its last dimension is twice the torch one.
+Facts: a torch `float4_e2m1fn_x2` element is one byte that packs two values along the last
+dimension; safetensors counts values, so its last dimension is twice the torch one.
 """
 
 from __future__ import annotations

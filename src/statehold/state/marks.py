@@ -1,7 +1,7 @@
 """Marks a user puts around a part of the state, to say who changes it and when.
 
-Owns: `Volatile` and `Gated`, two transparent boxes. They hold one object and nothing else; capture and
-restore look through them, so a step saved with a mark restores into a state without it.
+Owns: `Volatile` and `Gated`, two transparent boxes. They hold one object and nothing else; capture
+and restore look through them, so a step saved with a mark restores into a state without it.
 Without a mark: module parameters and what an optimizer owns are copied lazily (the gate in front of
 `optimizer.step()` protects them), everything else is copied before `save` returns.
 No torch here: a state can be marked before torch is imported.
@@ -38,7 +38,7 @@ class Volatile(Mark[T]):
 
 
 class Gated(Mark[T]):
-    """`value` changes only after `Checkpointer.gate()` or a hooked `optimizer.step()`: copied lazily.
+    """`value` changes only after `Checkpointer.gate()` or a gated `step()`: it is copied lazily.
 
     Module buffers inside stay eager: forward changes them, and not every kernel leaves a trace.
     """

@@ -1,0 +1,194 @@
+// bindings: contract in bindings.h.
+#include "bindings.h"
+
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+
+namespace statehold::python {
+namespace {
+
+constexpr uint8_t kEager = 1;
+constexpr uint8_t kExternal = 2;
+
+// The elements of an array.array (or anything like it) of 8-byte integers.
+std::vector<uint64_t> integers(nb::handle source, const char* name) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(source.ptr(), &view, PyBUF_C_CONTIGUOUS) != 0) throw nb::python_error();
+  const bool fits = view.itemsize == sizeof(uint64_t);
+  std::vector<uint64_t> values(fits ? static_cast<size_t>(view.len) / sizeof(uint64_t) : 0);
+  if (!values.empty()) std::memcpy(values.data(), view.buf, values.size() * sizeof(uint64_t));
+  PyBuffer_Release(&view);
+  if (!fits) throw std::invalid_argument(std::string(name) + " must hold 8-byte integers");
+  return values;
+}
+
+void apply_strides(nb::dict strided, std::vector<Segment>& segments) {
+  using Layout = std::tuple<uint64_t, std::vector<int64_t>, std::vector<int64_t>>;
+  for (const auto& [key, value] : strided) {
+    const auto index = nb::cast<size_t>(key);
+    const auto [item_bytes, shape, strides] = nb::cast<Layout>(value);
+    if (index >= segments.size()) throw std::invalid_argument("strided: no such segment");
+    Segment& segment = segments[index];
+    segment.place.strides.emplace(item_bytes, shape, strides);
+    if (segment.place.strides->bytes() != segment.end - segment.begin) {
+      throw std::invalid_argument("strided: shape and size differ");
+    }
+  }
+}
+
+std::vector<Segment> parse_segments(nb::handle begins, nb::handle sizes, nb::handle addresses,
+                                    nb::bytes flags, nb::dict strided) {
+  const std::vector<uint64_t> begin = integers(begins, "begins");
+  const std::vector<uint64_t> size = integers(sizes, "sizes");
+  const std::vector<uint64_t> address = integers(addresses, "addresses");
+  const auto* flag = static_cast<const uint8_t*>(flags.data());
+  const size_t count = begin.size();
+  if (size.size() != count || address.size() != count || flags.size() != count) {
+    throw std::invalid_argument("begins, sizes, addresses and flags must have equal lengths");
+  }
+  std::vector<Segment> segments(count);
+  for (size_t i = 0; i < count; ++i) {
+    constexpr uint64_t file_bytes_max = uint64_t{1} << 62;
+    if (begin[i] > file_bytes_max || size[i] > file_bytes_max) {
+      throw std::invalid_argument("a segment does not lie inside its file");
+    }
+    segments[i].begin = begin[i];
+    segments[i].end = begin[i] + size[i];
+    segments[i].place.address = reinterpret_cast<std::byte*>(address[i]);
+    segments[i].eager = (flag[i] & kEager) != 0;
+    segments[i].external = (flag[i] & kExternal) != 0;
+  }
+  apply_strides(strided, segments);
+  return segments;
+}
+
+}  // namespace
+
+int region_get_buffer(PyObject* self, Py_buffer* view, int flags) {
+  const Region* region = nb::inst_ptr<Region>(self);
+  return PyBuffer_FillInfo(view, self, region->data, static_cast<Py_ssize_t>(region->bytes), 0,
+                           flags);
+}
+
+nb::object view_of(std::shared_ptr<StagingMemory> memory, uint64_t first, uint64_t count) {
+  Region region{memory, memory->buffer(first), count * memory->buffer_bytes()};
+  const nb::object owner = nb::cast(std::move(region));
+  PyObject* view = PyMemoryView_FromObject(owner.ptr());
+  if (view == nullptr) throw nb::python_error();
+  return nb::steal(view);
+}
+
+PyBufferPool::PyBufferPool(uint64_t count, uint64_t buffer_bytes)
+    : memory(count, buffer_bytes), pool(count) {
+  for (uint32_t index = 0; index < count; ++index) pool.add(index);
+}
+
+std::optional<std::tuple<uint32_t, uint32_t, uintptr_t>> PyBufferPool::acquire_nowait() {
+  const std::optional<Lease> lease = pool.acquire_nowait();
+  if (!lease) return std::nullopt;
+  const auto address = reinterpret_cast<uintptr_t>(memory.buffer(lease->index));
+  return std::tuple(lease->index, lease->generation, address);
+}
+
+std::vector<std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>> tuples_of(
+    const std::vector<BufferPiece>& pieces) {
+  std::vector<std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>> tuples;
+  for (const BufferPiece& piece : pieces) {
+    tuples.emplace_back(piece.segment, piece.segment_offset, piece.buffer_offset, piece.bytes);
+  }
+  return tuples;
+}
+
+std::vector<std::pair<std::string, bool>> list_dir(PyFs& fs, const std::string& path) {
+  std::vector<std::pair<std::string, bool>> names;
+  for (DirEntry& entry : must(fs->listdir(path))) {
+    names.emplace_back(std::move(entry.name), entry.is_dir);
+  }
+  return names;
+}
+
+std::optional<int64_t> stat_bytes(PyFs& fs, const std::string& path) {
+  const int64_t bytes = must(fs->stat_bytes(path));
+  return bytes < 0 ? std::nullopt : std::optional(bytes);
+}
+
+void write_file(PyFs& fs, const std::string& path, nb::bytes data) {
+  const std::string_view bytes(static_cast<const char*>(data.data()), data.size());
+  const nb::gil_scoped_release unlocked;
+  must(fs->write_file(path, bytes));
+}
+
+nb::bytes read_file(PyFs& fs, const std::string& path, uint64_t max_bytes) {
+  std::string data;
+  {
+    const nb::gil_scoped_release unlocked;
+    data = must(fs->read_file(path, max_bytes));
+  }
+  return nb::bytes(data.data(), data.size());
+}
+
+void new_engine(PyEngine* self, PyFs& fs, uint64_t staging_bytes, uint64_t buffer_bytes,
+                int copy_threads) {
+  const EngineOptions options{staging_bytes, buffer_bytes, copy_threads};
+  new (self) PyEngine(std::make_shared<Engine>(fs.shared(), options));
+}
+
+PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_bytes,
+                        nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
+                        nb::dict strided, nb::bytes header) {
+  WriteRequest request;
+  request.file_bytes = file_bytes;
+  request.block_bytes = block_bytes;
+  request.header.assign(static_cast<const char*>(header.data()), header.size());
+  request.segments = parse_segments(begins, sizes, addresses, flags, strided);
+  const nb::gil_scoped_release unlocked;
+  return {engine->write(std::move(request)), engine->memory()};
+}
+
+PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
+                      std::vector<uint64_t> file_bytes, uint64_t block_bytes, nb::handle file_index,
+                      nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
+                      nb::dict strided, nb::bytes sums) {
+  ReadRequest request;
+  request.paths = std::move(files);
+  request.file_bytes = std::move(file_bytes);
+  request.block_bytes = block_bytes;
+  request.segments = parse_segments(begins, sizes, addresses, flags, strided);
+  const std::vector<uint64_t> file = integers(file_index, "file_index");
+  if (file.size() != request.segments.size() || sums.size() % sizeof(uint64_t) != 0) {
+    throw std::invalid_argument("file_index or sums has the wrong length");
+  }
+  for (size_t i = 0; i < file.size(); ++i) {
+    if (file[i] >= request.paths.size()) throw std::invalid_argument("file_index: no such file");
+    request.segments[i].file = static_cast<uint32_t>(file[i]);
+  }
+  request.sums.resize(sums.size() / sizeof(uint64_t));
+  if (sums.size() > 0) std::memcpy(request.sums.data(), sums.data(), sums.size());
+  const nb::gil_scoped_release unlocked;
+  return {engine->read(std::move(request)), engine->memory()};
+}
+
+std::optional<PyFill> next_fill(PyWriteJob& job, Timeout timeout) {
+  std::optional<Fill> fill;
+  wait(timeout, [&](Deadline deadline) {
+    fill = job->next_fill(deadline);
+    return fill.has_value() || job->fills_left() == 0;
+  });
+  if (!fill) return std::nullopt;
+  return PyFill{std::move(*fill), job.memory};
+}
+
+std::optional<PyReady> next_ready(PyReadJob& job, Timeout timeout) {
+  std::optional<Ready> ready;
+  wait(timeout, [&](Deadline deadline) {
+    ready = job->next_ready(deadline);
+    return ready.has_value() || job->ready_left() == 0;
+  });
+  if (!ready) return std::nullopt;
+  return PyReady{std::move(*ready), job.memory};
+}
+
+}  // namespace statehold::python

@@ -1,0 +1,170 @@
+// bindings: handles and conversions between Python and the native core, for module.cpp only.
+//
+// A handle shares the ownership of its native object and ends it (close, cancel) without the GIL
+// when Python drops the handle. Threads do not survive fork: in a child the handles refuse every
+// call, and leak what they hold rather than wait for threads that are not there.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <unistd.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "engine.h"
+#include "fs_sim.h"
+
+namespace statehold::python {
+
+namespace nb = nanobind;
+
+template <class Object, auto end>
+class Handle {
+ public:
+  Handle(std::shared_ptr<Object> object) : object_(std::move(object)), process_(::getpid()) {}
+  Handle(Handle&&) = default;
+  Handle(const Handle&) = delete;
+  Handle& operator=(const Handle&) = delete;
+
+  ~Handle() {
+    if (!object_) return;
+    if (::getpid() != process_) {
+      new std::shared_ptr<Object>(std::move(object_));  // leaked on purpose
+      return;
+    }
+    const nb::gil_scoped_release unlocked;
+    ((*object_).*end)();
+    object_.reset();
+  }
+
+  const std::shared_ptr<Object>& shared() const {
+    if (::getpid() != process_) throw Failure(Status::closed("use in a forked process"));
+    return object_;
+  }
+  Object& operator*() const { return *shared(); }
+  Object* operator->() const { return shared().get(); }
+
+ private:
+  std::shared_ptr<Object> object_;
+  const pid_t process_;
+};
+
+class PyFs : public Handle<Fs, &Fs::close> {
+ public:
+  using Handle::Handle;
+};
+
+class PySimFs : public PyFs {
+ public:
+  explicit PySimFs(const SimOptions& options) : PyFs(std::make_shared<SimFs>(options)) {}
+  SimDisk& disk() const { return static_cast<SimFs&>(**this).disk(); }
+};
+
+class PyEngine : public Handle<Engine, &Engine::close> {
+ public:
+  using Handle::Handle;
+};
+
+// A job shares its engine's state, not its threads: Engine.close() ends it.
+template <class SomeJob>
+class JobHandle : public Handle<SomeJob, &SomeJob::cancel> {
+ public:
+  JobHandle(std::shared_ptr<SomeJob> job, std::shared_ptr<StagingMemory> memory)
+      : Handle<SomeJob, &SomeJob::cancel>(std::move(job)), memory(std::move(memory)) {}
+
+  std::shared_ptr<StagingMemory> memory;
+};
+
+using PyWriteJob = JobHandle<WriteJob>;
+using PyReadJob = JobHandle<ReadJob>;
+
+struct PyFile {
+  explicit PyFile(std::shared_ptr<File> opened)
+      : file(std::move(opened)), path(file->path()), direct(file->direct()) {}
+  std::shared_ptr<File> file;  // null after close
+  std::string path;
+  bool direct;
+};
+
+struct PyFill {
+  Fill fill;
+  std::shared_ptr<StagingMemory> memory;
+  uintptr_t address() const {
+    return reinterpret_cast<uintptr_t>(memory->buffer(fill.lease.index));
+  }
+};
+
+struct PyReady {
+  Ready ready;
+  std::shared_ptr<StagingMemory> memory;
+  uintptr_t address() const {
+    return reinterpret_cast<uintptr_t>(memory->buffer(ready.lease.index));
+  }
+};
+
+// Exports staging memory through the buffer protocol and keeps it mapped.
+struct Region {
+  std::shared_ptr<StagingMemory> memory;
+  std::byte* data;
+  uint64_t bytes;
+};
+
+int region_get_buffer(PyObject* self, Py_buffer* view, int flags);
+nb::object view_of(std::shared_ptr<StagingMemory> memory, uint64_t first, uint64_t count);
+
+class PyBufferPool {
+ public:
+  PyBufferPool(uint64_t count, uint64_t buffer_bytes);
+  std::optional<std::tuple<uint32_t, uint32_t, uintptr_t>> acquire_nowait();
+  void release(uint32_t index, uint32_t generation) { pool.release({index, generation}); }
+
+  StagingMemory memory;
+  BufferPool pool;
+};
+
+using Timeout = std::optional<double>;
+
+// Waits in slices, so that Ctrl-C is noticed; done(Deadline) runs without the GIL.
+template <class Done>
+bool wait(Timeout timeout_s, Done&& done) {
+  using Clock = std::chrono::steady_clock;
+  constexpr auto slice = std::chrono::milliseconds(100);
+  constexpr double for_ever_s = 1e9;
+  const auto start = Clock::now();
+  const auto end =
+      start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(
+                  std::min(timeout_s.value_or(for_ever_s), for_ever_s)));
+  while (true) {
+    {
+      const nb::gil_scoped_release unlocked;
+      if (done(std::min(end, Clock::now() + slice))) return true;
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (Clock::now() >= end) return false;
+  }
+}
+
+std::vector<std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>> tuples_of(
+    const std::vector<BufferPiece>& pieces);
+std::vector<std::pair<std::string, bool>> list_dir(PyFs& fs, const std::string& path);
+std::optional<int64_t> stat_bytes(PyFs& fs, const std::string& path);
+void write_file(PyFs& fs, const std::string& path, nb::bytes data);
+nb::bytes read_file(PyFs& fs, const std::string& path, uint64_t max_bytes);
+
+void new_engine(PyEngine* self, PyFs& fs, uint64_t staging_bytes, uint64_t buffer_bytes,
+                int copy_threads);
+PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_bytes,
+                        nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
+                        nb::dict strided, nb::bytes header);
+PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
+                      std::vector<uint64_t> file_bytes, uint64_t block_bytes, nb::handle file_index,
+                      nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
+                      nb::dict strided, nb::bytes sums);
+std::optional<PyFill> next_fill(PyWriteJob& job, Timeout timeout);
+std::optional<PyReady> next_ready(PyReadJob& job, Timeout timeout);
+
+}  // namespace statehold::python

@@ -1,0 +1,50 @@
+// fs: the part of the seam that all implementations share. Contract in fs.h.
+#include "fs.h"
+
+#include <algorithm>
+#include <cerrno>
+
+namespace statehold {
+namespace {
+
+const char* name_of(IoRequest::Kind kind) {
+  return kind == IoRequest::Kind::read ? "read" : "write";
+}
+
+}  // namespace
+
+uint32_t IoRequest::next_bytes() const {
+  constexpr uint64_t call_bytes_max = uint64_t{1}
+                                      << 30;  // the kernel's own limit is just below 2^31
+  CHECK(bytes_done < bytes);
+  return static_cast<uint32_t>(std::min(bytes - bytes_done, call_bytes_max));
+}
+
+Progress settle(IoRequest& request, int64_t result, Status& status) {
+  const bool is_read = request.kind == IoRequest::Kind::read;
+  // ECANCELED: the thread that issued the transfer has exited; we never cancel one ourselves.
+  if (result == -EINTR || result == -EAGAIN || result == -ECANCELED) return Progress::again;
+  const auto at = static_cast<int64_t>(request.next_offset());
+  if (result < 0) {
+    status = Status::io(static_cast<int>(-result), name_of(request.kind), request.file->path(), at);
+    return Progress::finished;
+  }
+  CHECK(static_cast<uint64_t>(result) <= request.bytes - request.bytes_done);
+  const uint64_t total = request.bytes_done + static_cast<uint64_t>(result);
+  if (total == request.bytes || (is_read && total >= request.bytes_min)) {
+    request.bytes_done = total;
+    status = {};
+    return Progress::finished;
+  }
+  // Short. A direct transfer can only go on from a page boundary, so part of it may be repeated.
+  const uint64_t resume = request.file->direct() ? align_down(total, kPageBytes) : total;
+  if (resume > request.bytes_done) {
+    request.bytes_done = resume;
+    return Progress::again;
+  }
+  status = is_read ? Status::truncated("read", request.file->path(), request.offset + total)
+                   : Status::io(EIO, "write", request.file->path(), at);
+  return Progress::finished;
+}
+
+}  // namespace statehold

@@ -1,0 +1,135 @@
+// fs: the seam. Every effect on storage goes through this class; the engine above it knows no
+// system call, and the same conformance suite runs over all implementations: io_uring
+// (fs_uring.h), threads (fs_threads.h) and sim (fs_sim.h, in memory).
+//
+// Paths are plain strings. Nothing here retries, deletes or renames on its own initiative.
+// All functions may be called from any thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "status.h"
+
+namespace statehold {
+
+// O_DIRECT transfers have offset, length and memory aligned to this.
+inline constexpr uint64_t kPageBytes = 4096;
+
+constexpr uint64_t align_down(uint64_t bytes, uint64_t unit) { return bytes / unit * unit; }
+constexpr uint64_t align_up(uint64_t bytes, uint64_t unit) {
+  return align_down(bytes + unit - 1, unit);
+}
+
+// An open data file. Closed by its destructor: requests in flight share the ownership, so a
+// descriptor number is never reused under a transfer that is still queued.
+class File {
+ public:
+  File(std::string path, bool direct) : path_(std::move(path)), direct_(direct) {}
+  virtual ~File() = default;
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  const std::string& path() const { return path_; }
+  // Transfers bypass the page cache and must be aligned to kPageBytes.
+  bool direct() const { return direct_; }
+
+  virtual Result<uint64_t> size_bytes() = 0;
+  virtual Status truncate(uint64_t bytes) = 0;
+  // Data and size are durable on return; the name is not (Fs::sync_dir).
+  virtual Status sync() = 0;
+  // Blocking and whole: fewer than `bytes` available is Status::truncated. Not for direct files.
+  virtual Status read(std::byte* memory, uint64_t bytes, uint64_t offset) = 0;
+  // True when every page of the range is in the page cache; false when unknown.
+  virtual bool cached(uint64_t offset, uint64_t bytes) = 0;
+
+ private:
+  const std::string path_;
+  const bool direct_;
+};
+
+// One transfer between memory and a file. `done` is called exactly once, on a thread of the Fs,
+// with no lock of the Fs held; it must not block on another transfer. Memory and file must stay
+// valid until then.
+struct IoRequest {
+  enum class Kind : uint8_t { read, write };
+
+  Kind kind = Kind::read;
+  std::shared_ptr<File> file;
+  std::byte* memory = nullptr;
+  uint64_t bytes = 0;
+  // A read is complete with this many: a direct read of a file's tail asks for whole pages.
+  uint64_t bytes_min = 0;
+  uint64_t offset = 0;
+  int slot = -1;  // of the registered buffer that `memory` lies in, or -1
+  std::function<void(Status)> done;
+
+  uint64_t bytes_done = 0;  // kept by the Fs
+
+  // What the next system call has to transfer.
+  std::byte* next_memory() const { return memory + bytes_done; }
+  uint64_t next_offset() const { return offset + bytes_done; }
+  uint32_t next_bytes() const;
+};
+
+enum class Progress : uint8_t { again, finished };
+
+// The only function that looks at the result of a transfer (bytes, or -errno): error, nothing,
+// short, full. `again` means: issue the rest; `finished` that `status` is final.
+Progress settle(IoRequest& request, int64_t result, Status& status);
+
+struct DirEntry {
+  std::string name;
+  bool is_dir = false;
+};
+
+class Fs {
+ public:
+  virtual ~Fs() = default;
+
+  virtual std::string backend() const = 0;         // "io_uring", "threads" or "sim"
+  virtual std::string note() const { return {}; }  // why not io_uring, and what would help
+
+  virtual Status mkdir(const std::string& path) = 0;
+  virtual Status rename(const std::string& from, const std::string& to) = 0;
+  virtual Status exchange(const std::string& a, const std::string& b) = 0;  // atomically
+  virtual Status unlink(const std::string& path) = 0;
+  virtual Status rmdir(const std::string& path) = 0;
+  virtual Result<std::vector<DirEntry>> listdir(const std::string& path) = 0;  // sorted by name
+  // -1 when there is no such path; 0 for a directory.
+  virtual Result<int64_t> stat_bytes(const std::string& path) = 0;
+  virtual Result<bool> is_dir(const std::string& path) = 0;
+  // Makes creations, renames and removals in this directory durable.
+  virtual Status sync_dir(const std::string& path) = 0;
+
+  // Small files as a whole. write_file creates or truncates, and syncs data, not the name.
+  virtual Status write_file(const std::string& path, std::string_view data) = 0;
+  virtual Result<std::string> read_file(const std::string& path, uint64_t bytes_max) = 0;
+
+  // Opens for writing with `bytes` allocated (rounded up to a page for direct files): direct where
+  // the file system allows. A fresh file must not exist yet; `reuse` keeps the extents of one
+  // that does, because overwriting them is much faster than allocating.
+  virtual Result<std::shared_ptr<File>> open_write(const std::string& path, uint64_t bytes,
+                                                   bool reuse) = 0;
+  // direct: fails with EINVAL where the file system refuses O_DIRECT. Status::missing on ENOENT.
+  virtual Result<std::shared_ptr<File>> open_read(const std::string& path, bool direct) = 0;
+  // True when overwriting this file can hurt nobody: regular, ours, one name, not open or mapped.
+  virtual bool can_reuse(const std::string& path) = 0;
+
+  // Starts a transfer, or queues it when the depth is reached; reads go before writes. Never
+  // blocks on other transfers. After close, `done` gets Status::closed.
+  virtual void submit(IoRequest request) = 0;
+  // Announces memory used by many transfers; returns its slot, or -1 (no advantage, no harm).
+  virtual int register_buffer(std::byte*, uint64_t) { return -1; }
+  virtual void unregister_buffer(int) {}
+
+  // Waits for the transfers in flight and stops the threads. Idempotent.
+  virtual void close() = 0;
+};
+
+}  // namespace statehold

@@ -1,0 +1,250 @@
+// fs_posix: contract in fs_posix.h.
+//
+// Facts relied on:
+// - O_DIRECT is refused with EINVAL after O_CREAT has made the file, so it is set by fcntl on the
+//   open descriptor instead.
+// - A write lease is granted only when nobody else has the file open; a mapping keeps it open
+//   (fcntl(2), "Leases").
+// - cachestat(2), Linux 6.5, has number 451 on every architecture.
+#include "fs_posix.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+
+namespace statehold {
+namespace {
+
+// Closes on scope exit; for the calls that keep no file open.
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  ~Descriptor() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+
+  bool valid() const { return fd_ >= 0; }
+  int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_;
+};
+
+Status last_error(const char* operation, const std::string& path, int64_t offset = -1) {
+  return Status::io(errno, operation, path, offset);
+}
+
+Status checked(int result, const char* operation, const std::string& path) {
+  return result == 0 ? Status{} : last_error(operation, path);
+}
+
+template <class Call>
+auto restarted(Call&& call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) result = call();
+  return result;
+}
+
+int open_file(const std::string& path, int flags) {
+  return restarted([&] { return ::open(path.c_str(), flags | O_CLOEXEC, 0666); });
+}
+
+Status write_all(int fd, std::string_view data, const std::string& path) {
+  for (uint64_t done = 0; done < data.size();) {
+    const ssize_t count =
+        restarted([&] { return ::write(fd, data.data() + done, data.size() - done); });
+    if (count < 0) return last_error("write_file", path, static_cast<int64_t>(done));
+    if (count == 0) return Status::io(EIO, "write_file", path, static_cast<int64_t>(done));
+    done += static_cast<uint64_t>(count);
+  }
+  return {};
+}
+
+bool set_direct(int fd) {
+  const int flags = ::fcntl(fd, F_GETFL);
+  return flags >= 0 && ::fcntl(fd, F_SETFL, flags | O_DIRECT) == 0;
+}
+
+// Blocks for the whole file now: allocation in the middle of the writes would make them wait.
+Status allocate(int fd, uint64_t bytes, bool reuse, const std::string& path) {
+  const auto size = static_cast<off_t>(bytes);
+  if (reuse && ::ftruncate(fd, size) != 0) return last_error("truncate", path);
+  if (bytes == 0) return {};
+  if (restarted([&] { return ::fallocate(fd, 0, 0, size); }) == 0) return {};
+  if (errno == EOPNOTSUPP || errno == ENOSYS) return {};
+  return last_error("allocate", path);
+}
+
+}  // namespace
+
+PosixFile::~PosixFile() { ::close(fd_); }
+
+Result<uint64_t> PosixFile::size_bytes() {
+  struct stat info;
+  if (::fstat(fd_, &info) != 0) return {last_error("stat", path())};
+  return {{}, static_cast<uint64_t>(info.st_size)};
+}
+
+Status PosixFile::truncate(uint64_t bytes) {
+  return checked(restarted([&] { return ::ftruncate(fd_, static_cast<off_t>(bytes)); }), "truncate",
+                 path());
+}
+
+Status PosixFile::sync() {
+  return checked(restarted([&] { return ::fdatasync(fd_); }), "sync", path());
+}
+
+Status PosixFile::read(std::byte* memory, uint64_t bytes, uint64_t offset) {
+  for (uint64_t done = 0; done < bytes;) {
+    const uint64_t at = offset + done;
+    const ssize_t count = restarted(
+        [&] { return ::pread(fd_, memory + done, bytes - done, static_cast<off_t>(at)); });
+    if (count < 0) return last_error("read", path(), static_cast<int64_t>(at));
+    if (count == 0) return Status::truncated("read", path(), at);
+    done += static_cast<uint64_t>(count);
+  }
+  return {};
+}
+
+bool PosixFile::cached(uint64_t offset, uint64_t bytes) {
+  constexpr long cachestat_number = 451;
+  struct {
+    uint64_t offset, bytes;
+  } range{offset, bytes};
+  struct {
+    uint64_t cached, dirty, writeback, evicted, recently_evicted;
+  } pages{};
+  if (::syscall(cachestat_number, fd_, &range, &pages, 0) != 0) return false;
+  const uint64_t first = align_down(offset, kPageBytes);
+  return pages.cached >= (align_up(offset + bytes, kPageBytes) - first) / kPageBytes;
+}
+
+Status PosixFs::mkdir(const std::string& path) {
+  return checked(::mkdir(path.c_str(), 0777), "mkdir", path);
+}
+
+Status PosixFs::rename(const std::string& from, const std::string& to) {
+  return checked(::rename(from.c_str(), to.c_str()), "rename", from);
+}
+
+Status PosixFs::exchange(const std::string& a, const std::string& b) {
+  return checked(::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE), "exchange",
+                 a);
+}
+
+Status PosixFs::unlink(const std::string& path) {
+  return checked(::unlink(path.c_str()), "unlink", path);
+}
+
+Status PosixFs::rmdir(const std::string& path) {
+  return checked(::rmdir(path.c_str()), "rmdir", path);
+}
+
+Result<std::vector<DirEntry>> PosixFs::listdir(const std::string& path) {
+  std::unique_ptr<DIR, int (*)(DIR*)> dir(::opendir(path.c_str()), ::closedir);
+  if (!dir) return {last_error("listdir", path)};
+  std::vector<DirEntry> entries;
+  for (errno = 0; const dirent* entry = ::readdir(dir.get()); errno = 0) {
+    const std::string name = entry->d_name;
+    if (name == "." || name == "..") continue;
+    bool directory = entry->d_type == DT_DIR;
+    if (entry->d_type == DT_UNKNOWN) {  // some file systems leave it to stat
+      struct stat info;
+      directory = ::fstatat(::dirfd(dir.get()), entry->d_name, &info, AT_SYMLINK_NOFOLLOW) == 0 &&
+                  S_ISDIR(info.st_mode);
+    }
+    entries.push_back({name, directory});
+  }
+  if (errno != 0) return {last_error("listdir", path)};
+  std::ranges::sort(entries, {}, &DirEntry::name);
+  return {{}, std::move(entries)};
+}
+
+Result<int64_t> PosixFs::stat_bytes(const std::string& path) {
+  struct stat info;
+  if (::stat(path.c_str(), &info) == 0) {
+    return {{}, S_ISDIR(info.st_mode) ? 0 : static_cast<int64_t>(info.st_size)};
+  }
+  if (errno == ENOENT) return {{}, -1};
+  return {last_error("stat", path)};
+}
+
+Result<bool> PosixFs::is_dir(const std::string& path) {
+  struct stat info;
+  if (::stat(path.c_str(), &info) == 0) return {{}, S_ISDIR(info.st_mode)};
+  if (errno == ENOENT || errno == ENOTDIR) return {{}, false};
+  return {last_error("stat", path)};
+}
+
+Status PosixFs::sync_dir(const std::string& path) {
+  const Descriptor dir(open_file(path, O_RDONLY | O_DIRECTORY));
+  if (!dir.valid()) return last_error("sync_dir", path);
+  return checked(restarted([&] { return ::fsync(dir.get()); }), "sync_dir", path);
+}
+
+Status PosixFs::write_file(const std::string& path, std::string_view data) {
+  const Descriptor file(open_file(path, O_WRONLY | O_CREAT | O_TRUNC));
+  if (!file.valid()) return last_error("write_file", path);
+  if (Status status = write_all(file.get(), data, path); !status.ok()) return status;
+  return checked(restarted([&] { return ::fsync(file.get()); }), "write_file", path);
+}
+
+Result<std::string> PosixFs::read_file(const std::string& path, uint64_t bytes_max) {
+  const Descriptor file(open_file(path, O_RDONLY));
+  if (!file.valid()) return {last_error("read_file", path)};
+  struct stat info;
+  if (::fstat(file.get(), &info) != 0) return {last_error("read_file", path)};
+  if (static_cast<uint64_t>(info.st_size) > bytes_max) {
+    return {Status::io(EFBIG, "read_file", path)};
+  }
+  std::string data(static_cast<size_t>(info.st_size), '\0');
+  for (size_t done = 0; done < data.size();) {
+    const ssize_t count =
+        restarted([&] { return ::read(file.get(), data.data() + done, data.size() - done); });
+    if (count < 0) return {last_error("read_file", path, static_cast<int64_t>(done))};
+    if (count == 0) return {Status::truncated("read_file", path, done)};
+    done += static_cast<size_t>(count);
+  }
+  return {{}, std::move(data)};
+}
+
+Result<std::shared_ptr<File>> PosixFs::open_write(const std::string& path, uint64_t bytes,
+                                                  bool reuse) {
+  Descriptor file(open_file(path, O_WRONLY | (reuse ? 0 : O_CREAT | O_EXCL)));
+  if (!file.valid()) return {last_error("open_write", path)};
+  const bool direct = set_direct(file.get());
+  const uint64_t allocated = direct ? align_up(bytes, kPageBytes) : bytes;
+  if (Status status = allocate(file.get(), allocated, reuse, path); !status.ok()) return {status};
+  return {{}, std::make_shared<PosixFile>(file.release(), path, direct)};
+}
+
+Result<std::shared_ptr<File>> PosixFs::open_read(const std::string& path, bool direct) {
+  Descriptor file(open_file(path, O_RDONLY | (direct ? O_DIRECT : 0)));
+  if (!file.valid() && errno == ENOENT) return {Status::missing("open_read", path)};
+  if (!file.valid()) return {last_error("open_read", path)};
+  return {{}, std::make_shared<PosixFile>(file.release(), path, direct)};
+}
+
+bool PosixFs::can_reuse(const std::string& path) {
+  const Descriptor file(open_file(path, O_RDONLY | O_NOFOLLOW));
+  struct stat info;
+  if (!file.valid() || ::fstat(file.get(), &info) != 0) return false;
+  if (!S_ISREG(info.st_mode)) return false;
+  if (info.st_nlink != 1 || info.st_uid != ::geteuid()) return false;
+  // A lease break sends SIGIO, which kills by default; SIGURG is ignored by default.
+  if (::fcntl(file.get(), F_SETSIG, SIGURG) != 0) return false;
+  return ::fcntl(file.get(), F_SETLEASE, F_WRLCK) == 0 &&
+         ::fcntl(file.get(), F_SETLEASE, F_UNLCK) == 0;
+}
+
+}  // namespace statehold

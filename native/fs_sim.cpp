@@ -1,0 +1,367 @@
+// fs_sim: contract in fs_sim.h.
+#include "fs_sim.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "checksum.h"
+
+namespace statehold {
+
+// An open file on a SimDisk. Direct in every respect that can be checked.
+class SimFile final : public File {
+ public:
+  // With the disk's mutex.
+  SimFile(std::shared_ptr<SimDisk> disk, SimNodePtr node, std::string path, bool direct)
+      : File(std::move(path), direct),
+        disk_(std::move(disk)),
+        node_(std::move(node)),
+        epoch_(disk_->epoch_) {
+    ++node_->open_count;
+  }
+
+  ~SimFile() override {
+    const std::lock_guard lock(disk_->mutex_);
+    --node_->open_count;
+  }
+
+  Result<uint64_t> size_bytes() override {
+    const std::lock_guard lock(disk_->mutex_);
+    return {{}, node_->data.bytes().size()};
+  }
+
+  Status truncate(uint64_t bytes) override {
+    const std::lock_guard lock(disk_->mutex_);
+    const int error = usable("truncate");
+    if (error == 0) node_->data.resize(bytes);
+    return disk_->done("truncate", path(), error);
+  }
+
+  Status sync() override {
+    const std::lock_guard lock(disk_->mutex_);
+    const int error = usable("sync");
+    if (error == 0) node_->data.sync();
+    return disk_->done("sync", path(), error);
+  }
+
+  Status read(std::byte* memory, uint64_t bytes, uint64_t offset) override {
+    const std::lock_guard lock(disk_->mutex_);
+    const int64_t result = faulty(IoRequest::Kind::read, bytes, offset);
+    if (result < 0) {
+      return Status::io(static_cast<int>(-result), "read", path(), static_cast<int64_t>(offset));
+    }
+    const std::string& data = node_->data.bytes();
+    if (offset + bytes > data.size()) return Status::truncated("read", path(), data.size());
+    std::memcpy(memory, data.data() + offset, bytes);
+    return {};
+  }
+
+  // Some blocks are, some are not: both paths of a reader are used.
+  bool cached(uint64_t offset, uint64_t) override {
+    const std::lock_guard lock(disk_->mutex_);
+    return disk_->chance("cached", path(), offset) < 0.5;
+  }
+
+  // What one system call would do: bytes, or -errno.
+  int64_t transfer(IoRequest& request) {
+    const std::lock_guard lock(disk_->mutex_);
+    const uint64_t offset = request.next_offset();
+    const int64_t allowed = faulty(request.kind, request.next_bytes(), offset);
+    if (allowed < 0) return allowed;
+    if (direct() && (request.next_bytes() % kPageBytes != 0 || offset % kPageBytes != 0)) {
+      return -EINVAL;
+    }
+    const auto bytes = static_cast<uint64_t>(allowed);
+    return request.kind == IoRequest::Kind::read ? get(request.next_memory(), bytes, offset)
+                                                 : put(request.next_memory(), bytes, offset);
+  }
+
+ private:
+  int usable(const char* operation) {
+    if (epoch_ != disk_->epoch_) return EIO;
+    return disk_->injected(operation);
+  }
+
+  // -errno, or how many of the bytes this call may transfer.
+  int64_t faulty(IoRequest::Kind kind, uint64_t bytes, uint64_t offset) {
+    const char* operation = kind == IoRequest::Kind::read ? "read" : "write";
+    if (const int error = usable(operation); error != 0) return -error;
+    if (disk_->chance("eio", path(), offset) < disk_->options_.eio) {
+      ++disk_->fired_["eio"];
+      return -EIO;
+    }
+    const uint64_t unit = direct() ? kPageBytes : 1;
+    if (bytes > unit && disk_->chance("short", path(), offset) < disk_->options_.short_io) {
+      ++disk_->fired_["short"];
+      const auto part =
+          static_cast<uint64_t>(disk_->chance("part", path(), offset) * static_cast<double>(bytes));
+      return static_cast<int64_t>(std::max(align_down(part, unit), unit));
+    }
+    return static_cast<int64_t>(bytes);
+  }
+
+  int64_t get(std::byte* memory, uint64_t bytes, uint64_t offset) {
+    const std::string& data = node_->data.bytes();
+    if (offset >= data.size()) return 0;
+    const uint64_t count = std::min<uint64_t>(bytes, data.size() - offset);
+    std::memcpy(memory, data.data() + offset, count);
+    return static_cast<int64_t>(count);
+  }
+
+  int64_t put(const std::byte* memory, uint64_t bytes, uint64_t offset) {
+    if (disk_->grows_too_much(node_->data.bytes().size(), offset + bytes)) return -ENOSPC;
+    node_->data.write(offset, {reinterpret_cast<const char*>(memory), bytes});
+    return static_cast<int64_t>(bytes);
+  }
+
+  const std::shared_ptr<SimDisk> disk_;
+  const SimNodePtr node_;
+  const uint64_t epoch_;
+};
+
+void SimDisk::crash() {
+  const std::lock_guard lock(mutex_);
+  ++epoch_;
+  if (const uint64_t torn = tree_.crash(random_, options_.torn); torn > 0) fired_["torn"] += torn;
+  operations_.push_back("crash");
+}
+
+void SimDisk::fail_next(const std::string& operation, int error, int count, int skip) {
+  const std::lock_guard lock(mutex_);
+  injections_[operation].push_back({error, count, skip});
+}
+
+std::map<std::string, uint64_t> SimDisk::fired() {
+  const std::lock_guard lock(mutex_);
+  return fired_;
+}
+
+std::vector<std::string> SimDisk::operations() {
+  const std::lock_guard lock(mutex_);
+  return operations_;
+}
+
+Status SimDisk::corrupt(const std::string& path, uint64_t offset, uint8_t mask) {
+  const std::lock_guard lock(mutex_);
+  const SimNodePtr node = tree_.find(path);
+  if (!node || offset >= node->data.bytes().size()) return Status::io(ENOENT, "corrupt", path);
+  node->data.corrupt(offset, mask);
+  return {};
+}
+
+int SimDisk::injected(const std::string& operation) {
+  for (Injection& injection : injections_[operation]) {
+    if (injection.count == 0) continue;
+    if (injection.skip > 0) {
+      --injection.skip;
+      return 0;
+    }
+    --injection.count;
+    ++fired_["injected"];
+    return injection.error;
+  }
+  return 0;
+}
+
+double SimDisk::chance(const char* kind, const std::string& path, uint64_t offset) {
+  const std::string text = std::string(kind) + ' ' + path + ' ' + std::to_string(offset) + ' ' +
+                           std::to_string(options_.seed);
+  const auto hash = [](const std::string& s) {
+    return xxh3_64(reinterpret_cast<const std::byte*>(s.data()), s.size());
+  };
+  const uint64_t tries = tries_[hash(text)]++;
+  return static_cast<double>(hash(text + ' ' + std::to_string(tries)) >> 11) * 0x1p-53;
+}
+
+bool SimDisk::grows_too_much(uint64_t from_bytes, uint64_t to_bytes) {
+  if (!options_.capacity_bytes || to_bytes <= from_bytes) return false;
+  if (tree_.used_bytes() + (to_bytes - from_bytes) <= *options_.capacity_bytes) return false;
+  ++fired_["enospc"];
+  return true;
+}
+
+Status SimDisk::done(const std::string& operation, const std::string& path, int error,
+                     const std::string& detail) {
+  if (error != 0) return Status::io(error, operation, path);
+  operations_.push_back(operation + ' ' + path + (detail.empty() ? "" : ' ' + detail));
+  return {};
+}
+
+SimFs::SimFs(const SimOptions& options)
+    : disk_(std::make_shared<SimDisk>(options)),
+      order_(options.seed),
+      thread_([this] { serve(); }) {}
+
+SimFs::~SimFs() { close(); }
+
+template <class Change>
+Status SimFs::name_change(const char* operation, const std::string& path, const std::string& detail,
+                          Change&& change) {
+  const std::lock_guard lock(disk_->mutex_);
+  int error = disk_->injected(operation);
+  if (error == 0) error = change(disk_->tree_);
+  return disk_->done(operation, path, error, detail);
+}
+
+Status SimFs::mkdir(const std::string& path) {
+  return name_change("mkdir", path, {}, [&](SimTree& tree) { return tree.mkdir(path); });
+}
+
+Status SimFs::rename(const std::string& from, const std::string& to) {
+  return name_change("rename", from, to, [&](SimTree& tree) { return tree.rename(from, to); });
+}
+
+Status SimFs::exchange(const std::string& a, const std::string& b) {
+  return name_change("exchange", a, b, [&](SimTree& tree) { return tree.exchange(a, b); });
+}
+
+Status SimFs::unlink(const std::string& path) {
+  return name_change("unlink", path, {}, [&](SimTree& tree) { return tree.unlink(path); });
+}
+
+Status SimFs::rmdir(const std::string& path) {
+  return name_change("rmdir", path, {}, [&](SimTree& tree) { return tree.rmdir(path); });
+}
+
+Status SimFs::sync_dir(const std::string& path) {
+  return name_change("sync_dir", path, {}, [&](SimTree& tree) { return tree.sync_dir(path); });
+}
+
+Result<std::vector<DirEntry>> SimFs::listdir(const std::string& path) {
+  const std::lock_guard lock(disk_->mutex_);
+  const SimNodePtr dir = disk_->tree_.find(path);
+  if (!dir) return {Status::io(ENOENT, "listdir", path)};
+  if (!dir->is_dir) return {Status::io(ENOTDIR, "listdir", path)};
+  std::vector<DirEntry> entries;
+  for (const auto& [name, node] : dir->names) entries.push_back({name, node->is_dir});
+  return {{}, std::move(entries)};
+}
+
+Result<int64_t> SimFs::stat_bytes(const std::string& path) {
+  const std::lock_guard lock(disk_->mutex_);
+  const SimNodePtr node = disk_->tree_.find(path);
+  return {{}, node ? static_cast<int64_t>(node->data.bytes().size()) : -1};
+}
+
+Result<bool> SimFs::is_dir(const std::string& path) {
+  const std::lock_guard lock(disk_->mutex_);
+  const SimNodePtr node = disk_->tree_.find(path);
+  return {{}, node && node->is_dir};
+}
+
+int SimFs::store(const std::string& path, std::string_view data) {
+  SimNodePtr node = disk_->tree_.find(path);
+  if (node && node->is_dir) return EISDIR;
+  if (disk_->grows_too_much(node ? node->data.bytes().size() : 0, data.size())) return ENOSPC;
+  if (!node) {
+    if (const int error = disk_->tree_.create(path, node); error != 0) return error;
+  }
+  node->data.resize(0);
+  node->data.write(0, data);
+  node->data.sync();
+  return 0;
+}
+
+Status SimFs::write_file(const std::string& path, std::string_view data) {
+  return name_change("write_file", path, {}, [&](SimTree&) { return store(path, data); });
+}
+
+Result<std::string> SimFs::read_file(const std::string& path, uint64_t bytes_max) {
+  const std::lock_guard lock(disk_->mutex_);
+  const SimNodePtr node = disk_->tree_.find(path);
+  int error = disk_->injected("read_file");
+  if (error == 0 && !node) error = ENOENT;
+  if (error == 0 && node->is_dir) error = EISDIR;
+  if (error == 0 && node->data.bytes().size() > bytes_max) error = EFBIG;
+  if (error != 0) return {Status::io(error, "read_file", path)};
+  return {{}, node->data.bytes()};
+}
+
+int SimFs::prepare(const std::string& path, uint64_t bytes, bool reuse, SimNodePtr& node) {
+  if (const int error = disk_->injected("open_write"); error != 0) return error;
+  node = disk_->tree_.find(path);
+  if (reuse && !node) return ENOENT;
+  if (reuse && node->is_dir) return EISDIR;
+  if (disk_->grows_too_much(reuse ? node->data.bytes().size() : 0, bytes)) return ENOSPC;
+  if (!reuse) {
+    if (const int error = disk_->tree_.create(path, node); error != 0) return error;
+  }
+  node->data.resize(bytes);
+  return 0;
+}
+
+Result<std::shared_ptr<File>> SimFs::open_write(const std::string& path, uint64_t bytes,
+                                                bool reuse) {
+  const std::lock_guard lock(disk_->mutex_);
+  SimNodePtr node;
+  const int error = prepare(path, align_up(bytes, kPageBytes), reuse, node);
+  Status status = disk_->done("open_write", path, error, reuse ? "reuse" : "");
+  if (!status.ok()) return {std::move(status)};
+  return {{}, std::make_shared<SimFile>(disk_, node, path, true)};
+}
+
+Result<std::shared_ptr<File>> SimFs::open_read(const std::string& path, bool direct) {
+  const std::lock_guard lock(disk_->mutex_);
+  const SimNodePtr node = disk_->tree_.find(path);
+  if (const int error = disk_->injected("open_read"); error != 0) {
+    return {Status::io(error, "open_read", path)};
+  }
+  if (!node) return {Status::missing("open_read", path)};
+  if (node->is_dir) return {Status::io(EISDIR, "open_read", path)};
+  return {{}, std::make_shared<SimFile>(disk_, node, path, direct)};
+}
+
+bool SimFs::can_reuse(const std::string& path) {
+  const std::lock_guard lock(disk_->mutex_);
+  const SimNodePtr node = disk_->tree_.find(path);
+  return node && !node->is_dir && node->open_count == 0;
+}
+
+void SimFs::submit(IoRequest request) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!closed_) {
+      queue_.push_back(std::move(request));
+      wake_.notify_one();
+      return;
+    }
+  }
+  request.done(Status::closed("transfer"));
+}
+
+IoRequest SimFs::next() {
+  const size_t index = disk_->options_.reorder ? order_() % queue_.size() : 0;
+  const auto at = queue_.begin() + static_cast<ptrdiff_t>(index);
+  IoRequest request = std::move(*at);
+  queue_.erase(at);
+  return request;
+}
+
+void SimFs::serve() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    wake_.wait(lock, [this] { return closed_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    IoRequest request = next();
+    lock.unlock();
+    Status status;
+    auto& file = static_cast<SimFile&>(*request.file);
+    while (settle(request, file.transfer(request), status) == Progress::again) {
+    }
+    request.done(std::move(status));
+    request = {};
+    lock.lock();
+  }
+}
+
+void SimFs::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  wake_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+}  // namespace statehold

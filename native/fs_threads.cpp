@@ -1,0 +1,68 @@
+// fs_threads: contract in fs_threads.h.
+#include "fs_threads.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+
+namespace statehold {
+namespace {
+
+int64_t transfer(const IoRequest& request) {
+  const int fd = static_cast<const PosixFile&>(*request.file).fd();
+  const auto offset = static_cast<off_t>(request.next_offset());
+  const ssize_t result = request.kind == IoRequest::Kind::read
+                             ? ::pread(fd, request.next_memory(), request.next_bytes(), offset)
+                             : ::pwrite(fd, request.next_memory(), request.next_bytes(), offset);
+  return result < 0 ? -errno : result;
+}
+
+}  // namespace
+
+ThreadsFs::ThreadsFs(int io_threads, std::string note) : note_(std::move(note)) {
+  CHECK(io_threads >= 1);
+  for (int i = 0; i < io_threads; ++i) threads_.emplace_back([this] { serve(); });
+}
+
+ThreadsFs::~ThreadsFs() { close(); }
+
+void ThreadsFs::submit(IoRequest request) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!closed_) {
+      queue_.push(std::move(request));
+      wake_.notify_one();
+      return;
+    }
+  }
+  request.done(Status::closed("transfer"));
+}
+
+void ThreadsFs::serve() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    wake_.wait(lock, [this] { return closed_ || !queue_.empty(); });
+    if (queue_.empty()) return;  // closed, and everything accepted has been done
+    IoRequest request = queue_.pop();
+    lock.unlock();
+    Status status;
+    while (settle(request, transfer(request), status) == Progress::again) {
+    }
+    request.done(std::move(status));
+    request = {};
+    lock.lock();
+  }
+}
+
+void ThreadsFs::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  wake_.notify_all();
+  for (std::thread& thread : threads_) {
+    if (thread.joinable()) thread.join();
+  }
+}
+
+}  // namespace statehold

@@ -1,0 +1,37 @@
+// fs_threads: the data plane by pread/pwrite on a few threads. Used where io_uring is refused, and
+// as the plain reference in tests. The number of threads bounds the transfers in flight.
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fs_posix.h"
+#include "io_queue.h"
+
+namespace statehold {
+
+class ThreadsFs final : public PosixFs {
+ public:
+  ThreadsFs(int io_threads, std::string note);
+  ~ThreadsFs() override;
+
+  std::string backend() const override { return "threads"; }
+  std::string note() const override { return note_; }
+  void submit(IoRequest request) override;
+  void close() override;
+
+ private:
+  void serve();
+
+  const std::string note_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  IoQueue queue_;        // guarded by mutex_
+  bool closed_ = false;  // guarded by mutex_
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace statehold

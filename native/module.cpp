@@ -1,0 +1,348 @@
+// module: what Python sees of the native core; declarations only (details in bindings.h).
+// Holds: the GIL is released in everything that can block, and native threads never touch Python.
+// The one place where a failed Status becomes a Python exception is raise_status.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings.h"
+#include "checksum.h"
+#include "fs_threads.h"
+#include "fs_uring.h"
+#include "raw.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace statehold;
+using namespace statehold::python;
+
+namespace {
+
+PyObject* mismatch_type = nullptr;
+
+void raise_mismatch(const Status& status) {
+  const Mismatch& m = status.mismatch;
+  nb::object error = nb::handle(mismatch_type)("checksum mismatch in " + status.path);
+  error.attr("path") = status.path;
+  error.attr("segment") = m.segment;
+  error.attr("piece") = m.piece;
+  error.attr("begin") = m.begin;
+  error.attr("end") = m.end;
+  error.attr("expected") = m.expected;
+  error.attr("got") = m.got;
+  PyErr_SetObject(mismatch_type, error.ptr());
+}
+
+const char* name_of(Code code) {
+  switch (code) {
+    case Code::io:
+      return "io";
+    case Code::missing:
+      return "missing";
+    case Code::truncated:
+      return "truncated";
+    case Code::closed:
+      return "closed";
+    default:
+      return "invariant";
+  }
+}
+
+void raise_status(const Status& status) {
+  if (status.code == Code::mismatch) return raise_mismatch(status);
+  nb::object offset = nb::none();
+  if (status.offset_bytes >= 0) offset = nb::int_(status.offset_bytes);
+  nb::object error = nb::module_::import_("statehold.errors")
+                         .attr("from_native")(name_of(status.code), status.operation, status.error,
+                                              status.path, offset);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+}
+
+void translate(const std::exception_ptr& thrown, void*) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const Failure& failure) {
+    raise_status(failure.status);
+  } catch (const CheckFailed& failure) {
+    raise_status(Status::invariant(failure.what()));
+  }
+}
+
+PyFs open_fs(const std::string& backend, int queue_depth, int io_threads) {
+  if (queue_depth < 1 || io_threads < 1) {
+    throw std::invalid_argument("queue_depth and io_threads must be at least 1");
+  }
+  if (backend != "auto" && backend != "io_uring" && backend != "threads") {
+    throw std::invalid_argument("backend must be auto, io_uring or threads, not " + backend);
+  }
+  std::string note = "chosen by backend=\"threads\"";
+  if (backend != "threads") {
+    Result<std::shared_ptr<Fs>> uring = open_uring(queue_depth);
+    if (uring.ok()) return {std::move(uring.value)};
+    note = uring_hint(uring.status.error);
+    if (backend == "io_uring") {
+      throw Failure(Status::io(uring.status.error, "set up io_uring (" + note + ")", {}));
+    }
+  }
+  return {std::make_shared<ThreadsFs>(io_threads, note)};
+}
+
+void declare_fs(nb::module_& m) {
+  nb::class_<PyFile>(m, "File", "An open data file; closed by WriteJob.finish() or close().")
+      .def_prop_ro("path", [](const PyFile& self) { return self.path; })
+      .def_prop_ro("direct", [](const PyFile& self) { return self.direct; })
+      .def("close", [](PyFile& self) { self.file.reset(); });
+
+  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<PyFs>(m, "Fs", "Every effect on storage; see native/fs.h.")
+      .def_prop_ro("backend", [](const PyFs& self) { return self->backend(); })
+      .def_prop_ro("note", [](const PyFs& self) { return self->note(); })
+      .def(
+          "mkdir", [](PyFs& self, const std::string& path) { must(self->mkdir(path)); }, "path"_a,
+          unlocked)
+      .def(
+          "rename",
+          [](PyFs& self, const std::string& src, const std::string& dst) {
+            must(self->rename(src, dst));
+          },
+          "src"_a, "dst"_a, unlocked)
+      .def(
+          "exchange",
+          [](PyFs& self, const std::string& a, const std::string& b) {
+            must(self->exchange(a, b));
+          },
+          "a"_a, "b"_a, unlocked)
+      .def(
+          "unlink", [](PyFs& self, const std::string& path) { must(self->unlink(path)); }, "path"_a,
+          unlocked)
+      .def(
+          "rmdir", [](PyFs& self, const std::string& path) { must(self->rmdir(path)); }, "path"_a,
+          unlocked)
+      .def(
+          "listdir", [](PyFs& self, const std::string& path) { return list_dir(self, path); },
+          "path"_a, unlocked)
+      .def(
+          "stat_bytes", [](PyFs& self, const std::string& path) { return stat_bytes(self, path); },
+          "path"_a, unlocked)
+      .def(
+          "is_dir", [](PyFs& self, const std::string& path) { return must(self->is_dir(path)); },
+          "path"_a, unlocked)
+      .def(
+          "sync_dir", [](PyFs& self, const std::string& path) { must(self->sync_dir(path)); },
+          "path"_a, unlocked)
+      .def("write_file", &write_file, "path"_a, "data"_a)
+      .def("read_file", &read_file, "path"_a, "max_bytes"_a)
+      .def(
+          "open_write",
+          [](PyFs& self, const std::string& path, uint64_t bytes, bool reuse) {
+            return PyFile(must(self->open_write(path, bytes, reuse)));
+          },
+          "path"_a, "bytes"_a, "reuse"_a = false, unlocked)
+      .def(
+          "can_reuse", [](PyFs& self, const std::string& path) { return self->can_reuse(path); },
+          "path"_a, unlocked)
+      .def("close", [](PyFs& self) { self->close(); }, unlocked);
+
+  m.def("open_fs", &open_fs, "backend"_a = "auto", "queue_depth"_a = 32, "io_threads"_a = 4,
+        unlocked);
+}
+
+void declare_sim(nb::module_& m) {
+  nb::class_<PySimFs, PyFs>(m, "SimFs", "A simulated disk; see native/fs_sim.h.")
+      .def(
+          "__init__",
+          [](PySimFs* self, uint64_t seed, double short_io, bool reorder, double eio,
+             std::optional<uint64_t> capacity,
+             double torn) { new (self) PySimFs({seed, short_io, reorder, eio, capacity, torn}); },
+          "seed"_a, nb::kw_only(), "short_io"_a = 0.0, "reorder"_a = true, "eio"_a = 0.0,
+          "capacity"_a = nb::none(), "torn"_a = 0.0)
+      .def(
+          "crash", [](PySimFs& self) { self.disk().crash(); },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "fail_next",
+          [](PySimFs& self, const std::string& operation, int error, int count, int skip) {
+            self.disk().fail_next(operation, error, count, skip);
+          },
+          "operation"_a, "errno"_a, "count"_a = 1, "skip"_a = 0)
+      .def(
+          "corrupt",
+          [](PySimFs& self, const std::string& path, uint64_t offset, uint8_t mask) {
+            must(self.disk().corrupt(path, offset, mask));
+          },
+          "path"_a, "offset"_a, "xor"_a)
+      .def_prop_ro("fired", [](PySimFs& self) { return self.disk().fired(); })
+      .def_prop_ro("operations", [](PySimFs& self) { return self.disk().operations(); });
+}
+
+void declare_buffers(nb::module_& m) {
+  static PyType_Slot region_slots[] = {
+      {Py_bf_getbuffer, reinterpret_cast<void*>(&region_get_buffer)}, {0, nullptr}};
+  nb::class_<Region>(m, "Region", "Owner of a memoryview of staging memory.",
+                     nb::type_slots(region_slots));
+
+  nb::class_<PyBufferPool>(m, "BufferPool", "The allocator of the staging buffers, for tests.")
+      .def(nb::init<uint64_t, uint64_t>(), "count"_a, "buffer_bytes"_a)
+      .def_prop_ro("free_count", [](PyBufferPool& self) { return self.pool.free_count(); })
+      .def("acquire_nowait", &PyBufferPool::acquire_nowait,
+           "(index, generation, address) of a free buffer, or None")
+      .def("release", &PyBufferPool::release, "index"_a, "generation"_a);
+}
+
+void declare_write_job(nb::module_& m) {
+  nb::class_<PyFill>(m, "Fill", "A buffer of a WriteJob that waits for bytes from Python.")
+      .def_prop_ro("token", [](const PyFill& self) { return self.fill.block; })
+      .def_prop_ro("address", &PyFill::address)
+      .def_prop_ro("pieces", [](const PyFill& self) { return tuples_of(self.fill.pieces); })
+      .def_prop_ro("view", [](const PyFill& self) {
+        return view_of(self.memory, self.fill.lease.index, 1);
+      });
+
+  nb::class_<PyWriteJob>(m, "WriteJob", "One file being written; see native/write_job.h.")
+      .def(
+          "attach",
+          [](PyWriteJob& self, PyFile& file) {
+            if (!file.file) throw Failure(Status::closed("attach"));
+            self->attach(file.file);
+          },
+          "file"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "wait_eager",
+          [](PyWriteJob& self, Timeout timeout) {
+            return wait(timeout, [&](Deadline d) { return self->wait_eager(d); });
+          },
+          "timeout"_a.none())
+      .def(
+          "wait_copied",
+          [](PyWriteJob& self, Timeout timeout) {
+            return wait(timeout, [&](Deadline d) { return self->wait_copied(d); });
+          },
+          "timeout"_a.none())
+      .def(
+          "wait_written",
+          [](PyWriteJob& self, Timeout timeout) {
+            return wait(timeout, [&](Deadline d) { return self->wait_written(d); });
+          },
+          "timeout"_a.none())
+      .def(
+          "finish", [](PyWriteJob& self) { self->finish(); },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def("checksums",
+           [](PyWriteJob& self) {
+             const std::vector<uint64_t> sums = self->checksums();
+             return nb::bytes(sums.data(), sums.size() * sizeof(uint64_t));
+           })
+      .def(
+          "cancel", [](PyWriteJob& self) { self->cancel(); },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def("next_fill", &next_fill, "timeout"_a.none())
+      .def(
+          "filled", [](PyWriteJob& self, const PyFill& fill) { self->filled(fill.fill); }, "fill"_a,
+          nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("fills_left", [](PyWriteJob& self) { return self->fills_left(); })
+      .def_prop_ro("stats", [](PyWriteJob& self) {
+        const WriteStats stats = self->stats();
+        return std::map<std::string, uint64_t>{{"bytes", stats.bytes},
+                                               {"blocks", stats.blocks},
+                                               {"copy_ns", stats.copy_ns},
+                                               {"first_write_ns", stats.first_write_ns},
+                                               {"write_ns", stats.write_ns}};
+      });
+}
+
+void declare_read_job(nb::module_& m) {
+  nb::class_<PyReady>(m, "Ready", "A verified buffer of a ReadJob that Python has to empty.")
+      .def_prop_ro("token", [](const PyReady& self) { return self.ready.block; })
+      .def_prop_ro("address", &PyReady::address)
+      .def_prop_ro("pieces", [](const PyReady& self) { return tuples_of(self.ready.pieces); })
+      .def_prop_ro("view", [](const PyReady& self) {
+        return view_of(self.memory, self.ready.lease.index, 1);
+      });
+
+  nb::class_<PyReadJob>(m, "ReadJob", "Segments being read; see native/read_job.h.")
+      .def(
+          "wait",
+          [](PyReadJob& self, Timeout timeout) {
+            return wait(timeout, [&](Deadline d) { return self->wait_done(d); });
+          },
+          "timeout"_a.none())
+      .def("next_ready", &next_ready, "timeout"_a.none())
+      .def(
+          "release", [](PyReadJob& self, const PyReady& ready) { self->release(ready.ready); },
+          "ready"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("ready_left", [](PyReadJob& self) { return self->ready_left(); })
+      .def(
+          "cancel", [](PyReadJob& self) { self->cancel(); },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("stats", [](PyReadJob& self) {
+        const ReadStats stats = self->stats();
+        return std::map<std::string, uint64_t>{{"bytes", stats.bytes},
+                                               {"cached_bytes", stats.cached_bytes},
+                                               {"direct_bytes", stats.direct_bytes}};
+      });
+}
+
+void declare_engine(nb::module_& m) {
+  nb::class_<PyEngine>(m, "Engine", "Staging buffers and copy threads; see native/engine.h.")
+      .def("__init__", &new_engine, "fs"_a, "staging_bytes"_a,
+           "buffer_bytes"_a = uint64_t{16} << 20, "copy_threads"_a = 2)
+      .def_prop_ro(
+          "staging",
+          [](PyEngine& self) { return view_of(self->memory(), 0, self->memory()->count()); })
+      .def_prop_ro(
+          "staging_address",
+          [](PyEngine& self) { return reinterpret_cast<uintptr_t>(self->memory()->data()); })
+      .def_prop_ro("buffer_bytes", [](PyEngine& self) { return self->memory()->buffer_bytes(); })
+      .def_prop_ro("buffer_count", [](PyEngine& self) { return self->memory()->count(); })
+      .def("write", &engine_write, nb::kw_only(), "file_bytes"_a, "block_bytes"_a, "begins"_a,
+           "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "header"_a)
+      .def("read", &engine_read, nb::kw_only(), "files"_a, "file_bytes"_a, "block_bytes"_a,
+           "file_index"_a, "begins"_a, "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "sums"_a)
+      .def(
+          "close", [](PyEngine& self) { self->close(); }, nb::call_guard<nb::gil_scoped_release>());
+}
+
+void declare_benchmarks(nb::module_& m) {
+  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  m.def(
+      "raw_write",
+      [](PyFs& fs, const std::string& path, uint64_t file_bytes, uint64_t buffer_bytes, int depth,
+         bool reuse) {
+        return raw_write_seconds(*fs, path, file_bytes, reuse, {buffer_bytes, depth});
+      },
+      "fs"_a, "path"_a, "file_bytes"_a, "buffer_bytes"_a, "depth"_a, "reuse"_a, unlocked);
+  m.def(
+      "raw_read",
+      [](PyFs& fs, const std::string& path, uint64_t buffer_bytes, int depth) {
+        return raw_read_seconds(*fs, path, {buffer_bytes, depth});
+      },
+      "fs"_a, "path"_a, "buffer_bytes"_a, "depth"_a, unlocked);
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "The native core of statehold: moves bytes, decides nothing.";
+  mismatch_type = PyErr_NewExceptionWithDoc(
+      "statehold._core.Mismatch", "A piece differs from its checksum; attributes say which.",
+      PyExc_ValueError, nullptr);
+  m.attr("Mismatch") = nb::borrow(mismatch_type);
+  nb::register_exception_translator(translate);
+  declare_fs(m);
+  declare_sim(m);
+  declare_buffers(m);
+  declare_write_job(m);
+  declare_read_job(m);
+  declare_engine(m);
+  declare_benchmarks(m);
+  m.def(
+      "xxh3_64",
+      [](nb::bytes data) {
+        return xxh3_64(static_cast<const std::byte*>(data.data()), data.size());
+      },
+      "data"_a);
+}

@@ -1,0 +1,111 @@
+// raw: contract in raw.h.
+#include "raw.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+
+#include "buffers.h"
+
+namespace statehold {
+namespace {
+
+// Distinct buffers in flight; more would only measure first-touch of memory.
+constexpr int kBuffersMax = 8;
+
+// Moves a whole file through a few buffers, `depth` transfers at a time.
+class RawRun {
+ public:
+  RawRun(Fs& fs, const RawOptions& options)
+      : fs_(fs),
+        options_(options),
+        memory_(static_cast<uint64_t>(std::clamp(options.depth, 1, kBuffersMax)),
+                options.buffer_bytes) {
+    if (options.depth < 1) throw std::invalid_argument("depth must be at least 1");
+    for (uint64_t i = 0; i < memory_.count(); ++i) {
+      must(memory_.populate(i));
+      std::memset(memory_.buffer(i), static_cast<int>(i + 1), options.buffer_bytes);
+      slots_.push_back(fs.register_buffer(memory_.buffer(i), options.buffer_bytes));
+    }
+  }
+
+  ~RawRun() {
+    for (const int slot : slots_) fs_.unregister_buffer(slot);
+  }
+
+  void transfer(IoRequest::Kind kind, const std::shared_ptr<File>& file, uint64_t file_bytes) {
+    for (uint64_t offset = 0; offset < file_bytes; offset += options_.buffer_bytes) {
+      const uint64_t index = offset / options_.buffer_bytes % memory_.count();
+      IoRequest request;
+      request.kind = kind;
+      request.file = file;
+      request.memory = memory_.buffer(index);
+      request.slot = slots_[index];
+      request.offset = offset;
+      request.bytes_min = std::min(options_.buffer_bytes, file_bytes - offset);
+      request.bytes = file->direct() ? align_up(request.bytes_min, kPageBytes) : request.bytes_min;
+      request.done = [this](Status status) { landed(std::move(status)); };
+      start(std::move(request));
+    }
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return in_flight_ == 0; });
+    must(error_);
+  }
+
+ private:
+  void start(IoRequest request) {
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return in_flight_ < options_.depth; });
+      ++in_flight_;
+    }
+    fs_.submit(std::move(request));
+  }
+
+  void landed(Status status) {
+    const std::lock_guard lock(mutex_);
+    --in_flight_;
+    if (!status.ok() && error_.ok()) error_ = std::move(status);
+    changed_.notify_one();
+  }
+
+  Fs& fs_;
+  const RawOptions options_;
+  StagingMemory memory_;
+  std::vector<int> slots_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int in_flight_ = 0;  // guarded by mutex_
+  Status error_;       // guarded by mutex_
+};
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+
+double raw_write_seconds(Fs& fs, const std::string& path, uint64_t file_bytes, bool reuse,
+                         const RawOptions& options) {
+  RawRun run(fs, options);
+  const auto start = std::chrono::steady_clock::now();
+  const std::shared_ptr<File> file = must(fs.open_write(path, file_bytes, reuse));
+  run.transfer(IoRequest::Kind::write, file, file_bytes);
+  if (file_bytes % kPageBytes != 0) must(file->truncate(file_bytes));
+  must(file->sync());
+  return seconds_since(start);
+}
+
+double raw_read_seconds(Fs& fs, const std::string& path, const RawOptions& options) {
+  RawRun run(fs, options);
+  const auto start = std::chrono::steady_clock::now();
+  Result<std::shared_ptr<File>> direct = fs.open_read(path, true);
+  const std::shared_ptr<File> file = direct.ok() ? direct.value : must(fs.open_read(path, false));
+  run.transfer(IoRequest::Kind::read, file, must(file->size_bytes()));
+  return seconds_since(start);
+}
+
+}  // namespace statehold

@@ -1,0 +1,378 @@
+// read_job: contract in read_job.h.
+#include "read_job.h"
+
+#include <array>
+#include <map>
+#include <stdexcept>
+
+#include "checksum.h"
+
+namespace statehold {
+namespace {
+
+// Needed ranges closer than this are read as one.
+constexpr uint64_t kGapBytesMax = uint64_t{128} << 10;
+
+}  // namespace
+
+ReadJob::ReadJob(std::shared_ptr<Shared> shared, ReadRequest request)
+    : Job(std::move(shared), request.block_bytes),
+      segments_(std::move(request.segments)),
+      sums_(std::move(request.sums)) {
+  if (request.paths.size() != request.file_bytes.size()) {
+    throw std::invalid_argument("as many file sizes as files are needed");
+  }
+  for (size_t i = 0; i < request.paths.size(); ++i) {
+    sources_.push_back({std::move(request.paths[i]), request.file_bytes[i], nullptr, nullptr});
+  }
+  check_segments(sums_.size());
+  make_blocks();
+}
+
+void ReadJob::check_segments(size_t sum_count) {
+  uint64_t sums = 0;
+  for (size_t i = 0; i < segments_.size(); ++i) {
+    Segment& segment = segments_[i];
+    const bool fits = segment.file < sources_.size() && segment.begin <= segment.end &&
+                      segment.end <= sources_[segment.file].bytes;
+    if (!fits) throw std::invalid_argument("a segment does not lie inside its file");
+    const auto order = [](const Segment& s) { return std::pair(s.file, s.begin); };
+    if (i > 0 && order(segments_[i - 1]) > order(segment)) {
+      throw std::invalid_argument("segments must be sorted by file and begin");
+    }
+    segment.first_sum = sums;
+    sums += piece_count(segment, block_bytes_);
+    stats_.bytes += segment.end - segment.begin;
+  }
+  if (sums != sum_count) throw std::invalid_argument("one checksum per piece is needed");
+}
+
+void ReadJob::make_blocks() {
+  const uint64_t window_bytes = shared_->memory->buffer_bytes();
+  // Windows of a file, in order; each lists the segments that have bytes in it.
+  std::map<std::pair<uint32_t, uint64_t>, std::vector<uint64_t>> windows;
+  for (uint64_t s = 0; s < segments_.size(); ++s) {
+    const Segment& segment = segments_[s];
+    if (segment.empty()) continue;
+    const uint64_t last = (segment.end - 1) / window_bytes;
+    for (uint64_t w = segment.begin / window_bytes; w <= last; ++w) {
+      windows[{segment.file, w}].push_back(s);
+    }
+  }
+  for (const auto& [key, members] : windows) {
+    const uint64_t window_begin = key.second * window_bytes;
+    bool first = true;
+    for (const uint64_t s : members) {
+      const uint64_t begin = std::max(segments_[s].begin, window_begin);
+      const uint64_t end = std::min(segments_[s].end, window_begin + window_bytes);
+      if (first || begin > blocks_.back().end + kGapBytesMax) blocks_.push_back({key.first, begin});
+      first = false;
+      add_to_blocks(s, begin, end);
+    }
+  }
+  blocks_left_ = blocks_.size();
+  for (const Block& block : blocks_) ready_left_ += block.external ? 1 : 0;
+}
+
+// To the last one, where the segment's range begins inside it or close behind it.
+void ReadJob::add_to_blocks(uint64_t segment, uint64_t begin, uint64_t end) {
+  Block& block = blocks_.back();
+  CHECK(begin >= block.begin);
+  block.segments.push_back(segment);
+  block.end = std::max(block.end, end);
+  block.external |= segments_[segment].external;
+}
+
+bool ReadJob::wait_done(Deadline deadline) {
+  return wait(deadline, [this] { return complete(); });
+}
+
+std::optional<Ready> ReadJob::next_ready(Deadline deadline) {
+  std::optional<Ready> ready;
+  wait(deadline, [&] {
+    if (!ready && !offer_queue_.empty()) {
+      const uint64_t index = offer_queue_.front();
+      offer_queue_.pop_front();
+      CHECK(blocks_[index].stage == Stage::offered);
+      blocks_[index].stage = Stage::lent;
+      --ready_left_;
+      ready = Ready{index, blocks_[index].lease, external_pieces(blocks_[index])};
+    }
+    return ready.has_value() || ready_left_ == 0;
+  });
+  return ready;
+}
+
+void ReadJob::release(const Ready& ready) {
+  const Lock lock(shared_->mutex);
+  CHECK(ready.block < blocks_.size());
+  Block& block = blocks_[ready.block];
+  CHECK(block.stage == Stage::lent);
+  CHECK(block.lease.generation == ready.lease.generation);
+  shared_->release(block.lease);
+  finished(block);
+  shared_->drop_retired();
+}
+
+uint64_t ReadJob::ready_left() {
+  const Lock lock(shared_->mutex);
+  return ready_left_;
+}
+
+ReadStats ReadJob::stats() {
+  const Lock lock(shared_->mutex);
+  return stats_;
+}
+
+bool ReadJob::take(Rank rank, Work& work) {
+  if (failed()) return false;
+  if (rank == Rank::read) return take_read(work);
+  if (rank != Rank::settle || landed_queue_.empty()) return false;
+  work = {shared_from_this(), kVerify, landed_queue_.front()};
+  landed_queue_.pop_front();
+  return true;
+}
+
+bool ReadJob::take_read(Work& work) {
+  if (!opened_) {
+    if (opening_) return false;
+    opening_ = true;
+    work = {shared_from_this(), kOpen, 0};
+    return true;
+  }
+  if (take_cold(work)) return true;
+  if (next_block_ == blocks_.size()) return false;
+  work = {shared_from_this(), kStart, next_block_++};
+  blocks_[work.block].stage = Stage::busy;
+  return true;
+}
+
+bool ReadJob::take_cold(Work& work) {
+  if (cold_queue_.empty()) return false;
+  const std::optional<Lease> lease = shared_->pool.acquire_nowait();
+  if (!lease) return false;
+  work = {shared_from_this(), kRead, cold_queue_.front()};
+  cold_queue_.pop_front();
+  Block& block = blocks_[work.block];
+  CHECK(block.stage == Stage::cold);
+  block.stage = Stage::reading;
+  block.lease = *lease;
+  return true;
+}
+
+void ReadJob::run(const Work& work) {
+  switch (work.kind) {
+    case kOpen: {
+      const Status status = open_sources();
+      const Lock lock(shared_->mutex);
+      opened_ = status.ok();
+      if (!opened_) fail(status);
+      return wake_all();
+    }
+    case kStart:
+      return start(work.block);
+    case kRead:
+      return read_to_buffer(work.block);
+    default:
+      return verify(work.block);
+  }
+}
+
+Status ReadJob::open_sources() {
+  for (Source& source : sources_) {
+    Result<std::shared_ptr<File>> buffered = shared_->fs->open_read(source.path, false);
+    if (!buffered.ok()) return buffered.status;
+    source.buffered = std::move(buffered.value);
+    const Result<uint64_t> size = source.buffered->size_bytes();
+    if (!size.ok()) return size.status;
+    if (size.value != source.bytes) {
+      return Status::truncated("open (" + std::to_string(source.bytes) + " bytes expected)",
+                               source.path, size.value);
+    }
+    Result<std::shared_ptr<File>> direct = shared_->fs->open_read(source.path, true);
+    if (direct.ok()) source.direct = std::move(direct.value);
+  }
+  return {};
+}
+
+void ReadJob::start(uint64_t index) {
+  Block& block = blocks_[index];
+  File& file = *sources_[block.file].buffered;
+  block.cached = file.cached(block.begin, block.end - block.begin);
+  const bool in_place = block.cached && !block.external;
+  const Status status = in_place ? read_in_place(block) : Status{};
+  const Lock lock(shared_->mutex);
+  if (failed()) return;
+  if (!status.ok()) return fail(status);
+  if (in_place) {
+    stats_.cached_bytes += block.end - block.begin;
+    return finished(block);
+  }
+  block.stage = Stage::cold;
+  cold_queue_.push_back(index);
+  wake_all();
+}
+
+Status ReadJob::read_in_place(const Block& block) {
+  for (const uint64_t s : block.segments) {
+    const Segment& segment = segments_[s];
+    Status status;
+    for_each_piece(segment, block.begin, block.end, block_bytes_,
+                   [&](uint64_t sum, uint64_t begin, uint64_t end) {
+                     if (stopped() || !status.ok()) return;
+                     status = read_piece(segment, sum, begin, end);
+                   });
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+Status ReadJob::read_piece(const Segment& segment, uint64_t sum, uint64_t begin, uint64_t end) {
+  alignas(64) thread_local std::array<std::byte, kCacheBytes> scratch;
+  File& file = *sources_[segment.file].buffered;
+  const bool wanted = segment.place.address != nullptr;
+  const bool straight = wanted && segment.place.contiguous();
+  Xxh3 hash;
+  for (uint64_t at = begin; at < end;) {
+    const uint64_t bytes = std::min(kCacheBytes, end - at);
+    const uint64_t offset = at - segment.begin;
+    std::byte* to = straight ? segment.place.address + offset : scratch.data();
+    if (Status status = file.read(to, bytes, at); !status.ok()) return status;
+    hash.update(to, bytes);
+    if (wanted && !straight) scatter(to, segment.place, offset, offset + bytes);
+    at += bytes;
+  }
+  const auto index = static_cast<uint64_t>(&segment - segments_.data());
+  return compare(index, sum, begin, end, hash.digest());
+}
+
+Status ReadJob::compare(uint64_t segment, uint64_t sum, uint64_t begin, uint64_t end,
+                        uint64_t got) const {
+  if (got == sums_[sum]) return {};
+  const uint64_t piece = sum - segments_[segment].first_sum;
+  return Status::mismatched(sources_[segments_[segment].file].path,
+                            {segment, piece, begin, end, sums_[sum], got});
+}
+
+const std::shared_ptr<File>& ReadJob::file_for_buffer(const Block& block) const {
+  const Source& source = sources_[block.file];
+  return block.cached || !source.direct ? source.buffered : source.direct;
+}
+
+// The file offset of the buffer's first byte.
+uint64_t ReadJob::buffer_base(const Block& block) const {
+  return align_down(block.begin, kPageBytes);
+}
+
+void ReadJob::read_to_buffer(uint64_t index) {
+  const Block& block = blocks_[index];
+  const std::shared_ptr<File>& file = file_for_buffer(block);
+  IoRequest request;
+  request.kind = IoRequest::Kind::read;
+  request.offset = buffer_base(block);
+  request.bytes_min = block.end - request.offset;
+  request.bytes = file->direct() ? align_up(request.bytes_min, kPageBytes) : request.bytes_min;
+  CHECK(request.bytes <= shared_->memory->buffer_bytes());
+  {
+    const Lock lock(shared_->mutex);
+    if (failed()) return shared_->release(block.lease);
+    request.memory = shared_->address(block.lease);
+    request.slot = slot(block.lease);
+    request.file = file;
+    (file->direct() ? stats_.direct_bytes : stats_.cached_bytes) += block.end - block.begin;
+  }
+  transfer(std::move(request), index);
+}
+
+void ReadJob::landed(uint64_t index, Status status) {
+  Block& block = blocks_[index];
+  CHECK(block.stage == Stage::reading);
+  if (failed() || !status.ok()) {
+    shared_->release(block.lease);
+    if (!status.ok()) fail(status);
+    return;
+  }
+  block.stage = Stage::landed;
+  landed_queue_.push_back(index);
+}
+
+void ReadJob::verify(uint64_t index) {
+  Block& block = blocks_[index];
+  const Status status = verify_buffer(block);
+  if (status.ok()) scatter_buffer(block);
+  const Lock lock(shared_->mutex);
+  if (failed() || !status.ok()) {
+    shared_->release(block.lease);
+    if (!status.ok()) fail(status);
+    return;
+  }
+  if (!block.external) {
+    shared_->release(block.lease);
+    return finished(block);
+  }
+  block.stage = Stage::offered;
+  offer_queue_.push_back(index);
+  wake_all();
+}
+
+Status ReadJob::verify_buffer(const Block& block) const {
+  const std::byte* buffer = shared_->address(block.lease);
+  Status status;
+  for (const uint64_t s : block.segments) {
+    for_each_piece(segments_[s], block.begin, block.end, block_bytes_,
+                   [&](uint64_t sum, uint64_t begin, uint64_t end) {
+                     if (stopped() || !status.ok()) return;
+                     const std::byte* data = buffer + (begin - buffer_base(block));
+                     status = compare(s, sum, begin, end, xxh3_64(data, end - begin));
+                   });
+  }
+  return status;
+}
+
+void ReadJob::scatter_buffer(const Block& block) const {
+  const std::byte* buffer = shared_->address(block.lease);
+  for (const uint64_t s : block.segments) {
+    const Segment& segment = segments_[s];
+    if (stopped() || segment.external || segment.place.address == nullptr) continue;
+    const uint64_t begin = std::max(segment.begin, block.begin);
+    const uint64_t end = std::min(segment.end, block.end);
+    scatter(buffer + (begin - buffer_base(block)), segment.place, begin - segment.begin,
+            end - segment.begin);
+  }
+}
+
+std::vector<BufferPiece> ReadJob::external_pieces(const Block& block) const {
+  std::vector<BufferPiece> pieces;
+  for (const uint64_t s : block.segments) {
+    const Segment& segment = segments_[s];
+    if (!segment.external) continue;
+    const uint64_t begin = std::max(segment.begin, block.begin);
+    const uint64_t end = std::min(segment.end, block.end);
+    pieces.push_back({s, begin - segment.begin, begin - buffer_base(block), end - begin});
+  }
+  return pieces;
+}
+
+void ReadJob::finished(Block& block) {
+  CHECK(blocks_left_ > 0);
+  block.stage = Stage::done;
+  --blocks_left_;
+  wake_all();
+}
+
+void ReadJob::drop_queued() {
+  for (std::deque<uint64_t>* queue : {&landed_queue_, &offer_queue_}) {
+    for (const uint64_t index : *queue) shared_->release(blocks_[index].lease);
+    queue->clear();
+  }
+  cold_queue_.clear();
+}
+
+void ReadJob::drop_files() {
+  for (Source& source : sources_) {
+    source.buffered.reset();
+    source.direct.reset();
+  }
+}
+
+}  // namespace statehold

@@ -1,0 +1,120 @@
+// read_job: segments of files into memory, verified.
+//
+// What is needed of every file is cut into blocks that fit a buffer. Per block:
+//   in the page cache -> read straight into place, hashed while in the processor's cache
+//   otherwise         -> read directly into a buffer -> verified -> scattered into place
+//                        -> (external parts copied by Python) -> buffer released
+// No byte of a destination changes before every file has been opened and has the right size. In the
+// direct path no byte changes before its block is verified; in the cached path a bad piece has
+// overwritten its own place when the job fails.
+#pragma once
+
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "job.h"
+
+namespace statehold {
+
+struct ReadRequest {
+  std::vector<std::string> paths;
+  std::vector<uint64_t> file_bytes;
+  uint64_t block_bytes = 0;
+  std::vector<Segment> segments;  // by (file, begin); they may overlap; no address: verify only
+  std::vector<uint64_t> sums;     // per piece, segments in order
+};
+
+// A verified block whose external parts wait for Python in its buffer.
+struct Ready {
+  uint64_t block = 0;
+  Lease lease;
+  std::vector<BufferPiece> pieces;
+};
+
+struct ReadStats {
+  uint64_t bytes = 0;         // asked for
+  uint64_t cached_bytes = 0;  // read through the page cache
+  uint64_t direct_bytes = 0;  // read past it
+};
+
+class ReadJob final : public Job {
+ public:
+  // Throws std::invalid_argument when the request contradicts itself.
+  ReadJob(std::shared_ptr<Shared> shared, ReadRequest request);
+
+  // Everything is in place and verified, and every Ready was released.
+  bool wait_done(Deadline deadline);
+  // nullopt: the deadline passed, or ready_left() is 0.
+  std::optional<Ready> next_ready(Deadline deadline);
+  void release(const Ready& ready);
+  uint64_t ready_left();  // blocks that next_ready has not handed out yet
+  ReadStats stats();
+
+  bool take(Rank rank, Work& work) override;
+  void run(const Work& work) override;
+  void drop_files() override;
+
+ private:
+  enum Kind : int { kOpen, kStart, kRead, kVerify };
+  enum class Stage : uint8_t { free, busy, cold, reading, landed, offered, lent, done };
+
+  struct Block {
+    uint32_t file = 0;
+    uint64_t begin = 0;  // file offsets: exactly what is needed
+    uint64_t end = 0;
+    std::vector<uint64_t> segments;  // those with bytes in here
+    bool external = false;
+    bool cached = false;  // known by the time it is read
+    Stage stage = Stage::free;
+    Lease lease;
+  };
+
+  struct Source {
+    std::string path;
+    uint64_t bytes = 0;
+    std::shared_ptr<File> buffered;
+    std::shared_ptr<File> direct;  // null where the file system refuses
+  };
+
+  void check_segments(size_t sum_count);
+  void make_blocks();
+  void add_to_blocks(uint64_t segment, uint64_t begin, uint64_t end);
+
+  bool take_read(Work& work);
+  bool take_cold(Work& work);
+  Status open_sources();
+  void start(uint64_t index);
+  void read_to_buffer(uint64_t index);
+  void verify(uint64_t index);
+  Status read_in_place(const Block& block);
+  Status read_piece(const Segment& segment, uint64_t sum, uint64_t begin, uint64_t end);
+  Status compare(uint64_t segment, uint64_t sum, uint64_t begin, uint64_t end, uint64_t got) const;
+  Status verify_buffer(const Block& block) const;
+  void scatter_buffer(const Block& block) const;
+  uint64_t buffer_base(const Block& block) const;
+  const std::shared_ptr<File>& file_for_buffer(const Block& block) const;
+  std::vector<BufferPiece> external_pieces(const Block& block) const;
+  void finished(Block& block);  // with the mutex
+
+  bool complete() const override { return opened_ && blocks_left_ == 0; }
+  void drop_queued() override;
+  void landed(uint64_t block, Status status) override;
+
+  std::vector<Source> sources_;  // files are set by open_sources, before any block starts
+  std::vector<Segment> segments_;
+  std::vector<uint64_t> sums_;
+  std::vector<Block> blocks_;  // guarded by the mutex, as all below
+
+  bool opening_ = false;
+  bool opened_ = false;
+  uint64_t next_block_ = 0;
+  std::deque<uint64_t> cold_queue_;    // need a buffer
+  std::deque<uint64_t> landed_queue_;  // to verify
+  std::deque<uint64_t> offer_queue_;   // for next_ready
+  uint64_t blocks_left_ = 0;
+  uint64_t ready_left_ = 0;
+  ReadStats stats_;
+};
+
+}  // namespace statehold

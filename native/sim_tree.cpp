@@ -1,0 +1,255 @@
+// sim_tree: contract in sim_tree.h.
+#include "sim_tree.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <set>
+
+#include "fs.h"
+
+namespace statehold {
+namespace {
+
+bool coin(SimRandom& random) { return (random() >> 32) % 2 == 0; }
+
+bool roll(SimRandom& random, double probability) {
+  return std::uniform_real_distribution<>(0, 1)(random) < probability;
+}
+
+std::vector<std::string> split(const std::string& path) {
+  std::vector<std::string> parts;
+  for (size_t at = 0; at <= path.size();) {
+    const size_t slash = std::min(path.find('/', at), path.size());
+    const std::string part = path.substr(at, slash - at);
+    if (!part.empty() && part != ".") parts.push_back(part);
+    at = slash + 1;
+  }
+  return parts;
+}
+
+void apply(SimNode::Names& names, const NameChange::Part& part) {
+  if (part.node) {
+    names[part.name] = part.node;
+  } else {
+    names.erase(part.name);
+  }
+}
+
+void apply_durably(const NameChange& change) {
+  for (const NameChange::Part& part : change.parts) {
+    if (const SimNodePtr dir = part.dir.lock()) apply(dir->durable_names, part);
+  }
+}
+
+// Makes the first `count` pending changes of a directory durable, and with a change that also
+// concerns another directory all that came before it there.
+void commit(SimNode& dir, size_t count) {
+  for (; count > 0; --count) {
+    const std::shared_ptr<NameChange> change = dir.pending.front();
+    for (const NameChange::Part& part : change->parts) {
+      const SimNodePtr other = part.dir.lock();
+      if (!other || other.get() == &dir) continue;
+      const auto at = std::ranges::find(other->pending, change);
+      if (at != other->pending.end()) {
+        commit(*other, static_cast<size_t>(at - other->pending.begin()));
+        other->pending.pop_front();
+      }
+    }
+    dir.pending.pop_front();
+    apply_durably(*change);
+  }
+}
+
+template <class Visit>
+void visit_all(const SimNodePtr& node, std::set<SimNode*>& seen, bool durable, Visit&& visit) {
+  if (!seen.insert(node.get()).second) return;
+  visit(*node);
+  for (const auto& [name, child] : durable ? node->durable_names : node->names) {
+    visit_all(child, seen, durable, visit);
+  }
+}
+
+}  // namespace
+
+void SimFileData::mark_dirty(uint64_t begin, uint64_t end) {
+  const uint64_t sectors = align_up(std::max(end, now_.size()), kPageBytes) / kPageBytes;
+  if (dirty_.size() < sectors) dirty_.resize(sectors);
+  for (uint64_t s = begin / kPageBytes; s * kPageBytes < end; ++s) dirty_[s] = true;
+}
+
+void SimFileData::write(uint64_t offset, std::string_view data) {
+  if (offset + data.size() > now_.size()) resize(offset + data.size());
+  std::ranges::copy(data, now_.begin() + static_cast<ptrdiff_t>(offset));
+  mark_dirty(offset, offset + data.size());
+}
+
+void SimFileData::resize(uint64_t bytes) {
+  mark_dirty(std::min<uint64_t>(bytes, now_.size()), std::max<uint64_t>(bytes, now_.size()));
+  now_.resize(bytes);
+}
+
+void SimFileData::sync() {
+  durable_.resize(now_.size());
+  for (uint64_t s = 0; s < dirty_.size(); ++s) {
+    const uint64_t begin = s * kPageBytes;
+    if (dirty_[s] && begin < now_.size())
+      durable_.replace(begin, kPageBytes, now_, begin, kPageBytes);
+  }
+  dirty_.clear();
+}
+
+void SimFileData::corrupt(uint64_t offset, uint8_t mask) {
+  for (std::string* version : {&now_, &durable_}) {
+    if (offset < version->size()) (*version)[offset] = static_cast<char>((*version)[offset] ^ mask);
+  }
+}
+
+uint64_t SimFileData::crash(SimRandom& random, double torn) {
+  uint64_t torn_count = 0;
+  if (coin(random)) durable_.resize(now_.size());  // the new size
+  now_.resize(durable_.size());                    // what lies behind the old size is gone
+  for (uint64_t s = 0; s < dirty_.size(); ++s) {
+    const uint64_t begin = s * kPageBytes;
+    if (!dirty_[s] || begin >= now_.size()) continue;
+    const uint64_t bytes = std::min(kPageBytes, now_.size() - begin);
+    if (roll(random, torn)) {
+      durable_.replace(begin, bytes / 2, now_, begin, bytes / 2);
+      ++torn_count;
+    } else if (coin(random)) {
+      durable_.replace(begin, bytes, now_, begin, bytes);
+    }
+  }
+  now_ = durable_;
+  dirty_.clear();
+  return torn_count;
+}
+
+SimNodePtr SimTree::Slot::node() const {
+  const auto found = dir->names.find(name);
+  return found == dir->names.end() ? nullptr : found->second;
+}
+
+SimNodePtr SimTree::find(const std::string& path) const {
+  SimNodePtr node = root_;
+  for (const std::string& part : split(path)) {
+    const auto found = node->names.find(part);
+    if (found == node->names.end()) return nullptr;
+    node = found->second;
+  }
+  return node;
+}
+
+int SimTree::locate(const std::string& path, Slot& slot) const {
+  std::vector<std::string> parts = split(path);
+  if (parts.empty()) return EBUSY;  // the root
+  slot.name = parts.back();
+  parts.pop_back();
+  slot.dir = root_;
+  for (const std::string& part : parts) {
+    const auto found = slot.dir->names.find(part);
+    if (found == slot.dir->names.end()) return ENOENT;
+    if (!found->second->is_dir) return ENOTDIR;
+    slot.dir = found->second;
+  }
+  return 0;
+}
+
+void SimTree::change(std::vector<std::pair<Slot, SimNodePtr>> parts) {
+  const auto change = std::make_shared<NameChange>();
+  for (auto& [slot, node] : parts) change->parts.push_back({slot.dir, slot.name, std::move(node)});
+  for (const NameChange::Part& part : change->parts) {
+    const SimNodePtr dir = part.dir.lock();
+    apply(dir->names, part);
+    if (dir->pending.empty() || dir->pending.back() != change) dir->pending.push_back(change);
+  }
+}
+
+int SimTree::add(const std::string& path, SimNodePtr node) {
+  Slot slot;
+  if (const int error = locate(path, slot); error != 0) return error;
+  if (slot.node()) return EEXIST;
+  change({{slot, std::move(node)}});
+  return 0;
+}
+
+int SimTree::mkdir(const std::string& path) { return add(path, std::make_shared<SimNode>(true)); }
+
+int SimTree::create(const std::string& path, SimNodePtr& node) {
+  node = std::make_shared<SimNode>(false);
+  return add(path, node);
+}
+
+int SimTree::rename(const std::string& from, const std::string& to) {
+  Slot source, target;
+  if (const int error = locate(from, source); error != 0) return error;
+  if (const int error = locate(to, target); error != 0) return error;
+  const SimNodePtr node = source.node();
+  const SimNodePtr replaced = target.node();
+  if (!node) return ENOENT;
+  if (node == replaced) return 0;
+  if (replaced && replaced->is_dir != node->is_dir) return node->is_dir ? ENOTDIR : EISDIR;
+  if (replaced && !replaced->names.empty()) return ENOTEMPTY;
+  change({{source, nullptr}, {target, node}});
+  return 0;
+}
+
+int SimTree::exchange(const std::string& a, const std::string& b) {
+  Slot first, second;
+  if (const int error = locate(a, first); error != 0) return error;
+  if (const int error = locate(b, second); error != 0) return error;
+  const SimNodePtr node = first.node();
+  const SimNodePtr other = second.node();
+  if (!node || !other) return ENOENT;
+  change({{first, other}, {second, node}});
+  return 0;
+}
+
+int SimTree::unlink(const std::string& path) {
+  Slot slot;
+  if (const int error = locate(path, slot); error != 0) return error;
+  if (!slot.node()) return ENOENT;
+  if (slot.node()->is_dir) return EISDIR;
+  change({{slot, nullptr}});
+  return 0;
+}
+
+int SimTree::rmdir(const std::string& path) {
+  Slot slot;
+  if (const int error = locate(path, slot); error != 0) return error;
+  if (!slot.node()) return ENOENT;
+  if (!slot.node()->is_dir) return ENOTDIR;
+  if (!slot.node()->names.empty()) return ENOTEMPTY;
+  change({{slot, nullptr}});
+  return 0;
+}
+
+int SimTree::sync_dir(const std::string& path) {
+  const SimNodePtr dir = find(path);
+  if (!dir) return ENOENT;
+  if (!dir->is_dir) return ENOTDIR;
+  commit(*dir, dir->pending.size());
+  return 0;
+}
+
+uint64_t SimTree::used_bytes() const {
+  uint64_t bytes = 0;
+  std::set<SimNode*> seen;
+  visit_all(root_, seen, false, [&](SimNode& node) { bytes += node.data.bytes().size(); });
+  return bytes;
+}
+
+uint64_t SimTree::crash(SimRandom& random, double torn) {
+  std::set<SimNode*> seen;
+  visit_all(root_, seen, false,
+            [&](SimNode& dir) { commit(dir, random() % (dir.pending.size() + 1)); });
+  uint64_t torn_count = 0;
+  seen.clear();
+  visit_all(root_, seen, true, [&](SimNode& node) {
+    node.pending.clear();
+    node.names = node.durable_names;
+    if (!node.is_dir) torn_count += node.data.crash(random, torn);
+  });
+  return torn_count;
+}
+
+}  // namespace statehold

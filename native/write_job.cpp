@@ -1,0 +1,311 @@
+// write_job: contract in write_job.h.
+#include "write_job.h"
+
+#include <cstring>
+#include <stdexcept>
+
+#include "checksum.h"
+
+namespace statehold {
+
+WriteJob::WriteJob(std::shared_ptr<Shared> shared, WriteRequest request)
+    : Job(std::move(shared), request.block_bytes),
+      file_bytes_(request.file_bytes),
+      buffer_bytes_(shared_->memory->buffer_bytes()),
+      start_(std::chrono::steady_clock::now()),
+      header_(std::move(request.header)) {
+  Segment header;
+  header.end = header_.size();
+  header.place.address = reinterpret_cast<std::byte*>(header_.data());
+  segments_.reserve(request.segments.size() + 1);
+  segments_.push_back(std::move(header));
+  std::ranges::move(request.segments, std::back_inserter(segments_));
+  check_tiling();
+  uint64_t sum_count = 0;
+  for (Segment& segment : segments_) {
+    segment.first_sum = sum_count;
+    sum_count += piece_count(segment, block_bytes_);
+  }
+  sums_.resize(sum_count);
+  make_blocks();
+}
+
+void WriteJob::check_tiling() const {
+  uint64_t at = 0;
+  for (const Segment& segment : segments_) {
+    if (segment.begin != at || segment.end < segment.begin) {
+      throw std::invalid_argument("segments must follow each other without gap or overlap");
+    }
+    at = segment.end;
+  }
+  if (at != file_bytes_) throw std::invalid_argument("segments must end where the file ends");
+}
+
+void WriteJob::make_blocks() {
+  blocks_.resize((file_bytes_ + buffer_bytes_ - 1) / buffer_bytes_);
+  uint64_t segment = 0;
+  for (uint64_t index = 0; index < blocks_.size(); ++index) {
+    Block& block = blocks_[index];
+    while (segments_[segment].end <= block_begin(index)) ++segment;
+    block.first_segment = segment;
+    block.last_segment = segment;
+    while (block.last_segment < segments_.size() &&
+           segments_[block.last_segment].begin < block_end(index)) {
+      const Segment& overlapping = segments_[block.last_segment++];
+      block.eager |= overlapping.eager && !overlapping.empty();
+      block.external |= overlapping.external && !overlapping.empty();
+    }
+    (block.eager ? eager_queue_ : fill_queue_).push_back(index);
+    eager_left_ += block.eager ? 1 : 0;
+    fills_left_ += block.external ? 1 : 0;
+  }
+  copies_left_ = writes_left_ = blocks_.size();
+  stats_.bytes = file_bytes_;
+  stats_.blocks = blocks_.size();
+}
+
+uint64_t WriteJob::block_end(uint64_t block) const {
+  return std::min(block_begin(block) + buffer_bytes_, file_bytes_);
+}
+
+uint64_t WriteJob::elapsed_ns() const {
+  const auto elapsed = std::chrono::steady_clock::now() - start_;
+  return static_cast<uint64_t>(std::chrono::nanoseconds(elapsed).count());
+}
+
+void WriteJob::attach(std::shared_ptr<File> file) {
+  const Lock lock(shared_->mutex);
+  if (failed()) return;  // the next wait says why
+  CHECK(file_ == nullptr);
+  CHECK(!finished_);
+  file_ = std::move(file);
+  wake_all();
+}
+
+bool WriteJob::wait_eager(Deadline deadline) {
+  return wait(deadline, [this] { return eager_left_ == 0; });
+}
+
+bool WriteJob::wait_copied(Deadline deadline) {
+  return wait(deadline, [this] { return copies_left_ == 0; });
+}
+
+bool WriteJob::wait_written(Deadline deadline) {
+  return wait(deadline, [this] { return writes_left_ == 0; });
+}
+
+void WriteJob::finish() {
+  std::shared_ptr<File> file;
+  wait(std::chrono::steady_clock::now(), [] { return true; });  // raises the error of the job
+  {
+    const Lock lock(shared_->mutex);
+    CHECK(writes_left_ == 0);
+    CHECK(!finished_);
+    CHECK(file_ != nullptr);
+    finished_ = true;
+    file = std::move(file_);
+  }
+  const bool padded = file->direct() && file_bytes_ % kPageBytes != 0;
+  if (padded) must(file->truncate(file_bytes_));
+  must(file->sync());
+}
+
+std::vector<uint64_t> WriteJob::checksums() {
+  const Lock lock(shared_->mutex);
+  CHECK(copies_left_ == 0);
+  return sums_;
+}
+
+std::optional<Fill> WriteJob::next_fill(Deadline deadline) {
+  std::optional<Fill> fill;
+  wait(deadline, [&] {
+    if (!fill && !offer_queue_.empty()) {
+      const uint64_t index = offer_queue_.front();
+      offer_queue_.pop_front();
+      CHECK(blocks_[index].stage == Stage::offered);
+      blocks_[index].stage = Stage::lent;
+      --fills_left_;
+      fill = Fill{index, blocks_[index].lease, external_pieces(blocks_[index], index)};
+    }
+    return fill.has_value() || fills_left_ == 0;
+  });
+  return fill;
+}
+
+void WriteJob::filled(const Fill& fill) {
+  const Lock lock(shared_->mutex);
+  CHECK(fill.block < blocks_.size());
+  Block& block = blocks_[fill.block];
+  CHECK(block.stage == Stage::lent);
+  CHECK(block.lease.generation == fill.lease.generation);
+  block.stage = Stage::copying;
+  if (failed()) {
+    shared_->release(block.lease);
+  } else {
+    seal_queue_.push_back(fill.block);
+  }
+  wake_all();
+}
+
+uint64_t WriteJob::fills_left() {
+  const Lock lock(shared_->mutex);
+  return fills_left_;
+}
+
+WriteStats WriteJob::stats() {
+  const Lock lock(shared_->mutex);
+  return stats_;
+}
+
+bool WriteJob::take(Rank rank, Work& work) {
+  if (failed()) return false;
+  switch (rank) {
+    case Rank::settle:
+      return (file_ && take_queued(write_queue_, kWrite, work, *this)) ||
+             take_queued(seal_queue_, kSeal, work, *this);
+    case Rank::eager:
+      return take_fill(eager_queue_, work);
+    case Rank::fill:
+      return take_fill(fill_queue_, work);
+    default:
+      return false;
+  }
+}
+
+bool WriteJob::take_queued(std::deque<uint64_t>& queue, int kind, Work& work, Job& job) {
+  if (queue.empty()) return false;
+  work = {job.shared_from_this(), kind, queue.front()};
+  queue.pop_front();
+  return true;
+}
+
+bool WriteJob::take_fill(std::deque<uint64_t>& queue, Work& work) {
+  if (queue.empty()) return false;
+  const std::optional<Lease> lease = shared_->pool.acquire_nowait();
+  if (!lease) return false;
+  Block& block = blocks_[queue.front()];
+  CHECK(block.stage == Stage::free);
+  block.stage = Stage::copying;
+  block.lease = *lease;
+  return take_queued(queue, kFill, work, *this);
+}
+
+void WriteJob::run(const Work& work) {
+  switch (work.kind) {
+    case kFill:
+      return fill(work.block);
+    case kSeal:
+      return seal(work.block);
+    default:
+      return write(work.block);
+  }
+}
+
+bool WriteJob::move_pieces(const Block& block, uint64_t index, bool external) {
+  std::byte* buffer = shared_->address(block.lease);
+  const uint64_t base = block_begin(index);
+  for (uint64_t s = block.first_segment; s < block.last_segment; ++s) {
+    const Segment& segment = segments_[s];
+    if (segment.external != external) continue;
+    for_each_piece(segment, base, block_end(index), block_bytes_,
+                   [&](uint64_t sum, uint64_t begin, uint64_t end) {
+                     if (stopped()) return;
+                     std::byte* to = buffer + (begin - base);
+                     sums_[sum] = external ? xxh3_64(to, end - begin)
+                                           : gather_hashed(segment.place, begin - segment.begin,
+                                                           end - segment.begin, to);
+                   });
+  }
+  return !stopped();
+}
+
+// The stage says that no one else touches the block, so it is read without the mutex here.
+void WriteJob::fill(uint64_t index) {
+  const Block& block = blocks_[index];
+  if (move_pieces(block, index, false)) {
+    const uint64_t bytes = block_end(index) - block_begin(index);
+    const uint64_t padding = align_up(bytes, kPageBytes) - bytes;
+    std::memset(shared_->address(block.lease) + bytes, 0, padding);
+  }
+  const Lock lock(shared_->mutex);
+  if (failed()) return shared_->release(block.lease);
+  if (!block.external) return copied(index);
+  blocks_[index].stage = Stage::offered;
+  offer_queue_.push_back(index);
+  wake_all();
+}
+
+void WriteJob::seal(uint64_t index) {
+  move_pieces(blocks_[index], index, true);
+  const Lock lock(shared_->mutex);
+  if (failed()) return shared_->release(blocks_[index].lease);
+  copied(index);
+}
+
+void WriteJob::copied(uint64_t index) {
+  Block& block = blocks_[index];
+  CHECK(block.stage == Stage::copying);
+  CHECK(copies_left_ > 0);
+  block.stage = Stage::copied;
+  if (block.eager) --eager_left_;
+  if (--copies_left_ == 0) stats_.copy_ns = elapsed_ns();
+  write_queue_.push_back(index);
+  wake_all();
+}
+
+void WriteJob::write(uint64_t index) {
+  IoRequest request;
+  {
+    const Lock lock(shared_->mutex);
+    const Block& block = blocks_[index];
+    if (failed()) return shared_->release(block.lease);
+    CHECK(block.stage == Stage::copied);
+    if (stats_.first_write_ns == 0) stats_.first_write_ns = elapsed_ns();
+    request.file = file_;
+    request.memory = shared_->address(block.lease);
+    request.slot = slot(block.lease);
+  }
+  const uint64_t bytes = block_end(index) - block_begin(index);
+  request.kind = IoRequest::Kind::write;
+  request.bytes = request.file->direct() ? align_up(bytes, kPageBytes) : bytes;
+  request.bytes_min = request.bytes;
+  request.offset = block_begin(index);
+  transfer(std::move(request), index);
+}
+
+void WriteJob::landed(uint64_t index, Status status) {
+  Block& block = blocks_[index];
+  CHECK(block.stage == Stage::copied);
+  block.stage = Stage::written;
+  shared_->release(block.lease);
+  if (!status.ok()) return fail(status);
+  CHECK(writes_left_ > 0);
+  if (--writes_left_ == 0) stats_.write_ns = elapsed_ns();
+}
+
+// Blocks in the hands of a worker, of Python or of the Fs are released by those.
+void WriteJob::drop_queued() {
+  for (std::deque<uint64_t>* queue : {&offer_queue_, &seal_queue_, &write_queue_}) {
+    for (const uint64_t index : *queue) shared_->release(blocks_[index].lease);
+    queue->clear();
+  }
+}
+
+// A complete file stays open for finish().
+void WriteJob::drop_files() {
+  if (failed()) file_.reset();
+}
+
+std::vector<BufferPiece> WriteJob::external_pieces(const Block& block, uint64_t index) const {
+  std::vector<BufferPiece> pieces;
+  for (uint64_t s = block.first_segment; s < block.last_segment; ++s) {
+    const Segment& segment = segments_[s];
+    const uint64_t begin = std::max(segment.begin, block_begin(index));
+    const uint64_t end = std::min(segment.end, block_end(index));
+    if (!segment.external || begin >= end) continue;
+    pieces.push_back({s, begin - segment.begin, begin - block_begin(index), end - begin});
+  }
+  return pieces;
+}
+
+}  // namespace statehold

@@ -1,0 +1,118 @@
+// write_job: one file, from memory through buffers to storage.
+//
+// The file is cut into blocks of one buffer each. Per block:
+//   free -> copied into a buffer and hashed -> (external parts filled by Python -> hashed)
+//        -> written -> buffer released
+// Blocks with eager segments are copied first. Copying starts at once, writing when a file is
+// attached. Checksums are of the bytes in the buffers, which are the bytes written.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "job.h"
+
+namespace statehold {
+
+struct WriteRequest {
+  uint64_t file_bytes = 0;
+  uint64_t block_bytes = 0;
+  std::string header;
+  std::vector<Segment> segments;  // after the header: in file order, without gaps; begin/end/place
+};
+
+// A block whose buffer waits for bytes that only Python can copy.
+struct Fill {
+  uint64_t block = 0;
+  Lease lease;
+  std::vector<BufferPiece> pieces;  // segment 0 is the header
+};
+
+struct WriteStats {
+  uint64_t bytes = 0;
+  uint64_t blocks = 0;
+  uint64_t copy_ns = 0;         // start to the last byte copied
+  uint64_t first_write_ns = 0;  // start to the first write handed to the Fs
+  uint64_t write_ns = 0;        // start to the last write completed
+};
+
+class WriteJob final : public Job {
+ public:
+  // Throws std::invalid_argument when the segments do not tile the file.
+  WriteJob(std::shared_ptr<Shared> shared, WriteRequest request);
+
+  void attach(std::shared_ptr<File> file);
+  bool wait_eager(Deadline deadline);
+  bool wait_copied(Deadline deadline);
+  bool wait_written(Deadline deadline);
+  // After wait_written: exact size, durable, closed.
+  void finish();
+  std::vector<uint64_t> checksums();  // after wait_copied
+  // nullopt: the deadline passed, or fills_left() is 0.
+  std::optional<Fill> next_fill(Deadline deadline);
+  // Returns the buffer. After a failure that is all it does.
+  void filled(const Fill& fill);
+  uint64_t fills_left();  // blocks that next_fill has not handed out yet
+  WriteStats stats();
+
+  bool take(Rank rank, Work& work) override;
+  void run(const Work& work) override;
+  void drop_files() override;
+
+ private:
+  enum Kind : int { kFill, kSeal, kWrite };
+  enum class Stage : uint8_t { free, copying, offered, lent, copied, written };
+
+  struct Block {
+    uint64_t first_segment = 0;  // of those that overlap the block
+    uint64_t last_segment = 0;   // exclusive
+    bool eager = false;
+    bool external = false;
+    Stage stage = Stage::free;
+    Lease lease;
+  };
+
+  void check_tiling() const;
+  void make_blocks();
+  uint64_t block_begin(uint64_t block) const { return block * buffer_bytes_; }
+  uint64_t block_end(uint64_t block) const;
+  bool take_fill(std::deque<uint64_t>& queue, Work& work);
+  static bool take_queued(std::deque<uint64_t>& queue, int kind, Work& work, Job& job);
+  void fill(uint64_t index);
+  void seal(uint64_t index);
+  void write(uint64_t index);
+  // Copies (or, for external ones, only hashes) the pieces of a block; false when stopped.
+  bool move_pieces(const Block& block, uint64_t index, bool external);
+  void copied(uint64_t index);  // with the mutex
+  std::vector<BufferPiece> external_pieces(const Block& block, uint64_t index) const;
+  uint64_t elapsed_ns() const;
+
+  bool complete() const override { return writes_left_ == 0; }
+  void drop_queued() override;
+  void landed(uint64_t block, Status status) override;
+
+  const uint64_t file_bytes_;
+  const uint64_t buffer_bytes_;
+  const std::chrono::steady_clock::time_point start_;
+  std::string header_;
+  std::vector<Segment> segments_;  // the header is the first
+  std::vector<uint64_t> sums_;     // each written by one worker, before its block counts as copied
+  std::vector<Block> blocks_;      // guarded by the mutex, as all below
+
+  std::shared_ptr<File> file_;
+  std::deque<uint64_t> eager_queue_;  // to copy
+  std::deque<uint64_t> fill_queue_;   // to copy
+  std::deque<uint64_t> offer_queue_;  // for next_fill
+  std::deque<uint64_t> seal_queue_;   // filled by Python, to hash
+  std::deque<uint64_t> write_queue_;  // to write, once attached
+  uint64_t eager_left_ = 0;
+  uint64_t copies_left_ = 0;
+  uint64_t writes_left_ = 0;
+  uint64_t fills_left_ = 0;
+  bool finished_ = false;
+  WriteStats stats_;
+};
+
+}  // namespace statehold

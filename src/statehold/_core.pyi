@@ -1,0 +1,203 @@
+"""The native core: moves bytes, decides nothing. Contracts in native/*.h.
+
+Arguments typed `Buffer` are contiguous buffers of 8-byte integers, such as `array.array("q")`.
+Everything that can block releases the GIL. Waits take seconds (None: for ever), return False when
+the time is over, and raise the error of a job that has failed; by then the job no longer touches
+the caller's memory. After a fork, a child must not use objects of its parent: they refuse.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+Buffer = array[int] | memoryview
+# Element size in bytes, shape, and strides in elements.
+Strided = tuple[int, tuple[int, ...], tuple[int, ...]]
+# Segment, offset in the segment, offset in the buffer, bytes.
+Piece = tuple[int, int, int, int]
+
+class Mismatch(ValueError):
+    """A piece differs from its checksum."""
+
+    path: str
+    segment: int  # index into the arrays given to read()
+    piece: int  # counted inside the segment
+    begin: int  # file offsets
+    end: int
+    expected: int
+    got: int
+
+class File:
+    """An open data file, closed by WriteJob.finish() or close().
+
+    After close() the descriptor stays open until the last transfer in flight has completed.
+    """
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def direct(self) -> bool: ...
+    def close(self) -> None: ...
+
+class Fs:
+    """Every effect on storage. Failures raise the errors of statehold.errors."""
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def note(self) -> str: ...
+    def mkdir(self, path: str) -> None: ...
+    def rename(self, src: str, dst: str) -> None: ...
+    def exchange(self, a: str, b: str) -> None: ...
+    def unlink(self, path: str) -> None: ...
+    def rmdir(self, path: str) -> None: ...
+    def listdir(self, path: str) -> list[tuple[str, bool]]: ...
+    def stat_bytes(self, path: str) -> int | None:
+        """Size of a file, 0 for a directory, None when there is nothing."""
+    def is_dir(self, path: str) -> bool: ...
+    def sync_dir(self, path: str) -> None: ...
+    def write_file(self, path: str, data: bytes) -> None: ...
+    def read_file(self, path: str, max_bytes: int) -> bytes: ...
+    def open_write(self, path: str, bytes: int, reuse: bool = False) -> File: ...
+    def can_reuse(self, path: str) -> bool: ...
+    def close(self) -> None: ...
+
+class SimFs(Fs):
+    """A disk in memory, with seeded faults and crashes that lose what was not synced."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        short_io: float = 0.0,
+        reorder: bool = True,
+        eio: float = 0.0,
+        capacity: int | None = None,
+        torn: float = 0.0,
+    ) -> None: ...
+    def crash(self) -> None: ...
+    def fail_next(self, operation: str, errno: int, count: int = 1, skip: int = 0) -> None: ...
+    def corrupt(self, path: str, offset: int, xor: int) -> None: ...
+    @property
+    def fired(self) -> dict[str, int]: ...
+    @property
+    def operations(self) -> list[str]: ...
+
+def open_fs(backend: str = "auto", queue_depth: int = 32, io_threads: int = 4) -> Fs: ...
+
+class BufferPool:
+    """The allocator of the staging buffers, for tests."""
+
+    def __init__(self, count: int, buffer_bytes: int) -> None: ...
+    @property
+    def free_count(self) -> int: ...
+    def acquire_nowait(self) -> tuple[int, int, int] | None:
+        """Index, generation and address of a free buffer."""
+    def release(self, index: int, generation: int) -> None: ...
+
+class Engine:
+    """Staging buffers and the threads that copy, hash and verify."""
+
+    def __init__(
+        self, fs: Fs, staging_bytes: int, buffer_bytes: int = 16777216, copy_threads: int = 2
+    ) -> None: ...
+    @property
+    def staging(self) -> memoryview: ...
+    @property
+    def staging_address(self) -> int: ...
+    @property
+    def buffer_bytes(self) -> int: ...
+    @property
+    def buffer_count(self) -> int: ...
+    def write(
+        self,
+        *,
+        file_bytes: int,
+        block_bytes: int,
+        begins: Buffer,
+        sizes: Buffer,
+        addresses: Buffer,
+        flags: bytes,
+        strided: dict[int, Strided],
+        header: bytes,
+    ) -> WriteJob:
+        """Start copying. Keys of `strided` index the arrays (0 is the first after the header)."""
+    def read(
+        self,
+        *,
+        files: Sequence[str],
+        file_bytes: Sequence[int],
+        block_bytes: int,
+        file_index: Buffer,
+        begins: Buffer,
+        sizes: Buffer,
+        addresses: Buffer,
+        flags: bytes,
+        strided: dict[int, Strided],
+        sums: bytes,
+    ) -> ReadJob: ...
+    def close(self) -> None: ...
+
+class Fill:
+    """A buffer of a WriteJob that waits for bytes from Python. In `pieces`, segment 0 is the
+    header and segment i the arrays' element i - 1."""
+
+    @property
+    def token(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def pieces(self) -> list[Piece]: ...
+    @property
+    def view(self) -> memoryview: ...
+
+class WriteJob:
+    """One file being written. Dropping it cancels it."""
+
+    def attach(self, file: File) -> None: ...
+    def wait_eager(self, timeout: float | None) -> bool: ...
+    def wait_copied(self, timeout: float | None) -> bool: ...
+    def wait_written(self, timeout: float | None) -> bool: ...
+    def finish(self) -> None: ...
+    def checksums(self) -> bytes: ...
+    def cancel(self) -> None: ...
+    def next_fill(self, timeout: float | None) -> Fill | None: ...
+    def filled(self, fill: Fill) -> None:
+        """Give the buffer back; after a failure, too, or it stays lent until close()."""
+    @property
+    def fills_left(self) -> int:
+        """Blocks that next_fill has not handed out yet."""
+    @property
+    def stats(self) -> dict[str, int]: ...
+
+class Ready:
+    """A verified buffer of a ReadJob that Python has to empty. In `pieces`, segments index the
+    arrays given to read()."""
+
+    @property
+    def token(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def pieces(self) -> list[Piece]: ...
+    @property
+    def view(self) -> memoryview: ...
+
+class ReadJob:
+    """Segments being read and verified. Dropping it cancels it."""
+
+    def wait(self, timeout: float | None) -> bool: ...
+    def next_ready(self, timeout: float | None) -> Ready | None: ...
+    def release(self, ready: Ready) -> None:
+        """Give the buffer back; after a failure, too, or it stays lent until close()."""
+    @property
+    def ready_left(self) -> int:
+        """Blocks that next_ready has not handed out yet."""
+    def cancel(self) -> None: ...
+    @property
+    def stats(self) -> dict[str, int]: ...
+
+def xxh3_64(data: bytes) -> int: ...
+def raw_write(
+    fs: Fs, path: str, file_bytes: int, buffer_bytes: int, depth: int, reuse: bool
+) -> float: ...
+def raw_read(fs: Fs, path: str, buffer_bytes: int, depth: int) -> float: ...
