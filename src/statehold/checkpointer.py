@@ -97,11 +97,9 @@ class Checkpointer:
         job = start_write(opened.engine, plan, captured.tensors)
         self._gate.hold_for(save, captured.optimizers)
         self._watched.append(save)
-        opened.pipeline.submit(Work(save, plan, job, captured.tree, captured))
-        try:
-            job.wait_eager(None)
-        except StateholdError:
-            save.wait("staged")  # raises the cause, with the newest step that is still safe
+        work = Work(save, plan, job, captured.tree, captured)
+        opened.pipeline.submit(work)
+        opened.pipeline.wait_eager(work, captured)
         save._record(blocked_s=time.perf_counter() - started)
         return save
 

@@ -67,6 +67,15 @@ class Pipeline:
         self._stager.submit(self._guarded, self._stage, work)
         self._committer.submit(self._guarded, self._write_and_commit, work)
 
+    def wait_eager(self, work: Work, captured: Capture) -> None:
+        """Return once all that may change before the next update is copied; raises if it did."""
+        try:
+            work.job.wait_eager(None)
+            _check_unmoved(captured, eager=True)
+        except StateholdError as error:
+            self._fail(work, error)
+            work.save.wait("staged")  # raises the first cause, with what is still safe
+
     def wait_for_room(self) -> None:
         """Back-pressure: return once another save may begin."""
         self._saves = [save for save in self._saves if not _ended(save)]
@@ -104,14 +113,7 @@ class Pipeline:
         if work.copy_external is not None:
             work.copy_external()
         work.job.wait_copied(None)
-        moved = work.capture.moved()
-        if moved is not None:
-            raise TornSnapshot(
-                "a tensor changed while it was being copied",
-                facts={"tensor": moved},
-                hint="change state only in an optimizer that is part of the state or after "
-                "gate(); wrap what changes at other times in statehold.Volatile",
-            )
+        _check_unmoved(work.capture, eager=False)
         work.capture = None
         work.save._reach("staged")
 
@@ -166,6 +168,17 @@ class Pipeline:
         except StateholdError:
             return "unknown: the run directory cannot be listed"
         return "no step yet" if newest is None else f"step {newest} and older"
+
+
+def _check_unmoved(captured: Capture, *, eager: bool) -> None:
+    moved = captured.moved(eager=eager)
+    if moved is not None:
+        raise TornSnapshot(
+            "a tensor changed while it was being copied",
+            facts={"tensor": moved},
+            hint="change state only in an optimizer that is part of the state or after gate(); "
+            "wrap what changes at other times in statehold.Volatile",
+        )
 
 
 def _ended(save: Save) -> bool:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from statehold.testing import SimFs, checkpointer_on
 from torch import nn
 
 import statehold
 from statehold import errors
+from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, spy_on
 from support.training import Training, bits
 
@@ -64,7 +64,7 @@ def truncate(step: Path) -> None:
 
 DAMAGE = {
     "truncated": (truncate, errors.TruncatedFileError),
-    "longer": (lambda step: (step / DATA).open("ab").write(b"x"), errors.TruncatedFileError),
+    "longer": (lambda step: os.truncate(step / DATA, 1 << 20), errors.TruncatedFileError),
     "missing": (lambda step: (step / DATA).unlink(), errors.MissingFileError),
     "no manifest": (lambda step: (step / "manifest.json").unlink(), errors.MissingFileError),
     "flipped data": (lambda step: flip(step / DATA, -1 % (step / DATA).stat().st_size),

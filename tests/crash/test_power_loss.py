@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from statehold.testing import SimFs, checkpointer_on
 
 from statehold.errors import StateholdError, StorageError
+from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, spy_on
 
 SEEDS = int(os.environ.get("STATEHOLD_SIM_SEEDS", "4"))

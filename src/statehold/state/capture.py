@@ -65,11 +65,12 @@ class Capture:
     tree: Any
     optimizers: list[torch.optim.Optimizer]
 
-    def moved(self) -> str | None:
-        """The name of a tensor that changed in place since capture, or None."""
+    def moved(self, *, eager: bool) -> str | None:
+        """The name of an eager (or of a lazy) tensor that changed since capture, or None."""
         for captured in self.tensors:
-            if captured.version >= 0 and captured.tensor._version != captured.version:
-                return captured.spec.name
+            if captured.spec.eager is eager and captured.version >= 0:
+                if captured.tensor._version != captured.version:
+                    return captured.spec.name
         return None
 
 

@@ -1,7 +1,7 @@
 """Match a step with the live state, say where its bytes go, and apply the plain values afterwards.
 
-Owns: the comparison of names, shapes and dtypes, all of it before anything changes; which tensors are
-filled where they are and which have to be made; the order of the last act: containers and
+Owns: the comparison of names, shapes and dtypes, all of it before anything changes; which tensors
+are filled where they are and which have to be made; the order of the last act: containers and
 optimizers, then load_state_dict() of other objects, then random generators (loading may draw).
 Holds: `prepare` changes nothing that is live. Destinations are live storages wherever there is a
 tensor of the saved shape and dtype; only what is missing (a fresh optimizer's state, new dict
@@ -42,6 +42,7 @@ from statehold.state.tensors import (
 )
 
 PROBLEMS_SHOWN = 20
+HOST = torch.device("cpu")
 ABSENT = object()
 
 
@@ -165,7 +166,7 @@ class _Matcher:
         for key in live.keys() - saved.keys():
             self.problem(f"{path}.{key}" if path else str(key), "an entry of the step", "nothing")
         if isinstance(live, dict):
-            self.restoration.containers.append(lambda: (live.clear(), live.update(content)))
+            self.restoration.containers.append(lambda: _replace(live, content))
         return live
 
     def _list(self, live: list[Any], nodes: list[Any], path: str) -> list[Any]:
@@ -292,10 +293,8 @@ class _Matcher:
             self.problem(path, _describe(live), self._described(node))
         elif overlaps_itself(live):
             self.problem(path, "a tensor that can be written", "an expanded one")
-        elif self._fill(live, name) is not None:
-            self.problem(
-                path, "one tensor, as it is tied", f"other values than {self._fill(live, name)}"
-            )
+        elif (other := self._fill(live, name)) is not None:
+            self.problem(path, "one tensor, as it is tied", f"other values than {other}")
         else:
             self.restoration.live.append(live)
         return live
@@ -347,7 +346,7 @@ class _Matcher:
 
     # -- values without a live counterpart of their own --------------------------------------
 
-    def rebuild(self, live: Any, node: Any, device: torch.device = torch.device("cpu")) -> Any:
+    def rebuild(self, live: Any, node: Any, device: torch.device = HOST) -> Any:
         """The saved value; tensors that `live` has in the same place are filled and used."""
         name = _payload(node, "$tensor")
         if name is not None:
@@ -384,13 +383,13 @@ class _Matcher:
             tensor = torch.from_numpy(live)
             if self._usable(tensor, name):
                 return live
-        return self._make(name, torch.device("cpu")).numpy()
+        return self._make(name, HOST).numpy()
 
     def _leaf(self, tag: str, payload: Any, device: torch.device) -> Any:
         if tag == "$tensor":
             return self._make(payload, device)
         if tag == "$ndarray":
-            return self._make(payload, torch.device("cpu")).numpy()
+            return self._make(payload, HOST).numpy()
         if tag == "$npscalar":
             numpy = importlib.import_module("numpy")
             raw = base64.b64decode(payload["bytes"])
@@ -414,6 +413,11 @@ def holds_state(value: Any) -> bool:
     return isinstance(value, torch.Tensor | nn.Module | Mark) or is_stateful(value)
 
 
+def _replace(live: dict[Any, Any], content: Mapping[Any, Any]) -> None:
+    live.clear()
+    live.update(content)
+
+
 def _set_optimizer_state(
     optimizer: torch.optim.Optimizer, state: Mapping[torch.Tensor, dict[str, Any]]
 ) -> None:
@@ -422,9 +426,7 @@ def _set_optimizer_state(
         if not saved:
             optimizer.state.pop(parameter, None)
             continue
-        current = optimizer.state[parameter]
-        current.clear()
-        current.update(saved)
+        _replace(optimizer.state[parameter], saved)
 
 
 def _members(node: Any) -> dict[Any, Any] | None:

@@ -38,12 +38,12 @@ class Rng:
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {
-            "python": _python_state(random._inst),  # type: ignore[attr-defined]
+            "python": _python_state(random._inst),
             "torch": _tensor_bytes(torch.get_rng_state()),
         }
         if (numpy := sys.modules.get("numpy")) is not None:
             state["numpy"] = _numpy_legacy_state(numpy.random)
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state["cuda"] = [_tensor_bytes(each) for each in torch.cuda.get_rng_state_all()]
         state["generators"] = {
             name: _get_state(generator, name) for name, generator in self.generators.items()
