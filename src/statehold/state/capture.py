@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import base64
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,8 @@ from statehold.state.tensors import (
 # tensors are not copied in that order, so small ones (an optimizer's `step`) are copied at once.
 SMALL_BYTES = 64 << 10
 
+_ATOMS = (int, float, str, bool, bytes, type(None), torch.Tensor)
+
 
 @dataclass(slots=True)
 class CapturedTensor:
@@ -68,9 +70,10 @@ class Capture:
     def moved(self, *, eager: bool) -> str | None:
         """The name of an eager (or of a lazy) tensor that changed since capture, or None."""
         for captured in self.tensors:
-            if captured.spec.eager is eager and captured.version >= 0:
-                if captured.tensor._version != captured.version:
-                    return captured.spec.name
+            if captured.spec.eager is not eager or captured.version < 0:
+                continue
+            if captured.tensor._version != captured.version:
+                return captured.spec.name
         return None
 
 
@@ -88,25 +91,46 @@ def capture(state: Mapping[str, Any]) -> Capture:
     return Capture(capturer.tensors, tree, capturer.optimizers)
 
 
-def parts(value: Any, path: str = "", mark: type[Mark[Any]] | None = None) -> Iterator[Any]:
-    """(path, object, outermost mark) of the modules and optimizers in dicts, lists and tuples."""
+def parts(value: Any, path: str = "", inside: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """(path, object) of the modules and optimizers in marks, dicts, lists and tuples."""
+    if isinstance(value, nn.Module | torch.optim.Optimizer):
+        yield path, value
+        return
+    if not isinstance(value, Mark | Mapping | list | tuple):
+        return
+    if id(value) in inside:
+        raise _holds_itself(value, path)
+    inside = (*inside, id(value))
     if isinstance(value, Mark):
-        yield from parts(value.value, path, mark or type(value))
-    elif isinstance(value, nn.Module | torch.optim.Optimizer):
-        yield path, value, mark
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from parts(item, f"{path}.{key}" if path else str(key), mark)
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from parts(item, f"{path}.{index}", mark)
+        yield from parts(value.value, path, inside)
+        return
+    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+        if type(item) not in _ATOMS:
+            yield from parts(item, f"{path}.{key}" if path else str(key), inside)
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether `value` can give and take its state itself."""
-    return callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
+    """Whether `value` can give and take its state itself. A class is not an object with state."""
+    return (
+        callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+        and not isinstance(value, type)
     )
+
+
+def _holds_itself(value: Any, path: str) -> UnsupportedValueError:
+    return UnsupportedValueError(
+        "a container in the state holds itself",
+        facts={"path": path, "type": type(value).__name__},
+        hint="store each object once",
+    )
+
+
+def _object_node(members: dict[str, Any]) -> Any:
+    """The node of an object with these members; a "$" would make a plain one look tagged."""
+    if any(key.startswith("$") for key in members):
+        return {"$dict": [[key, node] for key, node in members.items()]}
+    return members
 
 
 class _Capturer:
@@ -114,15 +138,18 @@ class _Capturer:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         found = list(parts(state))
-        self.optimizers = [o for _, o, _ in found if isinstance(o, torch.optim.Optimizer)]
+        self.optimizers = [part for _, part in found if isinstance(part, torch.optim.Optimizer)]
         self._names = modules.parameter_names(
-            (path, part) for path, part, _ in found if isinstance(part, nn.Module)
+            (path, part) for path, part in found if isinstance(part, nn.Module)
         )
         self.tensors: list[CapturedTensor] = []
-        self._places: dict[Memory, int] = {}
+        # With the tensor: memory of a temporary that state_dict() made must not be used again while
+        # its address stands for it here.
+        self._places: dict[Memory, tuple[int, torch.Tensor]] = {}
         self._taken: set[str] = set()
         self._gated_storages: set[int] | None = None
         self._mark: type[Mark[Any]] | None = None
+        self._active: set[int] = set()
 
     # -- the hook of values.encode ---------------------------------------------------------
 
@@ -137,8 +164,18 @@ class _Capturer:
         if isinstance(value, torch.optim.Optimizer) and optimizers.is_standard(value):
             return self._optimizer(value, path)
         if is_stateful(value):
-            return self._encode(value.state_dict(), path)
+            return self._inside(value, value.state_dict, path)
         return self._foreign(value, path)
+
+    def _inside(self, value: Any, content: Callable[[], Any], path: str) -> Any:
+        # values.encode sees cycles among containers, but not those that lead through an object.
+        if id(value) in self._active:
+            raise _holds_itself(value, path)
+        self._active.add(id(value))
+        try:
+            return self._encode(content(), path)
+        finally:
+            self._active.discard(id(value))
 
     def _encode(self, value: Any, path: str) -> Any:
         return values.encode(value, path, self.leaf)
@@ -148,7 +185,7 @@ class _Capturer:
         if outer is not Volatile:
             self._mark = type(value)
         try:
-            return self._encode(value.value, path)
+            return self._inside(value, lambda: value.value, path)
         finally:
             self._mark = outer
 
@@ -161,7 +198,7 @@ class _Capturer:
                 node[name] = self._tensor(value, where, lazy=is_parameter)
             else:
                 node[name] = self._encode(value, where)
-        return node
+        return _object_node(node)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> Any:
         state: dict[str, Any] = {}
@@ -173,9 +210,14 @@ class _Capturer:
                     optimizer.state[parameter], f"{path}.state.{name}"
                 )
         for index, group in enumerate(optimizer.param_groups):
-            options = {key: item for key, item in group.items() if key != optimizers.PARAMS}
-            groups[index] |= self._encode(options, f"{path}.param_groups.{index}")
-        return {"state": state, "param_groups": groups}
+            where = f"{path}.param_groups.{index}"
+            for key, item in group.items():
+                if key != optimizers.PARAMS:
+                    groups[index][key] = self._encode(item, f"{where}.{key}")
+        return {
+            "state": _object_node(state),
+            "param_groups": [_object_node(group) for group in groups],
+        }
 
     def _parameter_state(self, state: Any, path: str) -> Any:
         node = {}
@@ -184,7 +226,7 @@ class _Capturer:
                 node[key] = self._tensor(value, f"{path}.{key}", lazy=True)
             else:
                 node[key] = self._encode(value, f"{path}.{key}")
-        return node
+        return _object_node(node)
 
     def _foreign(self, value: Any, path: str) -> Any | None:
         if isinstance(value, torch.Size):
@@ -199,15 +241,20 @@ class _Capturer:
         return None
 
     def _numpy(self, value: Any, path: str) -> Any | None:
-        if type(value).__name__ != "ndarray":
-            if value.dtype.hasobject:
+        name = value.dtype.name
+        if isinstance(value, sys.modules["numpy"].generic):
+            if name not in dtypes.NUMPY_SCALARS:
                 return None
-            data = base64.b64encode(value.tobytes()).decode("ascii")
-            return {"$npscalar": {"dtype": value.dtype.str, "bytes": data}}
-        if value.dtype.name not in dtypes.NUMPY_TO_TORCH or not value.dtype.isnative:
+            little = value.astype(value.dtype.newbyteorder("<"))
+            data = base64.b64encode(little.tobytes()).decode("ascii")
+            return {"$npscalar": {"dtype": name, "bytes": data}}
+        if type(value).__name__ != "ndarray":
+            return None
+        if name not in dtypes.NUMPY_TO_TORCH or not value.dtype.isnative:
             raise UnsupportedValueError(
                 "a NumPy array has a dtype that no step can hold",
                 facts={"path": path, "dtype": str(value.dtype)},
+                hint="convert it with astype() to a number type in native byte order",
             )
         # A private copy: a tensor cannot borrow read-only arrays or those with negative strides.
         return {"$ndarray": self._add(torch.from_numpy(value.copy(order="C")), path, eager=False)}
@@ -237,9 +284,10 @@ class _Capturer:
         memory = memory_of(tensor)
         place = self._places.get(memory) if memory[0] else None
         if place is not None:
-            first = self.tensors[place]
-            if eager and not first.spec.eager and not first.external:
-                first.spec = replace(first.spec, eager=True)
+            index, _ = place
+            first = self.tensors[index]
+            if eager and not first.spec.eager:
+                self.tensors[index] = _captured(first.tensor, first.spec.name, eager)
             return first.spec.name
         if name in self._taken or not name:
             raise UnsupportedValueError(
@@ -248,7 +296,7 @@ class _Capturer:
                 hint="names are joined with dots: rename a key of the dicts on the way",
             )
         if memory[0] and tensor.numel():
-            self._places[memory] = len(self.tensors)
+            self._places[memory] = len(self.tensors), tensor
         self._taken.add(name)
         self.tensors.append(_captured(tensor, name, eager))
         return name
@@ -265,6 +313,7 @@ def _captured(tensor: torch.Tensor, name: str, eager: bool) -> CapturedTensor:
     external = tensor.device.type != "cpu"
     if is_view_of_other_values(tensor):
         tensor = tensor.resolve_conj().resolve_neg()
+    eager = eager or tensor.is_inference()
     if external and (eager or not tensor.is_contiguous()):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         eager = False  # the clone is ours: nobody else can change it
@@ -273,7 +322,7 @@ def _captured(tensor: torch.Tensor, name: str, eager: bool) -> CapturedTensor:
         dtypes.code_of(dtype, name),
         dtypes.stored_shape(dtype, shape, name),
         tensor.numel() * tensor.element_size(),
-        eager or tensor.is_inference(),
+        eager,
     )
     return CapturedTensor(
         spec, tensor, version_of(tensor), tensor.data_ptr(), strides_of(tensor), external
