@@ -1,0 +1,38 @@
+# Every target sets up what it needs. ARGS go to the program: make demo ARGS="--steps 50",
+# make test ARGS="-k torn".
+
+ARGS ?=
+bin := .venv/bin
+native_sources := $(wildcard native/*.h native/*.cpp native/test/*.h native/test/*.cpp)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo test check bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
+
+setup:  ## .venv, system packages where you may install them, native module
+	@tools/setup_env.sh
+
+build: setup  ## the same; after a change in native/ it takes seconds
+
+demo: setup  ## train a small Llama, kill it during a save, resume, compare
+	@$(bin)/python examples/llama/demo.py $(ARGS)
+
+test:  ## the C++ and the Python tests
+	@tools/setup_env.sh --tests
+	@$(bin)/ctest --test-dir build/dev --output-on-failure --no-tests=error
+	@$(bin)/python -m pytest -q $(ARGS)
+
+check: setup  ## formatting, lint and types
+	$(bin)/ruff format --check .
+	$(bin)/ruff check .
+	$(bin)/mypy --strict -p statehold
+	$(bin)/clang-format --dry-run -Werror $(native_sources)
+
+bench: setup  ## all benchmarks; see bench/README.md
+	@$(bin)/python -m bench $(ARGS)
+
+clean:  ## remove what was built; .venv stays
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/statehold/_core.*.so
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

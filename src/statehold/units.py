@@ -1,0 +1,101 @@
+"""Byte sizes and durations as people write them.
+
+Owns: the binary unit constants, and the one parser and the formatters for sizes and times.
+Holds: a size is an int of bytes everywhere else; only this module knows its spelling.
+Not here: limits on particular sizes (options).
+"""
+
+from __future__ import annotations
+
+import re
+
+from statehold.errors import UsageError
+
+__all__ = ["GiB", "KiB", "MiB", "TiB", "format_bytes", "format_seconds", "parse_bytes"]
+
+KiB = 1024
+MiB = 1024 * KiB
+GiB = 1024 * MiB
+TiB = 1024 * GiB
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "kib": KiB,
+    "mib": MiB,
+    "gib": GiB,
+    "tib": TiB,
+    "kb": 1000,
+    "mb": 1000**2,
+    "gb": 1000**3,
+    "tb": 1000**4,
+}
+_SIZE = re.compile(r"\s*([0-9]{1,18})(?:\.([0-9]{1,9}))?\s*([A-Za-z]{0,3})\s*", re.ASCII)
+_HINT = 'write an int of bytes, or a string such as "512 MiB", "1.5GiB" or "2GB"'
+
+
+def parse_bytes(value: int | str) -> int:
+    """The number of bytes that `value` says: an int, or a number with a unit.
+
+    KiB, MiB, GiB and TiB are powers of 1024; kB, MB, GB and TB powers of 1000. A bare "G" is
+    refused because people disagree on what it means. The result must be a whole number of bytes.
+    """
+    if type(value) is int:
+        if value < 0:
+            raise _refused(value, "zero or more bytes")
+        return value
+    if not isinstance(value, str):
+        raise _refused(value, "an int or a str")
+    match = _SIZE.fullmatch(value)
+    factor = _FACTORS.get(match[3].lower()) if match else None
+    if match is None or factor is None:
+        raise _refused(value, "a number and a unit: B, KiB, MiB, GiB, TiB, kB, MB, GB or TB")
+    whole, fraction = int(match[1]), match[2] or "0"
+    scale: int = 10 ** len(fraction)
+    parts, rest = divmod(int(fraction) * factor, scale)
+    if rest:
+        raise _refused(value, "a whole number of bytes")
+    return whole * factor + parts
+
+
+def _refused(value: object, expected: str) -> UsageError:
+    facts = {"expected": expected, "got": repr(value)[:80]}
+    return UsageError("not a size in bytes", facts=facts, hint=_HINT)
+
+
+def format_bytes(n: int) -> str:
+    """`n` bytes for people: "0 B", "1023 B", "1.5 GiB"; three significant digits."""
+    size = float(abs(n))
+    sign = "-" if n < 0 else ""
+    if size < KiB:
+        return f"{sign}{abs(n)} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        size /= KiB
+        # Not 1024: 1023.7 KiB would otherwise print as "1024 KiB".
+        if size < 999.5 or unit == "TiB":
+            break
+    return f"{sign}{_three_digits(size)} {unit}"
+
+
+def format_seconds(s: float) -> str:
+    """`s` seconds for people: "850 us", "12.3 ms", "4.56 s", "2 min 05 s", "3 h 20 min"."""
+    sign, s = ("-", -s) if s < 0 else ("", s)
+    if s == 0:
+        return "0 s"
+    if s < 0.0009995:
+        return f"{sign}{_three_digits(s * 1e6)} us"
+    if s < 0.9995:
+        return f"{sign}{_three_digits(s * 1e3)} ms"
+    if s < 59.95:
+        return f"{sign}{_three_digits(s)} s"
+    minutes, seconds = divmod(round(s), 60)
+    if minutes < 60:
+        return f"{sign}{minutes} min {seconds:02d} s"
+    hours, minutes = divmod(round(s / 60), 60)
+    return f"{sign}{hours} h {minutes:02d} min"
+
+
+def _three_digits(x: float) -> str:
+    decimals = 2 if x < 9.995 else 1 if x < 99.95 else 0
+    text = f"{x:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text

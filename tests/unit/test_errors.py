@@ -1,0 +1,82 @@
+"""The exception tree: who has to act, facts for programs, text for people."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from statehold import errors
+from statehold.errors import (
+    ClosedError,
+    CorruptionError,
+    InvariantError,
+    ManifestError,
+    NoSpaceError,
+    StateholdError,
+    StorageError,
+    TruncatedFileError,
+    UsageError,
+    WaitTimeout,
+    from_native,
+    storage_error,
+)
+
+
+def test_message_is_summary_facts_hint() -> None:
+    error = ManifestError("it is bad", facts={"file": "a/b", "got": 3}, hint="do this")
+    assert str(error) == "it is bad\n  file  a/b\n  got   3\n  hint: do this"
+    assert error.facts == {"file": "a/b", "got": 3}
+    assert str(StateholdError("only this")) == "only this"
+
+
+def test_an_outer_layer_adds_facts() -> None:
+    error = ManifestError("it is bad")
+    assert error.with_fact("step", 7) is error
+    assert str(error).endswith("step  7")
+
+
+def test_facts_are_copied() -> None:
+    facts = {"a": 1}
+    error = StateholdError("x", facts=facts)
+    facts["a"] = 2
+    assert error.facts == {"a": 1}
+
+
+def test_families() -> None:
+    assert issubclass(ManifestError, CorruptionError)
+    assert issubclass(NoSpaceError, StorageError)
+    assert issubclass(ClosedError, UsageError)
+    assert issubclass(WaitTimeout, TimeoutError)
+    # A damaged file is an Exception like any other: recovery code catches it.
+    for name in errors.__all__:
+        assert issubclass(getattr(errors, name), StateholdError)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_has_its_own_error(code: int) -> None:
+    error = storage_error("write", code, "/run/x", 4096)
+    assert type(error) is NoSpaceError
+    assert (error.errno, error.path, error.offset) == (code, "/run/x", 4096)
+    assert "committed steps are untouched" in str(error)
+    assert errno.errorcode[code] in str(error)
+
+
+def test_other_errnos_are_storage_errors() -> None:
+    error = storage_error("sync", errno.EIO, "/run/x")
+    assert type(error) is StorageError
+    assert error.offset is None
+    assert "EIO" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("io", StorageError),
+        ("truncated", TruncatedFileError),
+        ("closed", ClosedError),
+        ("invariant", InvariantError),
+    ],
+)
+def test_native_statuses(code: str, kind: type[StateholdError]) -> None:
+    assert type(from_native(code, "read", errno.EIO, "/run/x", 10)) is kind
