@@ -54,11 +54,11 @@ def encode(value: Any, path: str, leaf: Leaf | None = None) -> Any:
 
 
 def decode(node: Any, leaf: LeafReader | None = None) -> Any:
-    """The value of a JSON node that `encode` made.
+    """The value of a JSON node in one of the forms of docs/format.md.
 
     `leaf` is called with (tag, payload) for $tensor, $ndarray, $npscalar and $torch, after the
-    payload's form has been checked. Raises ManifestError (facts where, expected, got) for
-    anything that `encode` could not have made.
+    payload's form has been checked. Raises ManifestError (facts where, expected, got) for a
+    node in none of them.
     """
     return _Decoder(leaf).node(node, 0)
 
@@ -245,11 +245,12 @@ def _unsupported(summary: str, path: str, value: Any, hint: str | None) -> Unsup
 class _Decoder:
     """One decoding: the hook, and the way down to the node at hand, for messages."""
 
-    __slots__ = ("check", "leaf", "trail")
+    __slots__ = ("check", "hashed", "leaf", "trail")
 
     def __init__(self, leaf: LeafReader | None) -> None:
         self.leaf = leaf
         self.trail: list[str | int] = []
+        self.hashed = 0  # > 0 inside dict keys and set elements
         self.check = Checker(ManifestError, "the manifest holds a value that is not valid", "")
 
     def fail(self, expected: str, got: str) -> NoReturn:
@@ -306,7 +307,9 @@ class _Decoder:
         return [self.at(index, node, depth) for index, node in enumerate(nodes)]
 
     def unordered(self, nodes: Any, depth: int) -> set[Any]:
+        self.hashed += 1
         items = self.items(nodes, depth)
+        self.hashed -= 1
         try:
             elements = set(items)
         except TypeError:
@@ -322,7 +325,9 @@ class _Decoder:
         for index, pair in enumerate(nodes):
             if type(pair) is not list or len(pair) != 2:
                 self.fail("an array of [key, value]", show(pair))
+            self.hashed += 1
             key = self.at(index, pair[0], depth)
+            self.hashed -= 1
             try:
                 new = key not in members
             except TypeError:
@@ -384,6 +389,8 @@ class _Decoder:
     def name_of_tensor(self, name: Any, depth: int) -> Any:
         if type(name) is not str:
             self.fail("the name of a tensor", show(name))
+        if self.hashed:
+            self.fail("a value that is the same when it is equal", "a tensor as key or element")
         return self._leaf(name)
 
     def numpy_scalar(self, node: Any, depth: int) -> Any:

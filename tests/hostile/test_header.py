@@ -13,7 +13,7 @@ from statehold import header
 from statehold.errors import HeaderError
 from support.steps import header_of
 
-GOOD = {
+GOOD: dict[str, Any] = {
     "__metadata__": {"format": "pt"},
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
     "b": {"dtype": "U8", "shape": [], "data_offsets": [24, 25]},
@@ -157,7 +157,8 @@ def test_members() -> None:
         rest = {key: value for key, value in GOOD["a"].items() if key != name}
         refused(header_of({**GOOD, "a": rest}))
     refused(with_a(more=1))
-    for value in (None, [], "x", 1):
+    not_objects: list[Any] = [None, [], "x", 1]
+    for value in not_objects:
         refused(header_of({**GOOD, "a": value}))
 
 

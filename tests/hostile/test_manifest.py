@@ -23,10 +23,30 @@ FILE = ("files", 0)
 TENSOR = ("tensors", "model.weight")
 CHUNK = (*TENSOR, "chunks", 0)
 LARGE = ("tensors", "large", "chunks", 0)
-NOT_INTEGERS = [None, True, 1.0, "1", [1], {}, -1, 2**63, 10**30]
-NOT_STRINGS = [None, True, 7, 1.5, ["x"], {"x": 1}]
-NOT_ARRAYS = [None, True, 3, "abc", {}]
-NOT_OBJECTS = [None, True, 3, "abc", []]
+NOT_INTEGERS: list[Any] = [None, True, 1.0, "1", [1], {}, -1, 2**63, 10**30]
+NOT_STRINGS: list[Any] = [None, True, 7, 1.5, ["x"], {"x": 1}]
+NOT_ARRAYS: list[Any] = [None, True, 3, "abc", {}]
+NOT_OBJECTS: list[Any] = [None, True, 3, "abc", []]
+
+
+# Values that are valid where they stand, and contradict another member, which is then named.
+CONTRADICTIONS = {
+    ("world_size", "2"): "files[0].name",
+    ("block_bytes", str(1 << 19)): "tensors.large.chunks[0].sums",
+    ("files[0].bytes", "4096"): "tensors.scalar.chunks[0].end",
+    ("files[0].data_begin", "8192"): "tensors.scalar.chunks[0].begin",
+    ("tensors.model.weight.chunks[0].begin", "4096"): "tensors.model.weight.chunks[0].end",
+    ("tensors.model.weight.chunks[0].begin", "4125"): "tensors.model.weight.chunks[0].end",
+    ("tensors.large.chunks[0].begin", "4147"): "tensors.large.chunks[0].end",
+    ("tensors.model.weight.dtype", "F32"): "tensors.model.weight.chunks[0].end",
+    ("tensors.model.weight.dtype", "U8"): "tensors.model.weight.chunks[0].end",
+    ("tensors.model.weight.chunks[0].sums", "0" * 16): "files[0].digest",
+    ("tensors.model.weight.shape", "[]"): "tensors.model.weight.chunks[0].offsets",
+    ("tensors.model.weight.shape", "[12]"): "tensors.model.weight.chunks[0].offsets",
+    ("tensors.model.weight.shape", "[4, 3, 1]"): "tensors.model.weight.chunks[0].offsets",
+    ("tensors", "{}"): "files[0].bytes",
+    ("files", "[]"): "tensors.scalar.chunks[0].file",
+}
 
 
 def refused(raw: bytes) -> ManifestError:
@@ -92,7 +112,10 @@ def cases() -> list[tuple[Sequence[str | int], list[Any]]]:
     ],
 )
 def test_every_member(where: Sequence[str | int], value: Any) -> None:
-    refused(seal(changed(DOCUMENT, where, value)))
+    error = refused(seal(changed(DOCUMENT, where, value)))
+    place = "".join(f"[{key}]" if type(key) is int else f".{key}" for key in where)[1:]
+    blamed = CONTRADICTIONS.get((place, str(value)), place)
+    assert error.facts["where"].startswith(blamed)
 
 
 def test_a_version_from_the_far_future() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ SPECS = [
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "BOOL": torch.bool, "I64": torch.int64}
 
 
-def write_step(directory: Path) -> dict[str, torch.Tensor]:
+def write_step(directory: Path) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     tensors = {
         tensor.name: torch.randint(0, 2, tensor.shape, generator=generator).to(DTYPES[tensor.dtype])

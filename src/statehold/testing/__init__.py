@@ -1,9 +1,23 @@
 """Tools for testing what is built on statehold: a simulated disk.
 
-`SimFs` is a file system in memory with seeded faults and crashes that lose what was not synced.
-A test that injects faults has to look at `fired`: a fault that did not fire tests nothing.
+`SimFs` is a file system in memory with seeded faults and crashes that lose what was not synced;
+`checkpointer_on` gives a Checkpointer that lives on it. A test that injects faults has to look at
+`fired`: a fault that did not fire tests nothing.
 """
 
-from statehold._core import SimFs
+from __future__ import annotations
 
-__all__ = ["SimFs"]
+import os
+from typing import Any
+
+from statehold._core import Fs, SimFs
+from statehold.checkpointer import Checkpointer
+
+__all__ = ["SimFs", "checkpointer_on"]
+
+
+def checkpointer_on(fs: Fs, run: str | os.PathLike[str], **options: Any) -> Checkpointer:
+    """A Checkpointer whose run directory lies on `fs`; the options are Checkpointer's."""
+    ckpt = Checkpointer(run, **options)
+    ckpt._make_fs = lambda: fs  # type: ignore[method-assign]
+    return ckpt

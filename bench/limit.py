@@ -1,0 +1,125 @@
+"""Limit: what the storage and the memory of this machine can do, with nothing in the way.
+
+Holds: O_DIRECT, 16 MiB blocks, 32 in flight, as many bytes as the state has: writing a new file
+(preallocated), overwriting an allocated one, reading; fsync included in the writes. By the engine's
+own raw mode where it is built and by fio where it is installed: the denominators are the better of
+the two. Memory copy between warm pages with one and two threads.
+Also calibrates the compute of a training step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.case import Case
+from bench.harness import GB, drop_caches
+from bench.peers import Unavailable
+from bench.state import build
+from bench.train import Compute
+
+BLOCK_BYTES = 16 << 20
+DEPTH = 32
+COPY_BYTES = 1 << 30
+
+
+def measure(case: Case) -> dict[str, Any]:
+    state_bytes = build(case.size).total_bytes()
+    file_bytes = max(BLOCK_BYTES, -(-state_bytes // BLOCK_BYTES) * BLOCK_BYTES)
+    storage = {}
+    for name, engine in (("native", _native), ("fio", _fio)):
+        found = engine(case, file_bytes)
+        if found is not None:
+            storage[name] = found
+    if not storage:
+        raise Unavailable("neither statehold._core nor fio is here to measure the storage")
+    copy_bytes = BLOCK_BYTES if case.smoke else COPY_BYTES
+    return {
+        "bytes": file_bytes,
+        "storage": storage,
+        "memory_copy": {str(threads): _copy(copy_bytes, threads) for threads in (1, 2)},
+        "work": Compute().calibrate(case.step_s),
+    }
+
+
+def _native(case: Case, file_bytes: int) -> dict[str, float] | None:
+    """GB/s by the engine's raw mode; None where it is not built."""
+    try:
+        from statehold import _core
+    except ImportError:
+        return None
+    path = str(case.path / "limit.native")
+    fs = _core.open_fs("auto", DEPTH)
+    try:
+        fresh = _core.raw_write(fs, path, file_bytes, BLOCK_BYTES, DEPTH, False)
+        over = _core.raw_write(fs, path, file_bytes, BLOCK_BYTES, DEPTH, True)
+        drop_caches(case.path, gently=case.smoke)
+        read = _core.raw_read(fs, path, BLOCK_BYTES, DEPTH)
+    finally:
+        fs.close()
+        Path(path).unlink(missing_ok=True)
+    rates = {"fresh": fresh, "overwrite": over, "read": read}
+    return {key: file_bytes / seconds / GB for key, seconds in rates.items()}
+
+
+def _fio(case: Case, file_bytes: int) -> dict[str, float] | None:
+    """GB/s by fio; None where it is not installed or refused.
+
+    Registered buffers double its reads here, but need more locked memory than some users may have.
+    """
+    if shutil.which("fio") is None:
+        return None
+    for buffers in ("--fixedbufs=1", "--fixedbufs=0"):
+        path = case.path / "limit.fio"
+        try:
+            rates = {
+                "fresh": _fio_job(path, file_bytes, "write", buffers),
+                "overwrite": _fio_job(path, file_bytes, "write", buffers),
+            }
+            drop_caches(case.path, gently=case.smoke)
+            return rates | {"read": _fio_job(path, file_bytes, "read", buffers)}
+        except (subprocess.CalledProcessError, ValueError):
+            continue  # refused: locked memory, io_uring or O_DIRECT
+        finally:
+            path.unlink(missing_ok=True)
+    return None
+
+
+def _fio_job(path: Path, file_bytes: int, direction: str, buffers: str) -> float:
+    words = ["fio", "--name=limit", f"--filename={path}", f"--rw={direction}", "--direct=1"]
+    words += ["--ioengine=io_uring", f"--bs={BLOCK_BYTES}", f"--iodepth={DEPTH}", buffers]
+    words += [
+        f"--size={file_bytes}",
+        "--fallocate=posix",
+        "--scramble_buffers=0",
+        "--output-format=json",
+    ]
+    output = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    job = json.loads(output[output.index("{") :])["jobs"][0][direction]
+    begin = time.perf_counter()
+    if direction == "write":
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    seconds = max(job["runtime"], 1) / 1000 + time.perf_counter() - begin
+    return float(job["io_bytes"] / seconds / GB)
+
+
+def _copy(copy_bytes: int, threads: int) -> float:
+    """GB/s of the best of three copies between warm pages."""
+    torch.set_num_threads(threads)
+    source = torch.ones(copy_bytes, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    best = float("inf")
+    for _ in range(3):
+        begin = time.perf_counter()
+        target.copy_(source)
+        best = min(best, time.perf_counter() - begin)
+    return copy_bytes / best / GB

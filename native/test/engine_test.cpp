@@ -1,0 +1,236 @@
+// The engine under load, over every Fs: saves and restores at once, external fills, cancellation,
+// faults. Meant to be run under the thread and address sanitizers, too.
+#include "engine.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <random>
+
+#include "fs_sim.h"
+#include "fs_threads.h"
+#include "fs_uring.h"
+#include "test.h"
+
+using namespace statehold;
+
+namespace {
+
+constexpr uint64_t kBlockBytes = 16 << 10;
+constexpr uint64_t kBufferBytes = 64 << 10;
+constexpr uint64_t kBufferCount = 4;
+
+// A state to save: some arrays, and the request that writes them.
+struct State {
+  std::string header;
+  std::vector<std::vector<std::byte>> arrays;
+  std::vector<bool> external;
+
+  State(uint64_t seed, bool with_external) {
+    std::mt19937_64 random(seed);
+    header.assign(kPageBytes, static_cast<char>(seed));
+    for (uint64_t i = 0, count = random() % 8; i < count; ++i) {
+      arrays.emplace_back(random() % 150'000);
+      for (std::byte& b : arrays.back()) b = static_cast<std::byte>(random());
+      external.push_back(with_external && random() % 2 == 0);
+    }
+  }
+
+  uint64_t bytes() const {
+    uint64_t sum = header.size();
+    for (const auto& array : arrays) sum += array.size();
+    return sum;
+  }
+
+  std::vector<Segment> segments(uint64_t begin) {
+    std::vector<Segment> made;
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      Segment segment;
+      segment.begin = begin;
+      segment.end = begin += arrays[i].size();
+      segment.place.address = arrays[i].data();
+      segment.external = external[i];
+      segment.eager = i % 3 == 0;
+      made.push_back(std::move(segment));
+    }
+    return made;
+  }
+
+  WriteRequest write_request() { return {bytes(), kBlockBytes, header, segments(header.size())}; }
+
+  ReadRequest read_request(const std::string& path, const std::vector<uint64_t>& sums) {
+    ReadRequest request{{path}, {bytes()}, kBlockBytes, segments(header.size()), sums};
+    Segment head;  // verified, not wanted
+    head.end = header.size();
+    request.segments.insert(request.segments.begin(), std::move(head));
+    return request;
+  }
+};
+
+std::byte* buffer_of(Engine& engine, const Lease& lease) {
+  return engine.memory()->buffer(lease.index);
+}
+
+void fill_all(Engine& engine, WriteJob& job, State& state) {
+  while (std::optional<Fill> fill = job.next_fill(std::nullopt)) {
+    for (const BufferPiece& piece : fill->pieces) {
+      std::memcpy(buffer_of(engine, fill->lease) + piece.buffer_offset,
+                  state.arrays[piece.segment - 1].data() + piece.segment_offset, piece.bytes);
+    }
+    job.filled(*fill);
+  }
+}
+
+void empty_all(Engine& engine, ReadJob& job, State& state) {
+  while (std::optional<Ready> ready = job.next_ready(std::nullopt)) {
+    for (const BufferPiece& piece : ready->pieces) {
+      std::memcpy(state.arrays[piece.segment - 1].data() + piece.segment_offset,
+                  buffer_of(engine, ready->lease) + piece.buffer_offset, piece.bytes);
+    }
+    job.release(*ready);
+  }
+}
+
+std::vector<uint64_t> save(Engine& engine, Fs& fs, const std::string& path, State& state) {
+  const auto job = engine.write(state.write_request());
+  job->attach(must(fs.open_write(path, state.bytes(), false)));
+  fill_all(engine, *job, state);
+  EXPECT(job->wait_eager(std::nullopt));
+  EXPECT(job->wait_written(std::nullopt));
+  job->finish();
+  return job->checksums();
+}
+
+void restore(Engine& engine, const std::string& path, const std::vector<uint64_t>& sums,
+             State& state) {
+  const auto job = engine.read(state.read_request(path, sums));
+  empty_all(engine, *job, state);
+  EXPECT(job->wait_done(std::nullopt));
+}
+
+// One trainer: saves, damages its memory, restores, compares.
+void round_trips(Engine& engine, Fs& fs, const std::string& folder, uint64_t seed, int rounds) {
+  for (int round = 0; round < rounds; ++round) {
+    State state(seed * 1000 + static_cast<uint64_t>(round), round % 2 == 1);
+    const auto original = state.arrays;
+    const std::string path = folder + "/" + std::to_string(seed) + "-" + std::to_string(round);
+    const std::vector<uint64_t> sums = save(engine, fs, path, state);
+    for (auto& array : state.arrays) std::ranges::fill(array, std::byte{0xee});
+    restore(engine, path, sums, state);
+    EXPECT(state.arrays == original);
+    must(fs.unlink(path));
+  }
+}
+
+// Starts jobs and cancels them at any moment; memory is freed right after.
+void cancellations(Engine& engine, Fs& fs, const std::string& folder, int rounds) {
+  std::mt19937_64 random(7);
+  for (int round = 0; round < rounds; ++round) {
+    State state(random(), false);
+    const std::string path = folder + "/cancelled-" + std::to_string(round);
+    const auto job = engine.write(state.write_request());
+    if (random() % 2 == 0) job->attach(must(fs.open_write(path, state.bytes(), false)));
+    const auto soon = std::chrono::steady_clock::now() + std::chrono::microseconds(random() % 500);
+    job->wait_copied(soon);
+    job->cancel();
+  }
+}
+
+void run_together(std::vector<std::function<void()>> bodies) {
+  std::vector<std::thread> threads;
+  std::vector<Status> results(bodies.size());
+  for (size_t i = 0; i < bodies.size(); ++i) {
+    threads.emplace_back([&, i] { results[i] = guarded(bodies[i]); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (Status& result : results) must(std::move(result));
+}
+
+void stress(const std::shared_ptr<Fs>& fs, const std::string& folder, int rounds) {
+  Engine engine(fs, {kBufferCount * kBufferBytes, kBufferBytes, 3});
+  run_together({
+      [&] { round_trips(engine, *fs, folder, 1, rounds); },
+      [&] { round_trips(engine, *fs, folder, 2, rounds); },
+      [&] { round_trips(engine, *fs, folder, 3, rounds); },
+      [&] { cancellations(engine, *fs, folder, rounds); },
+  });
+  engine.close();
+}
+
+class Folder {
+ public:
+  Folder() {
+    std::string name = (std::filesystem::temp_directory_path() / "statehold-XXXXXX").string();
+    EXPECT(::mkdtemp(name.data()) != nullptr);
+    path = name;
+  }
+  ~Folder() { std::filesystem::remove_all(path); }
+  std::string path;
+};
+
+std::shared_ptr<Fs> sim(const SimOptions& options) {
+  auto fs = std::make_shared<SimFs>(options);
+  must(fs->mkdir("run"));
+  return fs;
+}
+
+Code code_of(const Failure& failure) { return failure.status.code; }
+
+}  // namespace
+
+TEST(stress_sim) {
+  const auto fs = sim({.seed = 1, .short_io = 0.4});
+  stress(fs, "run", 15);
+  EXPECT(static_cast<SimFs&>(*fs).disk().fired()["short"] > 0);
+}
+
+TEST(stress_threads) {
+  const Folder folder;
+  stress(std::make_shared<ThreadsFs>(3, ""), folder.path, 15);
+}
+
+TEST(stress_uring) {
+  const Folder folder;
+  Result<std::shared_ptr<Fs>> fs = open_uring(3);
+  if (!fs.ok()) {
+    std::printf("skip  stress_uring: %s\n", uring_hint(fs.status.error).c_str());
+    return;
+  }
+  stress(fs.value, folder.path, 15);
+}
+
+TEST(failures_stay_in_their_job) {
+  const auto fs = sim({.seed = 3, .eio = 0.02});
+  Engine engine(fs, {kBufferCount * kBufferBytes, kBufferBytes, 2});
+  int failed = 0;
+  for (uint64_t seed = 0; seed < 60; ++seed) {
+    State state(seed, false);
+    const std::string path = "run/" + std::to_string(seed);
+    try {
+      restore(engine, path, save(engine, *fs, path, state), state);
+    } catch (const Failure& failure) {
+      EXPECT(code_of(failure) == Code::io);
+      ++failed;
+    }
+  }
+  EXPECT(failed > 0);
+  EXPECT(failed < 60);
+}
+
+TEST(close_ends_everything) {
+  for (int round = 0; round < 20; ++round) {
+    const auto fs = sim({.seed = 4});
+    auto engine =
+        std::make_unique<Engine>(fs, EngineOptions{kBufferCount * kBufferBytes, kBufferBytes, 2});
+    State state(static_cast<uint64_t>(round), true);
+    const auto job = engine->write(state.write_request());
+    const auto other = engine->write(state.write_request());
+    other->attach(must(fs->open_write("run/x", state.bytes(), false)));
+    if (round % 2 == 0) engine->close();
+    engine.reset();
+    if (state.arrays.empty()) continue;
+    EXPECT_THROWS(Failure, job->wait_written(std::nullopt));
+  }
+}
+
+TEST_MAIN

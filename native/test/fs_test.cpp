@@ -1,0 +1,109 @@
+// settle, the one judge of transfers: error, nothing, short, full.
+#include "fs.h"
+
+#include <cerrno>
+
+#include "io_queue.h"
+#include "test.h"
+
+using namespace statehold;
+
+namespace {
+
+class FakeFile final : public File {
+ public:
+  explicit FakeFile(bool direct) : File("fake", direct) {}
+  Result<uint64_t> size_bytes() override { return {}; }
+  Status truncate(uint64_t) override { return {}; }
+  Status sync() override { return {}; }
+  Status read(std::byte*, uint64_t, uint64_t) override { return {}; }
+  bool cached(uint64_t, uint64_t) override { return false; }
+};
+
+IoRequest request(IoRequest::Kind kind, bool direct, uint64_t bytes, uint64_t bytes_min) {
+  IoRequest made;
+  made.kind = kind;
+  made.file = std::make_shared<FakeFile>(direct);
+  made.bytes = bytes;
+  made.bytes_min = bytes_min;
+  made.offset = kPageBytes;
+  return made;
+}
+
+constexpr auto kRead = IoRequest::Kind::read;
+constexpr auto kWrite = IoRequest::Kind::write;
+
+}  // namespace
+
+TEST(full_is_finished) {
+  IoRequest r = request(kWrite, true, 8192, 8192);
+  Status status = Status::invariant("untouched");
+  EXPECT(settle(r, 8192, status) == Progress::finished);
+  EXPECT(status.ok());
+}
+
+TEST(short_goes_on_where_it_stopped) {
+  IoRequest r = request(kWrite, false, 8192, 8192);
+  Status status;
+  EXPECT(settle(r, 1000, status) == Progress::again);
+  EXPECT(r.next_offset() == kPageBytes + 1000);
+  EXPECT(r.next_bytes() == 7192);
+  EXPECT(settle(r, 7192, status) == Progress::finished);
+  EXPECT(status.ok());
+}
+
+TEST(direct_goes_on_at_a_page) {
+  IoRequest r = request(kRead, true, 16384, 16384);
+  Status status;
+  EXPECT(settle(r, 4096 + 512, status) == Progress::again);
+  EXPECT(r.next_offset() == 2 * kPageBytes);
+  EXPECT(r.next_bytes() == 12288);
+}
+
+TEST(tail_needs_only_the_minimum) {
+  IoRequest r = request(kRead, true, 8192, 5000);
+  Status status;
+  EXPECT(settle(r, 5000, status) == Progress::finished);
+  EXPECT(status.ok());
+  IoRequest cut = request(kRead, true, 8192, 5000);
+  EXPECT(settle(cut, 4999, status) == Progress::again);
+  EXPECT(settle(cut, 903, status) == Progress::finished);
+  EXPECT(status.code == Code::truncated);
+  EXPECT(status.offset_bytes == static_cast<int64_t>(kPageBytes + 4999));
+}
+
+TEST(nothing_is_an_error) {
+  Status status;
+  IoRequest read = request(kRead, false, 100, 100);
+  EXPECT(settle(read, 0, status) == Progress::finished);
+  EXPECT(status.code == Code::truncated);
+  IoRequest write = request(kWrite, false, 100, 100);
+  EXPECT(settle(write, 0, status) == Progress::finished);
+  EXPECT(status.code == Code::io);
+  EXPECT(status.error == EIO);
+}
+
+TEST(errors_and_interruptions) {
+  Status status;
+  IoRequest r = request(kWrite, true, 8192, 8192);
+  EXPECT(settle(r, -EINTR, status) == Progress::again);
+  EXPECT(settle(r, -ECANCELED, status) == Progress::again);
+  EXPECT(settle(r, -ENOSPC, status) == Progress::finished);
+  EXPECT(status.error == ENOSPC);
+  EXPECT(status.path == "fake");
+  EXPECT(status.offset_bytes == static_cast<int64_t>(kPageBytes));
+  EXPECT_THROWS(CheckFailed, settle(r, 8193, status));
+}
+
+TEST(reads_before_writes) {
+  IoQueue queue;
+  queue.push(request(kWrite, false, 1, 1));
+  queue.push(request(kRead, false, 2, 2));
+  queue.push(request(kRead, false, 3, 3));
+  EXPECT(queue.pop().bytes == 2);
+  EXPECT(queue.pop().bytes == 3);
+  EXPECT(queue.pop().bytes == 1);
+  EXPECT(queue.empty());
+}
+
+TEST_MAIN

@@ -1,0 +1,115 @@
+// The durability model: what was synced survives every crash, what was not need not.
+#include <cerrno>
+#include <set>
+
+#include "sim_tree.h"
+#include "test.h"
+
+using namespace statehold;
+
+namespace {
+
+constexpr uint64_t kSeeds = 200;
+
+void synced_file(SimTree& tree, const std::string& path, const std::string& text) {
+  SimNodePtr node;
+  EXPECT(tree.create(path, node) == 0);
+  node->data.write(0, text);
+  node->data.sync();
+}
+
+std::string text_of(const SimTree& tree, const std::string& path) {
+  const SimNodePtr node = tree.find(path);
+  return node ? node->data.bytes() : "(none)";
+}
+
+}  // namespace
+
+TEST(names) {
+  SimTree tree;
+  EXPECT(tree.mkdir("/a") == 0);
+  EXPECT(tree.mkdir("a/") == EEXIST);
+  EXPECT(tree.mkdir("b/c") == ENOENT);
+  synced_file(tree, "a/x", "one");
+  synced_file(tree, "a/y", "two");
+  EXPECT(tree.exchange("a/x", "a/y") == 0);
+  EXPECT(text_of(tree, "a/x") == "two");
+  EXPECT(tree.rename("a/x", "a/y") == 0);
+  EXPECT(text_of(tree, "a/y") == "two");
+  EXPECT(!tree.find("a/x"));
+  EXPECT(tree.rmdir("a") == ENOTEMPTY);
+  EXPECT(tree.unlink("a") == EISDIR);
+  EXPECT(tree.unlink("a/y") == 0);
+  EXPECT(tree.unlink("a/y") == ENOENT);
+  EXPECT(tree.rmdir("a") == 0);
+}
+
+TEST(synced_names_and_bytes_survive) {
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    SimRandom random(seed);
+    SimTree tree;
+    EXPECT(tree.mkdir("run") == 0);
+    EXPECT(tree.sync_dir("/") == 0);
+    synced_file(tree, "run/x", "kept");
+    EXPECT(tree.sync_dir("run") == 0);
+    tree.find("run/x")->data.write(0, "lost");
+    EXPECT(tree.crash(random, 0) == 0);
+    const std::string text = text_of(tree, "run/x");
+    EXPECT(text == "kept" || text == "lost");
+  }
+}
+
+TEST(unsynced_outcomes_all_happen) {
+  std::set<std::string> seen;
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    SimRandom random(seed);
+    SimTree tree;
+    synced_file(tree, "old", "old");
+    EXPECT(tree.sync_dir("/") == 0);
+    synced_file(tree, "new", "new");
+    EXPECT(tree.rename("new", "old") == 0);
+    tree.crash(random, 0);
+    seen.insert(text_of(tree, "old") + "/" + text_of(tree, "new"));
+  }
+  // A prefix of (create, rename): never the new text in both places, never nothing at all.
+  EXPECT(seen == (std::set<std::string>{"old/(none)", "old/new", "new/(none)"}));
+}
+
+TEST(sectors_and_size_are_old_or_new) {
+  std::set<std::string> seen;
+  uint64_t torn = 0;
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    SimRandom random(seed);
+    SimFileData data;
+    data.write(0, "aaaa");
+    data.sync();
+    data.write(0, "bbbb");
+    torn += data.crash(random, 0.3);
+    seen.insert(data.bytes());
+    data.resize(2);
+    data.crash(random, 0);
+    EXPECT(data.bytes().size() == 2 || data.bytes().size() == 4);
+  }
+  EXPECT(torn > 0);
+  EXPECT(seen == (std::set<std::string>{"aaaa", "bbbb", "bbaa"}));
+}
+
+TEST(rename_between_directories_is_atomic) {
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    SimRandom random(seed);
+    SimTree tree;
+    EXPECT(tree.mkdir("a") == 0);
+    EXPECT(tree.mkdir("b") == 0);
+    EXPECT(tree.sync_dir("/") == 0);
+    synced_file(tree, "a/x", "text");
+    EXPECT(tree.sync_dir("a") == 0);
+    EXPECT(tree.rename("a/x", "b/x") == 0);
+    if (seed % 2 == 0) EXPECT(tree.sync_dir("b") == 0);
+    tree.crash(random, 0);
+    const bool moved = text_of(tree, "b/x") == "text";
+    EXPECT(moved != (text_of(tree, "a/x") == "text"));
+    EXPECT(moved || seed % 2 == 1);
+  }
+}
+
+TEST_MAIN

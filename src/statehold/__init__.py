@@ -1,0 +1,61 @@
+"""statehold: asynchronous, crash-safe checkpoints for PyTorch training.
+
+    with statehold.Checkpointer("runs/llama", keep=3) as ckpt:
+        state = {"model": model, "optimizer": optimizer, "rng": statehold.Rng()}
+        start = ckpt.restore(state) or 0
+        for step in range(start, steps):
+            train_step(...)
+            ckpt.save(step + 1, state)
+
+Importing this package loads neither torch nor the native core; the first use of a name does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from statehold import errors as errors
+from statehold._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from statehold.checkpointer import Checkpointer as Checkpointer
+    from statehold.errors import StateholdError as StateholdError
+    from statehold.save import Save as Save
+    from statehold.save import SaveStats as SaveStats
+    from statehold.state.marks import Gated as Gated
+    from statehold.state.marks import Volatile as Volatile
+    from statehold.state.rng import Rng as Rng
+
+__all__ = [
+    "Checkpointer",
+    "Gated",
+    "Rng",
+    "Save",
+    "SaveStats",
+    "StateholdError",
+    "Volatile",
+    "__version__",
+    "errors",
+]
+
+_HOMES = {
+    "Checkpointer": "statehold.checkpointer",
+    "Gated": "statehold.state.marks",
+    "Rng": "statehold.state.rng",
+    "Save": "statehold.save",
+    "SaveStats": "statehold.save",
+    "StateholdError": "statehold.errors",
+    "Volatile": "statehold.state.marks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'statehold' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,185 @@
+"""The background half of a save: two threads that take each save, in order, to its three events.
+
+    stage thread    every byte copied -> nothing changed meanwhile? -> "staged"
+    commit thread   D1 open the file, attach -> writes done, D2 -> "written"
+                    -> D3..D7 -> "committed" -> retention
+
+A save's file is opened once the save before it has ended, so its staging overlaps the earlier
+save's writes while at most one step more than `keep` occupies the disk, and a retired file is
+there to be overwritten. Commits happen in the order of the calls.
+
+A failure on either thread stops the native job first (after that no thread touches the state),
+then fails the handle. The threads belong to executors that the interpreter joins at exit: saves
+under way when a script ends without close() are still committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from statehold.errors import InvariantError, StateholdError, TornSnapshot
+from statehold.plan import SavePlan
+from statehold.save import Save
+from statehold.store import Store
+from statehold.transfer import build_manifest
+
+if TYPE_CHECKING:
+    from statehold._core import WriteJob
+    from statehold.state.capture import Capture
+
+logger = logging.getLogger("statehold")
+
+# One save writing and one staging: more would only hold more captured state, not finish sooner.
+SAVES_IN_FLIGHT_MAX = 2
+
+
+@dataclass(slots=True)
+class Work:
+    """One save on its way. `capture` is dropped as soon as its bytes are copied."""
+
+    save: Save
+    plan: SavePlan
+    job: WriteJob
+    tree: Any
+    capture: Capture | None
+    copy_external: Callable[[], None] | None = None
+    error: StateholdError | None = None
+
+
+class Pipeline:
+    """Takes saves from captured to committed, in order."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._stager = ThreadPoolExecutor(1, thread_name_prefix="statehold-stage")
+        self._committer = ThreadPoolExecutor(1, thread_name_prefix="statehold-commit")
+        self._saves: list[Save] = []
+        self._guard = threading.Lock()
+
+    def submit(self, work: Work) -> None:
+        """Hand a save over; returns at once."""
+        self._saves.append(work.save)
+        self._stager.submit(self._guarded, self._stage, work)
+        self._committer.submit(self._guarded, self._write_and_commit, work)
+
+    def wait_eager(self, work: Work, captured: Capture) -> None:
+        """Return once all that may change before the next update is copied; raises if it did."""
+        try:
+            work.job.wait_eager(None)
+            _check_unmoved(captured, eager=True)
+        except StateholdError as error:
+            self._fail(work, error)
+            work.save.wait("staged")  # raises the first cause, with what is still safe
+
+    def wait_for_room(self) -> None:
+        """Back-pressure: return once another save may begin."""
+        self._saves = [save for save in self._saves if not _ended(save)]
+        for save in self._saves[: len(self._saves) - SAVES_IN_FLIGHT_MAX + 1]:
+            save._wait_ended("committed")
+
+    def drain(self) -> None:
+        """Return once every save has ended, one way or the other, and its cleaning up too."""
+        self._stager.submit(lambda: None).result()
+        self._committer.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Finish what is under way and end the threads."""
+        self._stager.shutdown(wait=True)
+        self._committer.shutdown(wait=True)
+
+    # -- the two threads -------------------------------------------------------------------
+
+    def _guarded(self, action: Callable[[Work], None], work: Work) -> None:
+        try:
+            action(work)
+        except StateholdError as error:
+            self._fail(work, error)
+        except BaseException as cause:
+            unexpected = InvariantError(
+                f"unexpected {type(cause).__name__} while saving step {work.save.step}",
+                facts={"cause": str(cause)},
+                hint="please report it, with the traceback",
+            )
+            unexpected.__cause__ = cause
+            self._fail(work, unexpected)
+
+    def _stage(self, work: Work) -> None:
+        assert work.capture is not None
+        if work.copy_external is not None:
+            work.copy_external()
+        work.job.wait_copied(None)
+        _check_unmoved(work.capture, eager=False)
+        work.capture = None
+        work.save._reach("staged")
+
+    def _write_and_commit(self, work: Work) -> None:
+        save, step = work.save, work.save.step
+        if work.error is not None:
+            return
+        self._store.begin(step)
+        try:
+            plan = work.plan
+            file, reused = self._store.data_file(step, plan.file_name, plan.file_bytes)
+            save._record(reused=reused, files=1)
+            work.job.attach(file)
+            work.job.wait_written(None)
+            work.job.finish()  # D2
+            save._wait_ended("staged")
+            if work.error is not None:
+                raise work.error
+            save._reach("written")
+            sums = work.job.checksums()
+            self._store.commit(build_manifest(plan, work.tree, sums))
+        except BaseException:
+            work.job.cancel()
+            self._store.abandon(step)
+            raise
+        save._reach("committed")
+        self._retain()
+
+    def _retain(self) -> None:
+        try:
+            self._store.retain()
+        except StateholdError as error:
+            # The step is safe; only old ones could not be removed. The next save tries again.
+            logger.warning("could not remove steps that are no longer kept\n%s", error)
+
+    def _fail(self, work: Work, error: StateholdError) -> None:
+        with self._guard:
+            is_first = work.error is None
+            work.error = work.error or error
+        work.job.cancel()
+        work.capture = None
+        # Cancelling makes the other thread fail as well; only the first error is the cause.
+        if is_first:
+            error.with_fact("failed", f"the save of step {work.save.step}; nothing was published")
+            error.with_fact("still safe", self._still_safe())
+            logger.error("%s", error)
+            work.save._fail(error)
+
+    def _still_safe(self) -> str:
+        try:
+            newest = self._store.newest()
+        except StateholdError:
+            return "unknown: the run directory cannot be listed"
+        return "no step yet" if newest is None else f"step {newest} and older"
+
+
+def _check_unmoved(captured: Capture, *, eager: bool) -> None:
+    moved = captured.moved(eager=eager)
+    if moved is not None:
+        raise TornSnapshot(
+            "a tensor changed while it was being copied",
+            facts={"tensor": moved},
+            hint="change state only in an optimizer that is part of the state or after gate(); "
+            "wrap what changes at other times in statehold.Volatile",
+        )
+
+
+def _ended(save: Save) -> bool:
+    return save.error is not None or save.done("committed")

@@ -1,0 +1,147 @@
+"""Save: the handle of one save, and what can be known about it while it runs and afterwards.
+
+Three events, in this order and never confused: "staged" (the state may change), "written" (the
+bytes are durable on this rank), "committed" (durable on all ranks, and published). A save that
+fails reaches no further event, and every wait for one raises its error.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from statehold.errors import StateholdError, UsageError, WaitTimeout
+from statehold.units import format_bytes, format_seconds
+
+Event = Literal["staged", "written", "committed"]
+EVENTS: tuple[Event, ...] = get_args(Event)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStats:
+    """Figures of one save. Seconds are counted from the call of save(); None means not yet.
+
+    blocked_s: how long save() itself took. gate_s: how long optimizers (or gate()) waited for it.
+    waited_s: the part of blocked_s spent waiting for an earlier save. reused: an earlier step's
+    file was overwritten.
+    """
+
+    step: int
+    state_bytes: int = 0
+    tensors: int = 0
+    files: int = 0
+    reused: bool = False
+    blocked_s: float = 0.0
+    waited_s: float = 0.0
+    gate_s: float = 0.0
+    staged_s: float | None = None
+    written_s: float | None = None
+    committed_s: float | None = None
+
+    def __str__(self) -> str:
+        text = f"step {self.step}: {format_bytes(self.state_bytes)}"
+        text += f", blocked {format_seconds(self.blocked_s + self.gate_s)}"
+        for event in EVENTS:
+            seconds = getattr(self, f"{event}_s")
+            text += f", {event} " + ("not yet" if seconds is None else format_seconds(seconds))
+        return text
+
+
+class Save:
+    """The handle that Checkpointer.save() returns. Thread-safe."""
+
+    def __init__(self, step: int, started: float) -> None:
+        self._started = started
+        self._changed = threading.Condition()
+        self._stats = SaveStats(step)
+        self._error: StateholdError | None = None
+        self._raised = False
+
+    @property
+    def step(self) -> int:
+        """The step that is being saved."""
+        return self._stats.step
+
+    @property
+    def stats(self) -> SaveStats:
+        """A snapshot of the figures so far."""
+        return self._stats
+
+    @property
+    def error(self) -> StateholdError | None:
+        """Why the save failed, or None."""
+        return self._error
+
+    def done(self, event: Event = "committed") -> bool:
+        """Whether the event has happened. False for a failed save that never got there."""
+        return self._reached(_checked(event)) is not None
+
+    def wait(self, event: Event = "committed", timeout: float | None = None) -> Save:
+        """Block until the event; `timeout` is in seconds.
+
+        Raises the save's error if it failed before the event, WaitTimeout when the deadline
+        passes (the save goes on). Returns the handle itself.
+        """
+        attained = self._wait_ended(_checked(event), timeout)
+        if self.done(event):
+            return self
+        if attained and self._error is not None:
+            self._raised = True
+            raise self._error
+        raise WaitTimeout(
+            f"step {self.step} was not {event} in time",
+            facts={"waited": f"{timeout} s", "so far": str(self._stats)},
+            hint="the save goes on in the background; committed steps are untouched",
+        )
+
+    def __repr__(self) -> str:
+        state = f"failed: {self._error.summary}" if self._error else str(self._stats)
+        return f"<statehold.Save {state}>"
+
+    # -- for the checkpointer --------------------------------------------------------------
+
+    def _reached(self, event: Event) -> float | None:
+        seconds: float | None = getattr(self._stats, f"{event}_s")
+        return seconds
+
+    def _wait_ended(self, event: Event, timeout: float | None = None) -> bool:
+        """Wait for the event or a failure; False when neither came in time."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._reached(event) is not None or self._error is not None, timeout
+            )
+
+    def _record(self, **figures: object) -> None:
+        with self._changed:
+            self._stats = replace(self._stats, **figures)  # type: ignore[arg-type]
+
+    def _add_gate(self, seconds: float) -> None:
+        with self._changed:
+            self._stats = replace(self._stats, gate_s=self._stats.gate_s + seconds)
+
+    def _reach(self, event: Event) -> None:
+        with self._changed:
+            elapsed = time.perf_counter() - self._started
+            self._stats = replace(self._stats, **{f"{event}_s": elapsed})  # type: ignore[arg-type]
+            self._changed.notify_all()
+
+    def _fail(self, error: StateholdError) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def _unraised_error(self) -> StateholdError | None:
+        """The error if nobody has been told yet; whoever calls this tells."""
+        with self._changed:
+            if self._error is None or self._raised:
+                return None
+            self._raised = True
+            return self._error
+
+
+def _checked(event: Event) -> Event:
+    if event not in EVENTS:
+        raise UsageError("no such event", facts={"expected": ", ".join(EVENTS), "got": repr(event)})
+    return event

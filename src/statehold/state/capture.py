@@ -1,0 +1,280 @@
+"""Flatten a state into tensors with names and a tree of plain values; no tensor's bytes move here.
+
+Owns: which tensors a step holds, what they are called, and which must be copied at once (eager)
+and which may be copied until the next update (lazy):
+    lazy    parameters of modules; parameters and state tensors of optimizers in the state, and
+            tensors that share their storage; what is wrapped in Gated
+    eager   everything else: buffers, other tensors, tensors inside state_dict() of objects, tensors
+            in param_groups; and whatever is wrapped in Volatile, which wins
+Holds: a captured tensor is an alias that keeps the memory alive at the address it had at capture,
+with the version counter of then; the tree shares no container with the live state.
+Not here: the copying (engine, device), the layout of the file (plan).
+
+An eager tensor on a device is cloned there, in the order of the device's work: buffers are small.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from statehold import values
+from statehold.errors import UnsupportedValueError, UsageError
+from statehold.plan import TensorSpec
+from statehold.state import dtypes, modules, optimizers
+from statehold.state.marks import Gated, Mark, Volatile
+from statehold.state.tensors import (
+    Memory,
+    Strided,
+    check_storable,
+    is_view_of_other_values,
+    memory_of,
+    storage_of,
+    strides_of,
+    version_of,
+)
+
+# With tensors on a device, the gate lets the host pass as soon as the copies are enqueued. Host
+# tensors are not copied in that order, so small ones (an optimizer's `step`) are copied at once.
+SMALL_BYTES = 64 << 10
+
+
+@dataclass(slots=True)
+class CapturedTensor:
+    """A tensor to save. `strided` is None for contiguous memory; `external`: not host memory."""
+
+    spec: TensorSpec
+    tensor: torch.Tensor
+    version: int
+    address: int
+    strided: Strided | None
+    external: bool
+
+
+@dataclass(slots=True)
+class Capture:
+    """A state at the time of `capture`. `tensors` are distinct in memory; ties are in the tree."""
+
+    tensors: list[CapturedTensor]
+    tree: Any
+    optimizers: list[torch.optim.Optimizer]
+
+    def moved(self, *, eager: bool) -> str | None:
+        """The name of an eager (or of a lazy) tensor that changed since capture, or None."""
+        for captured in self.tensors:
+            if captured.spec.eager is eager and captured.version >= 0:
+                if captured.tensor._version != captured.version:
+                    return captured.spec.name
+        return None
+
+
+def capture(state: Mapping[str, Any]) -> Capture:
+    """Capture a state. Raises UnsupportedValueError, with the path, for what no step can hold."""
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            "a state is a mapping of names to what is to be saved",
+            facts={"expected": "a dict", "got": type(state).__name__},
+        )
+    capturer = _Capturer(state)
+    tree = values.encode(dict(state), "", capturer.leaf)
+    if any(tensor.external for tensor in capturer.tensors):
+        capturer.hasten_small_host_tensors()
+    return Capture(capturer.tensors, tree, capturer.optimizers)
+
+
+def parts(value: Any, path: str = "", mark: type[Mark[Any]] | None = None) -> Iterator[Any]:
+    """(path, object, outermost mark) of the modules and optimizers in dicts, lists and tuples."""
+    if isinstance(value, Mark):
+        yield from parts(value.value, path, mark or type(value))
+    elif isinstance(value, nn.Module | torch.optim.Optimizer):
+        yield path, value, mark
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from parts(item, f"{path}.{key}" if path else str(key), mark)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from parts(item, f"{path}.{index}", mark)
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether `value` can give and take its state itself."""
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
+
+
+class _Capturer:
+    """One capture: what was found so far."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        found = list(parts(state))
+        self.optimizers = [o for _, o, _ in found if isinstance(o, torch.optim.Optimizer)]
+        self._names = modules.parameter_names(
+            (path, part) for path, part, _ in found if isinstance(part, nn.Module)
+        )
+        self.tensors: list[CapturedTensor] = []
+        self._places: dict[Memory, int] = {}
+        self._taken: set[str] = set()
+        self._gated_storages: set[int] | None = None
+        self._mark: type[Mark[Any]] | None = None
+
+    # -- the hook of values.encode ---------------------------------------------------------
+
+    def leaf(self, value: Any, path: str) -> Any | None:
+        """The node of what is not a plain value; None for what nobody can store."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path, lazy=self._is_gated(value))
+        if isinstance(value, Mark):
+            return self._marked(value, path)
+        if isinstance(value, nn.Module):
+            return self._module(value, path)
+        if isinstance(value, torch.optim.Optimizer) and optimizers.is_standard(value):
+            return self._optimizer(value, path)
+        if is_stateful(value):
+            return self._encode(value.state_dict(), path)
+        return self._foreign(value, path)
+
+    def _encode(self, value: Any, path: str) -> Any:
+        return values.encode(value, path, self.leaf)
+
+    def _marked(self, value: Mark[Any], path: str) -> Any:
+        outer = self._mark
+        if outer is not Volatile:
+            self._mark = type(value)
+        try:
+            return self._encode(value.value, path)
+        finally:
+            self._mark = outer
+
+    def _module(self, module: nn.Module, path: str) -> Any:
+        node = {}
+        for name, value in modules.entries(module).items():
+            where = f"{path}.{name}"
+            if isinstance(value, torch.Tensor):
+                is_parameter = isinstance(value, nn.Parameter)
+                node[name] = self._tensor(value, where, lazy=is_parameter)
+            else:
+                node[name] = self._encode(value, where)
+        return node
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> Any:
+        state: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = [{optimizers.PARAMS: []} for _ in optimizer.param_groups]
+        for index, name, parameter in optimizers.parameters(optimizer, self._names):
+            groups[index][optimizers.PARAMS].append(name)
+            if parameter in optimizer.state:
+                state[name] = self._parameter_state(
+                    optimizer.state[parameter], f"{path}.state.{name}"
+                )
+        for index, group in enumerate(optimizer.param_groups):
+            options = {key: item for key, item in group.items() if key != optimizers.PARAMS}
+            groups[index] |= self._encode(options, f"{path}.param_groups.{index}")
+        return {"state": state, "param_groups": groups}
+
+    def _parameter_state(self, state: Any, path: str) -> Any:
+        node = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                node[key] = self._tensor(value, f"{path}.{key}", lazy=True)
+            else:
+                node[key] = self._encode(value, f"{path}.{key}")
+        return node
+
+    def _foreign(self, value: Any, path: str) -> Any | None:
+        if isinstance(value, torch.Size):
+            return {"$torch": {"size": list(value)}}
+        if isinstance(value, torch.dtype):
+            return {"$torch": {"dtype": str(value).removeprefix("torch.")}}
+        if isinstance(value, torch.device):
+            return {"$torch": {"device": str(value)}}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+            return self._numpy(value, path)
+        return None
+
+    def _numpy(self, value: Any, path: str) -> Any | None:
+        if type(value).__name__ != "ndarray":
+            if value.dtype.hasobject:
+                return None
+            data = base64.b64encode(value.tobytes()).decode("ascii")
+            return {"$npscalar": {"dtype": value.dtype.str, "bytes": data}}
+        if value.dtype.name not in dtypes.NUMPY_TO_TORCH or not value.dtype.isnative:
+            raise UnsupportedValueError(
+                "a NumPy array has a dtype that no step can hold",
+                facts={"path": path, "dtype": str(value.dtype)},
+            )
+        # A private copy: a tensor cannot borrow read-only arrays or those with negative strides.
+        return {"$ndarray": self._add(torch.from_numpy(value.copy(order="C")), path, eager=False)}
+
+    # -- tensors ---------------------------------------------------------------------------
+
+    def _is_gated(self, tensor: torch.Tensor) -> bool:
+        if self._mark is Gated:
+            return True
+        if not self.optimizers or tensor.layout is not torch.strided:
+            return False
+        if self._gated_storages is None:
+            self._gated_storages = {
+                storage_of(owned)
+                for optimizer in self.optimizers
+                for owned in optimizers.owned_tensors(optimizer)
+                if owned.layout is torch.strided and owned.device.type != "meta"
+            } - {0}
+        return tensor.device.type != "meta" and storage_of(tensor) in self._gated_storages
+
+    def _tensor(self, tensor: torch.Tensor, path: str, *, lazy: bool) -> Any:
+        check_storable(tensor, path)
+        eager = self._mark is Volatile or not lazy
+        return {"$tensor": self._add(tensor.detach(), path, eager=eager)}
+
+    def _add(self, tensor: torch.Tensor, name: str, *, eager: bool) -> str:
+        memory = memory_of(tensor)
+        place = self._places.get(memory) if memory[0] else None
+        if place is not None:
+            first = self.tensors[place]
+            if eager and not first.spec.eager and not first.external:
+                first.spec = replace(first.spec, eager=True)
+            return first.spec.name
+        if name in self._taken or not name:
+            raise UnsupportedValueError(
+                "two tensors of the state have the same name, or one has none",
+                facts={"path": name},
+                hint="names are joined with dots: rename a key of the dicts on the way",
+            )
+        if memory[0] and tensor.numel():
+            self._places[memory] = len(self.tensors)
+        self._taken.add(name)
+        self.tensors.append(_captured(tensor, name, eager))
+        return name
+
+    def hasten_small_host_tensors(self) -> None:
+        """Make small lazy host tensors eager; see SMALL_BYTES."""
+        for captured in self.tensors:
+            if not captured.external and captured.spec.nbytes <= SMALL_BYTES:
+                captured.spec = replace(captured.spec, eager=True)
+
+
+def _captured(tensor: torch.Tensor, name: str, eager: bool) -> CapturedTensor:
+    dtype, shape = tensor.dtype, tuple(tensor.shape)
+    external = tensor.device.type != "cpu"
+    if is_view_of_other_values(tensor):
+        tensor = tensor.resolve_conj().resolve_neg()
+    if external and (eager or not tensor.is_contiguous()):
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        eager = False  # the clone is ours: nobody else can change it
+    spec = TensorSpec(
+        name,
+        dtypes.code_of(dtype, name),
+        dtypes.stored_shape(dtype, shape, name),
+        tensor.numel() * tensor.element_size(),
+        eager or tensor.is_inference(),
+    )
+    return CapturedTensor(
+        spec, tensor, version_of(tensor), tensor.data_ptr(), strides_of(tensor), external
+    )

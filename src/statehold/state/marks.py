@@ -1,0 +1,46 @@
+"""Marks a user puts around a part of the state, to say who changes it and when.
+
+Owns: `Volatile` and `Gated`, two transparent boxes. They hold one object and nothing else; capture
+and restore look through them, so a step saved with a mark restores into a state without it.
+Without a mark: module parameters and what an optimizer owns are copied lazily (the gate in front of
+`optimizer.step()` protects them), everything else is copied before `save` returns.
+No torch here: a state can be marked before torch is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+__all__ = ["Gated", "Mark", "Volatile"]
+
+T = TypeVar("T")
+
+
+class Mark(Generic[T]):
+    """A box around `value`. Restore replaces `value` only where it cannot be restored in place."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: T, /) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.value!r})"
+
+
+class Volatile(Mark[T]):
+    """`value` changes outside optimizers, as EMA weights do: it is copied before `save` returns.
+
+    Wins over `Gated`, and over a module or an optimizer that shares its memory.
+    """
+
+    __slots__ = ()
+
+
+class Gated(Mark[T]):
+    """`value` changes only after `Checkpointer.gate()` or a gated `step()`: it is copied lazily.
+
+    Module buffers inside stay eager: forward changes them, and not every kernel leaves a trace.
+    """
+
+    __slots__ = ()

@@ -1,0 +1,273 @@
+"""The steps of one run directory: the commit protocol, retention, and reuse of retired files.
+
+    RUN/step-000000000100/           committed: complete, durable, never written again
+    RUN/step-000000000110.partial/   being written
+    RUN/step-000000000090.retired/   no longer kept; its files may be overwritten
+    RUN/step-000000000080.corrupt/   found corrupt by a restore that fell back; left for a person
+    RUN/.spare/                      retired files held back for the next save to overwrite
+
+Commit (docs/durability.md has the same numbers). A crash after any number leaves the step or no
+step, and every older step untouched:
+    D1 write the data files under step-n.partial/     D2 fdatasync each
+    D3 fsync step-n.partial/                          D4 gather the ranks' records (one so far)
+    D5 write and fsync the manifest                   D6 rename step-n.partial to step-n
+    D7 fsync the run directory
+D1 and D2 are done by the engine on files that `data_file` opens; `commit` does D3 to D7.
+
+Retire: R1 rename step-n to step-n.retired; R2 fsync the run directory; only then may R3 overwrite
+or delete its files. So a name that a restore can find never leads to bytes that are being changed.
+
+Overwriting beats allocating (blocks are already mapped), so one retired step is held back and its
+files are handed to the next save. A file is reused only when the kernel confirms that nobody on
+this host has it open or mapped and no other name links to it; otherwise it is deleted, which
+leaves those readers undisturbed.
+
+Invariants: the newest committed step is never retired; what is protected is never retired.
+Not here: what the bytes mean (manifest, header), who waits for whom (pipeline).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from statehold.errors import (
+    InvariantError,
+    ManifestError,
+    MissingFileError,
+    StepNotFoundError,
+    StepOrderError,
+    StorageError,
+)
+from statehold.manifest import MANIFEST_BYTES_MAX, Manifest
+
+if TYPE_CHECKING:
+    from statehold._core import File, Fs
+
+MANIFEST_NAME = "manifest.json"
+SPARE_NAME = ".spare"
+_COMMITTED = re.compile(r"step-(\d{12})")
+_LEFTOVER = re.compile(r"step-(\d{12})\.(partial|retired)")
+
+
+class Store:
+    """The steps of the run directory `root` on the file system `fs`.
+
+    keep: how many committed steps to keep; None keeps all. reuse: overwrite retired files.
+    Thread-safe. One Store may write; any number may read.
+    """
+
+    def __init__(self, fs: Fs, root: str, *, keep: int | None = None, reuse: bool = True) -> None:
+        self._fs = fs
+        self._root = root.rstrip("/") or "/"
+        self._keep = keep
+        self._reuse = reuse
+        self._guard = threading.RLock()
+        self._protected: dict[int, int] = {}
+        self._spare: str | None = None
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def path(self, step: int, suffix: str = "") -> str:
+        """The directory of a step; `suffix` is "", ".partial", ".retired" or ".corrupt"."""
+        return f"{self._root}/step-{step:012d}{suffix}"
+
+    def steps(self) -> list[int]:
+        """The committed steps, oldest first."""
+        matches = (_COMMITTED.fullmatch(name) for name, is_dir in self._entries() if is_dir)
+        return [int(match[1]) for match in matches if match]
+
+    def newest(self) -> int | None:
+        """The newest committed step, or None."""
+        return max(self.steps(), default=None)
+
+    def manifest(self, step: int) -> Manifest:
+        """Read and validate the manifest of a committed step."""
+        path = f"{self.path(step)}/{MANIFEST_NAME}"
+        if not self._fs.is_dir(self.path(step)):
+            raise self._no_such_step(step)
+        if self._fs.stat_bytes(path) is None:
+            raise MissingFileError("a step has no manifest", facts={"step": step, "file": path})
+        manifest = Manifest.decode(self._fs.read_file(path, MANIFEST_BYTES_MAX), path)
+        if manifest.step != step:
+            raise ManifestError(
+                "a manifest belongs to another step",
+                facts={"file": path, "expected": f"step {step}", "got": f"step {manifest.step}"},
+            )
+        return manifest
+
+    @contextlib.contextmanager
+    def protect(self, step: int) -> Iterator[None]:
+        """Keep `step` from being retired while it is read."""
+        with self._guard:
+            self._protected[step] = self._protected.get(step, 0) + 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._protected[step] -= 1
+                if not self._protected[step]:
+                    del self._protected[step]
+
+    def _entries(self) -> list[tuple[str, bool]]:
+        return self._fs.listdir(self._root) if self._fs.is_dir(self._root) else []
+
+    def _no_such_step(self, step: int) -> StepNotFoundError:
+        steps = self.steps()
+        shown = ", ".join(map(str, steps[-8:])) or "none"
+        return StepNotFoundError(
+            f"step {step} is not committed in this run",
+            facts={"run": self._root, "committed": f"{shown} ({len(steps)} in all)"},
+        )
+
+    # -- opening for writing ---------------------------------------------------------------
+
+    def create(self) -> None:
+        """Make the run directory, its parents included, and make their names durable."""
+        missing, path = [], self._root
+        while path and not self._fs.is_dir(path):
+            missing.append(path)
+            path = path.rpartition("/")[0]
+        for path in reversed(missing):
+            self._fs.mkdir(path)
+            self._fs.sync_dir(path.rpartition("/")[0] or ("/" if path[0] == "/" else "."))
+
+    def recover(self) -> None:
+        """Clear away what a crash left behind. Call once, holding the run's lock."""
+        with self._guard:
+            directories = [name for name, is_dir in self._entries() if is_dir]
+            if SPARE_NAME in directories:
+                self._delete(f"{self._root}/{SPARE_NAME}")
+            for name in directories:
+                if _LEFTOVER.fullmatch(name):
+                    self._discard(f"{self._root}/{name}")
+
+    # -- the commit protocol ---------------------------------------------------------------
+
+    def check_order(self, step: int) -> None:
+        """Refuse a save that would not become the newest step."""
+        newest = self.newest()
+        if newest is not None and step < newest:
+            raise StepOrderError(
+                f"step {step} is older than the newest committed step {newest}",
+                facts={"run": self._root},
+                hint=f"to go on from an older step, call rewind({step - 1}) first: it gives up the "
+                "newer steps; or save into another run directory",
+            )
+
+    def begin(self, step: int) -> None:
+        """D1, before the first byte: an empty step-n.partial."""
+        with self._guard:
+            partial = self.path(step, ".partial")
+            if self._fs.is_dir(partial):
+                self._discard(partial)
+            self._fs.mkdir(partial)
+
+    def data_file(self, step: int, name: str, file_bytes: int) -> tuple[File, bool]:
+        """D1: open a data file of a partial step; the second value says if it was reused."""
+        path = f"{self.path(step, '.partial')}/{name}"
+        reused = self._take_spare(name, path)
+        return self._fs.open_write(path, file_bytes, reuse=reused), reused
+
+    def commit(self, manifest: Manifest) -> None:
+        """D3 to D7: publish a step whose data files are durable (D2)."""
+        partial = self.path(manifest.step, ".partial")
+        final = self.path(manifest.step)
+        self._fs.sync_dir(partial)  # D3
+        self._fs.write_file(f"{partial}/{MANIFEST_NAME}", manifest.encode())  # D5
+        self._fs.sync_dir(partial)  # D5: the manifest's name as well
+        with self._guard:
+            replaced = self._fs.is_dir(final)
+            if replaced:
+                self._fs.exchange(partial, final)  # D6: both names change at once
+            else:
+                self._fs.rename(partial, final)  # D6
+            self._fs.sync_dir(self._root)  # D7
+            if replaced:
+                self._discard(partial)
+
+    def abandon(self, step: int) -> None:
+        """Give a partial step up; whatever cannot be removed now is cleared at the next open."""
+        with self._guard, contextlib.suppress(StorageError):
+            partial = self.path(step, ".partial")
+            if self._fs.is_dir(partial):
+                self._delete(partial)
+
+    # -- retention -------------------------------------------------------------------------
+
+    def retain(self) -> None:
+        """Retire every step beyond the newest `keep`, except those being read."""
+        if self._keep is None:
+            return
+        with self._guard:
+            steps = self.steps()
+            for step in steps[: -self._keep]:
+                if step == steps[-1]:
+                    raise InvariantError("retention chose the newest committed step")
+                if step not in self._protected:
+                    self._retire(step, ".retired")
+
+    def rewind(self, step: int) -> list[int]:
+        """Retire every committed step newer than `step`; returns them."""
+        with self._guard:
+            given_up = [newer for newer in self.steps() if newer > step]
+            for newer in given_up:
+                self._retire(newer, ".retired")
+            return given_up
+
+    def quarantine(self, step: int) -> str:
+        """Take a corrupt step out of sight without deleting it; returns its new path."""
+        with self._guard:
+            if self._fs.is_dir(self.path(step, ".corrupt")):
+                self._delete(self.path(step, ".corrupt"))
+            self._retire(step, ".corrupt")
+            return self.path(step, ".corrupt")
+
+    def drop_spare(self) -> None:
+        """Delete the files held back for reuse."""
+        with self._guard:
+            if self._spare is not None:
+                self._delete(self._spare)
+                self._spare = None
+
+    def _retire(self, step: int, suffix: str) -> None:
+        hidden = self.path(step, suffix)
+        if self._fs.is_dir(hidden):
+            self._delete(hidden)
+        self._fs.rename(self.path(step), hidden)  # R1
+        self._fs.sync_dir(self._root)  # R2
+        if suffix == ".retired":
+            self._discard(hidden)  # R3
+
+    def _discard(self, directory: str) -> None:
+        """Hold an invisible directory back for reuse, or delete it."""
+        if not self._reuse or self._spare is not None:
+            self._delete(directory)
+            return
+        self._fs.rename(directory, f"{self._root}/{SPARE_NAME}")
+        self._spare = f"{self._root}/{SPARE_NAME}"
+
+    def _take_spare(self, name: str, path: str) -> bool:
+        """Move the spare file `name` to `path` if there is one that nobody else can see."""
+        with self._guard:
+            if self._spare is None:
+                return False
+            spare_file = f"{self._spare}/{name}"
+            reusable = self._fs.stat_bytes(spare_file) is not None and self._fs.can_reuse(
+                spare_file
+            )
+            if reusable:
+                self._fs.rename(spare_file, path)
+            self.drop_spare()
+            return reusable
+
+    def _delete(self, directory: str) -> None:
+        for name, is_dir in self._fs.listdir(directory):
+            if is_dir:
+                self._delete(f"{directory}/{name}")
+            else:
+                self._fs.unlink(f"{directory}/{name}")
+        self._fs.rmdir(directory)

@@ -1,0 +1,86 @@
+"""The public surface is a list; a change to it is a change to this file."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+
+import statehold
+from statehold.options import Options
+
+PUBLIC = [
+    "Checkpointer",
+    "Gated",
+    "Rng",
+    "Save",
+    "SaveStats",
+    "StateholdError",
+    "Volatile",
+    "__version__",
+    "errors",
+]
+
+SIGNATURES = {
+    statehold.Checkpointer.__init__: "(self, run, **options)",
+    statehold.Checkpointer.save: "(self, step, state)",
+    statehold.Checkpointer.restore: "(self, state, step=None)",
+    statehold.Checkpointer.gate: "(self, timeout=None)",
+    statehold.Checkpointer.steps: "(self)",
+    statehold.Checkpointer.rewind: "(self, step)",
+    statehold.Checkpointer.close: "(self)",
+    statehold.Save.wait: "(self, event='committed', timeout=None)",
+    statehold.Save.done: "(self, event='committed')",
+}
+
+OPTIONS = [
+    "keep",
+    "staging_bytes",
+    "buffer_bytes",
+    "queue_depth",
+    "copy_threads",
+    "backend",
+    "reuse_files",
+]
+
+
+def test_public_names() -> None:
+    assert statehold.__all__ == PUBLIC
+    assert all(hasattr(statehold, name) for name in PUBLIC)
+    assert dir(statehold) == sorted(PUBLIC)
+
+
+def test_signatures() -> None:
+    for function, expected in SIGNATURES.items():
+        signature = inspect.signature(function)
+        bare = signature.replace(
+            parameters=[
+                p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()
+            ],
+            return_annotation=inspect.Signature.empty,
+        )
+        assert str(bare) == expected, function.__qualname__
+    assert [field.name for field in dataclasses.fields(Options)] == OPTIONS
+
+
+def test_every_error_is_exported_and_documented() -> None:
+    found = [
+        name
+        for name, value in vars(statehold.errors).items()
+        if inspect.isclass(value) and issubclass(value, Exception)
+    ]
+    assert sorted(found) == sorted(statehold.errors.__all__)
+    assert statehold.errors.__doc__ is not None
+    assert all(name in statehold.errors.__doc__ for name in found)
+    assert all(issubclass(getattr(statehold.errors, n), statehold.StateholdError) for n in found)
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, statehold; statehold.StateholdError; "
+        "heavy = {'torch', 'numpy', 'statehold._core'} & set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert result.returncode == 0, result.stderr

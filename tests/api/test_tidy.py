@@ -1,0 +1,74 @@
+"""Repository lint: limits on length, and words that must not stay behind."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILE_LINES_MAX = 600
+FUNCTION_LINES_MAX = 70
+COLUMNS_MAX = 100
+BANNED = ["TODO", "FIXME", "XXX", "PLACE" + "HOLDER"]
+CODE = {".py", ".pyi", ".cpp", ".h", ".sh"}
+
+
+def tracked() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def test_files_are_short_and_narrow() -> None:
+    problems = []
+    for path in tracked():
+        if path.suffix not in CODE:
+            continue
+        lines = path.read_text().splitlines()
+        if len(lines) > FILE_LINES_MAX:
+            problems.append(f"{path.relative_to(ROOT)}: {len(lines)} lines")
+        problems += [
+            f"{path.relative_to(ROOT)}:{number}: {len(line)} columns"
+            for number, line in enumerate(lines, 1)
+            if len(line) > COLUMNS_MAX
+        ]
+    assert not problems, "\n".join(problems)
+
+
+def test_functions_are_short() -> None:
+    problems = []
+    for path in tracked():
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > FUNCTION_LINES_MAX:
+                    problems.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length}")
+    assert not problems, "\n".join(problems)
+
+
+def test_every_source_file_opens_with_its_contract() -> None:
+    problems = []
+    for path in tracked():
+        text = path.read_text() if path.suffix in CODE else ""
+        if path.suffix == ".py" and text and not ast.get_docstring(ast.parse(text)):
+            problems.append(str(path.relative_to(ROOT)))
+        if path.suffix in {".cpp", ".h"} and not text.startswith("//"):
+            problems.append(str(path.relative_to(ROOT)))
+    assert not problems, "\n".join(problems)
+
+
+def test_nothing_was_left_behind() -> None:
+    problems = [
+        f"{path.relative_to(ROOT)}: {word}"
+        for path in tracked()
+        if path.suffix in CODE | {".md", ".toml"} and path != Path(__file__)
+        for word in BANNED
+        if word in path.read_text()
+    ]
+    assert not problems, "\n".join(problems)

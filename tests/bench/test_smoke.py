@@ -1,0 +1,151 @@
+"""Every benchmark runs in smoke mode, and every peer really restores what it saved.
+
+The figures of a smoke run mean nothing; that they exist, are positive and belong to a save that was
+restored bit for bit is what is tested here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHES = ("save", "train", "restore")
+DEADLINE_S = 240
+
+for _needed in ("torch", "safetensors"):
+    pytest.importorskip(_needed)
+
+
+def _bench(out: Path, *words: str) -> dict[str, Any]:
+    path = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "--smoke", "--out", str(out), *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole: dict[str, Any] = json.loads((out / "results.json").read_text())
+    return whole
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return _bench(tmp_path_factory.mktemp("bench"), "--in-process")
+
+
+def _records(results: dict[str, Any], bench: str, peer: str) -> list[dict[str, Any]]:
+    return [
+        record
+        for record in results["records"]
+        if record["case"]["bench"] == bench and record["case"]["peer"] == peer
+    ]
+
+
+def _result(results: dict[str, Any], bench: str, peer: str) -> dict[str, Any]:
+    (record,) = _records(results, bench, peer)
+    if record["status"] == "unavailable":
+        pytest.skip(record["reason"])
+    result: dict[str, Any] = record["result"]
+    assert result["difference"] is None
+    return result
+
+
+PEERS = (
+    "statehold",
+    "statehold-full",
+    "torch-save",
+    "safetensors",
+    "dcp-1",
+    "dcp-2",
+    "dcp-async",
+    "dcp-async-cached",
+    "dcp-process",
+    "dcp-process-shm",
+    "torchsnapshot",
+    "torchsnapshot-async",
+)
+READERS = ("statehold", "torch-save", "safetensors", "dcp-2", "torchsnapshot")
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_save_is_measured_and_restored(results: dict[str, Any], peer: str) -> None:
+    result = _result(results, "save", peer)
+    assert len(result["saves"]) == 3
+    for save in result["saves"]:
+        assert 0 < save["blocked_s"] <= save["durable_s"]
+        if save["staged_s"] is not None:
+            assert save["blocked_s"] <= save["staged_s"] <= save["durable_s"]
+    assert result["files"] >= 1
+    assert result["file_bytes"] >= result["bytes"]
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_train_saves_while_the_state_changes(results: dict[str, Any], peer: str) -> None:
+    result = _result(results, "train", peer)
+    assert result["last_saved"] == len(result["steps"]) == 4
+    assert result["wall_s"] > 0
+
+
+@pytest.mark.parametrize("peer", READERS)
+def test_restore_is_measured_cold_and_warm(results: dict[str, Any], peer: str) -> None:
+    result = _result(results, "restore", peer)
+    assert all(seconds > 0 for seconds in result["cold_s"] + result["warm_s"])
+    assert (len(result["cold_s"]), len(result["warm_s"])) == (1, 2)
+
+
+def test_the_limits_are_measured(results: dict[str, Any]) -> None:
+    (record, *_) = _records(results, "limit", "")
+    if record["status"] == "unavailable":
+        pytest.skip(record["reason"])
+    for rates in record["result"]["storage"].values():
+        assert set(rates) == {"fresh", "overwrite", "read"}
+        assert min(rates.values()) > 0
+    assert record["result"]["work"] >= 1
+
+
+def test_the_report_names_its_machine_and_its_denominators(results: dict[str, Any]) -> None:
+    facts = results["facts"]
+    assert {"cpu", "kernel", "filesystem", "commit", "versions", "page_cache"} <= set(facts)
+    for row in results["summary"]["save"]:
+        assert row["later_limit"] in ("fresh", "overwrite")
+    bounds = [row for row in results["summary"]["train"] if row["peer"].startswith("bound")]
+    assert all(row["every_1"]["median"] >= 1 for row in bounds)
+
+
+def test_a_case_in_its_own_process_leaves_no_files(tmp_path: Path) -> None:
+    whole = _bench(tmp_path, "--only", "save", "--peers", "torch-save")
+    assert _result(whole, "save", "torch-save")["files"] == 1
+    assert not list((tmp_path / "data").iterdir())
+    assert (tmp_path / "table.txt").read_text().count("torch-save") >= 1
+
+
+def test_a_wrong_byte_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof itself: one changed value, one missed step and one missed mark are all found."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from bench.state import build
+
+    state = build("smoke")
+    state.fill(seed=5)
+    step = state.step()
+    assert state.difference(5, step) is None
+    assert state.difference(6, step) is not None
+    assert state.difference(5, step + 1) is not None
+    victim = state.tensors()["optimizer.3.exp_avg"].view(-1)
+    kept = victim[-1].item()
+    victim[-1] += 1
+    assert "optimizer.3.exp_avg" in str(state.difference(5, step))
+    victim[-1] = kept
+    victim[0] += 1
+    assert "optimizer.3.exp_avg" in str(state.difference(5, step))

@@ -1,0 +1,154 @@
+"""Retention, reuse of retired files, order of steps, and the lock of a run directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import statehold
+from statehold.errors import RunBusyError, StepOrderError
+from support.faults import DEADLINE_S, SMALL
+from support.training import Training, bits
+
+DATA = "rank-00000-of-00001.safetensors"
+
+
+def save_steps(ckpt: statehold.Checkpointer, training: Training, steps: range) -> list[bool]:
+    reused = []
+    for step in steps:
+        training.step()
+        save = ckpt.save(step, training.state).wait("committed", DEADLINE_S)
+        reused.append(save.stats.reused)
+    ckpt._opened().pipeline.drain()
+    return reused
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_keep_holds_the_newest(run, keep: int) -> None:
+    training = Training()
+    with statehold.Checkpointer(run, keep=keep, **SMALL) as ckpt:
+        save_steps(ckpt, training, range(1, 7))
+        assert ckpt.steps() == list(range(7 - keep, 7))
+        live = Training(seed=3)
+        assert ckpt.restore(live.state) == 6
+        assert bits(live) == bits(training)
+    assert sorted(os.listdir(run)) == [".lock"] + [f"step-{s:012d}" for s in range(7 - keep, 7)]
+
+
+def test_without_keep_everything_stays(run) -> None:
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        save_steps(ckpt, Training(), range(1, 6))
+        assert ckpt.steps() == [1, 2, 3, 4, 5]
+
+
+def test_retired_files_are_overwritten(run) -> None:
+    with statehold.Checkpointer(run, keep=1, **SMALL) as ckpt:
+        assert save_steps(ckpt, Training(), range(1, 6)) == [False, False, True, True, True]
+    with statehold.Checkpointer(run, keep=1, reuse_files=False, **SMALL) as ckpt:
+        assert save_steps(ckpt, Training(), range(6, 10)) == [False] * 4
+
+
+def test_a_file_that_somebody_maps_is_never_overwritten(run) -> None:
+    training = Training()
+    with statehold.Checkpointer(run, keep=1, **SMALL) as ckpt:
+        save_steps(ckpt, training, range(1, 3))
+        expected = training.model.hidden.weight.detach().clone()
+        with safe_open(run / "step-000000000002" / DATA, "pt") as file:
+            assert save_steps(ckpt, training, range(3, 5)) == [True, False]
+            assert torch.equal(file.get_tensor("model.hidden.weight"), expected)
+
+
+def test_a_file_with_a_second_name_is_never_overwritten(run, tmp_path: Path) -> None:
+    training = Training()
+    with statehold.Checkpointer(run, keep=1, **SMALL) as ckpt:
+        save_steps(ckpt, training, range(1, 3))
+        os.link(run / "step-000000000002" / DATA, tmp_path / "copy")
+        raw = (tmp_path / "copy").read_bytes()
+        assert save_steps(ckpt, training, range(3, 5)) == [True, False]
+        assert (tmp_path / "copy").read_bytes() == raw
+
+
+def test_a_state_of_another_size_reuses_files_and_restores(run) -> None:
+    with statehold.Checkpointer(run, keep=1, **SMALL) as ckpt:
+        for step, numel in enumerate([5000, 900_000, 3, 70_000, 1_000_000, 0], 1):
+            state = {"w": torch.arange(numel, dtype=torch.int32)}
+            ckpt.save(step, state).wait("committed", DEADLINE_S)
+            ckpt._opened().pipeline.drain()
+            live = {"w": torch.zeros(numel, dtype=torch.int32)}
+            ckpt.restore(live)
+            assert torch.equal(live["w"], state["w"])
+
+
+def test_a_step_being_restored_is_not_retired(run) -> None:
+    with statehold.Checkpointer(run, keep=1, **SMALL) as ckpt:
+        save_steps(ckpt, Training(), range(1, 2))
+        with ckpt._opened().store.protect(1):
+            save_steps(ckpt, Training(), range(2, 4))
+            assert ckpt.steps() == [1, 3]
+        save_steps(ckpt, Training(), range(4, 5))
+        assert ckpt.steps() == [4]
+
+
+def test_older_steps_are_refused_until_the_newer_are_given_up(run) -> None:
+    training = Training()
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        save_steps(ckpt, training, range(1, 5))
+        ckpt.restore(training.state, 2)
+        with pytest.raises(StepOrderError) as caught:
+            ckpt.save(3, training.state)
+        assert "rewind(2)" in str(caught.value)
+        assert ckpt.rewind(2) == [3, 4]
+        save_steps(ckpt, training, range(3, 4))
+        assert ckpt.steps() == [1, 2, 3]
+
+
+def test_leftovers_of_a_crash_are_cleared(run) -> None:
+    training = Training()
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        save_steps(ckpt, training, range(1, 2))
+    for name in ("step-000000000002.partial", "step-000000000000.retired", ".spare"):
+        (run / name).mkdir()
+        (run / name / DATA).write_bytes(b"half")
+    (run / "notes").mkdir()
+    with statehold.Checkpointer(run, keep=2, **SMALL) as ckpt:
+        assert ckpt.steps() == [1]
+        save_steps(ckpt, training, range(2, 4))
+        assert ckpt.steps() == [2, 3]
+    assert sorted(os.listdir(run)) == [
+        ".lock", "notes", "step-000000000002", "step-000000000003"
+    ]  # fmt: skip
+
+
+def test_one_checkpointer_saves_at_a_time(run) -> None:
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        ckpt.save(1, {"x": 1})
+        with statehold.Checkpointer(run, **SMALL) as other:
+            with pytest.raises(RunBusyError):
+                other.save(2, {"x": 2})
+            ckpt.save(2, {"x": 2}).wait("committed", DEADLINE_S)
+            live = {"x": 0}
+            assert other.restore(live) == 2, "reading needs no lock"
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        ckpt.save(3, {"x": 3})
+
+
+def test_another_process_is_kept_out_and_told_who_holds_the_run(run) -> None:
+    code = (
+        "import statehold, sys\n"
+        f"ckpt = statehold.Checkpointer({str(run)!r}, staging_bytes='2MiB', buffer_bytes='1MiB')\n"
+        "try:\n    ckpt.save(2, {'x': 2})\n"
+        "except statehold.errors.RunBusyError as error:\n    print(error); sys.exit(7)\n"
+    )
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        ckpt.save(1, {"x": 1})
+        result = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        )
+    assert result.returncode == 7, result.stderr
+    assert f"process {os.getpid()} on" in result.stdout

@@ -1,0 +1,28 @@
+"""One suite over every implementation of the file-system seam: io_uring, threads and sim."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from disks import Disk
+
+from statehold import _core
+from statehold.errors import StorageError
+
+
+@pytest.fixture(params=["io_uring", "threads", "sim"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+    if request.param == "sim":
+        fs: _core.Fs = _core.SimFs(seed=1, short_io=0.3)
+        fs.mkdir("run")
+        root = "run"
+    else:
+        try:
+            fs = _core.open_fs(request.param)
+        except StorageError as error:
+            pytest.skip(str(error))
+        root = str(tmp_path)
+    yield Disk(fs, root)
+    fs.close()

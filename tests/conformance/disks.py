@@ -1,0 +1,124 @@
+"""What the conformance tests share: a file system with a directory, and states to move."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from statehold import _core
+
+BLOCK = 64 << 10
+BUFFER = 256 << 10
+EAGER, EXTERNAL = 1, 2
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A file system, and an empty directory on it."""
+
+    fs: _core.Fs
+    root: str
+
+    def path(self, name: str) -> str:
+        return f"{self.root}/{name}"
+
+
+def piece_count(begin: int, size: int, block: int = BLOCK) -> int:
+    return 0 if size == 0 else (begin + size - 1) // block - begin // block + 1
+
+
+@dataclass
+class State:
+    """Arrays in file order behind a header, and the arguments that move them."""
+
+    arrays: list[np.ndarray[Any, Any]]
+    header: bytes = b"h" * 4096
+    flags: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def image(self) -> bytes:
+        return self.header + b"".join(a.tobytes() for a in self.arrays)
+
+    @property
+    def begins(self) -> list[int]:
+        begins, at = [], len(self.header)
+        for a in self.arrays:
+            begins.append(at)
+            at += a.nbytes
+        return begins
+
+    @property
+    def file_bytes(self) -> int:
+        return len(self.header) + sum(a.nbytes for a in self.arrays)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "block_bytes": BLOCK,
+            "begins": array("q", self.begins),
+            "sizes": array("q", [a.nbytes for a in self.arrays]),
+            "addresses": array("Q", [a.ctypes.data for a in self.arrays]),
+            "flags": bytes(self.flags.get(i, 0) for i in range(len(self.arrays))),
+            "strided": {
+                i: (a.itemsize, a.shape, tuple(s // a.itemsize for s in a.strides))
+                for i, a in enumerate(self.arrays)
+                if not a.flags.c_contiguous
+            },
+        }
+
+    def write(self, engine: _core.Engine) -> _core.WriteJob:
+        return engine.write(file_bytes=self.file_bytes, header=self.header, **self._arguments())
+
+    def read(self, engine: _core.Engine, path: str, sums: bytes, **changes: Any) -> _core.ReadJob:
+        """Everything behind the header, whose sums are therefore left out."""
+        arguments = {
+            **self._arguments(),
+            "files": [path],
+            "file_bytes": [self.file_bytes],
+            "file_index": array("q", [0] * len(self.arrays)),
+            "sums": sums[8 * piece_count(0, len(self.header)) :],
+            **changes,
+        }
+        return engine.read(**arguments)
+
+    def cleared(self) -> State:
+        """The same layout with other bytes in it, strides included."""
+        copies = []
+        for a in self.arrays:
+            base = a if a.base is None else a.base
+            copy = np.full_like(base, 0xAB)
+            start = a.ctypes.data - base.ctypes.data
+            copies.append(np.ndarray(a.shape, a.dtype, copy.data, start, a.strides))
+        return State(copies, self.header, self.flags)
+
+
+def save(engine: _core.Engine, disk: Disk, name: str, state: State, reuse: bool = False) -> bytes:
+    """Write the whole file durably, through Python where it is flagged so; returns the sums."""
+    job = state.write(engine)
+    job.attach(disk.fs.open_write(disk.path(name), state.file_bytes, reuse))
+    while (fill := job.next_fill(DEADLINE_S)) is not None:
+        for segment, offset, at, count in fill.pieces:
+            source = state.arrays[segment - 1].tobytes()
+            fill.view[at : at + count] = source[offset : offset + count]
+        job.filled(fill)
+    assert job.fills_left == 0
+    written = job.wait_written(DEADLINE_S)
+    assert written
+    job.finish()
+    return job.checksums()
+
+
+def restore(engine: _core.Engine, disk: Disk, name: str, state: State, sums: bytes) -> None:
+    """Read everything into place."""
+    job = state.read(engine, disk.path(name), sums)
+    while (ready := job.next_ready(DEADLINE_S)) is not None:
+        for segment, offset, at, count in ready.pieces:
+            target = memoryview(state.arrays[segment]).cast("B")
+            target[offset : offset + count] = ready.view[at : at + count]
+        job.release(ready)
+    assert job.ready_left == 0
+    done = job.wait(DEADLINE_S)
+    assert done

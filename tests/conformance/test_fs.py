@@ -1,0 +1,229 @@
+"""What every file system promises to the store: names, small files, sizes, errors."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+from disks import Disk
+
+from statehold import _core
+from statehold.errors import ClosedError, NoSpaceError, StorageError
+from statehold.testing import SimFs
+
+PAGE = 4096
+
+
+def errno_of(raised: pytest.ExceptionInfo[StorageError]) -> int:
+    return raised.value.errno
+
+
+def test_directories(disk: Disk) -> None:
+    fs = disk.fs
+    fs.mkdir(disk.path("b"))
+    fs.mkdir(disk.path("a"))
+    fs.write_file(disk.path("f"), b"data")
+    assert fs.listdir(disk.root) == [("a", True), ("b", True), ("f", False)]
+    assert fs.is_dir(disk.path("a"))
+    assert not fs.is_dir(disk.path("f"))
+    assert not fs.is_dir(disk.path("nothing"))
+    fs.sync_dir(disk.root)
+    fs.rmdir(disk.path("a"))
+    assert [name for name, _ in fs.listdir(disk.root)] == ["b", "f"]
+
+
+def test_sizes(disk: Disk) -> None:
+    fs = disk.fs
+    fs.write_file(disk.path("f"), b"12345")
+    assert fs.stat_bytes(disk.path("f")) == 5
+    assert fs.stat_bytes(disk.root) == 0
+    assert fs.stat_bytes(disk.path("nothing")) is None
+
+
+def test_small_files_replace_their_content(disk: Disk) -> None:
+    fs = disk.fs
+    fs.write_file(disk.path("f"), b"a longer text")
+    fs.write_file(disk.path("f"), b"short\0")
+    assert fs.read_file(disk.path("f"), 6) == b"short\0"
+    fs.write_file(disk.path("f"), b"")
+    assert fs.read_file(disk.path("f"), 0) == b""
+
+
+def test_small_files_have_a_limit(disk: Disk) -> None:
+    disk.fs.write_file(disk.path("f"), b"12345")
+    with pytest.raises(StorageError) as raised:
+        disk.fs.read_file(disk.path("f"), 4)
+    assert errno_of(raised) == errno.EFBIG
+
+
+def test_rename_replaces_and_exchange_swaps(disk: Disk) -> None:
+    fs = disk.fs
+    fs.write_file(disk.path("x"), b"x")
+    fs.write_file(disk.path("y"), b"y")
+    fs.exchange(disk.path("x"), disk.path("y"))
+    assert fs.read_file(disk.path("x"), 9) == b"y"
+    fs.rename(disk.path("x"), disk.path("y"))
+    assert fs.read_file(disk.path("y"), 9) == b"y"
+    assert fs.stat_bytes(disk.path("x")) is None
+
+
+def test_directories_move_with_their_files(disk: Disk) -> None:
+    fs = disk.fs
+    fs.mkdir(disk.path("a"))
+    fs.mkdir(disk.path("b"))
+    fs.write_file(disk.path("a/f"), b"text")
+    fs.rename(disk.path("a"), disk.path("c"))
+    fs.rename(disk.path("c/f"), disk.path("b/g"))
+    assert fs.read_file(disk.path("b/g"), 9) == b"text"
+    assert fs.listdir(disk.path("c")) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda fs, p: fs.mkdir(p("full")), errno.EEXIST),
+        (lambda fs, p: fs.mkdir(p("none/a")), errno.ENOENT),
+        (lambda fs, p: fs.rmdir(p("full")), errno.ENOTEMPTY),
+        (lambda fs, p: fs.rmdir(p("none")), errno.ENOENT),
+        (lambda fs, p: fs.unlink(p("none")), errno.ENOENT),
+        (lambda fs, p: fs.unlink(p("full")), errno.EISDIR),
+        (lambda fs, p: fs.rename(p("none"), p("b")), errno.ENOENT),
+        (lambda fs, p: fs.exchange(p("full"), p("none")), errno.ENOENT),
+        (lambda fs, p: fs.listdir(p("none")), errno.ENOENT),
+        (lambda fs, p: fs.sync_dir(p("none")), errno.ENOENT),
+        (lambda fs, p: fs.read_file(p("none"), 1), errno.ENOENT),
+        (lambda fs, p: fs.write_file(p("none/f"), b""), errno.ENOENT),
+        (lambda fs, p: fs.open_write(p("full/f"), 1), errno.EEXIST),
+        (lambda fs, p: fs.open_write(p("none"), 1, reuse=True), errno.ENOENT),
+    ],
+)
+def test_errors_carry_errno_and_path(disk: Disk, call, expected: int) -> None:  # type: ignore[no-untyped-def]
+    disk.fs.mkdir(disk.path("full"))
+    disk.fs.write_file(disk.path("full/f"), b"")
+    with pytest.raises(StorageError) as raised:
+        call(disk.fs, disk.path)
+    assert errno_of(raised) == expected
+    assert raised.value.path.startswith(disk.root)
+
+
+def test_open_write_allocates(disk: Disk) -> None:
+    file = disk.fs.open_write(disk.path("f"), 3 * PAGE + 1)
+    assert file.path == disk.path("f")
+    size = disk.fs.stat_bytes(disk.path("f"))
+    assert size == (4 * PAGE if file.direct else 3 * PAGE + 1)
+    file.close()
+    again = disk.fs.open_write(disk.path("f"), PAGE, reuse=True)
+    assert disk.fs.stat_bytes(disk.path("f")) == PAGE
+    again.close()
+
+
+def test_reuse_is_refused_while_open(disk: Disk) -> None:
+    fs = disk.fs
+    file = fs.open_write(disk.path("f"), PAGE)
+    assert not fs.can_reuse(disk.path("f"))
+    file.close()
+    assert fs.can_reuse(disk.path("f"))
+    assert not fs.can_reuse(disk.path("nothing"))
+    assert not fs.can_reuse(disk.root)
+
+
+@pytest.mark.parametrize("backend", ["io_uring", "threads"])
+def test_reuse_is_refused_when_shared(backend: str, tmp_path: Path) -> None:
+    try:
+        fs = _core.open_fs(backend)
+    except StorageError as error:
+        pytest.skip(str(error))
+    path = str(tmp_path / "f")
+    fs.write_file(path, b"x" * PAGE)
+    with open(path, "rb"):
+        assert not fs.can_reuse(path)
+    assert fs.can_reuse(path)
+    os.link(path, tmp_path / "other-name")
+    assert not fs.can_reuse(path)
+    os.unlink(tmp_path / "other-name")
+    os.symlink(path, tmp_path / "link")
+    assert not fs.can_reuse(str(tmp_path / "link"))
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    assert not fs.can_reuse(path)
+    mapped.close()
+    assert fs.can_reuse(path)
+    fs.close()
+
+
+def test_backend_says_what_it_is(disk: Disk) -> None:
+    assert disk.fs.backend in ("io_uring", "threads", "sim")
+    assert (disk.fs.note == "") == (disk.fs.backend == "io_uring")
+    with pytest.raises(ValueError, match="backend"):
+        _core.open_fs("floppy")
+
+
+def test_close_is_idempotent_and_ends_transfers(disk: Disk) -> None:
+    disk.fs.close()
+    disk.fs.close()
+    with pytest.raises(ClosedError):
+        _core.raw_write(disk.fs, disk.path("f"), PAGE, PAGE, 1, False)
+
+
+@pytest.mark.parametrize("size", [PAGE, 5 * PAGE, 3 * PAGE + 17])
+def test_raw_transfers_move_whole_files(disk: Disk, size: int) -> None:
+    assert _core.raw_write(disk.fs, disk.path("f"), size, 2 * PAGE, 3, False) > 0
+    assert disk.fs.stat_bytes(disk.path("f")) == size
+    assert _core.raw_write(disk.fs, disk.path("f"), size, 2 * PAGE, 3, True) > 0
+    assert _core.raw_read(disk.fs, disk.path("f"), 2 * PAGE, 3) > 0
+    data = disk.fs.read_file(disk.path("f"), size)
+    assert data[: 2 * PAGE].strip(b"\x01") == b""
+
+
+def test_sim_injects_what_it_is_told() -> None:
+    fs = SimFs(seed=2)
+    fs.fail_next("mkdir", errno.EACCES, count=2, skip=1)
+    fs.mkdir("a")
+    for _ in range(2):
+        with pytest.raises(StorageError) as raised:
+            fs.mkdir("b")
+        assert errno_of(raised) == errno.EACCES
+    fs.mkdir("b")
+    assert fs.fired == {"injected": 2}
+    assert fs.operations == ["mkdir a", "mkdir b"]
+
+
+def test_sim_has_a_capacity() -> None:
+    fs = SimFs(seed=2, capacity=2 * PAGE)
+    fs.write_file("a", b"x" * PAGE)
+    with pytest.raises(NoSpaceError):
+        fs.open_write("b", 2 * PAGE)
+    with pytest.raises(NoSpaceError):
+        fs.write_file("b", b"x" * (PAGE + 1))
+    fs.write_file("b", b"x" * PAGE)
+    assert fs.fired == {"enospc": 2}
+
+
+def test_sim_forgets_what_was_not_synced() -> None:
+    outcomes = set()
+    for seed in range(40):
+        fs = SimFs(seed=seed)
+        fs.mkdir("run")
+        fs.sync_dir("/")
+        fs.write_file("run/kept", b"kept")
+        fs.sync_dir("run")
+        fs.write_file("run/new", b"new")
+        fs.crash()
+        assert fs.read_file("run/kept", 9) == b"kept"
+        outcomes.add(fs.stat_bytes("run/new"))
+    assert outcomes == {None, 3}
+
+
+def test_sim_replays_a_seed() -> None:
+    def survivors(seed: int) -> list[tuple[str, bool]]:
+        fs = SimFs(seed=seed)
+        for name in "abcdefgh":
+            fs.mkdir(name)
+        fs.crash()
+        return fs.listdir("/")
+
+    assert all(survivors(seed) == survivors(seed) for seed in range(20))
+    assert len({len(survivors(seed)) for seed in range(20)}) > 2

@@ -1,0 +1,105 @@
+"""SIGKILL before every storage operation of a save, and at random moments.
+
+All kills of a test hit the same run directory, so each start also has to cope with what the death
+before it left behind. After every death the next process restores every visible step and compares
+it element by element; no step reported as committed may be missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RANDOM_KILLS = int(os.environ.get("STATEHOLD_CRASH_KILLS", "40"))
+SEED = int(os.environ.get("STATEHOLD_SEED", "1"))
+
+
+class Victim:
+    """Runs requests in the fork server and holds every child to what was promised before."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.committed = 0
+        self.kills: dict[str, int] = {}
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("victim.py"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def request(self, *, kill_at: int | None = None, saves: int = 3) -> Iterator[dict[str, Any]]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        order = {"run": str(self.run), "kill_at": kill_at, "saves": saves}
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        while True:
+            event = json.loads(self._process.stdout.readline())
+            assert "wrong" not in event, event
+            assert "error" not in event, event
+            if "committed" in event:
+                self.committed = event["committed"]
+            if "restored" in event:
+                restored = event["restored"] or 0
+                assert restored >= self.committed, f"step {self.committed} was lost: {event}"
+                self.committed = restored
+            yield event
+            if "exit" in event:
+                return
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Victim]:
+    victim = Victim(tmp_path / "run")
+    yield victim
+    victim.close()
+
+
+def test_kill_before_every_operation(victim: Victim) -> None:
+    total = next(e["operations"] for e in victim.request() if "operations" in e)
+    assert total > 20
+    for kill_at in range(1, total + 1):
+        operation = None
+        for event in victim.request(kill_at=kill_at):
+            operation = event.get("operation", operation)
+            if "exit" in event and operation is not None:
+                assert event["exit"] == signal.SIGKILL
+                victim.kills[operation] = victim.kills.get(operation, 0) + 1
+    for operation in ("mkdir", "open_write", "sync_dir", "write_file", "rename", "rmdir"):
+        assert victim.kills.get(operation), f"no kill before {operation}: {victim.kills}"
+    assert list(victim.request(saves=1))[-1]["exit"] == 0
+
+
+def test_kill_at_random_moments(victim: Victim) -> None:
+    chance = random.Random(SEED)
+    print(f"seed {SEED}, {RANDOM_KILLS} kills")
+    killed_while_saving = 0
+    for _ in range(RANDOM_KILLS):
+        requests_left = chance.randint(1, 6)
+        pid = 0
+        for event in victim.request(saves=1000):
+            pid = event.get("child", pid)
+            requests_left -= "requested" in event
+            if requests_left == 0:
+                # Not a synchronisation: any moment of the save under way is a good one to die.
+                signal.sigtimedwait([], chance.random() * 0.03)
+                os.kill(pid, signal.SIGKILL)
+                requests_left = -1
+            if "exit" in event:
+                assert event["exit"] == signal.SIGKILL
+                killed_while_saving += 1
+    assert killed_while_saving == RANDOM_KILLS
+    assert list(victim.request(saves=1))[-1]["exit"] == 0

@@ -1,0 +1,96 @@
+"""The process that crash tests kill: a fork server, so that torch is imported once.
+
+Reads one JSON request a line: {"run", "kill_at" (operation number, or null), "saves"}. Forks a
+child that restores, checks what it restored, and saves on; with `kill_at` the child sends itself
+SIGKILL before that storage operation. Children report on stdout, one JSON line an event:
+{"restored": step or null, "steps": [...]}, {"requested": step}, {"committed": step},
+{"operation": name, "number": n} before dying, {"operations": total} at a normal end. The server
+ends every request with {"exit": wait status}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import statehold
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from support.faults import SMALL, spy_on
+
+NUMEL = 700_000  # 2.7 MiB: more than the staging memory, and a tail that is not aligned
+
+
+def report(**event: Any) -> None:
+    os.write(1, json.dumps(event).encode() + b"\n")
+
+
+def content(step: int) -> torch.Tensor:
+    """What a step must hold: different in every element from step to step."""
+    return torch.arange(NUMEL, dtype=torch.int32) * 31 + step
+
+
+def check(ckpt: statehold.Checkpointer, state: dict[str, Any]) -> int:
+    """Restore every visible step and compare it whole; returns the newest, 0 without one."""
+    steps = ckpt.steps()
+    newest = ckpt.restore(state)
+    report(restored=newest, steps=steps)
+    for step in steps:
+        ckpt.restore(state, step)
+        if state["step"] != step or not torch.equal(state["w"], content(step)):
+            report(wrong=step)
+            os._exit(3)
+    return newest or 0
+
+
+def child(run: str, kill_at: int | None, saves: int) -> None:
+    torch.set_num_threads(1)
+    count = 0
+
+    def before(operation: str, _args: tuple[Any, ...]) -> None:
+        nonlocal count
+        count += 1
+        if count == kill_at:
+            report(operation=operation, number=count)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    state: dict[str, Any] = {"w": torch.zeros(NUMEL, dtype=torch.int32), "step": 0}
+    with statehold.Checkpointer(run, keep=1, **SMALL) as ckpt:
+        start = check(ckpt, state)
+        spy_on(ckpt, before)
+        previous = None
+        for step in range(start + 1, start + 1 + saves):
+            state["w"].copy_(content(step))
+            state["step"] = step
+            report(requested=step)
+            save = ckpt.save(step, state)
+            if previous is not None:
+                report(committed=previous.wait("committed", 60).step)
+            previous = save
+    report(operations=count)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                child(request["run"], request["kill_at"], request["saves"])
+            except BaseException as error:
+                report(error=repr(error))
+                os._exit(4)
+            os._exit(0)
+        report(child=pid)
+        _, status = os.waitpid(pid, 0)
+        report(exit=status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Small staging memory, and ways to stand between the store and its file system."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import statehold
+
+# Two buffers of 1 MiB: any state of a few MiB cannot be staged before its file is attached.
+SMALL = {"staging_bytes": "2MiB", "buffer_bytes": "1MiB", "copy_threads": 2}
+DEADLINE_S = 60.0
+
+
+class Spy:
+    """Stands before a native file system: `before(operation, args)` runs ahead of every call."""
+
+    def __init__(self, fs: Any, before: Callable[[str, tuple[Any, ...]], None]) -> None:
+        self._fs = fs
+        self._before = before
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._fs, name)
+        if not callable(value):
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._before(name, args)
+            return value(*args, **kwargs)
+
+        return call
+
+
+def spy_on(ckpt: statehold.Checkpointer, before: Callable[[str, tuple[Any, ...]], None]) -> None:
+    """Put a Spy between the store and the file system."""
+    store = ckpt._opened().store
+    store._fs = Spy(store._fs, before)  # type: ignore[assignment]
+
+
+class Holdup:
+    """Keeps data files from being opened, so that no save gets past its staging memory."""
+
+    def __init__(self, ckpt: statehold.Checkpointer) -> None:
+        self.waiting = threading.Event()
+        self.go_on = threading.Event()
+        spy_on(ckpt, self._before)
+
+    def _before(self, operation: str, _args: tuple[Any, ...]) -> None:
+        if operation == "open_write":
+            self.waiting.set()
+            assert self.go_on.wait(DEADLINE_S)
+
+    def release(self) -> None:
+        self.go_on.set()
