@@ -12,18 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from disks import (
-    BLOCK,
-    BUFFER,
-    DEADLINE_S,
-    EAGER,
-    EXTERNAL,
-    Disk,
-    State,
-    piece_count,
-    restore,
-    save,
-)
 
 from statehold import _core
 from statehold.errors import (
@@ -35,6 +23,18 @@ from statehold.errors import (
     TruncatedFileError,
 )
 from statehold.testing import SimFs
+from support.disks import (
+    BLOCK,
+    BUFFER,
+    DEADLINE_S,
+    EAGER,
+    EXTERNAL,
+    Disk,
+    State,
+    piece_count,
+    restore,
+    save,
+)
 
 
 @pytest.fixture
