@@ -32,6 +32,7 @@ from support.disks import (
     Disk,
     State,
     piece_count,
+    random_arrays,
     restore,
     save,
 )
@@ -42,11 +43,6 @@ def engine(disk: Disk) -> Iterator[_core.Engine]:
     engine = _core.Engine(disk.fs, 3 * BUFFER, BUFFER)
     yield engine
     engine.close()
-
-
-def random_arrays(seed: int, *sizes: int) -> list[np.ndarray[Any, Any]]:
-    rng = np.random.default_rng(seed)
-    return [np.frombuffer(rng.bytes(size), np.uint8).copy() for size in sizes]
 
 
 def strided_arrays() -> list[np.ndarray[Any, Any]]:
