@@ -9,11 +9,11 @@ from array import array
 from pathlib import Path
 
 import pytest
-from disks import Disk
 
 from statehold import _core
 from statehold.errors import ClosedError, NoSpaceError, StorageError
 from statehold.testing import SimFs
+from support.disks import Disk
 
 PAGE = 4096
 
