@@ -21,8 +21,13 @@ Engine::Engine(std::shared_ptr<Fs> fs, const EngineOptions& options)
     : shared_(make_shared_state(options)) {
   shared_->fs = std::move(fs);
   shared_->slots.resize(shared_->memory->count(), -1);
-  populator_ = std::thread([this] { populate(); });
-  for (int i = 0; i < options.copy_threads; ++i) workers_.emplace_back([this] { work(); });
+  try {
+    populator_ = std::thread([this] { populate(); });
+    for (int i = 0; i < options.copy_threads; ++i) workers_.emplace_back([this] { work(); });
+  } catch (...) {  // no more threads to be had
+    close();
+    throw;
+  }
 }
 
 Engine::~Engine() { close(); }
@@ -118,7 +123,7 @@ void Engine::close() {
     shared_->changed.wait(lock, [this] { return shared_->jobs.empty(); });
   }
   for (std::thread& worker : workers_) worker.join();
-  populator_.join();
+  if (populator_.joinable()) populator_.join();
   for (const int slot : shared_->slots) shared_->fs->unregister_buffer(slot);
   const std::lock_guard lock(shared_->mutex);
   shared_->fs.reset();

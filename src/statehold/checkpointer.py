@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,7 @@ class Checkpointer:
         self._options = Options(**options)
         self._open: _Opened | None = None
         self._closed = False
+        self._borrowed_fs: Fs | None = None  # for statehold.testing
         self._gate = Gate()
         self._plans = PlanCache()
         self._watched: list[Save] = []
@@ -236,11 +237,8 @@ class Checkpointer:
         if self._closed:
             raise ClosedError("this Checkpointer was closed", facts={"run": self._run})
         if self._open is None:
-            self._open = _Opened(self._run, self._options, self._make_fs)
+            self._open = _Opened(self._run, self._options, self._borrowed_fs)
         return self._open
-
-    def _make_fs(self) -> Fs:
-        return _core.open_fs(self._options.backend, self._options.queue_depth)
 
     def _opened_for_saving(self) -> _Opened:
         opened = self._opened()
@@ -258,10 +256,11 @@ class Checkpointer:
 class _Opened:
     """What an open Checkpointer holds: the file system, the engine, the store, the pipeline."""
 
-    def __init__(self, run: str, options: Options, make_fs: Callable[[], Fs]) -> None:
+    def __init__(self, run: str, options: Options, borrowed_fs: Fs | None) -> None:
         self._run = run
         self._lock: RunLock | None = None
-        self.fs = make_fs()
+        self._owns_fs = borrowed_fs is None
+        self.fs = borrowed_fs or _core.open_fs(options.backend, options.queue_depth)
         if self.fs.note:
             logger.warning("saving with the %s backend: %s", self.fs.backend, self.fs.note)
         self.store = Store(self.fs, run, keep=options.keep, reuse=options.reuse_files)
@@ -286,7 +285,8 @@ class _Opened:
             except StateholdError as error:
                 logger.warning("could not remove a retired step\n%s", error)
             self._lock.release()
-        self.fs.close()
+        if self._owns_fs:
+            self.fs.close()
 
 
 def _check_step(step: object) -> None:

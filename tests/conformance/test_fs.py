@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from array import array
 from pathlib import Path
 
 import pytest
-from disks import Disk
 
 from statehold import _core
 from statehold.errors import ClosedError, NoSpaceError, StorageError
 from statehold.testing import SimFs
+from support.disks import Disk
 
 PAGE = 4096
 
@@ -152,6 +153,27 @@ def test_reuse_is_refused_when_shared(backend: str, tmp_path: Path) -> None:
     mapped.close()
     assert fs.can_reuse(path)
     fs.close()
+
+
+def test_a_finished_file_is_closed_for_all(disk: Disk) -> None:
+    engine = _core.Engine(disk.fs, 2 * PAGE, PAGE)
+    job = engine.write(
+        file_bytes=PAGE,
+        block_bytes=PAGE,
+        begins=array("q"),
+        sizes=array("q"),
+        addresses=array("Q"),
+        flags=b"",
+        strided={},
+        header=b"h" * PAGE,
+    )
+    file = disk.fs.open_write(disk.path("f"), PAGE)
+    job.attach(file)
+    assert job.wait_written(60.0)
+    job.finish()
+    assert disk.fs.can_reuse(disk.path("f"))
+    file.close()
+    engine.close()
 
 
 def test_backend_says_what_it_is(disk: Disk) -> None:
