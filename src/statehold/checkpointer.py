@@ -15,6 +15,7 @@ import os
 import time
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +32,13 @@ from statehold.gate import Gate
 from statehold.lock import RunLock
 from statehold.options import Options
 from statehold.pipeline import Pipeline, Work, logger
-from statehold.plan import STEP_MAX, PlanCache
+from statehold.plan import STEP_MAX, PlanCache, SavePlan
 from statehold.save import Save
-from statehold.state.capture import capture
+from statehold.state.capture import Capture, capture
+from statehold.state.device import DeviceLink, DeviceStager
 from statehold.state.restore import prepare
 from statehold.store import Store
-from statehold.transfer import start_read, start_write
+from statehold.transfer import external_sources, start_read, start_write
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -96,9 +98,11 @@ class Checkpointer:
             waited_s=waited_s,
         )
         job = start_write(opened.engine, plan, captured.tensors)
-        self._gate.hold_for(save, captured.optimizers)
+        stager = opened.stager(plan, captured)
+        passing = stager.passing if stager is not None and captured.is_device_ordered else None
+        self._gate.hold_for(save, captured.optimizers, passing)
         self._watched.append(save)
-        work = Work(save, plan, job, captured.tree, captured)
+        work = Work(save, plan, job, captured.tree, captured, stager)
         opened.pipeline.submit(work)
         opened.pipeline.wait_eager(work, captured)
         save._record(blocked_s=time.perf_counter() - started)
@@ -162,7 +166,10 @@ class Checkpointer:
         restoration = prepare(state, manifest)
         directory = opened.store.path(manifest.step)
         reading = start_read(opened.engine, directory, manifest, restoration.destinations)
+        targets = reading.external_targets
         try:
+            if targets:
+                opened.devices.loader(targets).run(reading.job)
             reading.job.wait(None)
         except _core.Mismatch as mismatch:
             raise reading.mismatch(mismatch) from None
@@ -267,7 +274,15 @@ class _Opened:
         self.engine = _core.Engine(
             self.fs, options.staging_size, options.buffer_size, options.copy_thread_count
         )
+        self.devices = DeviceLink(self.engine.staging, self.engine.staging_address)
         self.pipeline = Pipeline(self.store)
+
+    def stager(self, plan: SavePlan, captured: Capture) -> DeviceStager | None:
+        """What copies the device tensors of a save; None when there are none."""
+        sources = external_sources(plan, captured.tensors)
+        if not sources:
+            return None
+        return self.devices.stager(sources, partial(captured.moved, eager=False))
 
     def prepare_saving(self) -> None:
         """Create the run directory, lock it, and clear what a crash left; once."""
@@ -278,6 +293,7 @@ class _Opened:
 
     def close(self) -> None:
         self.pipeline.close()
+        self.devices.close()
         self.engine.close()
         if self._lock is not None:
             try:

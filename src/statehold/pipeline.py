@@ -31,6 +31,7 @@ from statehold.transfer import build_manifest
 if TYPE_CHECKING:
     from statehold._core import WriteJob
     from statehold.state.capture import Capture
+    from statehold.state.device import DeviceStager
 
 logger = logging.getLogger("statehold")
 
@@ -47,8 +48,16 @@ class Work:
     job: WriteJob
     tree: Any
     capture: Capture | None
-    copy_external: Callable[[], None] | None = None
+    stager: DeviceStager | None = None
     error: StateholdError | None = None
+
+    def moved(self) -> str | None:
+        """The name of a lazy tensor that changed before it was allowed to, once all are copied."""
+        if self.capture is None:
+            return None
+        if self.stager is not None and self.capture.is_device_ordered:
+            return self.stager.torn()
+        return self.capture.moved(eager=False)
 
 
 class Pipeline:
@@ -71,7 +80,7 @@ class Pipeline:
         """Return once all that may change before the next update is copied; raises if it did."""
         try:
             work.job.wait_eager(None)
-            _check_unmoved(captured, eager=True)
+            _check_unmoved(captured.moved(eager=True))
         except StateholdError as error:
             self._fail(work, error)
             work.save.wait("staged")  # raises the first cause, with what is still safe
@@ -101,11 +110,10 @@ class Pipeline:
             self._fail(work, error)
 
     def _stage(self, work: Work) -> None:
-        assert work.capture is not None
-        if work.copy_external is not None:
-            work.copy_external()
+        if work.stager is not None:
+            work.stager.run(work.job)
         work.job.wait_copied(None)
-        _check_unmoved(work.capture, eager=False)
+        _check_unmoved(work.moved())
         work.capture = None
         work.save._reach("staged")
 
@@ -180,8 +188,7 @@ def _named(error: BaseException, step: int) -> StateholdError:
     return unexpected
 
 
-def _check_unmoved(captured: Capture, *, eager: bool) -> None:
-    moved = captured.moved(eager=eager)
+def _check_unmoved(moved: str | None) -> None:
     if moved is not None:
         raise TornSnapshot(
             "a tensor changed while it was being copied",

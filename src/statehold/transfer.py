@@ -20,6 +20,8 @@ from statehold.manifest import Manifest, record_file
 from statehold.plan import BLOCK_BYTES, SavePlan
 
 if TYPE_CHECKING:
+    import torch
+
     from statehold._core import Engine, Mismatch, ReadJob, WriteJob
     from statehold.state.capture import CapturedTensor
     from statehold.state.restore import Destination
@@ -43,6 +45,15 @@ def start_write(engine: Engine, plan: SavePlan, captured: Sequence[CapturedTenso
         strided={i: item.strided for i, item in enumerate(ordered) if item.strided},
         header=plan.header,
     )
+
+
+def external_sources(plan: SavePlan, captured: Sequence[CapturedTensor]) -> dict[int, torch.Tensor]:
+    """What the engine cannot copy itself, by the segment of a write (the header is 0)."""
+    return {
+        segment: captured[index].tensor
+        for segment, index in enumerate(plan.source_index, 1)
+        if captured[index].external
+    }
 
 
 def build_manifest(plan: SavePlan, tree: Any, sums: bytes) -> Manifest:
@@ -84,6 +95,15 @@ class StepRead:
     job: ReadJob
     segments: list[ReadSegment]
     files: list[str]
+
+    @property
+    def external_targets(self) -> dict[int, torch.Tensor]:
+        """What the engine cannot place itself, by segment."""
+        return {
+            index: segment.target.tensor
+            for index, segment in enumerate(self.segments)
+            if segment.target is not None and segment.target.external
+        }
 
     def mismatch(self, found: Mismatch) -> ChecksumError:
         """The error for a piece whose bytes do not match, naming the tensor it belongs to."""

@@ -1,12 +1,10 @@
 """Device copies against the real engine, with host tensors standing in for device tensors.
 
-`Deferred` does what a device does at its worst: nothing happens until somebody waits for an event.
 A buffer that goes back to the engine too early would carry the bytes of an earlier save.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,61 +24,11 @@ from statehold.state.device import (
 )
 from statehold.state.restore import Destination
 from statehold.testing import SimFs
-from statehold.transfer import build_manifest, start_read, start_write
+from statehold.transfer import build_manifest, external_sources, start_read, start_write
+from support.device import Deferred
 
 MIB = 1 << 20
 DEADLINE_S = 60.0
-
-
-class Deferred:
-    """A device whose work is done only when it must be. `log` has what was asked, in order."""
-
-    def __init__(self, *, fail_at: int | None = None, pin_note: str = "") -> None:
-        self.log: list[str] = []
-        self.waiting: list[Callable[[], object]] = []
-        self.done = 0
-        self.copies = 0
-        self._fail_at = fail_at
-        self._pin_note = pin_note
-        self._guard = threading.RLock()
-
-    def follow(self, device: torch.device) -> None:
-        self.log.append("follow")
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, device: torch.device) -> None:
-        with self._guard:
-            if self.copies == self._fail_at:
-                raise RuntimeError("the device is lost")
-            self.copies += 1
-            self.waiting.append(lambda: target.copy_(source))
-
-    def record(self, device: torch.device) -> Point:
-        with self._guard:
-            return Point(self, len(self.waiting))
-
-    def hold_back(self, device: torch.device, event: Any) -> None:
-        self.log.append(f"hold back {event.position}")
-
-    def pin(self, address: int, nbytes: int) -> str:
-        self.log.append(f"pin {nbytes}")
-        return self._pin_note
-
-    def unpin(self, address: int) -> None:
-        self.log.append("unpin")
-
-    def run_until(self, position: int) -> None:
-        with self._guard:
-            while self.done < position:
-                self.waiting[self.done]()
-                self.done += 1
-
-
-class Point:
-    def __init__(self, backend: Deferred, position: int) -> None:
-        self.backend, self.position = backend, position
-
-    def synchronize(self) -> None:
-        self.backend.run_until(self.position)
 
 
 @pytest.fixture
@@ -119,8 +67,7 @@ class Saving:
     def __init__(self, fs: SimFs, engine: _core.Engine, tensors: list[CapturedTensor]) -> None:
         self.plan = plan_save([item.spec for item in tensors], step=1)
         self.job = start_write(engine, self.plan, tensors)
-        ordered = [tensors[index] for index in self.plan.source_index]
-        self.sources = {i: item.tensor for i, item in enumerate(ordered, 1) if item.external}
+        self.sources = external_sources(self.plan, tensors)
         fs.mkdir("/run")
         self.job.attach(fs.open_write(f"/run/{self.plan.file_name}", self.plan.file_bytes))
 
@@ -135,9 +82,7 @@ def load(engine: _core.Engine, manifest: Any, backend: StreamBackend,
     blank = {name: torch.full_like(tensor, 1) for name, tensor in state_of().items()}
     targets = [Destination(name, t, None, name not in host) for name, t in blank.items()]
     reading = start_read(engine, "/run", manifest, targets)
-    into = {i: s.target.tensor for i, s in enumerate(reading.segments)
-            if s.target and s.target.external}  # fmt: skip
-    DeviceLoader(backend, into).run(reading.job)
+    DeviceLoader(backend, reading.external_targets).run(reading.job)
     assert reading.job.wait(DEADLINE_S)
     return blank
 
@@ -213,7 +158,7 @@ def test_an_update_may_pass_before_the_copies_are_done() -> None:
     stager = DeviceStager(backend, {1: source}, unmoved)
     job = OneFill(when_filled=lambda: None)
     passed: list[bool] = []
-    backend.run_until = lambda position: passed.append(stager.passing(timeout=0))  # type: ignore[method-assign]
+    backend.run_until = lambda _: passed.append(stager.passing(timeout=0))
     stager.run(job)
     assert passed
     assert passed[0]

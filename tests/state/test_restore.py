@@ -210,7 +210,8 @@ def test_tuples_are_rebuilt_around_what_stays() -> None:
 def test_every_container_comes_back_with_its_type() -> None:
     state = {"set": {1, 2}, "frozen": frozenset({"a"}), "count": Counter("aab"), 3: b"bytes",
              "deque": deque([1, [2]], maxlen=4), "size": torch.Size([2, 3]),
-             "dtype": torch.bfloat16, "device": torch.device("cuda:1"), (1, "k"): 2**70}  # fmt: skip
+             "dtype": torch.bfloat16, "device": torch.device("cuda:1"),
+             (1, "k"): 2**70}  # fmt: skip
     live: dict[Any, Any] = dict.fromkeys(state)
     round_trip({"v": state}, {"v": live})
     assert live == state

@@ -18,7 +18,7 @@ from __future__ import annotations
 import base64
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from statehold.state.tensors import (
     Memory,
     Strided,
     check_storable,
+    is_external,
     is_view_of_other_values,
     memory_of,
     storage_of,
@@ -40,8 +41,9 @@ from statehold.state.tensors import (
     version_of,
 )
 
-# With tensors on a device, the gate lets the host pass as soon as the copies are enqueued. Host
-# tensors are not copied in that order, so small ones (an optimizer's `step`) are copied at once.
+# With tensors on a device, neither save() nor the gate waits for it: the copies are enqueued behind
+# its work. Host tensors are not in that order, and share blocks with device tensors, so those up
+# to this size (an optimizer's `step`) are cloned at capture.
 SMALL_BYTES = 64 << 10
 
 _ATOMS = (int, float, str, bool, bytes, type(None), torch.Tensor)
@@ -57,6 +59,7 @@ class CapturedTensor:
     address: int
     strided: Strided | None
     external: bool
+    owned: bool  # a copy that nobody else can change
 
 
 @dataclass(slots=True)
@@ -66,6 +69,14 @@ class Capture:
     tensors: list[CapturedTensor]
     tree: Any
     optimizers: list[torch.optim.Optimizer]
+
+    @property
+    def is_device_ordered(self) -> bool:
+        """Whether an update may pass once the copies are enqueued: no lazy tensor is on the host,
+        where nothing is in the order of a device."""
+        return all(
+            captured.external or captured.spec.eager or captured.owned for captured in self.tensors
+        )
 
     def moved(self, *, eager: bool) -> str | None:
         """The name of an eager (or of a lazy) tensor that changed since capture, or None."""
@@ -87,7 +98,7 @@ def capture(state: Mapping[str, Any]) -> Capture:
     capturer = _Capturer(state)
     tree = values.encode(dict(state), "", capturer.leaf)
     if any(tensor.external for tensor in capturer.tensors):
-        capturer.hasten_small_host_tensors()
+        capturer.clone_small_host_tensors()
     return Capture(capturer.tensors, tree, capturer.optimizers)
 
 
@@ -257,7 +268,8 @@ class _Capturer:
                 hint="convert it with astype() to a number type in native byte order",
             )
         # A private copy: a tensor cannot borrow read-only arrays or those with negative strides.
-        return {"$ndarray": self._add(torch.from_numpy(value.copy(order="C")), path, eager=False)}
+        array = torch.from_numpy(value.copy(order="C"))
+        return {"$ndarray": self._add(array, path, eager=False, owned=True)}
 
     # -- tensors ---------------------------------------------------------------------------
 
@@ -280,13 +292,13 @@ class _Capturer:
         eager = self._mark is Volatile or not lazy
         return {"$tensor": self._add(tensor.detach(), path, eager=eager)}
 
-    def _add(self, tensor: torch.Tensor, name: str, *, eager: bool) -> str:
+    def _add(self, tensor: torch.Tensor, name: str, *, eager: bool, owned: bool = False) -> str:
         memory = memory_of(tensor)
         place = self._places.get(memory) if memory[0] else None
         if place is not None:
             index, _ = place
             first = self.tensors[index]
-            if eager and not first.spec.eager:
+            if eager and not first.spec.eager and not first.owned:
                 self.tensors[index] = _captured(first.tensor, first.spec.name, eager)
             return first.spec.name
         if name in self._taken or not name:
@@ -298,25 +310,25 @@ class _Capturer:
         if memory[0] and tensor.numel():
             self._places[memory] = len(self.tensors), tensor
         self._taken.add(name)
-        self.tensors.append(_captured(tensor, name, eager))
+        self.tensors.append(_captured(tensor, name, eager, owned))
         return name
 
-    def hasten_small_host_tensors(self) -> None:
-        """Make small lazy host tensors eager; see SMALL_BYTES."""
-        for captured in self.tensors:
-            if not captured.external and captured.spec.nbytes <= SMALL_BYTES:
-                captured.spec = replace(captured.spec, eager=True)
+    def clone_small_host_tensors(self) -> None:
+        """Copy small host tensors now; see SMALL_BYTES."""
+        for index, captured in enumerate(self.tensors):
+            name, nbytes = captured.spec.name, captured.spec.nbytes
+            if nbytes <= SMALL_BYTES and not captured.external and not captured.owned:
+                self.tensors[index] = _captured(_clone(captured.tensor), name, False, owned=True)
 
 
-def _captured(tensor: torch.Tensor, name: str, eager: bool) -> CapturedTensor:
+def _captured(tensor: torch.Tensor, name: str, eager: bool, owned: bool = False) -> CapturedTensor:
     dtype, shape = tensor.dtype, tuple(tensor.shape)
-    external = tensor.device.type != "cpu"
+    external = is_external(tensor)
     if is_view_of_other_values(tensor):
-        tensor = tensor.resolve_conj().resolve_neg()
-    eager = eager or tensor.is_inference()
+        tensor, owned = tensor.resolve_conj().resolve_neg(), True
+    eager = (eager or tensor.is_inference()) and not owned
     if external and (eager or not tensor.is_contiguous()):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-        eager = False  # the clone is ours: nobody else can change it
+        tensor, eager, owned = _clone(tensor), False, True
     spec = TensorSpec(
         name,
         dtypes.code_of(dtype, name),
@@ -324,6 +336,9 @@ def _captured(tensor: torch.Tensor, name: str, eager: bool) -> CapturedTensor:
         tensor.numel() * tensor.element_size(),
         eager,
     )
-    return CapturedTensor(
-        spec, tensor, version_of(tensor), tensor.data_ptr(), strides_of(tensor), external
-    )
+    version, strided = version_of(tensor), strides_of(tensor)
+    return CapturedTensor(spec, tensor, version, tensor.data_ptr(), strided, external, owned)
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)

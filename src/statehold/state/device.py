@@ -16,6 +16,7 @@ they may move; if nobody passes, they are compared when all copies are done.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+
+logger = logging.getLogger("statehold")
 
 __all__ = [
     "BlockingBackend",
@@ -199,6 +202,8 @@ class DeviceLink:
         if not self._is_pinned and not self.note:
             self.note = self._backend.pin(self._address, self._bytes)
             self._is_pinned = not self.note
+            if self.note:
+                logger.warning("staging memory is not pinned, copies are slower: %s", self.note)
         return self._backend
 
 
@@ -212,9 +217,8 @@ class DeviceStager:
         moved: Callable[[], str | None],
     ) -> None:
         self._wires = _Wires(backend, sources)
-        self._moved = moved
+        self._moved: Callable[[], str | None] | None = moved
         self._guard = threading.Lock()
-        self._settled = False
         self._torn: str | None = None
         self._enqueued = threading.Event()
         self._failed = False
@@ -232,6 +236,7 @@ class DeviceStager:
             self._failed = True
             raise
         finally:
+            self._wires.let_go()
             self._enqueued.set()
 
     def passing(self, timeout: float | None = None) -> bool:
@@ -251,9 +256,9 @@ class DeviceStager:
 
     def _settle(self) -> None:
         with self._guard:
-            if not self._settled:
-                self._settled = True
+            if self._moved is not None:
                 self._torn = self._moved()
+                self._moved = None  # it holds on to the captured state
 
 
 class DeviceLoader:
@@ -315,6 +320,10 @@ class _Wires:
     def copy_in(self, buffer: Lent) -> list[Event]:
         """Enqueue buffer -> device."""
         return self._copy(buffer, lambda host, device: (device, host))
+
+    def let_go(self) -> None:
+        """Forget the tensors; nothing is copied any more."""
+        self._bytes.clear()
 
     def hold_back(self) -> None:
         """Order the current stream of every device behind all copies so far."""

@@ -61,6 +61,11 @@ def _type_name(tensor: torch.Tensor) -> str:
     return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
 
 
+def is_external(tensor: torch.Tensor) -> bool:
+    """Whether the engine cannot reach the memory itself."""
+    return tensor.device.type != "cpu"
+
+
 def is_view_of_other_values(tensor: torch.Tensor) -> bool:
     """Whether the memory holds other values than the tensor shows (conjugate, negative)."""
     return tensor.is_conj() or tensor.is_neg()
