@@ -58,6 +58,7 @@ class Pipeline:
         self._store = store
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="statehold-stage")
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="statehold-commit")
+        self.drain()  # starts the threads now, not in the first save
         self._saves: list[Save] = []
         self._guard = threading.Lock()
 
@@ -69,6 +70,8 @@ class Pipeline:
 
     def wait_eager(self, work: Work, captured: Capture) -> None:
         """Return once all that may change before the next update is copied; raises if it did."""
+        if not any(tensor.spec.eager for tensor in captured.tensors):
+            return
         try:
             work.job.wait_eager(None)
             _check_unmoved(captured, eager=True)

@@ -16,6 +16,7 @@ from statehold.testing import SimFs
 from support.disks import Disk
 
 PAGE = 4096
+Call = Callable[[_core.Fs, Callable[[str], str]], object]
 
 
 def errno_of(raised: pytest.ExceptionInfo[StorageError]) -> int:
@@ -101,7 +102,7 @@ def test_directories_move_with_their_files(disk: Disk) -> None:
         (lambda fs, p: fs.open_write(p("none"), 1, reuse=True), errno.ENOENT),
     ],
 )
-def test_errors_carry_errno_and_path(disk: Disk, call, expected: int) -> None:  # type: ignore[no-untyped-def]
+def test_errors_carry_errno_and_path(disk: Disk, call: Call, expected: int) -> None:
     disk.fs.mkdir(disk.path("full"))
     disk.fs.write_file(disk.path("full/f"), b"")
     with pytest.raises(StorageError) as raised:
