@@ -13,18 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from disks import (
-    BLOCK,
-    BUFFER,
-    DEADLINE_S,
-    EAGER,
-    EXTERNAL,
-    Disk,
-    State,
-    piece_count,
-    restore,
-    save,
-)
 
 from statehold import _core
 from statehold.errors import (
@@ -36,6 +24,19 @@ from statehold.errors import (
     TruncatedFileError,
 )
 from statehold.testing import SimFs
+from support.disks import (
+    BLOCK,
+    BUFFER,
+    DEADLINE_S,
+    EAGER,
+    EXTERNAL,
+    Disk,
+    State,
+    piece_count,
+    random_arrays,
+    restore,
+    save,
+)
 
 
 @pytest.fixture
@@ -43,11 +44,6 @@ def engine(disk: Disk) -> Iterator[_core.Engine]:
     engine = _core.Engine(disk.fs, 3 * BUFFER, BUFFER)
     yield engine
     engine.close()
-
-
-def random_arrays(seed: int, *sizes: int) -> list[np.ndarray[Any, Any]]:
-    rng = np.random.default_rng(seed)
-    return [np.frombuffer(rng.bytes(size), np.uint8).copy() for size in sizes]
 
 
 def strided_arrays() -> list[np.ndarray[Any, Any]]:
