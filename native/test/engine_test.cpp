@@ -153,7 +153,7 @@ void stress(const std::shared_ptr<Fs>& fs, const std::string& folder, int rounds
       [&] { round_trips(engine, *fs, folder, 1, rounds); },
       [&] { round_trips(engine, *fs, folder, 2, rounds); },
       [&] { round_trips(engine, *fs, folder, 3, rounds); },
-      [&] { cancellations(engine, *fs, folder, rounds); },
+      [&] { cancellations(engine, *fs, folder, 20 * rounds); },
   });
   engine.close();
 }
