@@ -261,8 +261,7 @@ class _Opened:
         self._lock: RunLock | None = None
         self._owns_fs = borrowed_fs is None
         self.fs = borrowed_fs or _core.open_fs(options.backend, options.queue_depth)
-        if self.fs.note:
-            logger.warning("saving with the %s backend: %s", self.fs.backend, self.fs.note)
+        _say_once(self.fs.note)
         self.store = Store(self.fs, run, keep=options.keep, reuse=options.reuse_files)
         self.engine = _core.Engine(
             self.fs, options.staging_size, options.buffer_size, options.copy_thread_count
@@ -287,6 +286,16 @@ class _Opened:
             self._lock.release()
         if self._owns_fs:
             self.fs.close()
+
+
+_said: set[str] = set()
+
+
+def _say_once(note: str) -> None:
+    """Log why bytes move more slowly than they could; once a process."""
+    if note and note not in _said:
+        _said.add(note)
+        logger.warning("saving with threads instead of io_uring: %s", note)
 
 
 def _check_step(step: object) -> None:

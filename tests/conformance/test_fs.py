@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from statehold.testing import SimFs
 from support.disks import Disk
 
 PAGE = 4096
-Call = Callable[[_core.Fs, Callable[[str], str]], object]
 
 
 def errno_of(raised: pytest.ExceptionInfo[StorageError]) -> int:
@@ -102,7 +102,9 @@ def test_directories_move_with_their_files(disk: Disk) -> None:
         (lambda fs, p: fs.open_write(p("none"), 1, reuse=True), errno.ENOENT),
     ],
 )
-def test_errors_carry_errno_and_path(disk: Disk, call: Call, expected: int) -> None:
+def test_errors_carry_errno_and_path(
+    disk: Disk, call: Callable[[_core.Fs, Callable[[str], str]], object], expected: int
+) -> None:
     disk.fs.mkdir(disk.path("full"))
     disk.fs.write_file(disk.path("full/f"), b"")
     with pytest.raises(StorageError) as raised:
