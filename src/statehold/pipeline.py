@@ -71,7 +71,7 @@ class Pipeline:
         """Return once all that may change before the next update is copied; raises if it did."""
         try:
             work.job.wait_eager(None)
-            _check_unmoved(captured, eager=True)
+            _check_unmoved(captured.moved(eager=True))
         except StateholdError as error:
             self._fail(work, error)
             work.save.wait("staged")  # raises the first cause, with what is still safe
@@ -113,7 +113,7 @@ class Pipeline:
         if work.copy_external is not None:
             work.copy_external()
         work.job.wait_copied(None)
-        _check_unmoved(work.capture, eager=False)
+        _check_unmoved(work.capture.settle())
         work.capture = None
         work.save._reach("staged")
 
@@ -170,8 +170,7 @@ class Pipeline:
         return "no step yet" if newest is None else f"step {newest} and older"
 
 
-def _check_unmoved(captured: Capture, *, eager: bool) -> None:
-    moved = captured.moved(eager=eager)
+def _check_unmoved(moved: str | None) -> None:
     if moved is not None:
         raise TornSnapshot(
             "a tensor changed while it was being copied",
