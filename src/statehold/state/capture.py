@@ -83,9 +83,10 @@ class Capture:
     def moved(self, *, eager: bool) -> str | None:
         """The name of an eager (or of a lazy) tensor that changed since capture, or None."""
         for captured in self.tensors:
-            if captured.spec.eager is eager and captured.version >= 0:
-                if captured.tensor._version != captured.version:
-                    return captured.spec.name
+            if captured.spec.eager is not eager or captured.version < 0:
+                continue
+            if captured.tensor._version != captured.version:
+                return captured.spec.name
         return None
 
 

@@ -95,7 +95,7 @@ class CudaBackend:
 
     def pin(self, address: int, nbytes: int) -> bool:
         portable = 1  # for every device, not only the current one
-        failed = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, portable))
+        failed = int(_cudart().cudaHostRegister(address, nbytes, portable))
         if failed:
             # CUDA reports an error once more to whoever asks next: that must not be the trainer.
             with suppress(RuntimeError):
@@ -103,12 +103,13 @@ class CudaBackend:
         return not failed
 
     def unpin(self, address: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)
+        _cudart().cudaHostUnregister(address)
 
     def fork(self, device: torch.device) -> torch.cuda.Stream:
         stream = self._streams.get(device)
         if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams[device] = stream
         stream.wait_stream(torch.cuda.current_stream(device))
         return stream
 
@@ -117,7 +118,8 @@ class CudaBackend:
             dst.copy_(src, non_blocking=True)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # its waits sleep: the processors are for training
+        # Blocking waits sleep: the processors are for training.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
@@ -126,6 +128,10 @@ class CudaBackend:
 
     def make_current_wait(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream(event.device).wait_event(event)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class BlockingBackend:
