@@ -1,4 +1,4 @@
-"""The CUDA path on a CUDA device: pinned staging memory, a side stream, the gate as a stream wait."""
+"""The CUDA path on a CUDA device: pinned staging, a side stream, the gate as a stream wait."""
 
 from __future__ import annotations
 
