@@ -34,6 +34,7 @@ from statehold.pipeline import Pipeline, Work, logger
 from statehold.plan import STEP_MAX, PlanCache
 from statehold.save import Save
 from statehold.state.capture import capture
+from statehold.state.device import Devices
 from statehold.state.restore import prepare
 from statehold.store import Store
 from statehold.transfer import start_read, start_write
@@ -96,9 +97,10 @@ class Checkpointer:
             waited_s=waited_s,
         )
         job = start_write(opened.engine, plan, captured.tensors)
-        self._gate.hold_for(save, captured.optimizers)
+        copies = opened.devices.copies(job, captured, plan.source_index)
+        self._gate.hold_for(save, captured.optimizers, copies.passing if copies else None)
         self._watched.append(save)
-        work = Work(save, plan, job, captured.tree, captured)
+        work = Work(save, plan, job, captured.tree, captured, copies.run if copies else None)
         opened.pipeline.submit(work)
         opened.pipeline.wait_eager(work, captured)
         save._record(blocked_s=time.perf_counter() - started)
@@ -163,6 +165,7 @@ class Checkpointer:
         directory = opened.store.path(manifest.step)
         reading = start_read(opened.engine, directory, manifest, restoration.destinations)
         try:
+            opened.devices.load(reading.job, reading.external())
             reading.job.wait(None)
         except _core.Mismatch as mismatch:
             raise reading.mismatch(mismatch) from None
@@ -266,6 +269,7 @@ class _Opened:
         self.engine = _core.Engine(
             self.fs, options.staging_size, options.buffer_size, options.copy_thread_count
         )
+        self.devices = Devices(self.engine.staging_address, self.engine.staging.nbytes)
         self.pipeline = Pipeline(self.store)
 
     def prepare_saving(self) -> None:
@@ -277,6 +281,7 @@ class _Opened:
 
     def close(self) -> None:
         self.pipeline.close()
+        self.devices.close()
         self.engine.close()
         if self._lock is not None:
             try:

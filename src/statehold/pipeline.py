@@ -74,7 +74,7 @@ class Pipeline:
             return
         try:
             work.job.wait_eager(None)
-            _check_unmoved(captured, eager=True)
+            _check_unmoved(captured.moved(eager=True))
         except StateholdError as error:
             self._fail(work, error)
             work.save.wait("staged")  # raises the first cause, with what is still safe
@@ -108,7 +108,7 @@ class Pipeline:
         if work.copy_external is not None:
             work.copy_external()
         work.job.wait_copied(None)
-        _check_unmoved(work.capture, eager=False)
+        _check_unmoved(work.capture.settle())
         work.capture = None
         work.save._reach("staged")
 
@@ -183,8 +183,7 @@ def _named(error: BaseException, step: int) -> StateholdError:
     return unexpected
 
 
-def _check_unmoved(captured: Capture, *, eager: bool) -> None:
-    moved = captured.moved(eager=eager)
+def _check_unmoved(moved: str | None) -> None:
     if moved is not None:
         raise TornSnapshot(
             "a tensor changed while it was being copied",
