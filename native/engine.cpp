@@ -9,8 +9,8 @@ namespace statehold {
 namespace {
 
 // On Linux, nice() is per thread. The trainer goes on while its state is copied: with few
-// processors it should not be the one that waits, and a copy that is woken should not push it aside.
-// When the trainer itself waits for the copy, the processors are free and this costs nothing.
+// processors it should not be the one that waits, and a copy that wakes up should not push it
+// aside. When the trainer itself waits for the copy, the processors are free: this costs nothing.
 constexpr int kNiceness = 5;
 
 void yield_to_trainer() { static_cast<void>(!::nice(kNiceness)); }

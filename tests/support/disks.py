@@ -128,8 +128,3 @@ def restore(engine: _core.Engine, disk: Disk, name: str, state: State, sums: byt
     assert job.ready_left == 0
     done = job.wait(DEADLINE_S)
     assert done
-
-
-def random_arrays(seed: int, *sizes: int) -> list[np.ndarray[Any, Any]]:
-    rng = np.random.default_rng(seed)
-    return [np.frombuffer(rng.bytes(size), np.uint8).copy() for size in sizes]
