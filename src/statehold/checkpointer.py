@@ -34,6 +34,7 @@ from statehold.pipeline import Pipeline, Work, logger
 from statehold.plan import STEP_MAX, PlanCache
 from statehold.save import Save
 from statehold.state.capture import capture
+from statehold.state.device import Devices
 from statehold.state.restore import prepare
 from statehold.store import Store
 from statehold.transfer import start_read, start_write
@@ -96,9 +97,10 @@ class Checkpointer:
             waited_s=waited_s,
         )
         job = start_write(opened.engine, plan, captured.tensors)
-        self._gate.hold_for(save, captured.optimizers)
+        copies = opened.devices.copies(job, captured, plan.source_index)
+        self._gate.hold_for(save, captured.optimizers, copies.passing if copies else None)
         self._watched.append(save)
-        work = Work(save, plan, job, captured.tree, captured)
+        work = Work(save, plan, job, captured.tree, captured, copies.run if copies else None)
         opened.pipeline.submit(work)
         opened.pipeline.wait_eager(work, captured)
         save._record(blocked_s=time.perf_counter() - started)
@@ -163,6 +165,7 @@ class Checkpointer:
         directory = opened.store.path(manifest.step)
         reading = start_read(opened.engine, directory, manifest, restoration.destinations)
         try:
+            opened.devices.load(reading.job, reading.external())
             reading.job.wait(None)
         except _core.Mismatch as mismatch:
             raise reading.mismatch(mismatch) from None
@@ -261,12 +264,12 @@ class _Opened:
         self._lock: RunLock | None = None
         self._owns_fs = borrowed_fs is None
         self.fs = borrowed_fs or _core.open_fs(options.backend, options.queue_depth)
-        if self.fs.note:
-            logger.warning("saving with the %s backend: %s", self.fs.backend, self.fs.note)
+        _say_once(self.fs.note)
         self.store = Store(self.fs, run, keep=options.keep, reuse=options.reuse_files)
         self.engine = _core.Engine(
             self.fs, options.staging_size, options.buffer_size, options.copy_thread_count
         )
+        self.devices = Devices(self.engine.staging_address, self.engine.staging.nbytes)
         self.pipeline = Pipeline(self.store)
 
     def prepare_saving(self) -> None:
@@ -278,6 +281,7 @@ class _Opened:
 
     def close(self) -> None:
         self.pipeline.close()
+        self.devices.close()
         self.engine.close()
         if self._lock is not None:
             try:
@@ -287,6 +291,16 @@ class _Opened:
             self._lock.release()
         if self._owns_fs:
             self.fs.close()
+
+
+_said: set[str] = set()
+
+
+def _say_once(note: str) -> None:
+    """Log why bytes move more slowly than they could; once a process."""
+    if note and note not in _said:
+        _said.add(note)
+        logger.warning("saving with threads instead of io_uring: %s", note)
 
 
 def _check_step(step: object) -> None:

@@ -58,6 +58,7 @@ class Pipeline:
         self._store = store
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="statehold-stage")
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="statehold-commit")
+        self.drain()  # starts the threads now, not in the first save
         self._saves: list[Save] = []
         self._guard = threading.Lock()
 
@@ -69,9 +70,11 @@ class Pipeline:
 
     def wait_eager(self, work: Work, captured: Capture) -> None:
         """Return once all that may change before the next update is copied; raises if it did."""
+        if not any(tensor.spec.eager for tensor in captured.tensors):
+            return
         try:
             work.job.wait_eager(None)
-            _check_unmoved(captured, eager=True)
+            _check_unmoved(captured.moved(eager=True))
         except StateholdError as error:
             self._fail(work, error)
             work.save.wait("staged")  # raises the first cause, with what is still safe
@@ -105,7 +108,7 @@ class Pipeline:
         if work.copy_external is not None:
             work.copy_external()
         work.job.wait_copied(None)
-        _check_unmoved(work.capture, eager=False)
+        _check_unmoved(work.capture.settle())
         work.capture = None
         work.save._reach("staged")
 
@@ -180,8 +183,7 @@ def _named(error: BaseException, step: int) -> StateholdError:
     return unexpected
 
 
-def _check_unmoved(captured: Capture, *, eager: bool) -> None:
-    moved = captured.moved(eager=eager)
+def _check_unmoved(moved: str | None) -> None:
     if moved is not None:
         raise TornSnapshot(
             "a tensor changed while it was being copied",

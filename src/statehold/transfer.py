@@ -20,6 +20,8 @@ from statehold.manifest import Manifest, record_file
 from statehold.plan import BLOCK_BYTES, SavePlan
 
 if TYPE_CHECKING:
+    import torch
+
     from statehold._core import Engine, Mismatch, ReadJob, WriteJob
     from statehold.state.capture import CapturedTensor
     from statehold.state.restore import Destination
@@ -84,6 +86,14 @@ class StepRead:
     job: ReadJob
     segments: list[ReadSegment]
     files: list[str]
+
+    def external(self) -> dict[int, torch.Tensor]:
+        """The destinations that the engine cannot reach, by segment."""
+        return {
+            index: segment.target.tensor
+            for index, segment in enumerate(self.segments)
+            if segment.target is not None and segment.target.external and segment.nbytes
+        }
 
     def mismatch(self, found: Mismatch) -> ChecksumError:
         """The error for a piece whose bytes do not match, naming the tensor it belongs to."""

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import base64
 import sys
+import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from statehold.state.tensors import (
     Memory,
     Strided,
     check_storable,
+    is_external,
     is_view_of_other_values,
     memory_of,
     storage_of,
@@ -64,6 +66,19 @@ class Capture:
     tensors: list[CapturedTensor]
     tree: Any
     optimizers: list[torch.optim.Optimizer]
+    _settled: bool = False
+    _guard: threading.Lock = field(default_factory=threading.Lock)
+
+    def settle(self) -> str | None:
+        """Declare that lazy tensors may change from now on; the name of one that already has.
+
+        Asked from the gate and from the stage thread: the first to find all unchanged decides,
+        and what changes later is an update that was let through.
+        """
+        with self._guard:
+            moved = None if self._settled else self.moved(eager=False)
+            self._settled = moved is None
+            return moved
 
     def moved(self, *, eager: bool) -> str | None:
         """The name of an eager (or of a lazy) tensor that changed since capture, or None."""
@@ -263,7 +278,7 @@ class _Capturer:
 
 def _captured(tensor: torch.Tensor, name: str, eager: bool) -> CapturedTensor:
     dtype, shape = tensor.dtype, tuple(tensor.shape)
-    external = tensor.device.type != "cpu"
+    external = is_external(tensor)
     if is_view_of_other_values(tensor):
         tensor = tensor.resolve_conj().resolve_neg()
     if external and (eager or not tensor.is_contiguous()):

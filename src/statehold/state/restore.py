@@ -35,6 +35,7 @@ from statehold.state.tensors import (
     Memory,
     Strided,
     check_storable,
+    is_external,
     is_view_of_other_values,
     memory_of,
     overlaps_itself,
@@ -307,7 +308,7 @@ class _Matcher:
     def _fill(self, live: torch.Tensor, name: str) -> str | None:
         """Make `live` a destination; the name of another tensor that already goes there."""
         target = live.detach()
-        if is_view_of_other_values(live) or (target.device.type != "cpu" and strides_of(target)):
+        if is_view_of_other_values(live) or (is_external(target) and strides_of(target)):
             staged = torch.empty(live.shape, dtype=live.dtype, device=live.device)
             self.restoration.containers.append(lambda: live.detach().copy_(staged))
             target = staged
@@ -318,9 +319,8 @@ class _Matcher:
         if other is not None:
             return None if self._same_bytes(name, other) else other
         self._filled[memory] = name
-        external = target.device.type != "cpu"
         self.restoration.destinations.append(
-            Destination(name, target, strides_of(target), external)
+            Destination(name, target, strides_of(target), is_external(target))
         )
         return None
 

@@ -49,6 +49,11 @@ def _type_name(tensor: torch.Tensor) -> str:
     return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
 
 
+def is_external(tensor: torch.Tensor) -> bool:
+    """Whether the processor cannot reach the memory: copying it is `device`'s work."""
+    return tensor.device.type != "cpu"
+
+
 def is_view_of_other_values(tensor: torch.Tensor) -> bool:
     """Whether the memory holds other values than the tensor shows (conjugate, negative)."""
     return tensor.is_conj() or tensor.is_neg()

@@ -1,0 +1,172 @@
+"""The CUDA path on a CUDA device: pinned staging, a side stream, the gate as a stream wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import statehold
+from statehold.errors import TornSnapshot
+from statehold.state.device import CudaBackend
+from support.faults import DEADLINE_S, SMALL, Holdup
+from support.streams import copies_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+ROOMY = {"staging_bytes": "64MiB", "buffer_bytes": "4MiB"}
+SLEEP_CYCLES = 1 << 30  # some tenths of a second of device time
+
+
+class Run:
+    """A model with a buffer and a transposed parameter, trained by AdamW on the device."""
+
+    def __init__(self, seed: int, width: int = 64, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(
+            nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width)
+        ).cuda()
+        self.model.twisted = nn.Parameter(torch.randn(width, 8, device="cuda").t())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, **options)
+        self.width = width
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "rng": statehold.Rng()}
+
+    def step(self) -> float:
+        self.optimizer.zero_grad()
+        data = torch.randn(32, self.width, device="cuda")
+        loss = self.model(data).square().mean() + (self.model.twisted @ data.t()).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = dict(self.model.state_dict())
+        for index, state in enumerate(self.optimizer.state.values()):
+            found |= {f"{index}.{key}": value for key, value in state.items()}
+        return {name: value.detach().clone() for name, value in found.items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Iterator[statehold.Checkpointer]:
+    with statehold.Checkpointer(tmp_path / "run", **ROOMY) as ckpt:
+        yield ckpt
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}])
+@pytest.mark.parametrize("settings", [ROOMY, SMALL], ids=["roomy", "small"])
+def test_training_that_saves_each_step(
+    tmp_path: Path, options: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    width = 64 if settings is ROOMY else 1024  # a layer is then twice the staging memory
+    run, seen = Run(0, width, **options), {}
+    with statehold.Checkpointer(tmp_path / "run", **settings) as ckpt:
+        for step in range(1, 6):
+            run.step()
+            ckpt.save(step, run.state)
+            seen[step] = run.tensors()
+    losses = [run.step() for _ in range(3)]
+    with statehold.Checkpointer(tmp_path / "run", **settings) as ckpt:
+        fresh = Run(1, width, **options)
+        places = {name: value.data_ptr() for name, value in fresh.model.state_dict().items()}
+        for step, expected in seen.items():
+            assert ckpt.restore(fresh.state, step) == step
+            assert same(fresh.tensors(), expected)
+    assert {n: v.data_ptr() for n, v in fresh.model.state_dict().items()} == places
+    assert [fresh.step() for _ in range(3)] == losses
+
+
+def test_the_gate_is_a_stream_wait(
+    ckpt: statehold.Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(0)
+    run.step()
+    ckpt.save(1, run.state).wait("committed", DEADLINE_S)  # pins; warms everything up
+    expected = run.tensors()
+    for parameter in run.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)  # the device is behind the host
+    save = ckpt.save(2, run.state)
+    assert copies_of(ckpt)._enqueued.wait(DEADLINE_S)
+    run.optimizer.step()
+    assert not save.done("staged"), "the host waited for the device"
+    save.wait("committed", DEADLINE_S)
+    assert not same(run.tensors(), expected)
+    ckpt.restore(run.state, 2)
+    assert same(run.tensors(), expected)
+
+
+def test_a_change_before_the_gate_is_torn(tmp_path: Path) -> None:
+    run = Run(0, 1024)
+    run.step()
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        holdup = Holdup(ckpt)
+        save = ckpt.save(1, run.state)
+        with torch.no_grad():
+            run.model[0].weight.add_(1)
+        holdup.release()
+        with pytest.raises(TornSnapshot) as caught:
+            save.wait("committed", DEADLINE_S)
+    assert caught.value.facts["tensor"] == "model.0.weight"
+
+
+def test_staging_memory_is_pinned_once(
+    ckpt: statehold.Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(CudaBackend, name)
+
+        def call(*args: Any) -> Any:
+            calls.append(name)
+            return original(*args)
+
+        return call
+
+    for name in ("pin", "unpin"):
+        monkeypatch.setattr(CudaBackend, name, counted(name))
+    run = Run(0)
+    for step in range(1, 4):
+        run.step()
+        ckpt.save(step, run.state).wait("committed", DEADLINE_S)
+    ckpt.restore(run.state)
+    staging = torch.frombuffer(ckpt._opened().engine.staging, dtype=torch.uint8)
+    assert staging.is_pinned()
+    del staging
+    ckpt.close()
+    assert calls == ["pin", "unpin"]
+
+
+def test_random_numbers_on_the_device_go_on(ckpt: statehold.Checkpointer) -> None:
+    torch.cuda.manual_seed(3)
+    ckpt.save(1, {"rng": statehold.Rng()}).wait("committed", DEADLINE_S)
+    drawn = torch.randn(8, device="cuda")
+    ckpt.restore({"rng": statehold.Rng()})
+    assert torch.equal(torch.randn(8, device="cuda"), drawn)
+
+
+def test_a_step_moves_between_device_and_host(ckpt: statehold.Checkpointer) -> None:
+    model = nn.Linear(33, 17).cuda()
+    ckpt.save(1, {"model": model}).wait("committed", DEADLINE_S)
+    on_host = nn.Linear(33, 17)
+    ckpt.restore({"model": on_host})
+    assert torch.equal(on_host.weight, model.weight.cpu())
+    ckpt.save(2, {"model": on_host}).wait("committed", DEADLINE_S)
+    again = nn.Linear(33, 17).cuda()
+    ckpt.restore({"model": again})
+    assert torch.equal(again.weight, model.weight)
