@@ -191,10 +191,10 @@ def test_a_run_keeps_its_settings(llama, tmp_path, capsys):
 
 def run_demo(out: Path) -> subprocess.CompletedProcess[str]:
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
-    words = "--steps 6 --kill-at 3 --staging 32MiB --batch 4 --accumulate 2".split()
+    program = [sys.executable, EXAMPLES / "llama/demo.py", "--out", out, "--data", EXAMPLES]
+    words = ["--steps=6", "--kill-at=3", "--staging=32MiB", "--batch=4", "--accumulate=2"]
     return subprocess.run(
-        [sys.executable, EXAMPLES / "llama/demo.py", "--out", out, "--data", EXAMPLES]
-        + [*words, *sizes],
+        [*program, *words, *sizes],
         capture_output=True,
         text=True,
         timeout=120,
