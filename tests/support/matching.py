@@ -24,6 +24,9 @@ def eager(state: Mapping[str, Any]) -> set[str]:
     return {name for name, tensor in captured(state).items() if tensor.spec.eager}
 
 
+CREATED = "2026-11-21T07:00:00+00:00"
+
+
 class MemoryStep:
     """A state as it was: its manifest, and a private copy of every tensor."""
 
@@ -35,7 +38,7 @@ class MemoryStep:
         }
         plan = plan_save([tensor.spec for tensor in found.tensors], step=1)
         file, tensors = record_file(plan, self._sums(plan))
-        written = Manifest(1, 1, "", "test", 1 << 20, (file,), tensors, found.tree)
+        written = Manifest(1, 1, CREATED, "test", 1 << 20, (file,), tensors, found.tree)
         self.manifest = Manifest.decode(written.encode(), "memory")
 
     def _sums(self, plan: Any) -> bytes:
