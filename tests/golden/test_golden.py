@@ -9,10 +9,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from golden.make_v1 import CODES, FLOAT8, PLAIN, elements
 from torch import nn
 
 import statehold
+from golden.make_v1 import CODES, FLOAT8, PLAIN, elements
 from statehold.state.dtypes import dtype_of
 from support.faults import SMALL
 
