@@ -45,6 +45,7 @@ from statehold.state.tensors import (
 # With tensors on a device, the gate lets the host pass as soon as the copies are enqueued. Host
 # tensors are not copied in that order, so small ones (an optimizer's `step`) are copied at once.
 SMALL_BYTES = 64 << 10
+_PARTLESS = {bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter}
 
 
 @dataclass(slots=True)
@@ -104,18 +105,29 @@ def capture(state: Mapping[str, Any]) -> Capture:
     return Capture(capturer.tensors, tree, capturer.optimizers)
 
 
-def parts(value: Any, path: str = "", mark: type[Mark[Any]] | None = None) -> Iterator[Any]:
-    """(path, object, outermost mark) of the modules and optimizers in dicts, lists and tuples."""
-    if isinstance(value, Mark):
-        yield from parts(value.value, path, mark or type(value))
-    elif isinstance(value, nn.Module | torch.optim.Optimizer):
-        yield path, value, mark
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from parts(item, f"{path}.{key}" if path else str(key), mark)
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from parts(item, f"{path}.{index}", mark)
+def parts(state: Any) -> Iterator[tuple[str, Any]]:
+    """(path, object) of the modules and optimizers in dicts, lists and tuples, in their order.
+
+    Visits a container once, however often and however deep it is held: what is too deep, or holds
+    itself, is for `values` to refuse.
+    """
+    seen: set[int] = set()
+    left = [("", state)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, nn.Module | torch.optim.Optimizer):
+            yield path, value
+        elif isinstance(value, Mark | Mapping | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, Mark):
+                left.append((path, value.value))
+                continue
+            members = value.items() if isinstance(value, Mapping) else enumerate(value)
+            left += [
+                (f"{path}.{key}" if path else str(key), item)
+                for key, item in members
+                if type(item) not in _PARTLESS  # long lists of numbers should cost little
+            ][::-1]
 
 
 def is_stateful(value: Any) -> bool:
@@ -130,9 +142,9 @@ class _Capturer:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         found = list(parts(state))
-        self.optimizers = [o for _, o, _ in found if isinstance(o, torch.optim.Optimizer)]
+        self.optimizers = [part for _, part in found if isinstance(part, torch.optim.Optimizer)]
         self._names = modules.parameter_names(
-            (path, part) for path, part, _ in found if isinstance(part, nn.Module)
+            (path, part) for path, part in found if isinstance(part, nn.Module)
         )
         self.tensors: list[CapturedTensor] = []
         self._places: dict[Memory, int] = {}

@@ -112,7 +112,7 @@ class _Matcher:
         self._filled: dict[Memory, str] = {}
         self._made: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._names = modules.parameter_names(
-            (path, part) for path, part, _ in parts(state) if isinstance(part, nn.Module)
+            (path, part) for path, part in parts(state) if isinstance(part, nn.Module)
         )
 
     def problem(self, path: str, expected: str, got: str) -> None:

@@ -4,8 +4,9 @@ its bytes are.
 Facts about PyTorch that decide what is here:
 - A detached tensor shares storage and version counter with its origin, and keeps the old storage
   when `.data` of the origin is replaced. So a detached alias is what a save holds on to.
-- In-place operations, foreach and fused optimizers included, move the counter; `.data.add_()`,
-  NumPy views and foreign kernels do not. Inference tensors have no counter.
+- In-place operations move the counter, those of foreach optimizers and of inference mode included.
+  Fused optimizers, `.data.add_()`, NumPy views and foreign kernels do not: against those the gate
+  is the only protection. Inference tensors have no counter.
 - Conjugate and negative views are flags: their memory holds other values than they show.
 """
 

@@ -1,0 +1,288 @@
+"""Optimizers, schedulers and their like: what is resumed continues bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import statehold
+from statehold.errors import StateMismatchError
+from support.faults import DEADLINE_S, SMALL, Holdup
+from support.matching import MemoryStep, eager
+
+Build = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Overriding(torch.optim.SGD):
+    """Brings its own state_dict(), as some wrappers do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"mine": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state.pop("mine") == 3
+        super().load_state_dict(state)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    first, *others = model.parameters()
+    return [{"params": [first], "lr": 0.01}, {"params": others, "lr": 0.02, "weight_decay": 0.1}]
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.dim() == 2]
+
+
+OPTIMIZERS: dict[str, Build] = {
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), 0.01),
+    "adamw foreach": lambda m: torch.optim.AdamW(m.parameters(), 0.01, foreach=True),
+    "adamw fused": lambda m: torch.optim.AdamW(m.parameters(), 0.01, fused=True),
+    "adamw one by one": lambda m: torch.optim.AdamW(m.parameters(), 0.01, foreach=False),
+    "adamw tensor lr": lambda m: torch.optim.AdamW(m.parameters(), torch.tensor(0.01)),
+    "adamw groups": lambda m: torch.optim.AdamW(groups(m)),
+    "adamw named": lambda m: torch.optim.AdamW(m.named_parameters(), 0.01),
+    "adam amsgrad": lambda m: torch.optim.Adam(m.parameters(), 0.01, amsgrad=True),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), 0.1),
+    "sgd momentum": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, nesterov=True),
+    "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), 0.01),
+    "muon": lambda m: torch.optim.Muon(matrices(m), 0.01),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), 0.01, momentum=0.5, centered=True),
+    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), 0.01),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), 0.01),
+    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), 0.1, max_iter=3, history_size=3),
+    "overriding": lambda m: Overriding(m.parameters(), 0.1, momentum=0.9),
+}
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "multi step": lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 6, 8]),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 3), lr_scheduler.ExponentialLR(o, 0.9)], [4]
+    ),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 12),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+}
+
+
+class Run:
+    """A model, an optimizer and perhaps a scheduler; data come from torch's generator."""
+
+    def __init__(self, build: Build, schedule: Callable[..., Any] | None = None) -> None:
+        self.model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.optimizer = build(self.model)
+        self.scheduler = schedule(self.optimizer) if schedule else None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        state = {"model": self.model, "optimizer": self.optimizer, "rng": statehold.Rng()}
+        return state | ({"scheduler": self.scheduler} if self.scheduler else {})
+
+    def step(self) -> str:
+        data, goal = torch.randn(8, 6), torch.randn(8, 3)
+
+        def closure() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss = (self.model(data) - goal).square().mean()
+            loss.backward()
+            return loss
+
+        loss = self.optimizer.step(closure).item()
+        if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(loss)
+        elif self.scheduler:
+            self.scheduler.step()
+        return loss.hex()
+
+    def steps(self, count: int) -> list[str]:
+        return [self.step() for _ in range(count)]
+
+
+def content(value: Any) -> Any:
+    """Something to compare: tensors become bytes, objects their state."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.detach().reshape(-1).tolist()
+    if isinstance(value, dict):
+        return {key: content(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value), [content(item) for item in value]
+    return type(value), repr(value)
+
+
+def everything(run: Run) -> Any:
+    scheduler = run.scheduler.state_dict() if run.scheduler else None
+    return content([run.model.state_dict(), run.optimizer.state_dict(), scheduler])
+
+
+def check_continuation(directory: Path, build: Build, schedule: Callable[..., Any] | None) -> None:
+    torch.manual_seed(4)
+    whole = Run(build, schedule)
+    whole.steps(5)
+    with statehold.Checkpointer(directory, **SMALL) as ckpt:
+        ckpt.save(5, whole.state)
+    at_the_save = everything(whole)
+    losses = whole.steps(5)
+    torch.manual_seed(77)
+    resumed = Run(build, schedule)
+    with statehold.Checkpointer(directory, **SMALL) as ckpt:
+        assert ckpt.restore(resumed.state) == 5
+    assert everything(resumed) == at_the_save
+    assert resumed.steps(5) == losses
+    assert everything(resumed) == everything(whole)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_continue(tmp_path: Path, name: str) -> None:
+    check_continuation(tmp_path / "run", OPTIMIZERS[name], None)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.filterwarnings("ignore:.*epoch parameter:UserWarning")  # raised inside SequentialLR
+def test_schedulers_continue(tmp_path: Path, name: str) -> None:
+    check_continuation(tmp_path / "run", OPTIMIZERS["sgd momentum"], SCHEDULERS[name])
+
+
+def test_what_must_be_copied_before_save_returns() -> None:
+    run = Run(OPTIMIZERS["adamw tensor lr"])
+    run.step()
+    assert eager(run.state) == {"optimizer.param_groups.0.lr"}
+
+
+def test_a_step_without_optimizer_state_clears_it() -> None:
+    fresh, used = Run(OPTIMIZERS["adamw"]), Run(OPTIMIZERS["adamw"])
+    step = MemoryStep({"model": fresh.model, "optimizer": fresh.optimizer})
+    used.steps(2)
+    step.restore({"model": used.model, "optimizer": used.optimizer})
+    assert not used.optimizer.state
+    used.step()
+
+
+def test_stale_entries_are_removed_and_missing_ones_made() -> None:
+    saved, live = Run(OPTIMIZERS["adamw"]), Run(OPTIMIZERS["adam amsgrad"])
+    saved.step(), live.step()
+    parameter = live.model[0].weight
+    dicts = live.optimizer.state[parameter]
+    moment = dicts["exp_avg"]
+    del dicts["exp_avg_sq"]
+    assert "max_exp_avg_sq" in dicts
+    MemoryStep(saved.state).restore(live.state)
+    assert live.optimizer.state[parameter] is dicts
+    assert set(dicts) == {"step", "exp_avg", "exp_avg_sq"}
+    assert dicts["exp_avg"] is moment
+    expected = saved.optimizer.state[saved.model[0].weight]
+    assert content(dicts) == content(expected)
+
+
+def test_tensor_lr_keeps_its_storage() -> None:
+    saved, live = Run(OPTIMIZERS["adamw tensor lr"]), Run(OPTIMIZERS["adamw tensor lr"])
+    saved.optimizer.param_groups[0]["lr"].fill_(0.5)
+    lr = live.optimizer.param_groups[0]["lr"]
+    MemoryStep(saved.state).restore(live.state)
+    assert live.optimizer.param_groups[0]["lr"] is lr
+    assert lr.item() == 0.5
+
+
+def test_the_order_of_parameters_is_checked_by_name() -> None:
+    saved, live = Run(OPTIMIZERS["sgd"]), Run(OPTIMIZERS["sgd"])
+    parameters = live.optimizer.param_groups[0]["params"]
+    parameters[0], parameters[1] = parameters[1], parameters[0]
+    with pytest.raises(StateMismatchError) as caught:
+        MemoryStep(saved.state).restore(live.state)
+    where = "optimizer.param_groups.0.params.0"
+    assert caught.value.facts[where] == "expected model.0.bias, got model.0.weight in the step"
+
+
+def test_another_number_of_groups_is_a_mismatch() -> None:
+    saved, live = Run(OPTIMIZERS["adamw groups"]), Run(OPTIMIZERS["adamw"])
+    with pytest.raises(StateMismatchError) as caught:
+        MemoryStep(saved.state).prepare(live.state)
+    assert "optimizer.param_groups" in caught.value.facts
+
+
+def test_parameters_that_no_module_names() -> None:
+    def loose() -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        parameter = nn.Parameter(torch.ones(3))
+        return parameter, torch.optim.SGD([parameter], 0.1, momentum=0.9)
+
+    parameter, optimizer = loose()
+    parameter.sum().backward()
+    optimizer.step()
+    step = MemoryStep({"p": parameter, "o": optimizer})
+    assert step.manifest.state["o"]["param_groups"][0]["params"] == ["0"]
+    other, fresh = loose()
+    step.restore({"p": other, "o": fresh})
+    assert torch.equal(other, parameter)
+    assert content(fresh.state_dict()) == content(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("name", ["adamw", "overriding"])
+def test_the_gate_stands_before_every_optimizer(tmp_path: Path, name: str) -> None:
+    run = Run(OPTIMIZERS[name])
+    run.step()
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        holdup = Holdup(ckpt)
+        ckpt.save(1, run.state | {"more": statehold.Gated(torch.randn(1 << 20))})
+        with pytest.raises(statehold.errors.WaitTimeout):
+            ckpt._gate.wait(0.01)
+        assert run.optimizer in ckpt._gate._hooked
+        holdup.release()
+        run.step()
+        ckpt.gate(DEADLINE_S)
+
+
+def test_grad_scaler(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    run = Run(OPTIMIZERS["sgd"])
+    for _ in range(3):
+        loss = run.model(torch.randn(2, 6)).sum()
+        scaler.scale(loss).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+    expected = copy.deepcopy(scaler.state_dict())
+    assert expected["scale"] > 8
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        ckpt.save(1, {"scaler": scaler}).wait("committed", DEADLINE_S)
+        fresh = torch.amp.GradScaler("cpu")
+        ckpt.restore({"scaler": fresh})
+    assert fresh.state_dict() == expected
+
+
+def test_milestones_come_back_as_a_counter() -> None:
+    run = Run(OPTIMIZERS["sgd"], SCHEDULERS["multi step"])
+    other = Run(OPTIMIZERS["sgd"], lambda o: lr_scheduler.MultiStepLR(o, [1]))
+    MemoryStep(run.state).restore(other.state)
+    assert type(other.scheduler.milestones) is Counter
+    assert other.scheduler.milestones == Counter({2: 2, 6: 1, 8: 1})
+
+
+class Loader:
+    """Like torchdata's StatefulDataLoader: nested state, None before the first batch."""
+
+    def __init__(self) -> None:
+        self.position: int | None = None
+        self.workers = [{"seed": 1, "sampler": torch.arange(3)}]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "_workers": self.workers, "$step": (0, b"x")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, self.workers = state["position"], state["_workers"]
+        assert state["$step"] == (0, b"x")
+
+
+def test_objects_with_state(tmp_path: Path) -> None:
+    loader, fresh = Loader(), Loader()
+    loader.position = 12
+    loader.workers[0]["sampler"][1] = 9
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        ckpt.save(1, {"loaders": [loader]}).wait("committed", DEADLINE_S)
+        ckpt.restore({"loaders": [fresh]})
+    assert content(fresh.state_dict()) == content(loader.state_dict())
