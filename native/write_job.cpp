@@ -230,6 +230,7 @@ void WriteJob::fill(uint64_t index) {
   }
   const Lock lock(shared_->mutex);
   if (failed()) return shared_->release(block.lease);
+  if (block.eager) --eager_left_;
   if (!block.external) return copied(index);
   blocks_[index].stage = Stage::offered;
   offer_queue_.push_back(index);
@@ -248,7 +249,6 @@ void WriteJob::copied(uint64_t index) {
   CHECK(block.stage == Stage::copying);
   CHECK(copies_left_ > 0);
   block.stage = Stage::copied;
-  if (block.eager) --eager_left_;
   if (--copies_left_ == 0) stats_.copy_ns = elapsed_ns();
   write_queue_.push_back(index);
   wake_all();

@@ -15,7 +15,6 @@ import os
 import time
 import warnings
 from collections.abc import Mapping
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +31,13 @@ from statehold.gate import Gate
 from statehold.lock import RunLock
 from statehold.options import Options
 from statehold.pipeline import Pipeline, Work, logger
-from statehold.plan import STEP_MAX, PlanCache, SavePlan
+from statehold.plan import STEP_MAX, PlanCache
 from statehold.save import Save
-from statehold.state.capture import Capture, capture
-from statehold.state.device import DeviceLink, DeviceStager
+from statehold.state.capture import capture
+from statehold.state.device import Devices
 from statehold.state.restore import prepare
 from statehold.store import Store
-from statehold.transfer import external_sources, start_read, start_write
+from statehold.transfer import start_read, start_write
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -98,11 +97,10 @@ class Checkpointer:
             waited_s=waited_s,
         )
         job = start_write(opened.engine, plan, captured.tensors)
-        stager = opened.stager(plan, captured)
-        passing = stager.passing if stager is not None and captured.is_device_ordered else None
-        self._gate.hold_for(save, captured.optimizers, passing)
+        copies = opened.devices.copies(job, captured, plan.source_index)
+        self._gate.hold_for(save, captured.optimizers, copies.passing if copies else None)
         self._watched.append(save)
-        work = Work(save, plan, job, captured.tree, captured, stager)
+        work = Work(save, plan, job, captured.tree, captured, copies.run if copies else None)
         opened.pipeline.submit(work)
         opened.pipeline.wait_eager(work, captured)
         save._record(blocked_s=time.perf_counter() - started)
@@ -166,10 +164,8 @@ class Checkpointer:
         restoration = prepare(state, manifest)
         directory = opened.store.path(manifest.step)
         reading = start_read(opened.engine, directory, manifest, restoration.destinations)
-        targets = reading.external_targets
         try:
-            if targets:
-                opened.devices.loader(targets).run(reading.job)
+            opened.devices.load(reading.job, reading.external())
             reading.job.wait(None)
         except _core.Mismatch as mismatch:
             raise reading.mismatch(mismatch) from None
@@ -268,21 +264,13 @@ class _Opened:
         self._lock: RunLock | None = None
         self._owns_fs = borrowed_fs is None
         self.fs = borrowed_fs or _core.open_fs(options.backend, options.queue_depth)
-        if self.fs.note:
-            logger.warning("saving with the %s backend: %s", self.fs.backend, self.fs.note)
+        _say_once(self.fs.note)
         self.store = Store(self.fs, run, keep=options.keep, reuse=options.reuse_files)
         self.engine = _core.Engine(
             self.fs, options.staging_size, options.buffer_size, options.copy_thread_count
         )
-        self.devices = DeviceLink(self.engine.staging, self.engine.staging_address)
+        self.devices = Devices(self.engine.staging_address, self.engine.staging.nbytes)
         self.pipeline = Pipeline(self.store)
-
-    def stager(self, plan: SavePlan, captured: Capture) -> DeviceStager | None:
-        """What copies the device tensors of a save; None when there are none."""
-        sources = external_sources(plan, captured.tensors)
-        if not sources:
-            return None
-        return self.devices.stager(sources, partial(captured.moved, eager=False))
 
     def prepare_saving(self) -> None:
         """Create the run directory, lock it, and clear what a crash left; once."""
@@ -303,6 +291,16 @@ class _Opened:
             self._lock.release()
         if self._owns_fs:
             self.fs.close()
+
+
+_said: set[str] = set()
+
+
+def _say_once(note: str) -> None:
+    """Log why bytes move more slowly than they could; once a process."""
+    if note and note not in _said:
+        _said.add(note)
+        logger.warning("saving with threads instead of io_uring: %s", note)
 
 
 def _check_step(step: object) -> None:

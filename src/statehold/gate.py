@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Pass(Protocol):
     """A way past the gate other than waiting on the host: a stream made to wait instead."""
 
-    def __call__(self, timeout: float | None) -> bool:
-        """Order later work after the copies, once all are enqueued; False if that takes longer."""
+    def __call__(self) -> bool:
+        """Order later work after the copies; False when not all copies are enqueued yet."""
 
 
 class Gate:
@@ -52,14 +52,10 @@ class Gate:
     def wait(self, timeout: float | None = None) -> None:
         """Return once no save still has bytes to copy; `timeout` is in seconds."""
         for save, passing in list(self._saves):
-            if save.done("staged"):
+            if save.done("staged") or (passing is not None and passing()):
                 continue
             started = time.perf_counter()
-            ended = passing is not None and passing(timeout)
-            if not ended:
-                spent = time.perf_counter() - started
-                left = None if timeout is None else max(0.0, timeout - spent)
-                ended = save._wait_ended("staged", left)
+            ended = save._wait_ended("staged", timeout)
             save._add_gate(time.perf_counter() - started)
             if not ended:
                 raise WaitTimeout(

@@ -31,7 +31,6 @@ from statehold.transfer import build_manifest
 if TYPE_CHECKING:
     from statehold._core import WriteJob
     from statehold.state.capture import Capture
-    from statehold.state.device import DeviceStager
 
 logger = logging.getLogger("statehold")
 
@@ -48,16 +47,8 @@ class Work:
     job: WriteJob
     tree: Any
     capture: Capture | None
-    stager: DeviceStager | None = None
+    copy_external: Callable[[], None] | None = None
     error: StateholdError | None = None
-
-    def moved(self) -> str | None:
-        """The name of a lazy tensor that changed before it was allowed to, once all are copied."""
-        if self.capture is None:
-            return None
-        if self.stager is not None and self.capture.is_device_ordered:
-            return self.stager.torn()
-        return self.capture.moved(eager=False)
 
 
 class Pipeline:
@@ -67,6 +58,7 @@ class Pipeline:
         self._store = store
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="statehold-stage")
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="statehold-commit")
+        self.drain()  # starts the threads now, not in the first save
         self._saves: list[Save] = []
         self._guard = threading.Lock()
 
@@ -78,6 +70,8 @@ class Pipeline:
 
     def wait_eager(self, work: Work, captured: Capture) -> None:
         """Return once all that may change before the next update is copied; raises if it did."""
+        if not any(tensor.spec.eager for tensor in captured.tensors):
+            return
         try:
             work.job.wait_eager(None)
             _check_unmoved(captured.moved(eager=True))
@@ -110,10 +104,11 @@ class Pipeline:
             self._fail(work, error)
 
     def _stage(self, work: Work) -> None:
-        if work.stager is not None:
-            work.stager.run(work.job)
+        assert work.capture is not None
+        if work.copy_external is not None:
+            work.copy_external()
         work.job.wait_copied(None)
-        _check_unmoved(work.moved())
+        _check_unmoved(work.capture.settle())
         work.capture = None
         work.save._reach("staged")
 

@@ -47,15 +47,6 @@ def start_write(engine: Engine, plan: SavePlan, captured: Sequence[CapturedTenso
     )
 
 
-def external_sources(plan: SavePlan, captured: Sequence[CapturedTensor]) -> dict[int, torch.Tensor]:
-    """What the engine cannot copy itself, by the segment of a write (the header is 0)."""
-    return {
-        segment: captured[index].tensor
-        for segment, index in enumerate(plan.source_index, 1)
-        if captured[index].external
-    }
-
-
 def build_manifest(plan: SavePlan, tree: Any, sums: bytes) -> Manifest:
     """The commit record of a single-rank step, from its plan and the checksums of its bytes."""
     file, tensors = record_file(plan, sums)
@@ -96,13 +87,12 @@ class StepRead:
     segments: list[ReadSegment]
     files: list[str]
 
-    @property
-    def external_targets(self) -> dict[int, torch.Tensor]:
-        """What the engine cannot place itself, by segment."""
+    def external(self) -> dict[int, torch.Tensor]:
+        """The destinations that the engine cannot reach, by segment."""
         return {
             index: segment.target.tensor
             for index, segment in enumerate(self.segments)
-            if segment.target is not None and segment.target.external
+            if segment.target is not None and segment.target.external and segment.nbytes
         }
 
     def mismatch(self, found: Mismatch) -> ChecksumError:

@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 
 import torch
-from support.faults import DEADLINE_S, SMALL
-from support.training import Training, bits
 
 import statehold
+from support.faults import DEADLINE_S, SMALL
+from support.training import Training, bits
 
 SCRIPT = """
 import sys, torch, statehold

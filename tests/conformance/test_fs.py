@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,9 @@ def test_directories_move_with_their_files(disk: Disk) -> None:
         (lambda fs, p: fs.open_write(p("none"), 1, reuse=True), errno.ENOENT),
     ],
 )
-def test_errors_carry_errno_and_path(disk: Disk, call, expected: int) -> None:  # type: ignore[no-untyped-def]
+def test_errors_carry_errno_and_path(
+    disk: Disk, call: Callable[[_core.Fs, Callable[[str], str]], object], expected: int
+) -> None:
     disk.fs.mkdir(disk.path("full"))
     disk.fs.write_file(disk.path("full/f"), b"")
     with pytest.raises(StorageError) as raised:

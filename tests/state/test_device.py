@@ -1,257 +1,270 @@
-"""Device copies against the real engine, with host tensors standing in for device tensors.
-
-A buffer that goes back to the engine too early would carry the bytes of an earlier save.
-"""
+"""The device path on host memory, with the real engine: late copies make every wrong order show."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from statehold import _core
-from statehold.errors import ClosedError
-from statehold.plan import plan_save
-from statehold.state.capture import CapturedTensor, capture
-from statehold.state.device import (
-    BlockingBackend,
-    DeviceLink,
-    DeviceLoader,
-    DeviceStager,
-    StreamBackend,
-)
-from statehold.state.restore import Destination
-from statehold.testing import SimFs
-from statehold.transfer import build_manifest, external_sources, start_read, start_write
-from support.device import Deferred
+import statehold
+from statehold.errors import StateholdError, TornSnapshot
+from statehold.state.device import Devices
+from support.faults import DEADLINE_S, SMALL, Holdup
+from support.streams import LateStreams, copies_of, install
+from support.training import Training, bits
 
-MIB = 1 << 20
-DEADLINE_S = 60.0
+NO_RNG = {"rng": b""}
 
 
 @pytest.fixture
-def fs() -> SimFs:
-    return SimFs(0)
+def streams(monkeypatch: pytest.MonkeyPatch) -> LateStreams:
+    return install(monkeypatch)
 
 
 @pytest.fixture
-def engine(fs: SimFs) -> Iterator[_core.Engine]:
-    engine = _core.Engine(fs, 2 * MIB, MIB, 2)
-    yield engine
-    engine.close()
+def ckpt(tmp_path: Path, streams: LateStreams) -> Iterator[statehold.Checkpointer]:
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        yield ckpt
+        streams.finish.set()
 
 
-def state_of(seed: int = 0) -> dict[str, torch.Tensor]:
-    """More than three times the staging memory, of sizes that straddle buffers."""
-    make = torch.Generator().manual_seed(seed)
-    sizes = {"a": 3 * MIB + 12, "b": MIB // 2, "c": 3 * MIB, "d": 8, "e": 4}
-    state = {name: torch.randn(size // 4, generator=make) for name, size in sizes.items()}
-    state["half"] = torch.randn(5, 7, generator=make).bfloat16()
-    state["scalar"] = torch.tensor(3.0)
-    state["flags"] = torch.tensor([True, False, True])
-    return state
+def trained(width: int = 32) -> Training:
+    training = Training(width=width)
+    training.step()
+    return training
 
 
-def captured_of(state: dict[str, Any], host: tuple[str, ...] = ()) -> list[CapturedTensor]:
-    tensors = capture(state).tensors
-    for item in tensors:
-        item.external = item.spec.name not in host
-    return tensors
+def restored(ckpt: statehold.Checkpointer, step: int, width: int = 32) -> dict[str, bytes]:
+    training = Training(seed=9, width=width)
+    ckpt.restore(training.state, step)
+    return bits(training) | NO_RNG
 
 
-class Saving:
-    """One save of `tensors` into `fs`, its external part still to be copied."""
-
-    def __init__(self, fs: SimFs, engine: _core.Engine, tensors: list[CapturedTensor]) -> None:
-        self.plan = plan_save([item.spec for item in tensors], step=1)
-        self.job = start_write(engine, self.plan, tensors)
-        self.sources = external_sources(self.plan, tensors)
-        fs.mkdir("/run")
-        self.job.attach(fs.open_write(f"/run/{self.plan.file_name}", self.plan.file_bytes))
-
-    def finish(self) -> Any:
-        assert self.job.wait_written(DEADLINE_S)
-        self.job.finish()
-        return build_manifest(self.plan, {}, self.job.checksums())
+@pytest.mark.parametrize("width", [32, 1024])  # one buffer, and many times the staging memory
+def test_every_byte_arrives(ckpt: statehold.Checkpointer, width: int) -> None:
+    training = trained(width)
+    expected = {}
+    for step in range(1, 4):
+        training.step()
+        expected[step] = bits(training) | NO_RNG
+        ckpt.save(step, training.state)
+    ckpt.close()
+    with statehold.Checkpointer(ckpt._run, **SMALL) as again:
+        for step in expected:
+            assert restored(again, step, width) == expected[step]
 
 
-def load(engine: _core.Engine, manifest: Any, backend: StreamBackend,
-         host: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:  # fmt: skip
-    blank = {name: torch.full_like(tensor, 1) for name, tensor in state_of().items()}
-    targets = [Destination(name, t, None, name not in host) for name, t in blank.items()]
-    reading = start_read(engine, "/run", manifest, targets)
-    DeviceLoader(backend, reading.external_targets).run(reading.job)
-    assert reading.job.wait(DEADLINE_S)
-    return blank
+def test_staging_memory_is_pinned_once(tmp_path: Path, streams: LateStreams) -> None:
+    training = trained()
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        ckpt.save(1, {"host": torch.tensor(3.0)}).wait("committed", DEADLINE_S)
+        assert not streams.pinned, "no device has a part in it yet"
+        for step in range(2, 5):
+            ckpt.save(step, training.state).wait("committed", DEADLINE_S)
+        ckpt.restore(training.state)
+        engine = ckpt._opened().engine
+        expected = (engine.staging_address, engine.staging.nbytes)
+        assert streams.pinned == [expected]
+        assert not streams.unpinned
+    assert streams.unpinned == [expected[0]]
 
 
-def unmoved() -> None:
-    return None
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
-
-
-@pytest.mark.parametrize("make", [Deferred, BlockingBackend])
-@pytest.mark.parametrize("host", [(), ("b", "c"), ("a", "half")])
-def test_bytes_make_the_round_trip(
-    fs: SimFs, engine: _core.Engine, make: Any, host: tuple[str, ...]
+def test_memory_that_cannot_be_pinned_is_used_and_reported(
+    ckpt: statehold.Checkpointer, streams: LateStreams, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = state_of()
-    saving = Saving(fs, engine, captured_of(state, host))
-    DeviceStager(make(), saving.sources, unmoved).run(saving.job)
-    assert same(load(engine, saving.finish(), make(), host), state)
+    streams.may_pin = False
+    training = trained()
+    for step in (1, 2):
+        ckpt.save(step, training.state).wait("committed", DEADLINE_S)
+    assert restored(ckpt, 2) == bits(training) | NO_RNG
+    assert caplog.text.count("could not be pinned") == 1
+    ckpt.close()
+    assert not streams.unpinned
 
 
-def test_buffers_go_back_only_after_their_copies(fs: SimFs, engine: _core.Engine) -> None:
-    backend = Deferred()
-    saving = Saving(fs, engine, captured_of(state_of()))
-    job = saving.job
-    due: dict[int, int] = {}
-
-    class Watched:
-        @property
-        def fills_left(self) -> int:
-            return job.fills_left
-
-        def next_fill(self, timeout: float | None) -> _core.Fill | None:
-            fill = job.next_fill(timeout)
-            if fill is not None:
-                due[fill.token] = backend.copies + len(fill.pieces)
-            return fill
-
-        def filled(self, fill: _core.Fill) -> None:
-            assert backend.done >= due.pop(fill.token)
-            job.filled(fill)
-
-    DeviceStager(backend, saving.sources, unmoved).run(Watched())
-    assert due == {}
-    saving.finish()
+def test_the_gate_makes_the_stream_wait_instead_of_the_host(
+    ckpt: statehold.Checkpointer, streams: LateStreams
+) -> None:
+    training = trained()
+    expected = bits(training) | NO_RNG
+    streams.finish.clear()
+    save = ckpt.save(1, training.state)  # returns although no device copy can complete
+    assert copies_of(ckpt)._enqueued.wait(DEADLINE_S)
+    training.step()
+    training.step()
+    assert not save.done("staged")
+    assert save.stats.gate_s == 0
+    assert streams.waits == 2
+    assert bits(training)["hidden.weight"] != expected["hidden.weight"]
+    streams.finish.set()
+    save.wait("committed", DEADLINE_S)  # the update was let through: it is no torn snapshot
+    assert restored(ckpt, 1) == expected
 
 
-def test_copies_follow_the_training_stream(fs: SimFs, engine: _core.Engine) -> None:
-    backend = Deferred()
-    saving = Saving(fs, engine, captured_of(state_of()))
-    stager = DeviceStager(backend, saving.sources, unmoved)
-    assert backend.log == ["follow"]
-    stager.run(saving.job)
-    saving.finish()
+def test_the_host_waits_while_copies_are_to_be_enqueued(
+    ckpt: statehold.Checkpointer, streams: LateStreams
+) -> None:
+    holdup = Holdup(ckpt)
+    training = trained(width=1024)
+    expected = bits(training) | NO_RNG
+    save = ckpt.save(1, training.state)
+    assert holdup.waiting.wait(DEADLINE_S)
+    assert not copies_of(ckpt).passing()
+    with pytest.raises(statehold.errors.WaitTimeout):
+        ckpt.gate(0.01)
+    holdup.release()
+    training.step()
+    assert save.done("staged") or streams.waits
+    save.wait("committed", DEADLINE_S)
+    assert restored(ckpt, 1, width=1024) == expected
 
 
-def test_an_update_passes_behind_the_last_copy(fs: SimFs, engine: _core.Engine) -> None:
-    backend = Deferred()
-    saving = Saving(fs, engine, captured_of(state_of()))
-    stager = DeviceStager(backend, saving.sources, unmoved)
-    assert not stager.passing(timeout=0)
-    stager.run(saving.job)
-    assert stager.passing(timeout=0)
-    assert backend.log[-1] == f"hold back {backend.copies}"
-    saving.finish()
+def test_no_stream_waits_for_lazy_host_tensors(
+    ckpt: statehold.Checkpointer, streams: LateStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_host = torch.randn(1 << 15)
+    monkeypatch.setattr(
+        "statehold.state.capture.is_external", lambda t: t.data_ptr() != on_host.data_ptr()
+    )
+    state = {"host": statehold.Gated(on_host), "device": statehold.Gated(torch.randn(64))}
+    streams.finish.clear()
+    ckpt.save(1, state)
+    copies = copies_of(ckpt)
+    assert copies._enqueued.wait(DEADLINE_S)
+    assert not copies.passing()
+    streams.finish.set()
+    ckpt.gate(DEADLINE_S)
 
 
-def test_an_update_may_pass_before_the_copies_are_done() -> None:
-    backend = Deferred()
-    source = torch.arange(8, dtype=torch.uint8)
-    stager = DeviceStager(backend, {1: source}, unmoved)
-    job = OneFill(when_filled=lambda: None)
-    passed: list[bool] = []
-    backend.run_until = lambda _: passed.append(stager.passing(timeout=0))
-    stager.run(job)
-    assert passed
-    assert passed[0]
+def test_a_change_before_the_gate_fails_the_save(
+    ckpt: statehold.Checkpointer, streams: LateStreams
+) -> None:
+    training = trained()
+    streams.finish.clear()
+    save = ckpt.save(1, training.state)
+    copies = copies_of(ckpt)
+    assert copies._enqueued.wait(DEADLINE_S)
+    with torch.no_grad():
+        training.model.hidden.weight.add_(1)
+    assert not copies.passing()
+    streams.finish.set()
+    with pytest.raises(TornSnapshot) as caught:
+        save.wait("committed", DEADLINE_S)
+    assert caught.value.facts["tensor"] == "model.hidden.weight"
+    assert not copies.passing(), "a failed save is not passed, it is waited for: it has ended"
+    training.step()
+    assert ckpt.steps() == []
 
 
-class OneFill:
-    """A job with a single buffer of eight bytes."""
-
-    def __init__(self, when_filled: Callable[[], object]) -> None:
-        self.fills_left = 1
-        self.view = memoryview(bytearray(8))
-        self.pieces = [(1, 0, 0, 8)]
-        self._when_filled = when_filled
-
-    def next_fill(self, timeout: float | None) -> OneFill | None:
-        self.fills_left = 0
-        return self
-
-    def filled(self, fill: OneFill) -> None:
-        self._when_filled()
+def test_buffers_are_those_of_the_call(ckpt: statehold.Checkpointer, streams: LateStreams) -> None:
+    training = trained()
+    expected = bits(training) | NO_RNG
+    streams.finish.clear()
+    save = ckpt.save(1, training.state)
+    training.backward()  # moves the running mean; copied by nobody so far
+    streams.finish.set()
+    save.wait("committed", DEADLINE_S)
+    assert restored(ckpt, 1)["norm.running_mean"] == expected["norm.running_mean"]
 
 
-@pytest.mark.parametrize(("moves", "passes", "torn"), [
-    ("before", True, "w"), ("before", False, "w"), ("after", True, None), ("never", False, None),
-])  # fmt: skip
-def test_changes_count_until_an_update_passed(moves: str, passes: bool, torn: str | None) -> None:
-    changed: list[str] = []
-    stager = DeviceStager(Deferred(), {1: torch.zeros(8, dtype=torch.uint8)},
-                          lambda: changed[0] if changed else None)  # fmt: skip
+def test_non_contiguous_and_odd_dtypes(ckpt: statehold.Checkpointer) -> None:
+    state: dict[str, Any] = {
+        "transposed": statehold.Gated(torch.arange(12.0).reshape(3, 4).t()),
+        "sliced": torch.arange(40).reshape(4, 10)[:, 2:7],
+        "offset": torch.arange(10, dtype=torch.int16)[3:],
+        "conj": torch.randn(5, dtype=torch.complex64).conj(),
+        "bool": torch.tensor([True, False, True]),
+        "fp8": torch.randn(7).to(torch.float8_e4m3fn),
+        "empty": torch.empty(0, 3),
+    }
+    ckpt.save(1, state).wait("committed", DEADLINE_S)
 
-    def while_copying() -> None:
-        if moves == "before":
-            changed.append("w")
-        if passes:
-            assert stager.passing(timeout=0)
-        if moves == "after":
-            changed.append("w")
+    def plain(value: Any) -> Any:
+        return value.value if isinstance(value, statehold.Gated) else value
 
-    stager.run(OneFill(while_copying))
-    assert stager.torn() == torn
-
-
-def test_a_lost_device_fails_the_save_and_lends_nothing(fs: SimFs, engine: _core.Engine) -> None:
-    saving = Saving(fs, engine, captured_of(state_of()))
-    stager = DeviceStager(Deferred(fail_at=3), saving.sources, unmoved)
-    with pytest.raises(RuntimeError, match="the device is lost"):
-        stager.run(saving.job)
-    assert not stager.passing(timeout=0)
-    saving.job.cancel()
-    fs.unlink(f"/run/{saving.plan.file_name}")
-    fs.rmdir("/run")
-    state = state_of(1)  # all buffers are there again: this one needs each of them many times
-    again = Saving(fs, engine, captured_of(state))
-    DeviceStager(Deferred(), again.sources, unmoved).run(again.job)
-    assert same(load(engine, again.finish(), Deferred()), state)
+    live = {name: torch.zeros_like(plain(value)) for name, value in state.items()}
+    live["transposed"] = torch.zeros(3, 4).t()
+    live["sliced"] = torch.zeros(4, 10, dtype=torch.int64)[:, 2:7]
+    ckpt.restore(live)
+    for name, value in live.items():
+        assert value.resolve_conj().tolist() == plain(state[name]).resolve_conj().tolist(), name
+    assert not live["sliced"].is_contiguous()
 
 
-def test_a_cancelled_save_ends_the_copying(fs: SimFs, engine: _core.Engine) -> None:
-    saving = Saving(fs, engine, captured_of(state_of()))
-    saving.job.cancel()
-    stager = DeviceStager(Deferred(), saving.sources, unmoved)
-    with pytest.raises(ClosedError):
-        stager.run(saving.job)
-    assert not stager.passing(timeout=0)
+class OneBuffer:
+    """A job with a single buffer: it can lend the next only when it has the last one back."""
+
+    def __init__(self, streams: LateStreams, fails_at: int | None = None) -> None:
+        self.memory = bytearray(4)
+        self.written = b""
+        self.fills_left = 3
+        self._fails_at = fails_at
+        self._lent = False
+
+    def next_fill(self, timeout: float | None) -> Any:
+        if self.fills_left == self._fails_at:
+            raise StateholdError("the job has failed")
+        if self._lent:
+            assert timeout == 0, "would wait for ever"
+            return None
+        if not self.fills_left:
+            return None
+        self.fills_left -= 1
+        self._lent = True
+        offset = 4 * (2 - self.fills_left)
+        return SimpleNamespace(view=memoryview(self.memory), pieces=[(1, offset, 0, 4)])
+
+    def filled(self, fill: Any) -> None:
+        self._lent = False
+        self.written += bytes(self.memory)
+
+    def wait_eager(self, timeout: float | None) -> bool:
+        return True
 
 
-def test_a_corrupt_file_fails_the_load(fs: SimFs, engine: _core.Engine) -> None:
-    saving = Saving(fs, engine, captured_of(state_of()))
-    DeviceStager(Deferred(), saving.sources, unmoved).run(saving.job)
-    manifest = saving.finish()
-    fs.corrupt(f"/run/{saving.plan.file_name}", saving.plan.begins[0] + 5, 1)
-    with pytest.raises(_core.Mismatch):
-        load(engine, manifest, Deferred())
+@pytest.mark.parametrize(("fails_at", "written"), [(None, 12), (1, 8), (3, 0)])
+def test_buffers_go_back_after_their_copies(
+    streams: LateStreams, fails_at: int | None, written: int
+) -> None:
+    source = torch.arange(12, dtype=torch.uint8)
+    captured = statehold.state.capture.capture({"t": statehold.Gated(source)})
+    job = OneBuffer(streams, fails_at)
+    copies = Devices(0, 0).copies(job, captured, (0,))
+    assert copies is not None
+    if fails_at is None:
+        copies.run()
+    else:
+        with pytest.raises(StateholdError):
+            copies.run()
+    assert not job._lent
+    assert job.written == bytes(source.tolist())[:written]
 
 
-def test_staging_memory_is_pinned_once(engine: _core.Engine) -> None:
-    backend = Deferred()
-    link = DeviceLink(engine.staging, engine.staging_address, backend)
-    assert backend.log == []
-    link.stager({1: torch.zeros(1)}, unmoved)
-    link.loader({1: torch.zeros(1)})
-    assert [entry for entry in backend.log if "pin" in entry] == [f"pin {2 * MIB}"]
-    link.close()
-    link.close()
-    assert backend.log.count("unpin") == 1
-    assert link.note == ""
+def test_a_failing_copy_gives_its_buffer_back(
+    streams: LateStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = statehold.state.capture.capture({"t": torch.arange(12, dtype=torch.uint8)})
+    job = OneBuffer(streams)
+    copies = Devices(0, 0).copies(job, captured, (0,))
+    assert copies is not None
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(streams, "copy", fails)
+    with pytest.raises(RuntimeError, match="device lost"):
+        copies.run()
+    assert not job._lent
 
 
-def test_memory_that_cannot_be_pinned_is_used_as_it_is(engine: _core.Engine) -> None:
-    backend = Deferred(pin_note="not permitted")
-    link = DeviceLink(engine.staging, engine.staging_address, backend)
-    link.stager({1: torch.zeros(1)}, unmoved)
-    link.stager({1: torch.zeros(1)}, unmoved)
-    assert link.note == "not permitted"
-    link.close()
-    assert [entry for entry in backend.log if "pin" in entry] == [f"pin {2 * MIB}"]
+def test_host_states_involve_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("statehold.state.device.backend_for", pytest.fail)
+    model = nn.Linear(4, 4)
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        ckpt.save(1, {"model": model})
+        ckpt.restore({"model": model})

@@ -1,116 +1,105 @@
-"""Random numbers after a restore are those that would have come after the save."""
+"""Rng: every generator goes on with the numbers it would have drawn."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+import numpy
 import pytest
 import torch
 
+import statehold
 from statehold.errors import StateMismatchError, UsageError
-from statehold.state.rng import Rng
-from support.memory_store import MemoryStep
+from support.faults import DEADLINE_S, SMALL
+from support.matching import MemoryStep
 
 
-def draw() -> list[Any]:
+def global_draws() -> list[float]:
     return [
-        random.random(), random.gauss(0, 1), random.getrandbits(70),
-        float(np.random.rand()), float(np.random.randn()),
-        torch.rand(3).tolist(), torch.randn(17).tolist(), torch.randint(0, 1 << 40, (2,)).tolist(),
-    ]  # fmt: skip
+        random.random(),
+        random.gauss(0, 1),  # keeps a second number for the next call
+        float(numpy.random.random()),
+        float(numpy.random.normal()),
+        float(torch.rand(())),
+        float(torch.randn(7).sum()),
+    ]
 
 
-def restored(step: MemoryStep, rng: Rng | None = None) -> None:
-    step.restore({"rng": rng or Rng()})
+def test_the_generators_of_the_process(tmp_path: Path) -> None:
+    global_draws()
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        ckpt.save(1, {"rng": statehold.Rng()}).wait("committed", DEADLINE_S)
+        expected = [global_draws(), global_draws()]
+        random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+        ckpt.restore({"rng": statehold.Rng()})
+    assert [global_draws(), global_draws()] == expected
 
 
-def test_the_numbers_go_on() -> None:
-    draw()  # leaves half of a gauss pair behind in each generator
-    step = MemoryStep({"rng": Rng()})
-    expected = draw()
-    draw()
-    restored(step)
-    assert draw() == expected
+NAMED: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
+    "torch": (lambda seed: torch.Generator().manual_seed(seed),
+              lambda g: torch.randn(3, generator=g).tolist()),
+    "python": (random.Random, lambda g: [g.random(), g.gauss(0, 1)]),
+    "pcg64": (numpy.random.default_rng, lambda g: g.normal(size=3).tolist()),
+    "philox": (lambda seed: numpy.random.Generator(numpy.random.Philox(seed)),
+               lambda g: g.normal(size=3).tolist()),
+    "mt19937": (lambda seed: numpy.random.Generator(numpy.random.MT19937(seed)),
+                lambda g: g.normal(size=3).tolist()),
+    "legacy": (numpy.random.RandomState, lambda g: g.normal(size=3).tolist()),
+}  # fmt: skip
 
 
-def test_saving_draws_nothing() -> None:
-    torch.manual_seed(3)
-    random.seed(3)
-    np.random.seed(3)
-    expected = draw()
-    torch.manual_seed(3)
-    random.seed(3)
-    np.random.seed(3)
-    MemoryStep({"rng": Rng()})
-    assert draw() == expected
+@pytest.mark.parametrize("kind", NAMED)
+def test_named_generators(tmp_path: Path, kind: str) -> None:
+    make, draw = NAMED[kind]
+    generator, fresh = make(1), make(2)
+    draw(generator)
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        state = {"rng": statehold.Rng(generators={"mine": generator})}
+        ckpt.save(1, state).wait("committed", DEADLINE_S)
+        expected = [draw(generator) for _ in range(3)]
+        ckpt.restore({"rng": statehold.Rng(generators={"mine": fresh})})
+    assert [draw(fresh) for _ in range(3)] == expected
 
 
-def test_the_state_is_small_and_has_no_tensors() -> None:
-    step = MemoryStep({"rng": Rng()})
-    assert step.capture.tensors == []
-    assert len(step.manifest.encode()) < 20_000
+def test_saving_and_restoring_draw_nothing() -> None:
+    torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
+    expected = global_draws()
+    torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
+    step = MemoryStep({"rng": statehold.Rng()})
+    step.restore({"rng": statehold.Rng()})
+    assert global_draws() == expected
 
 
-BITS = [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64]
+def test_other_generators_than_those_of_the_step() -> None:
+    step = MemoryStep({"rng": statehold.Rng({"a": torch.Generator()})})
+    for generators in ({}, {"b": torch.Generator()}, {"a": random.Random(0)}):
+        with pytest.raises(StateMismatchError) as caught:
+            step.restore({"rng": statehold.Rng(generators)})
+        assert "'a': 'torch'" in str(caught.value.facts["expected"])
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_numpy_generators_go_on(bits: Any) -> None:
-    generator = np.random.Generator(bits(5))
-    generator.integers(0, 10, 3, dtype=np.int32)  # leaves half a word behind
-    step = MemoryStep({"rng": Rng({"data": generator})})
-    expected = generator.normal(size=5).tolist(), generator.integers(0, 99, 7).tolist()
-    fresh = np.random.Generator(bits(6))
-    restored(step, Rng({"data": fresh}))
-    assert (fresh.normal(size=5).tolist(), fresh.integers(0, 99, 7).tolist()) == expected
+@pytest.mark.parametrize("bad", [random.SystemRandom(), object(), 3])
+def test_what_is_no_generator(bad: Any) -> None:
+    with pytest.raises(UsageError):
+        statehold.Rng({"bad": bad})
 
 
-def test_named_generators_of_every_kind_go_on() -> None:
-    def make(seed: int) -> dict[str, Any]:
-        return {"t": torch.Generator().manual_seed(seed), "r": random.Random(seed),
-                "l": np.random.RandomState(seed)}  # fmt: skip
+class Draws:
+    """An object whose loading draws numbers, as building a data loader does."""
 
-    def numbers(of: dict[str, Any]) -> list[Any]:
-        return [torch.rand(4, generator=of["t"]).tolist(), of["r"].gauss(0, 1), of["r"].random(),
-                of["l"].standard_normal(3).tolist()]  # fmt: skip
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
-    saved = make(1)
-    numbers(saved)
-    step = MemoryStep({"rng": Rng(saved)})
-    expected = numbers(saved)
-    live = make(2)
-    restored(step, Rng(live))
-    assert numbers(live) == expected
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        torch.rand(5)
 
 
-def test_generators_have_to_be_the_same_ones() -> None:
-    step = MemoryStep({"rng": Rng({"data": torch.Generator()})})
-    before = torch.get_rng_state()
-    for other in ({}, {"other": torch.Generator()}, {"data": random.Random(1)}):
-        torch.rand(1)
-        with pytest.raises(StateMismatchError):
-            restored(step, Rng(other))
-        assert not torch.equal(torch.get_rng_state(), before), "nothing was set back"
-
-
-def test_generators_are_set_after_everything_that_may_draw() -> None:
-    class Loader:
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            torch.rand(100)
-
-    step = MemoryStep({"rng": Rng(), "loader": Loader()})
+def test_generators_are_restored_last() -> None:
+    state = {"rng": statehold.Rng(), "loader": Draws()}
+    step = MemoryStep(state)
     expected = torch.rand(3)
-    step.restore({"rng": Rng(), "loader": Loader()})
+    step.restore(state)
     assert torch.equal(torch.rand(3), expected)
-
-
-@pytest.mark.parametrize("generator", [random.SystemRandom(), object(), 5])
-def test_what_is_no_generator_is_refused(generator: Any) -> None:
-    with pytest.raises(UsageError) as caught:
-        Rng({"g": generator})
-    assert caught.value.facts["name"] == "g"

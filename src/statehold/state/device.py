@@ -1,17 +1,16 @@
-"""Bytes between a device and the engine's staging buffers, through streams and events.
+"""Between device memory and the engine's buffers: copies on side streams, and what may follow them.
 
-Owns: the side stream of each device, the order of copies against the training stream, the pinning
-of the staging memory (once), and the moment from which the device state may change again.
-Holds: a copy reads the state as the training stream had left it when the stager was made. A buffer
-goes back to the engine only after the event behind its last copy, on failure too: the device never
-writes into memory that is somebody else's by then. Nothing here waits for the device on the
-training thread.
-Not here: which tensors (capture, restore), the buffers themselves (engine).
+General layout: a StreamBackend knows one kind of device; `Devices` belongs to an open engine and
+pins its staging memory; `DeviceCopies` fills the buffers of one save, `DeviceLoads` empties those
+of one restore. The engine appears only as the protocols below.
 
-How an update passes without waiting for bytes: once every copy is *enqueued*, the training stream
-is made to wait for their last event (`DeviceStager.passing`); the update is queued behind them on
-the device while the host goes on. Version counters are compared at that moment, because afterwards
-they may move; if nobody passes, they are compared when all copies are done.
+Holds, for a save:
+- the side stream starts after everything that the current stream had been given when save() ran;
+- a buffer is given back only after the copies into it have completed, also when the save fails;
+- a source is kept alive until then;
+- an update is let through before that only if every copy is enqueued, nothing has changed so far,
+  and the updating stream has been made to wait for the last copy.
+For a restore: the copies start after, and end before, what the current stream does around it.
 """
 
 from __future__ import annotations
@@ -19,31 +18,51 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from statehold.errors import StateholdError
+from statehold.state.capture import Capture, CapturedTensor
+
 logger = logging.getLogger("statehold")
 
-__all__ = [
-    "BlockingBackend",
-    "CudaBackend",
-    "DeviceLink",
-    "DeviceLoader",
-    "DeviceStager",
-    "StreamBackend",
-]
+Event = Any
+Stream = Any
 
-Piece = tuple[int, int, int, int]  # segment, offset in it, offset in the buffer, bytes
+
+class StreamBackend(Protocol):
+    """What has to be known of a kind of device."""
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        """Let the device reach this host memory itself; False when it cannot."""
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`; no copy is under way."""
+
+    def fork(self, device: torch.device) -> Stream:
+        """A side stream whose work follows what the device's current stream has been given."""
+
+    def copy(self, stream: Stream, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue a copy between contiguous tensors of equal size."""
+
+    def record(self, stream: Stream) -> Event:
+        """An event that completes once the stream's work so far has."""
+
+    def synchronize(self, event: Event) -> None:
+        """Block the calling thread until the event completes."""
+
+    def make_current_wait(self, event: Event) -> None:
+        """Order what the current stream of the event's device is given from now on after it."""
 
 
 class Lent(Protocol):
-    """A staging buffer that the engine lends to Python: a Fill or a Ready."""
+    """A buffer in the hands of Python: (segment, offset in it, offset in `view`, bytes)."""
 
     @property
-    def pieces(self) -> list[Piece]: ...
+    def pieces(self) -> Sequence[tuple[int, int, int, int]]: ...
     @property
     def view(self) -> memoryview: ...
 
@@ -52,337 +71,290 @@ LentT = TypeVar("LentT", bound=Lent)
 
 
 class FillJob(Protocol[LentT]):
-    """What the stager needs of a WriteJob."""
+    """The side of the engine's WriteJob that is used here."""
 
+    def next_fill(self, timeout: float | None) -> LentT | None: ...
+    def filled(self, fill: LentT) -> None: ...
+    def wait_eager(self, timeout: float | None) -> bool: ...
     @property
     def fills_left(self) -> int: ...
-    def next_fill(self, timeout: float | None, /) -> LentT | None: ...
-    def filled(self, fill: LentT, /) -> None: ...
 
 
 class ReadyJob(Protocol[LentT]):
-    """What the loader needs of a ReadJob."""
+    """The side of the engine's ReadJob that is used here."""
 
-    @property
-    def ready_left(self) -> int: ...
-    def next_ready(self, timeout: float | None, /) -> LentT | None: ...
-    def release(self, ready: LentT, /) -> None: ...
-
-
-class Event(Protocol):
-    """A point in the work of a side stream."""
-
-    def synchronize(self) -> None:
-        """Wait, on the host, until the work before it is done."""
-
-
-class StreamBackend(Protocol):
-    """The whole of what is asked of a device runtime."""
-
-    def follow(self, device: torch.device) -> None:
-        """Side work starts after what the current stream has been given so far."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, device: torch.device) -> None:
-        """Enqueue a copy between the device and the host on the side stream."""
-
-    def record(self, device: torch.device) -> Event:
-        """The point behind everything enqueued on the side stream so far."""
-
-    def hold_back(self, device: torch.device, event: Event) -> None:
-        """Later work of the current stream starts after the event."""
-
-    def pin(self, address: int, nbytes: int) -> str:
-        """Make host memory reachable by the device's copy engines; why not, or ""."""
-
-    def unpin(self, address: int) -> None:
-        """Undo `pin`."""
+    def next_ready(self, timeout: float | None) -> LentT | None: ...
+    def release(self, ready: LentT) -> None: ...
 
 
 class CudaBackend:
-    """One side stream per device; staging memory registered with the driver."""
-
-    # cudaHostRegisterPortable: pinned for every device of this process, not for the current one.
-    _PORTABLE = 1
+    """CUDA and ROCm: one side stream a device, copies by its copy engine."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def follow(self, device: torch.device) -> None:
-        self._stream(device).wait_stream(torch.cuda.current_stream(device))
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, device: torch.device) -> None:
-        with torch.cuda.stream(self._stream(device)):
-            target.copy_(source, non_blocking=True)
-
-    def record(self, device: torch.device) -> Event:
-        # blocking=True: the waiting thread sleeps instead of taking a core from the trainer.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream(device))
-        return event
-
-    def hold_back(self, device: torch.device, event: Any) -> None:
-        torch.cuda.current_stream(device).wait_event(event)
-
-    def pin(self, address: int, nbytes: int) -> str:
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        result = runtime.cudaHostRegister(address, nbytes, self._PORTABLE)
-        return "" if int(result) == 0 else f"cudaHostRegister failed with {result}"
+    def pin(self, address: int, nbytes: int) -> bool:
+        portable = 1  # for every device, not only the current one
+        failed = int(_cudart().cudaHostRegister(address, nbytes, portable))
+        if failed:
+            # CUDA reports an error once more to whoever asks next: that must not be the trainer.
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+        return not failed
 
     def unpin(self, address: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        _cudart().cudaHostUnregister(address)
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
+    def fork(self, device: torch.device) -> torch.cuda.Stream:
+        stream = self._streams.get(device)
+        if stream is None:
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._streams[device] = stream
-        return self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return stream
+
+    def copy(self, stream: torch.cuda.Stream, dst: torch.Tensor, src: torch.Tensor) -> None:
+        with torch.cuda.stream(stream):
+            dst.copy_(src, non_blocking=True)
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        # Blocking waits sleep: the processors are for training.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def make_current_wait(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(event.device).wait_event(event)
 
 
-class _Passed:
-    """The event behind a copy that is already done."""
-
-    def synchronize(self) -> None:
-        pass
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class BlockingBackend:
-    """For devices without streams of their own here: every copy is done when it returns."""
+    """Every other accelerator: plain copies, complete when they return."""
 
-    def follow(self, device: torch.device) -> None:
-        pass
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, device: torch.device) -> None:
-        target.copy_(source)
-
-    def record(self, device: torch.device) -> Event:
-        return _Passed()
-
-    def hold_back(self, device: torch.device, event: Event) -> None:
-        pass
-
-    def pin(self, address: int, nbytes: int) -> str:
-        return ""
+    def pin(self, address: int, nbytes: int) -> bool:
+        return True  # nothing to do, and nothing to report
 
     def unpin(self, address: int) -> None:
         pass
 
+    def fork(self, device: torch.device) -> None:
+        torch.accelerator.synchronize(device)
 
-class DeviceLink:
-    """The way between devices and one engine's staging memory; it is pinned at the first use."""
+    def copy(self, stream: None, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src)
 
-    def __init__(
-        self, staging: memoryview, address: int, backend: StreamBackend | None = None
-    ) -> None:
-        self._bytes = len(staging)
-        self._address = address
-        self._backend = backend
-        self._is_pinned = False
-        self.note = ""
+    def record(self, stream: None) -> None:
+        pass
 
-    def stager(
-        self, sources: Mapping[int, torch.Tensor], moved: Callable[[], str | None]
-    ) -> DeviceStager:
-        """Begin a save of `sources` (by segment) on the thread that trains."""
-        return DeviceStager(self._opened(sources.values()), sources, moved)
+    def synchronize(self, event: None) -> None:
+        pass
 
-    def loader(self, targets: Mapping[int, torch.Tensor]) -> DeviceLoader:
-        """Begin a restore into `targets` (by segment)."""
-        return DeviceLoader(self._opened(targets.values()), targets)
+    def make_current_wait(self, event: None) -> None:
+        pass
+
+
+def backend_for(device: torch.device) -> StreamBackend:
+    """The backend for devices of this type; a process has one type of accelerator."""
+    return CudaBackend() if device.type == "cuda" else BlockingBackend()
+
+
+class Devices:
+    """The devices' side of one engine; does nothing until a state has tensors on a device."""
+
+    def __init__(self, staging_address: int, staging_bytes: int) -> None:
+        self._address = staging_address
+        self._nbytes = staging_bytes
+        self._guard = threading.Lock()
+        self._backend: StreamBackend | None = None
+        self._pinned: bool | None = None  # None: not tried yet
+
+    def copies(
+        self, job: FillJob[LentT], captured: Capture, order: Sequence[int]
+    ) -> DeviceCopies | None:
+        """The device copies of a save; None when all is host memory. Call it inside save().
+
+        Segment i + 1 of the job is captured.tensors[order[i]].
+        """
+        external = {
+            segment: captured.tensors[index].tensor
+            for segment, index in enumerate(order, 1)
+            if captured.tensors[index].external
+        }
+        if not external:
+            return None
+        return DeviceCopies(job, captured, _Mover(self._for(external), external, self._pin))
+
+    def load(self, job: ReadyJob[LentT], external: Mapping[int, torch.Tensor]) -> None:
+        """Empty every buffer of a read into the device tensors, by segment."""
+        if not external:
+            return
+        mover = _Mover(self._for(external), external, self._pin)
+        mover.relay(job.next_ready, job.release, mover.buffer_to_device)
+        mover.make_current_wait()
 
     def close(self) -> None:
-        """Unpin. No job may be under way."""
-        if self._backend is not None and self._is_pinned:
+        """Unpin; every job has ended."""
+        if self._backend is not None and self._pinned:
             self._backend.unpin(self._address)
-            self._is_pinned = False
+        self._pinned = None
 
-    def _opened(self, tensors: Iterable[torch.Tensor]) -> StreamBackend:
+    def _for(self, external: Mapping[int, torch.Tensor]) -> StreamBackend:
         if self._backend is None:
-            kinds = {tensor.device.type for tensor in tensors}
-            self._backend = CudaBackend() if kinds == {"cuda"} else BlockingBackend()
-        if not self._is_pinned and not self.note:
-            self.note = self._backend.pin(self._address, self._bytes)
-            self._is_pinned = not self.note
-            if self.note:
-                logger.warning("staging memory is not pinned, copies are slower: %s", self.note)
+            self._backend = backend_for(next(iter(external.values())).device)
         return self._backend
 
+    def _pin(self) -> None:
+        with self._guard:
+            if self._pinned is None:
+                assert self._backend is not None
+                self._pinned = self._backend.pin(self._address, self._nbytes)
+                if not self._pinned:
+                    logger.warning("staging memory could not be pinned: device copies are slower")
 
-class DeviceStager:
-    """The device tensors of one save. Make it, then `run` it on another thread."""
+
+class DeviceCopies:
+    """The device copies of one save: `run` on a thread of their own, `passing` from the gate."""
+
+    def __init__(self, job: FillJob[Any], captured: Capture, mover: _Mover) -> None:
+        self._job = job
+        self._captured = captured
+        self._mover = mover
+        self._enqueued = threading.Event()
+        self._streams_suffice = not any(map(_is_lazy_on_host, captured.tensors))
+
+    def run(self) -> None:
+        """Fill every buffer the engine lends; returns when all the copies have completed."""
+        self._note_progress()
+        self._mover.relay(self._job.next_fill, self._job.filled, self._fill)
+
+    def passing(self) -> bool:
+        """Let updates on the current stream through, if they can be ordered after the copies.
+
+        Not while a copy is still to be enqueued, nor for states with lazy tensors on the host,
+        whose copying no stream waits for; nor if something has changed, which fails the save.
+        """
+        try:
+            if not (self._streams_suffice and self._enqueued.is_set() and self._job.wait_eager(0)):
+                return False
+        except StateholdError:
+            return False  # the save has failed, and its handle is about to say so
+        if self._captured.settle() is not None:
+            return False
+        self._mover.make_current_wait()
+        return True
+
+    def _fill(self, fill: Lent) -> list[Event]:
+        events = self._mover.device_to_buffer(fill)
+        self._note_progress()
+        return events
+
+    def _note_progress(self) -> None:
+        if self._job.fills_left == 0:
+            self._enqueued.set()
+
+
+class _Mover:
+    """Copies between lent buffers and device tensors, on one side stream a device."""
 
     def __init__(
         self,
         backend: StreamBackend,
-        sources: Mapping[int, torch.Tensor],
-        moved: Callable[[], str | None],
+        tensors: Mapping[int, torch.Tensor],
+        prepare: Callable[[], None],
     ) -> None:
-        self._wires = _Wires(backend, sources)
-        self._moved: Callable[[], str | None] | None = moved
-        self._guard = threading.Lock()
-        self._torn: str | None = None
-        self._enqueued = threading.Event()
-        self._failed = False
-
-    def run(self, job: FillJob[LentT]) -> None:
-        """Fill every buffer that needs device bytes; returns when all copies are done.
-
-        Raises the job's error, or the device's. Buffers go back to the engine either way.
-        """
-        lender = _Lender(job.next_fill, lambda: job.fills_left, job.filled)
-        try:
-            self._wires.pump(lender, self._wires.copy_out, self._enqueued.set)
-            self._settle()
-        except BaseException:
-            self._failed = True
-            raise
-        finally:
-            self._wires.let_go()
-            self._enqueued.set()
-
-    def passing(self, timeout: float | None = None) -> bool:
-        """Order the current streams behind the copies, without waiting for these.
-
-        Waits until all are enqueued; False when that did not happen in time, or the copying failed.
-        """
-        if not self._enqueued.wait(timeout) or self._failed:
-            return False
-        self._settle()
-        self._wires.hold_back()
-        return True
-
-    def torn(self) -> str | None:
-        """The tensor that had changed when change was not allowed yet; valid after `run`."""
-        return self._torn
-
-    def _settle(self) -> None:
-        with self._guard:
-            if self._moved is not None:
-                self._torn = self._moved()
-                self._moved = None  # it holds on to the captured state
-
-
-class DeviceLoader:
-    """The device tensors of one restore."""
-
-    def __init__(self, backend: StreamBackend, targets: Mapping[int, torch.Tensor]) -> None:
-        self._wires = _Wires(backend, targets)
-
-    def run(self, job: ReadyJob[LentT]) -> None:
-        """Empty every verified buffer with device bytes; returns when all copies are done."""
-        lender = _Lender(job.next_ready, lambda: job.ready_left, job.release)
-        self._wires.pump(lender, self._wires.copy_in, lambda: None)
-        self._wires.hold_back()
-
-
-@dataclass(slots=True)
-class _Lender(Generic[LentT]):
-    """The two jobs, seen the same way."""
-
-    take: Callable[[float | None], LentT | None]
-    left: Callable[[], int]
-    give_back: Callable[[LentT], None]
-
-
-class _Wires:
-    """Tensors by segment, as bytes, and the streams that move them."""
-
-    def __init__(self, backend: StreamBackend, tensors: Mapping[int, torch.Tensor]) -> None:
         self._backend = backend
-        self._bytes = {segment: _as_bytes(tensor) for segment, tensor in tensors.items()}
-        self._ends: dict[torch.device, Event] = {}
-        for device in {tensor.device for tensor in tensors.values()}:
-            backend.follow(device)
+        self._tensors = tensors
+        self._prepare = prepare
+        devices = {tensor.device for tensor in tensors.values()}
+        self._streams = {device: backend.fork(device) for device in devices}
+        self._newest: dict[torch.device, Event] = {}
 
-    def pump(
+    def relay(
         self,
-        lender: _Lender[LentT],
-        copy: Callable[[LentT], list[Event]],
-        enqueued: Callable[[], None],
+        take: Callable[[float | None], LentT | None],
+        give_back: Callable[[LentT], None],
+        move: Callable[[LentT], list[Event]],
     ) -> None:
-        """Lend, copy, give back, until the job has nothing more; `enqueued` after the last copy."""
-        lent: deque[tuple[LentT, list[Event]]] = deque()
+        """Move every buffer that `take` lends; several are under way at once.
+
+        The engine may have no buffer to lend before it gets one back, so this never waits for
+        the next one while it holds any.
+        """
+        self._prepare()
+        moving: deque[tuple[LentT, list[Event]]] = deque()
         try:
-            while (buffer := _next(lender, lent)) is not None:
-                # In the queue before the copies: whatever fails, it is given back.
-                events: list[Event] = []
-                lent.append((buffer, events))
-                events += copy(buffer)
-            enqueued()
-            while lent:
-                _give_back_oldest(lender, lent)
+            while True:
+                lent = take(0 if moving else None)
+                if lent is not None:
+                    moving.append((lent, []))  # before anything can fail: it is given back
+                    moving[-1][1].extend(move(lent))
+                elif moving:
+                    self._land(*moving[0], give_back)
+                    moving.popleft()
+                else:
+                    return
         finally:
-            self._give_back_all(lender, lent)
+            if moving:
+                self._abandon(moving, give_back)
 
-    def copy_out(self, buffer: Lent) -> list[Event]:
-        """Enqueue device -> buffer."""
-        return self._copy(buffer, lambda host, device: (host, device))
+    def device_to_buffer(self, lent: Lent) -> list[Event]:
+        """Enqueue the copies into a buffer; the events that complete with them."""
+        return self._move(lent, lambda stream, host, own: self._backend.copy(stream, host, own))
 
-    def copy_in(self, buffer: Lent) -> list[Event]:
-        """Enqueue buffer -> device."""
-        return self._copy(buffer, lambda host, device: (device, host))
+    def buffer_to_device(self, lent: Lent) -> list[Event]:
+        """Enqueue the copies out of a buffer; the events that complete with them."""
+        return self._move(lent, lambda stream, host, own: self._backend.copy(stream, own, host))
 
-    def let_go(self) -> None:
-        """Forget the tensors; nothing is copied any more."""
-        self._bytes.clear()
+    def make_current_wait(self) -> None:
+        """Order the current streams after all that was moved."""
+        for event in self._newest.values():
+            self._backend.make_current_wait(event)
 
-    def hold_back(self) -> None:
-        """Order the current stream of every device behind all copies so far."""
-        for device, event in self._ends.items():
-            self._backend.hold_back(device, event)
-
-    def _copy(
-        self,
-        buffer: Lent,
-        direct: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    def _move(
+        self, lent: Lent, copy: Callable[[Stream, torch.Tensor, torch.Tensor], None]
     ) -> list[Event]:
-        host = torch.frombuffer(buffer.view, dtype=torch.uint8)
-        used: dict[torch.device, None] = {}
-        for segment, offset, place, nbytes in buffer.pieces:
-            remote = self._bytes[segment]
-            here, there = host[place : place + nbytes], remote[offset : offset + nbytes]
-            self._backend.copy(*direct(here, there), remote.device)
-            used[remote.device] = None
-        events = {device: self._backend.record(device) for device in used}
-        self._ends.update(events)
-        return list(events.values())
+        host = torch.frombuffer(lent.view, dtype=torch.uint8)
+        touched: dict[torch.device, Event] = {}
+        try:
+            for segment, offset, at, nbytes in lent.pieces:
+                tensor = self._tensors[segment]
+                own = _flat_bytes(tensor)[offset : offset + nbytes]
+                touched[tensor.device] = None
+                copy(self._streams[tensor.device], host[at : at + nbytes], own)
+        finally:
+            for device in touched:
+                touched[device] = self._newest[device] = self._backend.record(self._streams[device])
+        return list(touched.values())
 
-    def _give_back_all(
-        self, lender: _Lender[LentT], lent: deque[tuple[LentT, list[Event]]]
+    def _land(self, lent: LentT, events: list[Event], give_back: Callable[[LentT], None]) -> None:
+        for event in events:
+            self._backend.synchronize(event)
+        give_back(lent)
+
+    def _abandon(
+        self, moving: Iterable[tuple[LentT, list[Event]]], give_back: Callable[[LentT], None]
     ) -> None:
-        """After a failure: the device may still be writing, so wait before giving back."""
-        while lent:
-            for device in {remote.device for remote in self._bytes.values()}:
-                _wait_regardless(self._backend, device)
-            lender.give_back(lent.popleft()[0])
+        """After a failure: no buffer is given back while a copy may still touch it."""
+        for event in self._newest.values():
+            self._backend.synchronize(event)
+        for lent, _ in moving:
+            give_back(lent)
 
 
-def _next(lender: _Lender[LentT], lent: deque[tuple[LentT, list[Event]]]) -> LentT | None:
-    """The next buffer. While the device holds some, none may be free before one is given back."""
-    while lender.left():
-        buffer = lender.take(0.0 if lent else None)
-        if buffer is not None:
-            return buffer
-        if lent:
-            _give_back_oldest(lender, lent)
-    return None
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as bytes, whatever its dtype and flags."""
+    begin = tensor.storage_offset() * tensor.element_size()
+    size = tensor.numel() * tensor.element_size()
+    alias = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), begin, (size,), (1,))
 
 
-def _give_back_oldest(lender: _Lender[LentT], lent: deque[tuple[LentT, list[Event]]]) -> None:
-    buffer, events = lent[0]
-    for event in events:
-        event.synchronize()
-    lent.popleft()
-    lender.give_back(buffer)
-
-
-def _wait_regardless(backend: StreamBackend, device: torch.device) -> None:
-    try:
-        backend.record(device).synchronize()
-    except RuntimeError:
-        # The device's context is lost: it writes nowhere any more, and the first error is raised.
-        return
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as a flat tensor of bytes."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+def _is_lazy_on_host(captured: CapturedTensor) -> bool:
+    spec = captured.spec
+    return not captured.external and not spec.eager and spec.nbytes > 0

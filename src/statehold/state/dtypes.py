@@ -14,7 +14,7 @@ import torch
 
 from statehold.errors import UnsupportedValueError
 
-__all__ = ["NUMPY_SCALARS", "NUMPY_TO_TORCH", "code_of", "dtype_of", "stored_shape", "torch_shape"]
+__all__ = ["NUMPY_TO_TORCH", "code_of", "dtype_of", "stored_shape", "torch_shape"]
 
 # Names, because an older torch lacks some of these dtypes.
 _NAME_OF_CODE = {
@@ -51,9 +51,6 @@ NUMPY_TO_TORCH: dict[str, torch.dtype] = {
     for code, name in _NAME_OF_CODE.items()
     if not code.startswith(("BF", "F8", "F4"))
 }
-
-# NumPy scalars are stored by value in the manifest, little-endian.
-NUMPY_SCALARS = frozenset(NUMPY_TO_TORCH) | {"complex128"}
 
 _HINTS = {
     "complex128": "store torch.view_as_real(tensor), or convert it to complex64",
