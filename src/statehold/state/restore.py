@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import importlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from statehold import values
-from statehold.errors import ManifestError, StateMismatchError
+from statehold.errors import ManifestError, StateMismatchError, UsageError
 from statehold.manifest import Manifest, TensorEntry
 from statehold.state import dtypes, modules, optimizers
 from statehold.state.capture import is_stateful, parts
@@ -36,6 +36,7 @@ from statehold.state.tensors import (
     Strided,
     check_storable,
     is_external,
+    is_storable,
     is_view_of_other_values,
     memory_of,
     overlaps_itself,
@@ -123,7 +124,12 @@ class _Matcher:
         saved = _members(node)
         if saved is None:
             raise ManifestError("the state of the manifest is not an object")
-        for key in saved.keys() - state.keys():
+        if not isinstance(state, MutableMapping):
+            raise UsageError(
+                "a state that is restored has to take values",
+                facts={"expected": "a dict", "got": type(state).__name__},
+            )
+        for key in _missing(saved, state):
             self.problem(str(key), "nothing", "an entry of the step")
         present = {key: item for key, item in saved.items() if key in state}
         self._mapping(state, present, "")
@@ -156,7 +162,7 @@ class _Matcher:
             self.restoration.containers.append(lambda: setattr(live, "value", value))
         return live
 
-    def _mapping(self, live: Mapping[Any, Any], saved: Mapping[Any, Any], path: str) -> Any:
+    def _mapping(self, live: MutableMapping[Any, Any], saved: Mapping[Any, Any], path: str) -> Any:
         content = {}
         for key, node in saved.items():
             where = f"{path}.{key}" if path else str(key)
@@ -164,10 +170,9 @@ class _Matcher:
                 content[key] = self.match(live[key], node, where)
             else:
                 content[key] = self.rebuild(ABSENT, node)
-        for key in live.keys() - saved.keys():
+        for key in _missing(live, saved):
             self.problem(f"{path}.{key}" if path else str(key), "an entry of the step", "nothing")
-        if isinstance(live, dict):
-            self.restoration.containers.append(lambda: _replace(live, content))
+        self.restoration.containers.append(lambda: _replace(live, content))
         return live
 
     def _list(self, live: list[Any], nodes: list[Any], path: str) -> list[Any]:
@@ -205,22 +210,21 @@ class _Matcher:
         if saved is None:
             self.problem(path, "the state of a module", "a value of another kind")
             return live
-        entries = modules.entries(live)
-        for name in saved.keys() - entries.keys():
+        entries, own = modules.entries(live), modules.own_tensors(live)
+        for name in _missing(saved, entries):
             self.problem(f"{path}.{name}", "nothing", self._described(saved[name]))
+        handed: dict[str, Any] = {}
         for name, value in entries.items():
             where = f"{path}.{name}"
             if name not in saved:
-                self.problem(where, _describe(value), "nothing in the step")
-            elif isinstance(value, torch.Tensor):
+                self.problem(where, _describe(value, where), "nothing in the step")
+            elif id(value) in own:
                 self._tensor(value, saved[name], where)
             else:
-                self._extra_state(live, name, saved[name])
+                handed[name] = self.rebuild(ABSENT, saved[name])
+        if handed:
+            self.restoration.objects.append(lambda: modules.hand_over(live, handed))
         return live
-
-    def _extra_state(self, live: nn.Module, name: str, node: Any) -> None:
-        value = self.rebuild(ABSENT, node)
-        self.restoration.objects.append(lambda: modules.set_extra_state(live, name, value))
 
     def _object(self, live: Any, node: Any, path: str) -> Any:
         value = self.rebuild(live.state_dict(), node)
@@ -231,36 +235,45 @@ class _Matcher:
     # -- optimizers ------------------------------------------------------------------------
 
     def _optimizer(self, live: torch.optim.Optimizer, node: Any, path: str) -> Any:
-        groups = node.get("param_groups") if type(node) is dict else None
-        if type(groups) is not list or type(node.get("state")) is not dict:
+        if type(node) is not dict or type(node.get("param_groups")) is not list:
             self.problem(path, "the state of an optimizer", "a value of another kind")
             return live
+        if not _is_by_name(node):
+            return self._object(live, node, path)
+        groups = [_members(group) or {} for group in node["param_groups"]]
+        saved_names = [group.get(optimizers.PARAMS, []) for group in groups]
         live_names: list[list[str]] = [[] for _ in live.param_groups]
-        state = {}
-        for index, name, parameter in optimizers.parameters(live, self._names):
+        for index, name, _ in optimizers.parameters(live, self._names):
             live_names[index].append(name)
-            saved = node["state"].get(name, {})
-            group = live.param_groups[index]
-            state[parameter] = self._parameter_state(live, group, parameter, saved)
-        saved_names = [group.get(optimizers.PARAMS) for group in groups]
         if saved_names != live_names:
             self._compare_groups(saved_names, live_names, path)
             return live
-        self.restoration.containers.append(lambda: _set_optimizer_state(live, state))
-        for group, saved in zip(live.param_groups, groups, strict=True):
+        options = [
             self._group(group, saved)
+            for group, saved in zip(live.param_groups, groups, strict=True)
+        ]
+        saved_state = _members(node["state"]) or {}
+        state = {
+            parameter: self._parameter_state(
+                live, options[index], parameter, _members(saved_state.get(name)) or {}
+            )
+            for index, name, parameter in optimizers.parameters(live, self._names)
+        }
+        self.restoration.containers.append(lambda: _set_optimizer_state(live, state))
         return live
 
     def _parameter_state(
-        self, live: Any, group: Any, parameter: torch.Tensor, saved: Mapping[str, Any]
+        self, live: Any, options: Any, parameter: torch.Tensor, saved: Mapping[str, Any]
     ) -> dict[str, Any]:
         current = live.state.get(parameter, {})
-        return {
-            key: self.rebuild(
-                current.get(key, ABSENT), node, optimizers.state_device(group, key, parameter)
-            )
-            for key, node in saved.items()
-        }
+        state = {}
+        for key, node in saved.items():
+            device = optimizers.state_device(options, key, parameter)
+            value = current.get(key, ABSENT)
+            if isinstance(value, torch.Tensor) and value.device != device:
+                value = ABSENT
+            state[key] = self.rebuild(value, node, device)
+        return state
 
     def _compare_groups(self, saved: list[Any], live: list[list[str]], path: str) -> None:
         if len(saved) != len(live):
@@ -274,24 +287,26 @@ class _Matcher:
                     where = f"{path}.param_groups.{index}.params.{position}"
                     self.problem(where, expected, f"{got} in the step")
 
-    def _group(self, live: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    def _group(self, live: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The saved options, which replace the live ones; those the step lacks stay."""
         options = {
             key: self.rebuild(live.get(key, ABSENT), node)
             for key, node in saved.items()
             if key != optimizers.PARAMS
         }
         self.restoration.containers.append(lambda: live.update(options))
+        return options
 
     # -- tensors ---------------------------------------------------------------------------
 
     def _tensor(self, live: torch.Tensor, node: Any, path: str) -> torch.Tensor:
         name = _payload(node, "$tensor")
         if name is None:
-            self.problem(path, _describe(live), "a plain value")
+            self.problem(path, _describe(live, path), "a plain value")
             return live
         check_storable(live, path)
-        if not self._fits(live, self._saved[name]):
-            self.problem(path, _describe(live), self._described(node))
+        if not self._fits(live, self._saved[name], path):
+            self.problem(path, _describe(live, path), self._described(node))
         elif overlaps_itself(live):
             self.problem(path, "a tensor that can be written", "an expanded one")
         elif (other := self._fill(live, name)) is not None:
@@ -300,9 +315,9 @@ class _Matcher:
             self.restoration.live.append(live)
         return live
 
-    def _fits(self, live: torch.Tensor, saved: TensorEntry) -> bool:
-        code = dtypes.code_of(live.dtype, "")
-        shape = dtypes.stored_shape(live.dtype, tuple(live.shape), "")
+    def _fits(self, live: torch.Tensor, saved: TensorEntry, path: str) -> bool:
+        code = dtypes.code_of(live.dtype, path)
+        shape = dtypes.stored_shape(live.dtype, tuple(live.shape), path)
         return (code, shape) == (saved.dtype, saved.shape)
 
     def _fill(self, live: torch.Tensor, name: str) -> str | None:
@@ -355,26 +370,28 @@ class _Matcher:
             return self._make(name, device)
         if (array := _payload(node, "$ndarray")) is not None:
             return self._array(live, array)
-        if type(node) is dict and not _tag(node):
-            content = live if isinstance(live, Mapping) else {}
-            return {
-                key: self.rebuild(content.get(key, ABSENT), item, device)
-                for key, item in node.items()
-            }
-        if type(node) is list:
-            items = live if isinstance(live, list) else []
-            return [
-                self.rebuild(items[i] if i < len(items) else ABSENT, item, device)
-                for i, item in enumerate(node)
+        if (members := _members(node)) is not None:
+            known = live if isinstance(live, Mapping) else {}
+            pairs = [
+                (key, self.rebuild(known.get(key, ABSENT), item, device))
+                for key, item in members.items()
             ]
+            return OrderedDict(pairs) if "$ordered" in node else dict(pairs)
+        items = _payload(node, "$tuple") or node
+        if type(items) is list:
+            old = live if isinstance(live, list | tuple) else []
+            content = [
+                self.rebuild(old[i] if i < len(old) else ABSENT, item, device)
+                for i, item in enumerate(items)
+            ]
+            return content if items is node else tuple(content)
         return values.decode(node, lambda tag, payload: self._leaf(tag, payload, device))
 
     def _usable(self, live: torch.Tensor, name: str) -> bool:
         return (
-            live.layout is torch.strided
-            and live.device.type != "meta"
+            is_storable(live)
             and not overlaps_itself(live)
-            and self._fits(live, self._saved[name])
+            and self._fits(live, self._saved[name], name)
             and self._fill(live, name) is None
         )
 
@@ -391,9 +408,7 @@ class _Matcher:
         if tag == "$ndarray":
             return self._make(payload, HOST).numpy()
         if tag == "$npscalar":
-            numpy = importlib.import_module("numpy")
-            raw = base64.b64decode(payload["bytes"])
-            return numpy.frombuffer(raw, dtype=numpy.dtype(payload["dtype"]))[0]
+            return _numpy_scalar(payload["dtype"], base64.b64decode(payload["bytes"]))
         if "size" in payload:
             return torch.Size(payload["size"])
         if "device" in payload:
@@ -413,7 +428,32 @@ def holds_state(value: Any) -> bool:
     return isinstance(value, torch.Tensor | nn.Module | Mark) or is_stateful(value)
 
 
-def _replace(live: dict[Any, Any], content: Mapping[Any, Any]) -> None:
+def _numpy_scalar(name: str, raw: bytes) -> Any:
+    numpy = importlib.import_module("numpy")
+    expected = numpy.dtype(name).itemsize if dtypes.is_numpy_scalar(name) else None
+    if len(raw) != expected:
+        raise ManifestError(
+            "no such NumPy scalar",
+            facts={"dtype": name, "expected": f"{expected} bytes", "got": f"{len(raw)} bytes"},
+        )
+    return numpy.frombuffer(raw, dtype=numpy.dtype(name).newbyteorder("<")).astype(name)[0]
+
+
+def _is_by_name(node: dict[str, Any]) -> bool:
+    """Whether an optimizer was saved by the names of its parameters, not as its state_dict()."""
+    return all(
+        type(name) is str
+        for group in node["param_groups"]
+        for name in (_members(group) or {}).get(optimizers.PARAMS, [])
+    )
+
+
+def _missing(these: Mapping[Any, Any], others: Mapping[Any, Any]) -> list[Any]:
+    """The keys of `these` that `others` lack, in order."""
+    return [key for key in these if key not in others]
+
+
+def _replace(live: MutableMapping[Any, Any], content: Mapping[Any, Any]) -> None:
     live.clear()
     live.update(content)
 
@@ -453,11 +493,11 @@ def _whole(saved: TensorEntry) -> tuple[Any, ...]:
     return saved.dtype, saved.shape, [chunk.sums for chunk in saved.chunks]
 
 
-def _describe(value: Any) -> str:
+def _describe(value: Any, path: str) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
-    code = dtypes.code_of(value.dtype, "")
-    return f"{code} {list(dtypes.stored_shape(value.dtype, tuple(value.shape), ''))}"
+    code = dtypes.code_of(value.dtype, path)
+    return f"{code} {list(dtypes.stored_shape(value.dtype, tuple(value.shape), path))}"
 
 
 def _is(left: Any, right: Any) -> bool:
