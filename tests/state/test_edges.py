@@ -88,6 +88,16 @@ def test_temporaries_of_state_dict_are_not_taken_for_each_other() -> None:
     assert [found[f"x.{i}"].tensor[0].real.item() for i in range(8)] == list(range(8))
 
 
+def test_a_conjugate_view_is_not_tied_to_what_it_shows_the_conjugate_of() -> None:
+    base = torch.complex(torch.arange(3.0), torch.ones(3))
+    plain = torch.zeros(3, dtype=torch.complex64)
+    MemoryStep({"base": base, "view": base.conj()}).restore({"base": plain, "view": plain.conj()})
+    assert torch.equal(plain, base)
+    other = torch.zeros(3, dtype=torch.complex64)
+    MemoryStep({"base": base, "view": base.conj()}).restore({"base": plain, "view": other})
+    assert torch.equal(other, base.conj())
+
+
 def test_small_host_tensors_beside_device_tensors_are_cloned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -23,7 +23,7 @@ import torch
 from statehold.errors import UnsupportedValueError
 
 Strided = tuple[int, tuple[int, ...], tuple[int, ...]]
-Memory = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+Memory = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool]
 
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
@@ -72,8 +72,10 @@ def is_view_of_other_values(tensor: torch.Tensor) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """What two tensors have in common exactly when they are the same elements of memory."""
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    """What two tensors have in common exactly when they are the same elements of memory, shown
+    the same way."""
+    shape, is_conj, is_neg = tuple(tensor.shape), tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.dtype, shape, tensor.stride(), is_conj, is_neg
 
 
 def strides_of(tensor: torch.Tensor) -> Strided | None:
