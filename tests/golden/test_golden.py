@@ -1,4 +1,4 @@
-"""A step that was written once and for all restores through the public interface, value by value."""
+"""A step written once and for all restores through the public interface, value by value."""
 
 from __future__ import annotations
 

@@ -228,6 +228,13 @@ def test_tensors_of_other_types_cannot_be_restored_into() -> None:
         assert caught.value.facts["path"] == "t"
 
 
+def test_live_dtypes_that_no_step_can_hold_are_a_mismatch() -> None:
+    step = MemoryStep({"t": torch.ones(2)})
+    with pytest.raises(StateMismatchError) as caught:
+        step.prepare({"t": torch.ones(2, dtype=torch.complex128)})
+    assert caught.value.facts["t"] == "expected complex128 [2], got F32 [2] in the step"
+
+
 def test_extra_state_reaches_submodules() -> None:
     saved, live = nn.Sequential(Everything()), nn.Sequential(Everything())
     saved[0].extra = torch.ones(2), "x"
