@@ -177,6 +177,14 @@ def test_containers_are_updated_where_they_are() -> None:
     assert live["tuple"][1] == 9
 
 
+def test_live_containers_may_hold_themselves() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    live = {"a": loop}
+    MemoryStep({"a": 3}).restore(live)
+    assert live == {"a": 3}
+
+
 def test_tensors_that_nobody_has_yet_are_made() -> None:
     shared = torch.ones(3)
     live: dict[str, Any] = {"cache": {}}

@@ -417,11 +417,16 @@ class _Matcher:
 
 def holds_state(value: Any) -> bool:
     """Whether a live value has something that only a step's tensors or objects can restore."""
-    if isinstance(value, dict):
-        return any(map(holds_state, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(holds_state, value))
-    return isinstance(value, torch.Tensor | nn.Module | Mark) or is_stateful(value)
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor | nn.Module | Mark) or is_stateful(value):
+            return True
+        if isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+    return False
 
 
 def _replace(live: dict[Any, Any], content: Mapping[Any, Any]) -> None:

@@ -33,6 +33,8 @@ def check_storable(tensor: torch.Tensor, path: str) -> None:
 
 
 def _refused_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
+    if torch.nn.parameter.is_lazy(tensor):
+        return "an uninitialized parameter", "run the model once before saving or restoring"
     if type(tensor) not in _PLAIN_TYPES:
         return "a tensor subclass", "store the plain tensors that it is made of"
     if tensor.device.type == "meta":
