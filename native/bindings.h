@@ -1,8 +1,9 @@
 // bindings: handles and conversions between Python and the native core, for module.cpp only.
 //
-// A handle shares the ownership of its native object and ends it (close, cancel) without the GIL
-// when Python drops the handle. Threads do not survive fork: in a child the handles refuse every
-// call, and leak what they hold rather than wait for threads that are not there.
+// A handle shares the ownership of its native object. When Python drops a job, it is cancelled; an
+// Fs lives on while an engine uses it. All of that happens without the GIL. Threads do not survive
+// fork: in a child the handles refuse every call, and leak what they hold rather than wait for
+// threads that are not there.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -22,7 +23,7 @@ namespace statehold::python {
 
 namespace nb = nanobind;
 
-template <class Object, auto end>
+template <class Object>
 class Handle {
  public:
   Handle(std::shared_ptr<Object> object) : object_(std::move(object)), process_(::getpid()) {}
@@ -37,7 +38,7 @@ class Handle {
       return;
     }
     const nb::gil_scoped_release unlocked;
-    ((*object_).*end)();
+    if constexpr (requires { object_->cancel(); }) object_->cancel();
     object_.reset();
   }
 
@@ -53,7 +54,7 @@ class Handle {
   const pid_t process_;
 };
 
-class PyFs : public Handle<Fs, &Fs::close> {
+class PyFs : public Handle<Fs> {
  public:
   using Handle::Handle;
 };
@@ -64,17 +65,17 @@ class PySimFs : public PyFs {
   SimDisk& disk() const { return static_cast<SimFs&>(**this).disk(); }
 };
 
-class PyEngine : public Handle<Engine, &Engine::close> {
+class PyEngine : public Handle<Engine> {
  public:
   using Handle::Handle;
 };
 
 // A job shares its engine's state, not its threads: Engine.close() ends it.
 template <class SomeJob>
-class JobHandle : public Handle<SomeJob, &SomeJob::cancel> {
+class JobHandle : public Handle<SomeJob> {
  public:
-  JobHandle(std::shared_ptr<SomeJob> job, std::shared_ptr<StagingMemory> memory)
-      : Handle<SomeJob, &SomeJob::cancel>(std::move(job)), memory(std::move(memory)) {}
+  JobHandle(std::shared_ptr<SomeJob> job, std::shared_ptr<StagingMemory> staging)
+      : Handle<SomeJob>(std::move(job)), memory(std::move(staging)) {}
 
   std::shared_ptr<StagingMemory> memory;
 };

@@ -1,10 +1,19 @@
 // engine: contract in engine.h.
 #include "engine.h"
 
+#include <unistd.h>
+
 #include <stdexcept>
 
 namespace statehold {
 namespace {
+
+// On Linux, nice() is per thread. The trainer goes on while its state is copied: with few
+// processors it should not be the one that waits, and a copy that wakes up should not push it
+// aside. When the trainer itself waits for the copy, the processors are free: this costs nothing.
+constexpr int kNiceness = 5;
+
+void yield_to_trainer() { static_cast<void>(!::nice(kNiceness)); }
 
 std::shared_ptr<Shared> make_shared_state(const EngineOptions& options) {
   if (options.buffer_bytes == 0 || options.buffer_bytes % kPageBytes != 0) {
@@ -21,13 +30,19 @@ Engine::Engine(std::shared_ptr<Fs> fs, const EngineOptions& options)
     : shared_(make_shared_state(options)) {
   shared_->fs = std::move(fs);
   shared_->slots.resize(shared_->memory->count(), -1);
-  populator_ = std::thread([this] { populate(); });
-  for (int i = 0; i < options.copy_threads; ++i) workers_.emplace_back([this] { work(); });
+  try {
+    populator_ = std::thread([this] { populate(); });
+    for (int i = 0; i < options.copy_threads; ++i) workers_.emplace_back([this] { work(); });
+  } catch (...) {  // no more threads to be had
+    close();
+    throw;
+  }
 }
 
 Engine::~Engine() { close(); }
 
 void Engine::populate() {
+  yield_to_trainer();
   for (uint32_t index = 0; index < shared_->memory->count(); ++index) {
     const Status status = shared_->memory->populate(index);
     const int slot = status.ok() ? shared_->fs->register_buffer(shared_->memory->buffer(index),
@@ -69,6 +84,7 @@ std::shared_ptr<ReadJob> Engine::read(ReadRequest request) {
 }
 
 void Engine::work() {
+  yield_to_trainer();
   std::unique_lock lock(shared_->mutex);
   while (true) {
     Work work;
@@ -118,7 +134,7 @@ void Engine::close() {
     shared_->changed.wait(lock, [this] { return shared_->jobs.empty(); });
   }
   for (std::thread& worker : workers_) worker.join();
-  populator_.join();
+  if (populator_.joinable()) populator_.join();
   for (const int slot : shared_->slots) shared_->fs->unregister_buffer(slot);
   const std::lock_guard lock(shared_->mutex);
   shared_->fs.reset();

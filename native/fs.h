@@ -26,8 +26,8 @@ constexpr uint64_t align_up(uint64_t bytes, uint64_t unit) {
   return align_down(bytes + unit - 1, unit);
 }
 
-// An open data file. Closed by its destructor: requests in flight share the ownership, so a
-// descriptor number is never reused under a transfer that is still queued.
+// An open data file. Requests in flight share the ownership, so that a descriptor number is never
+// reused under a transfer that is still queued; the last owner closes it.
 class File {
  public:
   File(std::string path, bool direct) : path_(std::move(path)), direct_(direct) {}
@@ -47,6 +47,8 @@ class File {
   virtual Status read(std::byte* memory, uint64_t bytes, uint64_t offset) = 0;
   // True when every page of the range is in the page cache; false when unknown.
   virtual bool cached(uint64_t offset, uint64_t bytes) = 0;
+  // Closes it for all owners. Only when no transfer is in flight, and nothing else is called after.
+  virtual void close() = 0;
 
  private:
   const std::string path_;

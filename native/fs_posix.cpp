@@ -87,7 +87,9 @@ Status allocate(int fd, uint64_t bytes, bool reuse, const std::string& path) {
 
 }  // namespace
 
-PosixFile::~PosixFile() { ::close(fd_); }
+void PosixFile::close() {
+  if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+}
 
 Result<uint64_t> PosixFile::size_bytes() {
   struct stat info;

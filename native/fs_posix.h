@@ -15,7 +15,7 @@ namespace statehold {
 class PosixFile final : public File {
  public:
   PosixFile(int fd, std::string path, bool direct) : File(std::move(path), direct), fd_(fd) {}
-  ~PosixFile() override;
+  ~PosixFile() override { close(); }
 
   int fd() const { return fd_; }
   Result<uint64_t> size_bytes() override;
@@ -23,9 +23,10 @@ class PosixFile final : public File {
   Status sync() override;
   Status read(std::byte* memory, uint64_t bytes, uint64_t offset) override;
   bool cached(uint64_t offset, uint64_t bytes) override;
+  void close() override;
 
  private:
-  const int fd_;
+  int fd_;
 };
 
 class PosixFs : public Fs {

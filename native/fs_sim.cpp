@@ -21,9 +21,11 @@ class SimFile final : public File {
     ++node_->open_count;
   }
 
-  ~SimFile() override {
+  ~SimFile() override { close(); }
+
+  void close() override {
     const std::lock_guard lock(disk_->mutex_);
-    --node_->open_count;
+    if (std::exchange(open_, false)) --node_->open_count;
   }
 
   Result<uint64_t> size_bytes() override {
@@ -118,6 +120,7 @@ class SimFile final : public File {
   const std::shared_ptr<SimDisk> disk_;
   const SimNodePtr node_;
   const uint64_t epoch_;
+  bool open_ = true;  // guarded by the disk's mutex
 };
 
 void SimDisk::crash() {

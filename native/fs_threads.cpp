@@ -21,7 +21,12 @@ int64_t transfer(const IoRequest& request) {
 
 ThreadsFs::ThreadsFs(int io_threads, std::string note) : note_(std::move(note)) {
   CHECK(io_threads >= 1);
-  for (int i = 0; i < io_threads; ++i) threads_.emplace_back([this] { serve(); });
+  try {
+    for (int i = 0; i < io_threads; ++i) threads_.emplace_back([this] { serve(); });
+  } catch (...) {  // no more threads to be had
+    close();
+    throw;
+  }
 }
 
 ThreadsFs::~ThreadsFs() { close(); }

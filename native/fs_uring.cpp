@@ -62,6 +62,7 @@ class UringFs final : public PosixFs {
   IoQueue pending_;
   int in_flight_ = 0;
   bool closed_ = false;
+  bool ring_open_ = false;
   std::vector<int> free_slots_;
   std::thread reaper_;
 };
@@ -70,6 +71,7 @@ int UringFs::open() {
   const int result =
       io_uring_queue_init(static_cast<unsigned>(depth_ + 1), &ring_, IORING_SETUP_CLAMP);
   if (result < 0) return -result;
+  ring_open_ = true;
   if (io_uring_register_buffers_sparse(&ring_, kSlots) == 0) {
     for (int slot = kSlots - 1; slot >= 0; --slot) free_slots_.push_back(slot);
   }
@@ -200,12 +202,10 @@ void UringFs::wake_reaper() {
 void UringFs::close() {
   {
     const std::lock_guard lock(mutex_);
-    if (closed_) return;
-    closed_ = true;
-    if (!reaper_.joinable()) return;
-    wake_reaper();
+    if (std::exchange(closed_, true) || !ring_open_) return;
+    if (reaper_.joinable()) wake_reaper();
   }
-  reaper_.join();
+  if (reaper_.joinable()) reaper_.join();
   io_uring_queue_exit(&ring_);
 }
 

@@ -45,6 +45,7 @@ void Job::cancel() {
   Lock lock(shared_->mutex);
   fail(Status::closed("a transfer"));
   shared_->changed.wait(lock, [this] { return quiet(); });
+  shared_->drop_retired();
 }
 
 void Job::transfer(IoRequest request, uint64_t block) {

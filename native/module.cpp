@@ -332,6 +332,7 @@ NB_MODULE(_core, m) {
       PyExc_ValueError, nullptr);
   m.attr("Mismatch") = nb::borrow(mismatch_type);
   nb::register_exception_translator(translate);
+  nb::set_leak_warnings(false);  // native code does not print
   declare_fs(m);
   declare_sim(m);
   declare_buffers(m);

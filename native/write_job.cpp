@@ -108,6 +108,7 @@ void WriteJob::finish() {
   const bool padded = file->direct() && file_bytes_ % kPageBytes != 0;
   if (padded) must(file->truncate(file_bytes_));
   must(file->sync());
+  file->close();
 }
 
 std::vector<uint64_t> WriteJob::checksums() {

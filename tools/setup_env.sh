@@ -166,15 +166,15 @@ install_requirements() {
   echo "$root/src" >"$site/statehold-tree.pth"
 }
 
-# xxhash.h comes with libxxhash-dev. Without that, take it from the source distribution of the Python
-# package xxhash, which carries it: pip is there and configured, and it checks the hash.
+# xxhash.h comes with libxxhash-dev. Without that, take it from the source distribution of the
+# Python package xxhash, which carries it: pip is there and configured, and it checks the hash.
 fetch_xxhash() {
-  local dir=build/third_party
+  local dir=build/third_party hash
+  hash=84f2caddf951c9cbf8dc2e22a89d4ccf5d86391ac6418fe81e3c67d0cf60b45f
   [ -e "$dir/xxhash.h" ] && return
   say xxhash "fetching xxhash.h into $dir"
   mkdir -p "$dir"
-  echo "xxhash==3.5.0 --hash=sha256:84f2caddf951c9cbf8dc2e22a89d4ccf5d86391ac6418fe81e3c67d0cf60b45f" \
-    >"$dir/xxhash.txt"
+  echo "xxhash==3.5.0 --hash=sha256:$hash" >"$dir/xxhash.txt"
   logged "$venv/bin/python" -m pip download --disable-pip-version-check --no-input --no-deps \
     --no-binary xxhash --require-hashes -d "$dir" -r "$dir/xxhash.txt" &&
     logged tar -xzf "$dir/xxhash-3.5.0.tar.gz" -C "$dir" --strip-components=3 \

@@ -2,7 +2,8 @@
 // faults. Meant to be run under the thread and address sanitizers, too.
 #include "engine.h"
 
-#include <cstdlib>
+#include <unistd.h>
+
 #include <cstring>
 #include <filesystem>
 #include <random>
@@ -152,7 +153,7 @@ void stress(const std::shared_ptr<Fs>& fs, const std::string& folder, int rounds
       [&] { round_trips(engine, *fs, folder, 1, rounds); },
       [&] { round_trips(engine, *fs, folder, 2, rounds); },
       [&] { round_trips(engine, *fs, folder, 3, rounds); },
-      [&] { cancellations(engine, *fs, folder, rounds); },
+      [&] { cancellations(engine, *fs, folder, 20 * rounds); },
   });
   engine.close();
 }
@@ -160,9 +161,11 @@ void stress(const std::shared_ptr<Fs>& fs, const std::string& folder, int rounds
 class Folder {
  public:
   Folder() {
-    std::string name = (std::filesystem::temp_directory_path() / "statehold-XXXXXX").string();
-    EXPECT(::mkdtemp(name.data()) != nullptr);
-    path = name;
+    static int count = 0;
+    const std::string name =
+        "statehold-" + std::to_string(::getpid()) + "-" + std::to_string(count++);
+    path = (std::filesystem::temp_directory_path() / name).string();
+    EXPECT(std::filesystem::create_directory(path));
   }
   ~Folder() { std::filesystem::remove_all(path); }
   std::string path;

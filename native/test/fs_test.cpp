@@ -18,6 +18,7 @@ class FakeFile final : public File {
   Status sync() override { return {}; }
   Status read(std::byte*, uint64_t, uint64_t) override { return {}; }
   bool cached(uint64_t, uint64_t) override { return false; }
+  void close() override {}
 };
 
 IoRequest request(IoRequest::Kind kind, bool direct, uint64_t bytes, uint64_t bytes_min) {

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,7 @@ class Checkpointer:
         self._options = Options(**options)
         self._open: _Opened | None = None
         self._closed = False
+        self._borrowed_fs: Fs | None = None  # for statehold.testing
         self._gate = Gate()
         self._plans = PlanCache()
         self._watched: list[Save] = []
@@ -241,11 +242,8 @@ class Checkpointer:
         if self._closed:
             raise ClosedError("this Checkpointer was closed", facts={"run": self._run})
         if self._open is None:
-            self._open = _Opened(self._run, self._options, self._make_fs)
+            self._open = _Opened(self._run, self._options, self._borrowed_fs)
         return self._open
-
-    def _make_fs(self) -> Fs:
-        return _core.open_fs(self._options.backend, self._options.queue_depth)
 
     def _opened_for_saving(self) -> _Opened:
         opened = self._opened()
@@ -263,12 +261,12 @@ class Checkpointer:
 class _Opened:
     """What an open Checkpointer holds: the file system, the engine, the store, the pipeline."""
 
-    def __init__(self, run: str, options: Options, make_fs: Callable[[], Fs]) -> None:
+    def __init__(self, run: str, options: Options, borrowed_fs: Fs | None) -> None:
         self._run = run
         self._lock: RunLock | None = None
-        self.fs = make_fs()
-        if self.fs.note:
-            logger.warning("saving with the %s backend: %s", self.fs.backend, self.fs.note)
+        self._owns_fs = borrowed_fs is None
+        self.fs = borrowed_fs or _core.open_fs(options.backend, options.queue_depth)
+        _say_once(self.fs.note)
         self.store = Store(self.fs, run, keep=options.keep, reuse=options.reuse_files)
         self.engine = _core.Engine(
             self.fs, options.staging_size, options.buffer_size, options.copy_thread_count
@@ -293,7 +291,18 @@ class _Opened:
             except StateholdError as error:
                 logger.warning("could not remove a retired step\n%s", error)
             self._lock.release()
-        self.fs.close()
+        if self._owns_fs:
+            self.fs.close()
+
+
+_said: set[str] = set()
+
+
+def _say_once(note: str) -> None:
+    """Log why bytes move more slowly than they could; once a process."""
+    if note and note not in _said:
+        _said.add(note)
+        logger.warning("saving with threads instead of io_uring: %s", note)
 
 
 def _check_step(step: object) -> None:

@@ -58,6 +58,7 @@ class Pipeline:
         self._store = store
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="statehold-stage")
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="statehold-commit")
+        self.drain()  # starts the threads now, not in the first save
         self._saves: list[Save] = []
         self._guard = threading.Lock()
 
@@ -69,6 +70,8 @@ class Pipeline:
 
     def wait_eager(self, work: Work, captured: Capture) -> None:
         """Return once all that may change before the next update is copied; raises if it did."""
+        if not any(tensor.spec.eager for tensor in captured.tensors):
+            return
         try:
             work.job.wait_eager(None)
             _check_unmoved(captured.moved(eager=True))
@@ -97,16 +100,8 @@ class Pipeline:
     def _guarded(self, action: Callable[[Work], None], work: Work) -> None:
         try:
             action(work)
-        except StateholdError as error:
+        except BaseException as error:
             self._fail(work, error)
-        except BaseException as cause:
-            unexpected = InvariantError(
-                f"unexpected {type(cause).__name__} while saving step {work.save.step}",
-                facts={"cause": str(cause)},
-                hint="please report it, with the traceback",
-            )
-            unexpected.__cause__ = cause
-            self._fail(work, unexpected)
 
     def _stage(self, work: Work) -> None:
         assert work.capture is not None
@@ -118,29 +113,30 @@ class Pipeline:
         work.save._reach("staged")
 
     def _write_and_commit(self, work: Work) -> None:
-        save, step = work.save, work.save.step
         if work.error is not None:
             return
-        self._store.begin(step)
         try:
-            plan = work.plan
-            file, reused = self._store.data_file(step, plan.file_name, plan.file_bytes)
-            save._record(reused=reused, files=1)
-            work.job.attach(file)
-            work.job.wait_written(None)
-            work.job.finish()  # D2
-            save._wait_ended("staged")
-            if work.error is not None:
-                raise work.error
-            save._reach("written")
-            sums = work.job.checksums()
-            self._store.commit(build_manifest(plan, work.tree, sums))
-        except BaseException:
-            work.job.cancel()
-            self._store.abandon(step)
+            self._publish(work)
+        except BaseException as error:
+            self._stop(work, error)  # no thread writes into what is removed next
+            self._store.abandon(work.save.step)
             raise
-        save._reach("committed")
         self._retain()
+
+    def _publish(self, work: Work) -> None:
+        save, plan, step = work.save, work.plan, work.save.step
+        self._store.begin(step)
+        file, reused = self._store.data_file(step, plan.file_name, plan.file_bytes)
+        save._record(reused=reused, files=1)
+        work.job.attach(file)
+        work.job.wait_written(None)
+        work.job.finish()  # D2
+        save._wait_ended("staged")
+        if work.error is not None:
+            raise work.error
+        save._reach("written")
+        self._store.commit(build_manifest(plan, work.tree, work.job.checksums()))
+        save._reach("committed")
 
     def _retain(self) -> None:
         try:
@@ -149,18 +145,23 @@ class Pipeline:
             # The step is safe; only old ones could not be removed. The next save tries again.
             logger.warning("could not remove steps that are no longer kept\n%s", error)
 
-    def _fail(self, work: Work, error: StateholdError) -> None:
+    def _stop(self, work: Work, error: BaseException) -> None:
+        """Stop the native job. That makes the other thread fail too: the first error counts."""
         with self._guard:
-            is_first = work.error is None
-            work.error = work.error or error
+            work.error = work.error or _named(error, work.save.step)
         work.job.cancel()
         work.capture = None
-        # Cancelling makes the other thread fail as well; only the first error is the cause.
-        if is_first:
-            error.with_fact("failed", f"the save of step {work.save.step}; nothing was published")
-            error.with_fact("still safe", self._still_safe())
-            logger.error("%s", error)
-            work.save._fail(error)
+
+    def _fail(self, work: Work, error: BaseException) -> None:
+        self._stop(work, error)
+        with self._guard:
+            cause = work.error
+            if cause is None or work.save.error is not None:
+                return
+            cause.with_fact("failed", f"the save of step {work.save.step}; nothing was published")
+            cause.with_fact("still safe", self._still_safe())
+            work.save._fail(cause)
+        logger.error("%s", cause)
 
     def _still_safe(self) -> str:
         try:
@@ -168,6 +169,18 @@ class Pipeline:
         except StateholdError:
             return "unknown: the run directory cannot be listed"
         return "no step yet" if newest is None else f"step {newest} and older"
+
+
+def _named(error: BaseException, step: int) -> StateholdError:
+    if isinstance(error, StateholdError):
+        return error
+    unexpected = InvariantError(
+        f"unexpected {type(error).__name__} while saving step {step}",
+        facts={"cause": str(error)},
+        hint="please report it, with the traceback",
+    )
+    unexpected.__cause__ = error
+    return unexpected
 
 
 def _check_unmoved(moved: str | None) -> None:

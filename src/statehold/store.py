@@ -29,6 +29,7 @@ Not here: what the bytes mean (manifest, header), who waits for whom (pipeline).
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import threading
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ from statehold.errors import (
     StepNotFoundError,
     StepOrderError,
     StorageError,
+    storage_error,
 )
 from statehold.manifest import MANIFEST_BYTES_MAX, Manifest
 
@@ -129,6 +131,8 @@ class Store:
         """Make the run directory, its parents included, and make their names durable."""
         missing, path = [], self._root
         while path and not self._fs.is_dir(path):
+            if self._fs.stat_bytes(path) is not None:
+                raise storage_error("create the run directory", errno.ENOTDIR, path)
             missing.append(path)
             path = path.rpartition("/")[0]
         for path in reversed(missing):

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from disks import Disk
 
 from statehold import _core
 from statehold.errors import StorageError
+from support.disks import Disk
 
 
 @pytest.fixture(params=["io_uring", "threads", "sim"])

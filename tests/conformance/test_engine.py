@@ -8,22 +8,11 @@ import os
 import threading
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from disks import (
-    BLOCK,
-    BUFFER,
-    DEADLINE_S,
-    EAGER,
-    EXTERNAL,
-    Disk,
-    State,
-    piece_count,
-    restore,
-    save,
-)
 
 from statehold import _core
 from statehold.errors import (
@@ -35,6 +24,19 @@ from statehold.errors import (
     TruncatedFileError,
 )
 from statehold.testing import SimFs
+from support.disks import (
+    BLOCK,
+    BUFFER,
+    DEADLINE_S,
+    EAGER,
+    EXTERNAL,
+    Disk,
+    State,
+    piece_count,
+    random_arrays,
+    restore,
+    save,
+)
 
 
 @pytest.fixture
@@ -42,11 +44,6 @@ def engine(disk: Disk) -> Iterator[_core.Engine]:
     engine = _core.Engine(disk.fs, 3 * BUFFER, BUFFER)
     yield engine
     engine.close()
-
-
-def random_arrays(seed: int, *sizes: int) -> list[np.ndarray[Any, Any]]:
-    rng = np.random.default_rng(seed)
-    return [np.frombuffer(rng.bytes(size), np.uint8).copy() for size in sizes]
 
 
 def strided_arrays() -> list[np.ndarray[Any, Any]]:
@@ -207,6 +204,22 @@ def test_eager_blocks_are_copied_first_and_writing_waits_for_the_file(
     job.finish()
     original = State(random_arrays(1, *[BUFFER] * 12), header=b"")
     assert disk.fs.read_file(disk.path("f"), 1 << 30) == original.image
+
+
+def test_the_file_system_lives_as_long_as_its_engine(tmp_path: Path) -> None:
+    engine = _core.Engine(_core.open_fs(), 3 * BUFFER, BUFFER)
+    gc.collect()
+    disk, state = Disk(_core.open_fs(), str(tmp_path)), State(random_arrays(1, 1_000_000))
+    save(engine, disk, "f", state)
+    assert disk.fs.read_file(disk.path("f"), 1 << 30) == state.image
+    engine.close()
+
+
+def test_a_cancelled_job_lets_go_of_its_file(disk: Disk, engine: _core.Engine) -> None:
+    job = State(random_arrays(1, 1000), flags={0: EXTERNAL}).write(engine)
+    job.attach(disk.fs.open_write(disk.path("f"), 5096))
+    job.cancel()
+    assert disk.fs.can_reuse(disk.path("f"))
 
 
 def test_staging_is_one_block_of_memory(disk: Disk, engine: _core.Engine) -> None:

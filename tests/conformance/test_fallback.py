@@ -11,11 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from disks import BUFFER, Disk, State, restore, save
-from test_engine import random_arrays
 
 from statehold import _core
 from statehold.errors import StorageError
+from support.disks import BUFFER, Disk, State, random_arrays, restore, save
 
 IO_URING_SETUP = 425
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2

@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from array import array
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from disks import Disk
 
 from statehold import _core
 from statehold.errors import ClosedError, NoSpaceError, StorageError
 from statehold.testing import SimFs
+from support.disks import Disk
 
 PAGE = 4096
 
@@ -100,7 +102,9 @@ def test_directories_move_with_their_files(disk: Disk) -> None:
         (lambda fs, p: fs.open_write(p("none"), 1, reuse=True), errno.ENOENT),
     ],
 )
-def test_errors_carry_errno_and_path(disk: Disk, call, expected: int) -> None:  # type: ignore[no-untyped-def]
+def test_errors_carry_errno_and_path(
+    disk: Disk, call: Callable[[_core.Fs, Callable[[str], str]], object], expected: int
+) -> None:
     disk.fs.mkdir(disk.path("full"))
     disk.fs.write_file(disk.path("full/f"), b"")
     with pytest.raises(StorageError) as raised:
@@ -152,6 +156,27 @@ def test_reuse_is_refused_when_shared(backend: str, tmp_path: Path) -> None:
     mapped.close()
     assert fs.can_reuse(path)
     fs.close()
+
+
+def test_a_finished_file_is_closed_for_all(disk: Disk) -> None:
+    engine = _core.Engine(disk.fs, 2 * PAGE, PAGE)
+    job = engine.write(
+        file_bytes=PAGE,
+        block_bytes=PAGE,
+        begins=array("q"),
+        sizes=array("q"),
+        addresses=array("Q"),
+        flags=b"",
+        strided={},
+        header=b"h" * PAGE,
+    )
+    file = disk.fs.open_write(disk.path("f"), PAGE)
+    job.attach(file)
+    assert job.wait_written(60.0)
+    job.finish()
+    assert disk.fs.can_reuse(disk.path("f"))
+    file.close()
+    engine.close()
 
 
 def test_backend_says_what_it_is(disk: Disk) -> None:

@@ -18,8 +18,8 @@ from statehold.errors import StateholdError, StorageError
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, spy_on
 
-SEEDS = int(os.environ.get("STATEHOLD_SIM_SEEDS", "4"))
-SAVES = 4
+SEEDS = int(os.environ.get("STATEHOLD_SIM_SEEDS", "2"))
+SAVES = 3
 NUMEL = 300_000
 
 
@@ -67,7 +67,7 @@ def check(fs: SimFs, committed: int) -> None:
 @pytest.mark.filterwarnings("error")
 def test_power_loss_before_every_operation(seed: int) -> None:
     _, operations = save_until(SimFs(seed=seed), None)
-    assert operations > 30
+    assert operations > 25
     for stop_at in range(1, operations + 1):
         fs = SimFs(seed=seed * 1000 + stop_at, short_io=0.2, torn=0.5)
         committed, _ = save_until(fs, stop_at)

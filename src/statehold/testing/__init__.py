@@ -17,7 +17,7 @@ __all__ = ["SimFs", "checkpointer_on"]
 
 
 def checkpointer_on(fs: Fs, run: str | os.PathLike[str], **options: Any) -> Checkpointer:
-    """A Checkpointer whose run directory lies on `fs`; the options are Checkpointer's."""
+    """A Checkpointer whose run directory lies on `fs`, which outlives it."""
     ckpt = Checkpointer(run, **options)
-    ckpt._make_fs = lambda: fs  # type: ignore[method-assign]
+    ckpt._borrowed_fs = fs
     return ckpt

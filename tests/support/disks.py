@@ -31,6 +31,12 @@ def piece_count(begin: int, size: int, block: int = BLOCK) -> int:
     return 0 if size == 0 else (begin + size - 1) // block - begin // block + 1
 
 
+def random_arrays(seed: int, *sizes: int) -> list[np.ndarray[Any, Any]]:
+    """Arrays of bytes that own their memory."""
+    rng = np.random.default_rng(seed)
+    return [np.frombuffer(rng.bytes(size), np.uint8).copy() for size in sizes]
+
+
 @dataclass
 class State:
     """Arrays in file order behind a header, and the arguments that move them."""
@@ -116,7 +122,7 @@ def restore(engine: _core.Engine, disk: Disk, name: str, state: State, sums: byt
     job = state.read(engine, disk.path(name), sums)
     while (ready := job.next_ready(DEADLINE_S)) is not None:
         for segment, offset, at, count in ready.pieces:
-            target = memoryview(state.arrays[segment]).cast("B")
+            target = memoryview(state.arrays[segment].data).cast("B")
             target[offset : offset + count] = ready.view[at : at + count]
         job.release(ready)
     assert job.ready_left == 0

@@ -1,0 +1,65 @@
+"""The log of a run: one JSON object a line, appended, so that runs can be compared afterwards.
+
+Records, by "event":
+    start       step (trained so far), threads, torch, device, parameters
+    step        step, loss, step_s (the whole iteration, save() included), blocked_s (save() alone)
+    save        step, bytes, blocked_s, gate_s, staged_s, written_s, committed_s   (once committed)
+    validation  step, loss
+A loss is the hexadecimal form of its float: equal text means equal bits. A run that was killed has
+the steps after its newest committed one twice, once from either side of the kill.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+    """Appends to a log; every record is with the operating system before `write` returns."""
+
+    def __init__(self, path: Path, *, fresh: bool = False) -> None:
+        # Unbuffered: a record is one write, so a SIGKILL leaves whole lines only.
+        self._file = path.open("wb" if fresh else "ab", buffering=0)
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append one record."""
+        self._file.write(json.dumps({"event": event, **values}).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One training step of a log."""
+
+    step: int
+    loss_hex: str
+    step_s: float
+    blocked_s: float
+
+    @property
+    def loss(self) -> float:
+        """The loss as a number."""
+        return float.fromhex(self.loss_hex)
+
+
+def read_events(path: Path, event: str) -> Iterator[dict[str, Any]]:
+    """The records of one event, in the order in which they were written."""
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        if record["event"] == event:
+            yield record
+
+
+def read_steps(path: Path) -> list[StepRecord]:
+    """The training steps of a log, in the order in which they ran."""
+    return [
+        StepRecord(record["step"], record["loss"], record["step_s"], record["blocked_s"])
+        for record in read_events(path, "step")
+    ]

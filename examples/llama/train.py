@@ -1,0 +1,186 @@
+"""Train a run, saving while it trains; started again, it goes on where it was.
+
+    python examples/llama/train.py --run runs/mine --data ~/books --steps 2000
+
+Owns the loop: restore, step, save, log, show. Holds: nothing is called saved before it is
+committed, and a save that failed ends the run with its error. The settings are in config.py, the
+arithmetic in trainer.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+import config as settings
+import statehold
+from display import Display
+from journal import Journal
+from trainer import Trainer, make_deterministic
+
+NEWEST_EVENT_FIRST: tuple[Literal["committed", "written", "staged"], ...] = (
+    "committed",
+    "written",
+    "staged",
+)
+
+# Called after each save() with its handle and the display. The demo dies in it.
+AfterSave = Callable[[statehold.Save, Display], None]
+
+
+class SaveWatch:
+    """Follows the saves that are not committed yet, and logs each once it is."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._open: deque[statehold.Save] = deque()
+        self._committed: int | None = None
+
+    def add(self, save: statehold.Save) -> None:
+        """Follow one more save."""
+        self._open.append(save)
+
+    def poll(self) -> str:
+        """Log what has been committed since the last call; say where the saves are."""
+        while self._open and self._open[0].done("committed"):
+            self._log(self._open.popleft())
+        parts = [] if self._committed is None else [f"step {self._committed} committed"]
+        for save in self._open:
+            reached = next((event for event in NEWEST_EVENT_FIRST if save.done(event)), "staging")
+            parts.append(f"step {save.step} {reached}")
+        return ", ".join(parts)
+
+    def finish(self) -> str:
+        """Wait for every save; raises the error of one that failed."""
+        for save in self._open:
+            save.wait("committed")
+        return self.poll()
+
+    def _log(self, save: statehold.Save) -> None:
+        stats = save.stats
+        self._committed = save.step
+        self._journal.write(
+            "save",
+            step=save.step,
+            bytes=stats.state_bytes,
+            blocked_s=stats.blocked_s,
+            gate_s=stats.gate_s,
+            staged_s=stats.staged_s,
+            written_s=stats.written_s,
+            committed_s=stats.committed_s,
+        )
+
+
+class Run:
+    """One start of a run, from restore to the last step."""
+
+    def __init__(
+        self,
+        start: settings.Start,
+        checkpointer: statehold.Checkpointer | None,
+        journal: Journal,
+        after_save: AfterSave | None,
+    ) -> None:
+        self._config = start.config
+        self._checkpointer = checkpointer
+        self._journal = journal
+        self._after_save = after_save
+        self._watch = SaveWatch(journal)
+        self._trainer = Trainer(start.config)
+        self._display = Display(start.label, start.config.steps)
+
+    def train(self) -> None:
+        """Train from the newest committed step, or from the beginning, to the last step."""
+        begin = self._resume()
+        if begin >= self._config.steps:
+            self._display.note(f"all {self._config.steps} steps are done; --steps trains on")
+        for step in range(begin + 1, self._config.steps + 1):
+            self._step(step)
+            if step % self._config.validate_every == 0 or step == self._config.steps:
+                self._validate(step)
+        if status := self._watch.finish():
+            self._display.note(status)
+        self._display.finish()
+
+    def _resume(self) -> int:
+        begin = 0
+        if self._checkpointer is not None:
+            began = time.perf_counter()
+            begin = self._checkpointer.restore(self._trainer.state) or 0
+            if begin:
+                seconds = time.perf_counter() - began
+                self._display.note(f"restored step {begin}, verified, in {seconds:.3f} s")
+        parameters = self._trainer.model.num_parameters()
+        config = self._config
+        self._journal.write(
+            "start",
+            step=begin,
+            threads=torch.get_num_threads(),
+            torch=torch.__version__,
+            device=config.device,
+            parameters=parameters,
+        )
+        self._display.note(
+            f"{parameters / 1e6:.1f}M parameters, {self._trainer.loader.corpus_bytes / 1e6:.1f} MB "
+            f"of text, {config.steps} steps, {config.device}, {config.threads} threads"
+        )
+        return begin
+
+    def _step(self, step: int) -> None:
+        began = time.perf_counter()
+        loss = self._trainer.step()
+        saving = time.perf_counter()
+        save = self._save(step)
+        ended = time.perf_counter()
+        self._journal.write(
+            "step",
+            step=step,
+            loss=loss.hex(),
+            step_s=ended - began,
+            blocked_s=ended - saving if save else 0.0,
+        )
+        status = self._watch.poll()
+        self._display.step(step, loss, self._trainer.tokens_per_step, ended - began, status)
+        if save and self._after_save:
+            self._after_save(save, self._display)
+
+    def _save(self, step: int) -> statehold.Save | None:
+        """Save if it is due. The last step is always saved: nothing trained is thrown away."""
+        is_due = step % self._config.save_every == 0 or step == self._config.steps
+        if self._checkpointer is None or not is_due:
+            return None
+        save = self._checkpointer.save(step, self._trainer.state)
+        self._watch.add(save)
+        return save
+
+    def _validate(self, step: int) -> None:
+        loss = self._trainer.validate()
+        self._journal.write("validation", step=step, loss=loss.hex())
+        self._display.note(f"step {step}: validation loss {loss:.4f} nats per byte")
+
+
+def train(start: settings.Start, after_save: AfterSave | None = None) -> None:
+    """Carry out one start of a run."""
+    settings.record(start.run, start.config)
+    make_deterministic(start.config)
+    with contextlib.ExitStack() as stack:
+        # Without saves nothing can be resumed, so the log begins anew with the run.
+        journal = Journal(start.run / "log.jsonl", fresh=not start.saves)
+        stack.callback(journal.close)
+        checkpointer = None
+        if start.saves:
+            checkpointer = stack.enter_context(
+                statehold.Checkpointer(
+                    start.run, keep=start.config.keep, staging_bytes=start.config.staging
+                )
+            )
+        Run(start, checkpointer, journal, after_save).train()
+
+
+if __name__ == "__main__":
+    train(settings.parse())

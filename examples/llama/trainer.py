@@ -1,0 +1,102 @@
+"""One training run in memory: model, optimizer, schedule, data, and the step that moves them.
+
+Owns the arithmetic. Holds: every number is a function of the config, so a run that restored
+`state` computes bit for bit what an uninterrupted one computes. Leaves saving to the caller,
+and needs nothing from it: `state` is all there is to save.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import statehold
+from config import RunConfig
+from data import TextLoader, read_corpus
+from model import Llama
+
+VALIDATION_BATCHES = 8
+
+
+def make_deterministic(config: RunConfig) -> None:
+    """Fix what torch may otherwise choose by itself: seeds, threads, kernels."""
+    if config.device.startswith("cuda"):
+        # cuBLAS reads it when it starts; without it torch refuses to promise determinism.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(config.threads)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(config.seed)
+
+
+def adamw(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
+    """AdamW; matrices decay, gains of norms do not."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+
+
+def warmup_cosine(step: int, warmup: int, steps: int) -> float:
+    """The factor on the learning rate: linear to 1, then half a cosine down to 0.1."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return 0.1 + 0.45 * (1.0 + math.cos(math.pi * progress))
+
+
+class Trainer:
+    """A run in memory. Call make_deterministic first: building it draws random numbers."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        corpus = read_corpus(config.data)
+        self.loader = TextLoader(corpus, seq=config.seq, batch=config.batch, seed=config.seed)
+        self.model = Llama(config.model).to(config.device)
+        self.optimizer = adamw(self.model, config)
+        self.scheduler = LambdaLR(
+            self.optimizer, lambda step: warmup_cosine(step, config.warmup, config.steps)
+        )
+        self.tokens_per_step = config.batch * config.seq * config.accumulate
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """All of the run: what has to be saved, and what restore fills in place."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "data": self.loader,
+            "rng": statehold.Rng(),
+        }
+
+    def step(self) -> float:
+        """Train one step; the mean loss of its batches, before the update."""
+        self.model.train()
+        self.optimizer.zero_grad()
+        total = 0.0
+        for _ in range(self._config.accumulate):
+            loss = self._loss(*next(self.loader)) / self._config.accumulate
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip)
+        self.optimizer.step()
+        self.scheduler.step()
+        return total
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss on held-out text; changes nothing that a step depends on."""
+        self.model.eval()
+        batches = self.loader.validation(VALIDATION_BATCHES)
+        return sum(self._loss(*batch).item() for batch in batches) / len(batches)
+
+    def _loss(self, tokens_BL: torch.Tensor, targets_BL: torch.Tensor) -> torch.Tensor:
+        device = self._config.device
+        return self.model.loss(tokens_BL.to(device), targets_BL.to(device))

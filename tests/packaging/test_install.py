@@ -1,0 +1,109 @@
+"""The package as pip installs it: a copy of the sources, built, imported with nothing beside it.
+
+The other tests import `src/`; only these see what a user's `pip install .` makes of the tree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+PATH = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
+# xxhash.h, where the setup had to fetch it.
+THIRD_PARTY = ROOT / "build" / "third_party"
+
+# -S keeps site-packages, and with it the development tree, out of sys.path.
+PROBE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import statehold, statehold._core
+fs = statehold._core.open_fs()
+try:
+    statehold._core.open_fs("io_uring")
+    refused = None
+except statehold.StateholdError as error:
+    refused = str(error)
+print(json.dumps({
+    "version": statehold.__version__,
+    "files": [statehold.__file__, statehold._core.__file__],
+    "backend": fs.backend,
+    "note": fs.note,
+    "refused": refused,
+    "torch": "torch" in sys.modules,
+}))
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**os.environ, "PATH": PATH},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{command[0]} failed:\n{done.stdout[-4000:]}"
+    return done.stdout
+
+
+def install(work: Path, build_type: str, **defines: str) -> Path:
+    """Installs a clean copy of the tree into a folder of its own."""
+    for tool in ("cmake", "c++"):
+        if shutil.which(tool, path=PATH) is None:
+            pytest.skip(f"building the package needs {tool}")
+    source, target = work / "source", work / "target"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("native", "src"):
+        built = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info")
+        shutil.copytree(ROOT / name, source / name, ignore=built)
+    if THIRD_PARTY.is_dir():
+        defines["XXHASH_INCLUDE_DIR"] = str(THIRD_PARTY)
+    settings = [f"--config-settings=cmake.define.{key}={value}" for key, value in defines.items()]
+    settings.append(f"--config-settings=cmake.build-type={build_type}")
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    offline = ["--no-build-isolation", "--no-deps", "--no-index"]
+    run(*pip, *offline, *settings, "--target", target, ".", cwd=source)
+    return target
+
+
+def probe(target: Path) -> dict[str, object]:
+    facts = json.loads(run(sys.executable, "-I", "-S", "-c", PROBE, target, cwd=target))
+    assert all(Path(file).is_relative_to(target) for file in facts["files"])
+    return dict(facts)
+
+
+def declared_version() -> str:
+    found = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found is not None
+    return found.group(1)
+
+
+def test_installed_package_imports_alone(tmp_path: Path) -> None:
+    target = install(tmp_path, "Release")
+    facts = probe(target)
+    assert facts["version"] == declared_version()
+    assert not facts["torch"]
+    # Where the kernel refuses io_uring, threads do the I/O and the note says why.
+    assert facts["backend"] == "io_uring" or (facts["backend"] == "threads" and facts["note"])
+    assert (target / "statehold" / "_core.pyi").is_file()
+
+
+def test_build_without_liburing_uses_threads_and_says_so(tmp_path: Path) -> None:
+    # Without optimisation it compiles in less time, and behaves the same.
+    facts = probe(install(tmp_path, "Debug", STATEHOLD_URING="OFF"))
+    assert facts["backend"] == "threads"
+    assert "liburing" in str(facts["note"])
+    assert "liburing" in str(facts["refused"])
