@@ -189,11 +189,11 @@ class _Capturer:
                 node[name] = self._tensor(value, where, lazy=is_parameter)
             else:
                 node[name] = self._encode(value, where)
-        return node
+        return values.mapping_of(node)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> Any:
         state: dict[str, Any] = {}
-        groups: list[dict[str, Any]] = [{optimizers.PARAMS: []} for _ in optimizer.param_groups]
+        groups: list[Any] = [{optimizers.PARAMS: []} for _ in optimizer.param_groups]
         for index, name, parameter in optimizers.parameters(optimizer, self._names):
             groups[index][optimizers.PARAMS].append(name)
             if parameter in optimizer.state:
@@ -202,8 +202,17 @@ class _Capturer:
                 )
         for index, group in enumerate(optimizer.param_groups):
             options = {key: item for key, item in group.items() if key != optimizers.PARAMS}
-            groups[index] |= self._encode(options, f"{path}.param_groups.{index}")
-        return {"state": state, "param_groups": groups}
+            groups[index] |= self._members(options, f"{path}.param_groups.{index}")
+        node = {
+            "state": values.mapping_of(state),
+            "param_groups": [values.mapping_of(group) for group in groups],
+        }
+        if others := optimizers.other_state(optimizer):
+            node["other"] = self._encode(others, f"{path}.other")
+        return node
+
+    def _members(self, members: Mapping[Any, Any], path: str) -> dict[Any, Any]:
+        return {key: self._encode(item, f"{path}.{key}") for key, item in members.items()}
 
     def _parameter_state(self, state: Any, path: str) -> Any:
         node = {}
@@ -212,7 +221,7 @@ class _Capturer:
                 node[key] = self._tensor(value, f"{path}.{key}", lazy=True)
             else:
                 node[key] = self._encode(value, f"{path}.{key}")
-        return node
+        return values.mapping_of(node)
 
     def _foreign(self, value: Any, path: str) -> Any | None:
         if isinstance(value, torch.Size):

@@ -14,7 +14,7 @@ import torch
 
 from statehold.errors import UnsupportedValueError
 
-__all__ = ["NUMPY_TO_TORCH", "code_of", "dtype_of", "stored_shape", "torch_shape"]
+__all__ = ["NUMPY_TO_TORCH", "code_of", "described", "dtype_of", "stored_shape", "torch_shape"]
 
 # Names, because an older torch lacks some of these dtypes.
 _NAME_OF_CODE = {
@@ -96,6 +96,14 @@ def torch_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
     if dtype is not _PACKED:
         return shape
     return (*shape[:-1], shape[-1] // 2)
+
+
+def described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    """A live tensor in the words of the format where it has them; for messages."""
+    code = _CODE_OF_DTYPE.get(dtype)
+    if code is None or (dtype is _PACKED and not shape):
+        return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+    return f"{code} {list(stored_shape(dtype, shape, ''))}"
 
 
 def _refused(dtype: Any, path: str) -> UnsupportedValueError:

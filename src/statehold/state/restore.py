@@ -231,36 +231,44 @@ class _Matcher:
     # -- optimizers ------------------------------------------------------------------------
 
     def _optimizer(self, live: torch.optim.Optimizer, node: Any, path: str) -> Any:
-        groups = node.get("param_groups") if type(node) is dict else None
-        if type(groups) is not list or type(node.get("state")) is not dict:
+        whole = _members(node) or {}
+        states = _members(whole.get("state"))
+        nodes = whole.get("param_groups")
+        groups = [_members(group) or {} for group in nodes] if type(nodes) is list else None
+        if states is None or groups is None:
             self.problem(path, "the state of an optimizer", "a value of another kind")
             return live
         live_names: list[list[str]] = [[] for _ in live.param_groups]
-        state = {}
-        for index, name, parameter in optimizers.parameters(live, self._names):
+        for index, name, _ in optimizers.parameters(live, self._names):
             live_names[index].append(name)
-            saved = node["state"].get(name, {})
-            group = live.param_groups[index]
-            state[parameter] = self._parameter_state(live, group, parameter, saved)
         saved_names = [group.get(optimizers.PARAMS) for group in groups]
         if saved_names != live_names:
             self._compare_groups(saved_names, live_names, path)
             return live
-        self.restoration.containers.append(lambda: _set_optimizer_state(live, state))
+        state: dict[Any, Any] = {}
+        for index, name, parameter in optimizers.parameters(live, self._names):
+            saved = _members(states.get(name)) or {}
+            # The step's options are those that the next update will run with.
+            options = {**live.param_groups[index], **groups[index]}
+            state[parameter] = self._parameter_state(live, options, parameter, saved)
+        others = self.rebuild(optimizers.other_state(live), whole.get("other", {}))
+        self.restoration.containers.append(lambda: _set_optimizer_state(live, state, others))
         for group, saved in zip(live.param_groups, groups, strict=True):
             self._group(group, saved)
         return live
 
     def _parameter_state(
-        self, live: Any, group: Any, parameter: torch.Tensor, saved: Mapping[str, Any]
+        self, live: Any, options: Any, parameter: torch.Tensor, saved: Mapping[str, Any]
     ) -> dict[str, Any]:
         current = live.state.get(parameter, {})
-        return {
-            key: self.rebuild(
-                current.get(key, ABSENT), node, optimizers.state_device(group, key, parameter)
-            )
-            for key, node in saved.items()
-        }
+        content = {}
+        for key, node in saved.items():
+            device = optimizers.state_device(options, key, parameter)
+            value = current.get(key, ABSENT)
+            if key == "step" and isinstance(value, torch.Tensor) and value.device != device:
+                value = ABSENT
+            content[key] = self.rebuild(value, node, device)
+        return content
 
     def _compare_groups(self, saved: list[Any], live: list[list[str]], path: str) -> None:
         if len(saved) != len(live):
@@ -290,7 +298,7 @@ class _Matcher:
             self.problem(path, _describe(live), "a plain value")
             return live
         check_storable(live, path)
-        if not self._fits(live, self._saved[name]):
+        if not self._fits(live, name):
             self.problem(path, _describe(live), self._described(node))
         elif overlaps_itself(live):
             self.problem(path, "a tensor that can be written", "an expanded one")
@@ -300,10 +308,10 @@ class _Matcher:
             self.restoration.live.append(live)
         return live
 
-    def _fits(self, live: torch.Tensor, saved: TensorEntry) -> bool:
-        code = dtypes.code_of(live.dtype, "")
-        shape = dtypes.stored_shape(live.dtype, tuple(live.shape), "")
-        return (code, shape) == (saved.dtype, saved.shape)
+    def _fits(self, live: torch.Tensor, name: str) -> bool:
+        saved = self._saved[name]
+        dtype = dtypes.dtype_of(saved.dtype, name)
+        return live.dtype == dtype and live.shape == dtypes.torch_shape(dtype, saved.shape)
 
     def _fill(self, live: torch.Tensor, name: str) -> str | None:
         """Make `live` a destination; the name of another tensor that already goes there."""
@@ -355,18 +363,21 @@ class _Matcher:
             return self._make(name, device)
         if (array := _payload(node, "$ndarray")) is not None:
             return self._array(live, array)
-        if type(node) is dict and not _tag(node):
+        if (members := _members(node)) is not None:
             content = live if isinstance(live, Mapping) else {}
-            return {
+            built = {
                 key: self.rebuild(content.get(key, ABSENT), item, device)
-                for key, item in node.items()
+                for key, item in members.items()
             }
-        if type(node) is list:
-            items = live if isinstance(live, list) else []
-            return [
+            return OrderedDict(built) if "$ordered" in node else built
+        is_tuple = _payload(node, "$tuple") is not None
+        if is_tuple or type(node) is list:
+            items = live if isinstance(live, list | tuple) else ()
+            made = [
                 self.rebuild(items[i] if i < len(items) else ABSENT, item, device)
-                for i, item in enumerate(node)
+                for i, item in enumerate(node["$tuple"] if is_tuple else node)
             ]
+            return tuple(made) if is_tuple else made
         return values.decode(node, lambda tag, payload: self._leaf(tag, payload, device))
 
     def _usable(self, live: torch.Tensor, name: str) -> bool:
@@ -374,7 +385,7 @@ class _Matcher:
             live.layout is torch.strided
             and live.device.type != "meta"
             and not overlaps_itself(live)
-            and self._fits(live, self._saved[name])
+            and self._fits(live, name)
             and self._fill(live, name) is None
         )
 
@@ -406,11 +417,16 @@ class _Matcher:
 
 def holds_state(value: Any) -> bool:
     """Whether a live value has something that only a step's tensors or objects can restore."""
-    if isinstance(value, dict):
-        return any(map(holds_state, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(holds_state, value))
-    return isinstance(value, torch.Tensor | nn.Module | Mark) or is_stateful(value)
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor | nn.Module | Mark) or is_stateful(value):
+            return True
+        if isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+    return False
 
 
 def _replace(live: dict[Any, Any], content: Mapping[Any, Any]) -> None:
@@ -419,9 +435,14 @@ def _replace(live: dict[Any, Any], content: Mapping[Any, Any]) -> None:
 
 
 def _set_optimizer_state(
-    optimizer: torch.optim.Optimizer, state: Mapping[torch.Tensor, dict[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[torch.Tensor, dict[str, Any]],
+    others: Mapping[Any, Any],
 ) -> None:
     """Give every parameter exactly the saved entries, in the dicts that are already there."""
+    for key in optimizers.other_state(optimizer).keys() - others.keys():
+        del optimizer.state[key]
+    optimizer.state.update(others)
     for parameter, saved in state.items():
         if not saved:
             optimizer.state.pop(parameter, None)
@@ -456,8 +477,7 @@ def _whole(saved: TensorEntry) -> tuple[Any, ...]:
 def _describe(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
-    code = dtypes.code_of(value.dtype, "")
-    return f"{code} {list(dtypes.stored_shape(value.dtype, tuple(value.shape), ''))}"
+    return dtypes.described(value.dtype, tuple(value.shape))
 
 
 def _is(left: Any, right: Any) -> bool:
