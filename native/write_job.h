@@ -44,6 +44,7 @@ class WriteJob final : public Job {
   WriteJob(std::shared_ptr<Shared> shared, WriteRequest request);
 
   void attach(std::shared_ptr<File> file);
+  // Every eager byte that the engine itself copies is copied; not those that Python fills in.
   bool wait_eager(Deadline deadline);
   bool wait_copied(Deadline deadline);
   bool wait_written(Deadline deadline);

@@ -109,6 +109,8 @@ class Checkpointer:
     def gate(self, timeout: float | None = None) -> None:
         """Wait until every save under way is staged: after this the state may be updated.
 
+        Where all that is left to copy is device memory, the current stream waits, not the host:
+        updates then have to be given to that stream.
         Only needed where the update is not the step() of an optimizer in the state: an optimizer
         run inside backward, a hand-written update. Raises WaitTimeout after `timeout` seconds.
         """

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from statehold.errors import ManifestError, UnsupportedValueError
 from statehold.strictjson import Checker, show
 
-__all__ = ["DEPTH_MAX", "Leaf", "LeafReader", "decode", "encode", "well_formed"]
+__all__ = ["DEPTH_MAX", "Leaf", "LeafReader", "decode", "encode", "mapping_of", "well_formed"]
 
 # (value, path) -> JSON node, or None when the value is not the hook's business.
 Leaf = Callable[[Any, str], Any | None]
@@ -53,6 +53,13 @@ def encode(value: Any, path: str, leaf: Leaf | None = None) -> Any:
     return _Encoder(leaf).node(value, path, 0)
 
 
+def mapping_of(nodes: dict[Any, Any]) -> Any:
+    """The node of a dict whose values are nodes already."""
+    if all(_is_plain_key(key) for key in nodes):
+        return nodes
+    return {"$dict": [[encode(key, ""), node] for key, node in nodes.items()]}
+
+
 def decode(node: Any, leaf: LeafReader | None = None) -> Any:
     """The value of a JSON node in one of the forms of docs/format.md.
 
@@ -61,6 +68,10 @@ def decode(node: Any, leaf: LeafReader | None = None) -> Any:
     node in none of them.
     """
     return _Decoder(leaf).node(node, 0)
+
+
+def _is_plain_key(key: object) -> bool:
+    return type(key) is str and not key.startswith("$") and well_formed(key)
 
 
 def _plain_numbers(items: Iterable[Any]) -> bool:
@@ -209,7 +220,7 @@ class _Encoder:
 
     def mapping(self, members: dict[Any, Any], path: str, depth: int) -> Any:
         for key in members:
-            if type(key) is not str or key.startswith("$") or not well_formed(key):
+            if not _is_plain_key(key):
                 return {"$dict": self.pairs(members, path, depth)}
         return {key: self.node(value, path, depth, key) for key, value in members.items()}
 

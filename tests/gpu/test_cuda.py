@@ -160,6 +160,16 @@ def test_random_numbers_on_the_device_go_on(ckpt: statehold.Checkpointer) -> Non
     assert torch.equal(torch.randn(8, device="cuda"), drawn)
 
 
+def test_a_fused_step_continues_in_a_plain_optimizer(ckpt: statehold.Checkpointer) -> None:
+    run, fresh = Run(0, fused=True), Run(1)
+    run.step(), fresh.step()
+    ckpt.save(1, run.state).wait("committed", DEADLINE_S)
+    ckpt.restore(fresh.state)
+    assert fresh.optimizer.param_groups[0]["fused"]
+    assert all(state["step"].is_cuda for state in fresh.optimizer.state.values())
+    assert run.step() == fresh.step()
+
+
 def test_a_step_moves_between_device_and_host(ckpt: statehold.Checkpointer) -> None:
     model = nn.Linear(33, 17).cuda()
     ckpt.save(1, {"model": model}).wait("committed", DEADLINE_S)

@@ -189,6 +189,11 @@ def test_what_is_refused_and_where(name: str) -> None:
     assert caught.value.hint
 
 
+def test_uninitialized_parameters_are_called_that() -> None:
+    with pytest.raises(UnsupportedValueError, match="an uninitialized parameter"):
+        capture({"m": nn.LazyLinear(3)})
+
+
 def test_cycles_are_refused() -> None:
     loop: list[Any] = []
     loop.append({"again": loop})

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import statehold
-from statehold.errors import StateholdError, TornSnapshot
+from statehold.errors import ChecksumError, StateholdError, TornSnapshot
 from statehold.state.device import Devices
 from support.faults import DEADLINE_S, SMALL, Holdup
 from support.streams import LateStreams, copies_of, install
@@ -194,6 +194,24 @@ def test_non_contiguous_and_odd_dtypes(ckpt: statehold.Checkpointer) -> None:
     for name, value in live.items():
         assert value.resolve_conj().tolist() == plain(state[name]).resolve_conj().tolist(), name
     assert not live["sliced"].is_contiguous()
+
+
+def test_damage_is_found_before_anything_reaches_the_device(
+    ckpt: statehold.Checkpointer,
+) -> None:
+    training = trained()
+    ckpt.save(1, training.state).wait("committed", DEADLINE_S)
+    [path] = Path(ckpt._run).glob("step-*/*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    live = Training(seed=4)
+    before = bits(live)
+    with pytest.raises(ChecksumError):
+        ckpt.restore(live.state, 1)
+    assert bits(live)["hidden.weight"] == before["hidden.weight"]
+    ckpt.save(2, training.state).wait("committed", DEADLINE_S)  # every buffer came back
+    assert restored(ckpt, 2) == bits(training) | NO_RNG
 
 
 class OneBuffer:

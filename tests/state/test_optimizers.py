@@ -181,6 +181,62 @@ def test_stale_entries_are_removed_and_missing_ones_made() -> None:
     assert content(dicts) == content(expected)
 
 
+class Unusual(torch.optim.Optimizer):
+    """Keeps a common step beside the parameters' states, and numbers instead of names in these."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "$factor": 2})
+
+    def step(self, closure: Callable[[], torch.Tensor]) -> torch.Tensor:
+        loss = closure()
+        self.state["shared"]["steps"] = self.state["shared"].get("steps", 0) + 1
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault(0, torch.zeros_like(parameter)).lerp_(parameter.grad, 0.5)
+            with torch.no_grad():
+                parameter.sub_(state[0] / self.state["shared"]["steps"])
+        return loss
+
+
+def test_unusual_optimizers_continue(tmp_path: Path) -> None:
+    check_continuation(tmp_path / "run", lambda model: Unusual(model.parameters()), None)
+
+
+def test_other_state_that_the_step_lacks_is_removed() -> None:
+    saved, live = Run(lambda m: Unusual(m.parameters())), Run(lambda m: Unusual(m.parameters()))
+    step = MemoryStep(saved.state)
+    live.step()
+    step.restore(live.state)
+    assert not live.optimizer.state
+
+
+def test_names_that_look_like_tags_come_back() -> None:
+    def build() -> dict[str, Any]:
+        model = nn.ParameterDict({"$tensor": torch.randn(2), "$": torch.randn(1)})
+        optimizer = torch.optim.AdamW(model.parameters())
+        sum(parameter.sum() for parameter in model.values()).backward()
+        optimizer.step()
+        return {"$m": model, "$o": optimizer}
+
+    saved, live = build(), build()
+    MemoryStep(saved).restore(live)
+    assert content([live["$m"].state_dict(), live["$o"].state_dict()]) == content(
+        [saved["$m"].state_dict(), saved["$o"].state_dict()]
+    )
+
+
+def test_own_state_dicts_are_filled_in_place() -> None:
+    saved, live = Run(OPTIMIZERS["overriding"]), Run(OPTIMIZERS["overriding"])
+    saved.step(), live.step()
+    moments = [state["momentum_buffer"] for state in live.optimizer.state.values()]
+    restoration = MemoryStep(saved.state).restore(live.state)
+    own = {tensor.data_ptr() for tensor in [*live.model.parameters(), *moments]}
+    assert {target.address for target in restoration.destinations} == own
+    assert [s["momentum_buffer"].data_ptr() for s in live.optimizer.state.values()] == [
+        moment.data_ptr() for moment in moments
+    ]
+
+
 def test_tensor_lr_keeps_its_storage() -> None:
     saved, live = Run(OPTIMIZERS["adamw tensor lr"]), Run(OPTIMIZERS["adamw tensor lr"])
     saved.optimizer.param_groups[0]["lr"].fill_(0.5)

@@ -177,6 +177,14 @@ def test_containers_are_updated_where_they_are() -> None:
     assert live["tuple"][1] == 9
 
 
+def test_live_containers_may_hold_themselves() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    live = {"a": loop}
+    MemoryStep({"a": 3}).restore(live)
+    assert live == {"a": 3}
+
+
 def test_tensors_that_nobody_has_yet_are_made() -> None:
     shared = torch.ones(3)
     live: dict[str, Any] = {"cache": {}}
@@ -226,6 +234,13 @@ def test_tensors_of_other_types_cannot_be_restored_into() -> None:
         with pytest.raises(statehold.errors.UnsupportedValueError) as caught:
             step.prepare({"t": live})
         assert caught.value.facts["path"] == "t"
+
+
+def test_live_dtypes_that_no_step_can_hold_are_a_mismatch() -> None:
+    step = MemoryStep({"t": torch.ones(2)})
+    with pytest.raises(StateMismatchError) as caught:
+        step.prepare({"t": torch.ones(2, dtype=torch.complex128)})
+    assert caught.value.facts["t"] == "expected complex128 [2], got F32 [2] in the step"
 
 
 def test_extra_state_reaches_submodules() -> None:

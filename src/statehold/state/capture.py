@@ -149,13 +149,6 @@ def _holds_itself(value: Any, path: str) -> UnsupportedValueError:
     )
 
 
-def _object_node(members: dict[str, Any]) -> Any:
-    """The node of an object with these members; a "$" would make a plain one look tagged."""
-    if any(key.startswith("$") for key in members):
-        return {"$dict": [[key, node] for key, node in members.items()]}
-    return members
-
-
 class _Capturer:
     """One capture: what was found so far."""
 
@@ -221,11 +214,11 @@ class _Capturer:
                 node[name] = self._tensor(value, where, lazy=is_parameter)
             else:
                 node[name] = self._encode(value, where)
-        return _object_node(node)
+        return values.mapping_of(node)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> Any:
         state: dict[str, Any] = {}
-        groups: list[dict[str, Any]] = [{optimizers.PARAMS: []} for _ in optimizer.param_groups]
+        groups: list[Any] = [{optimizers.PARAMS: []} for _ in optimizer.param_groups]
         for index, name, parameter in optimizers.parameters(optimizer, self._names):
             groups[index][optimizers.PARAMS].append(name)
             if parameter in optimizer.state:
@@ -233,14 +226,18 @@ class _Capturer:
                     optimizer.state[parameter], f"{path}.state.{name}"
                 )
         for index, group in enumerate(optimizer.param_groups):
-            where = f"{path}.param_groups.{index}"
-            for key, item in group.items():
-                if key != optimizers.PARAMS:
-                    groups[index][key] = self._encode(item, f"{where}.{key}")
-        return {
-            "state": _object_node(state),
-            "param_groups": [_object_node(group) for group in groups],
+            options = {key: item for key, item in group.items() if key != optimizers.PARAMS}
+            groups[index] |= self._members(options, f"{path}.param_groups.{index}")
+        node = {
+            "state": values.mapping_of(state),
+            "param_groups": [values.mapping_of(group) for group in groups],
         }
+        if others := optimizers.other_state(optimizer):
+            node["other"] = self._encode(others, f"{path}.other")
+        return node
+
+    def _members(self, members: Mapping[Any, Any], path: str) -> dict[Any, Any]:
+        return {key: self._encode(item, f"{path}.{key}") for key, item in members.items()}
 
     def _parameter_state(self, state: Any, path: str) -> Any:
         node = {}
@@ -249,7 +246,7 @@ class _Capturer:
                 node[key] = self._tensor(value, f"{path}.{key}", lazy=True)
             else:
                 node[key] = self._encode(value, f"{path}.{key}")
-        return _object_node(node)
+        return values.mapping_of(node)
 
     def _foreign(self, value: Any, path: str) -> Any | None:
         if isinstance(value, torch.Size):

@@ -18,6 +18,7 @@ from statehold.errors import UnsupportedValueError
 __all__ = [
     "NUMPY_TO_TORCH",
     "code_of",
+    "described",
     "dtype_of",
     "is_numpy_scalar",
     "stored_shape",
@@ -113,6 +114,14 @@ def torch_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
     if dtype is not _PACKED:
         return shape
     return (*shape[:-1], shape[-1] // 2)
+
+
+def described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    """A live tensor in the words of the format where it has them; for messages."""
+    code = _CODE_OF_DTYPE.get(dtype)
+    if code is None or (dtype is _PACKED and not shape):
+        return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+    return f"{code} {list(stored_shape(dtype, shape, ''))}"
 
 
 def _refused(dtype: Any, path: str) -> UnsupportedValueError:

@@ -2,10 +2,11 @@
 
 An optimizer is saved by the names of its parameters, so that neither the order of groups in
 memory nor the index that Optimizer.state_dict() would give matters to a restore:
-    {"state": {parameter name: {key: value}}, "param_groups": [{option: value, "params": [name]}]}
+    {"state": {parameter name: {key: value}}, "param_groups": [{option: value, "params": [name]}],
+     "other": {key: value}}
+"other" is what the optimizer keeps in its state under keys that are no parameters, if anything.
 A parameter that no module in the state holds is named by its running index, as torch does.
-An optimizer whose class or hooks change what state_dict() means, or that keeps state which belongs
-to no parameter, is saved through state_dict() instead.
+An optimizer whose class or hooks change what state_dict() means is saved through that instead.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ def is_standard(optimizer: torch.optim.Optimizer) -> bool:
         kind.state_dict is torch.optim.Optimizer.state_dict
         and kind.load_state_dict is torch.optim.Optimizer.load_state_dict
         and not any(getattr(optimizer, hooks, None) for hooks in _HOOKS)
-        and all(isinstance(key, torch.Tensor) for key in optimizer.state)
     )
 
 
@@ -52,6 +52,13 @@ def owned_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for state in optimizer.state.values():
         if isinstance(state, dict):
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def other_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """The entries of the state whose keys are no parameters, such as a common step."""
+    return {
+        key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)
+    }
 
 
 def state_device(group: Mapping[str, Any], key: str, parameter: torch.Tensor) -> torch.device:

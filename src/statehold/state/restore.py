@@ -217,7 +217,7 @@ class _Matcher:
         for name, value in entries.items():
             where = f"{path}.{name}"
             if name not in saved:
-                self.problem(where, _describe(value, where), "nothing in the step")
+                self.problem(where, _describe(value), "nothing in the step")
             elif id(value) in own:
                 self._tensor(value, saved[name], where)
             else:
@@ -235,45 +235,44 @@ class _Matcher:
     # -- optimizers ------------------------------------------------------------------------
 
     def _optimizer(self, live: torch.optim.Optimizer, node: Any, path: str) -> Any:
-        if type(node) is not dict or type(node.get("param_groups")) is not list:
+        whole = _members(node) or {}
+        states = _members(whole.get("state"))
+        nodes = whole.get("param_groups")
+        groups = [_members(group) or {} for group in nodes] if type(nodes) is list else None
+        if states is None or groups is None:
             self.problem(path, "the state of an optimizer", "a value of another kind")
             return live
-        if not _is_by_name(node):
-            return self._object(live, node, path)
-        groups = [_members(group) or {} for group in node["param_groups"]]
-        saved_names = [group.get(optimizers.PARAMS, []) for group in groups]
         live_names: list[list[str]] = [[] for _ in live.param_groups]
         for index, name, _ in optimizers.parameters(live, self._names):
             live_names[index].append(name)
+        saved_names = [group.get(optimizers.PARAMS, []) for group in groups]
         if saved_names != live_names:
             self._compare_groups(saved_names, live_names, path)
             return live
-        options = [
+        state: dict[Any, Any] = {}
+        for index, name, parameter in optimizers.parameters(live, self._names):
+            saved = _members(states.get(name)) or {}
+            # The step's options are those that the next update will run with.
+            options = {**live.param_groups[index], **groups[index]}
+            state[parameter] = self._parameter_state(live, options, parameter, saved)
+        others = self.rebuild(optimizers.other_state(live), whole.get("other", {}))
+        self.restoration.containers.append(lambda: _set_optimizer_state(live, state, others))
+        for group, saved in zip(live.param_groups, groups, strict=True):
             self._group(group, saved)
-            for group, saved in zip(live.param_groups, groups, strict=True)
-        ]
-        saved_state = _members(node["state"]) or {}
-        state = {
-            parameter: self._parameter_state(
-                live, options[index], parameter, _members(saved_state.get(name)) or {}
-            )
-            for index, name, parameter in optimizers.parameters(live, self._names)
-        }
-        self.restoration.containers.append(lambda: _set_optimizer_state(live, state))
         return live
 
     def _parameter_state(
         self, live: Any, options: Any, parameter: torch.Tensor, saved: Mapping[str, Any]
     ) -> dict[str, Any]:
         current = live.state.get(parameter, {})
-        state = {}
+        content = {}
         for key, node in saved.items():
             device = optimizers.state_device(options, key, parameter)
             value = current.get(key, ABSENT)
-            if isinstance(value, torch.Tensor) and value.device != device:
+            if key == "step" and isinstance(value, torch.Tensor) and value.device != device:
                 value = ABSENT
-            state[key] = self.rebuild(value, node, device)
-        return state
+            content[key] = self.rebuild(value, node, device)
+        return content
 
     def _compare_groups(self, saved: list[Any], live: list[list[str]], path: str) -> None:
         if len(saved) != len(live):
@@ -287,7 +286,7 @@ class _Matcher:
                     where = f"{path}.param_groups.{index}.params.{position}"
                     self.problem(where, expected, f"{got} in the step")
 
-    def _group(self, live: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    def _group(self, live: dict[str, Any], saved: Mapping[str, Any]) -> None:
         """The saved options, which replace the live ones; those the step lacks stay."""
         options = {
             key: self.rebuild(live.get(key, ABSENT), node)
@@ -295,18 +294,17 @@ class _Matcher:
             if key != optimizers.PARAMS
         }
         self.restoration.containers.append(lambda: live.update(options))
-        return options
 
     # -- tensors ---------------------------------------------------------------------------
 
     def _tensor(self, live: torch.Tensor, node: Any, path: str) -> torch.Tensor:
         name = _payload(node, "$tensor")
         if name is None:
-            self.problem(path, _describe(live, path), "a plain value")
+            self.problem(path, _describe(live), "a plain value")
             return live
         check_storable(live, path)
-        if not self._fits(live, self._saved[name], path):
-            self.problem(path, _describe(live, path), self._described(node))
+        if not self._fits(live, name):
+            self.problem(path, _describe(live), self._described(node))
         elif overlaps_itself(live):
             self.problem(path, "a tensor that can be written", "an expanded one")
         elif (other := self._fill(live, name)) is not None:
@@ -315,10 +313,10 @@ class _Matcher:
             self.restoration.live.append(live)
         return live
 
-    def _fits(self, live: torch.Tensor, saved: TensorEntry, path: str) -> bool:
-        code = dtypes.code_of(live.dtype, path)
-        shape = dtypes.stored_shape(live.dtype, tuple(live.shape), path)
-        return (code, shape) == (saved.dtype, saved.shape)
+    def _fits(self, live: torch.Tensor, name: str) -> bool:
+        saved = self._saved[name]
+        dtype = dtypes.dtype_of(saved.dtype, name)
+        return live.dtype == dtype and live.shape == dtypes.torch_shape(dtype, saved.shape)
 
     def _fill(self, live: torch.Tensor, name: str) -> str | None:
         """Make `live` a destination; the name of another tensor that already goes there."""
@@ -371,27 +369,27 @@ class _Matcher:
         if (array := _payload(node, "$ndarray")) is not None:
             return self._array(live, array)
         if (members := _members(node)) is not None:
-            known = live if isinstance(live, Mapping) else {}
-            pairs = [
-                (key, self.rebuild(known.get(key, ABSENT), item, device))
+            content = live if isinstance(live, Mapping) else {}
+            built = {
+                key: self.rebuild(content.get(key, ABSENT), item, device)
                 for key, item in members.items()
+            }
+            return OrderedDict(built) if "$ordered" in node else built
+        is_tuple = _payload(node, "$tuple") is not None
+        if is_tuple or type(node) is list:
+            items = live if isinstance(live, list | tuple) else ()
+            made = [
+                self.rebuild(items[i] if i < len(items) else ABSENT, item, device)
+                for i, item in enumerate(node["$tuple"] if is_tuple else node)
             ]
-            return OrderedDict(pairs) if "$ordered" in node else dict(pairs)
-        items = _payload(node, "$tuple") or node
-        if type(items) is list:
-            old = live if isinstance(live, list | tuple) else []
-            content = [
-                self.rebuild(old[i] if i < len(old) else ABSENT, item, device)
-                for i, item in enumerate(items)
-            ]
-            return content if items is node else tuple(content)
+            return tuple(made) if is_tuple else made
         return values.decode(node, lambda tag, payload: self._leaf(tag, payload, device))
 
     def _usable(self, live: torch.Tensor, name: str) -> bool:
         return (
             is_storable(live)
             and not overlaps_itself(live)
-            and self._fits(live, self._saved[name], name)
+            and self._fits(live, name)
             and self._fill(live, name) is None
         )
 
@@ -421,11 +419,16 @@ class _Matcher:
 
 def holds_state(value: Any) -> bool:
     """Whether a live value has something that only a step's tensors or objects can restore."""
-    if isinstance(value, dict):
-        return any(map(holds_state, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(holds_state, value))
-    return isinstance(value, torch.Tensor | nn.Module | Mark) or is_stateful(value)
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor | nn.Module | Mark) or is_stateful(value):
+            return True
+        if isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+    return False
 
 
 def _numpy_scalar(name: str, raw: bytes) -> Any:
@@ -439,15 +442,6 @@ def _numpy_scalar(name: str, raw: bytes) -> Any:
     return numpy.frombuffer(raw, dtype=numpy.dtype(name).newbyteorder("<")).astype(name)[0]
 
 
-def _is_by_name(node: dict[str, Any]) -> bool:
-    """Whether an optimizer was saved by the names of its parameters, not as its state_dict()."""
-    return all(
-        type(name) is str
-        for group in node["param_groups"]
-        for name in (_members(group) or {}).get(optimizers.PARAMS, [])
-    )
-
-
 def _missing(these: Mapping[Any, Any], others: Mapping[Any, Any]) -> list[Any]:
     """The keys of `these` that `others` lack, in order."""
     return [key for key in these if key not in others]
@@ -459,9 +453,14 @@ def _replace(live: MutableMapping[Any, Any], content: Mapping[Any, Any]) -> None
 
 
 def _set_optimizer_state(
-    optimizer: torch.optim.Optimizer, state: Mapping[torch.Tensor, dict[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[torch.Tensor, dict[str, Any]],
+    others: Mapping[Any, Any],
 ) -> None:
     """Give every parameter exactly the saved entries, in the dicts that are already there."""
+    for key in optimizers.other_state(optimizer).keys() - others.keys():
+        del optimizer.state[key]
+    optimizer.state.update(others)
     for parameter, saved in state.items():
         if not saved:
             optimizer.state.pop(parameter, None)
@@ -493,11 +492,10 @@ def _whole(saved: TensorEntry) -> tuple[Any, ...]:
     return saved.dtype, saved.shape, [chunk.sums for chunk in saved.chunks]
 
 
-def _describe(value: Any, path: str) -> str:
+def _describe(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
-    code = dtypes.code_of(value.dtype, path)
-    return f"{code} {list(dtypes.stored_shape(value.dtype, tuple(value.shape), path))}"
+    return dtypes.described(value.dtype, tuple(value.shape))
 
 
 def _is(left: Any, right: Any) -> bool:

@@ -45,6 +45,8 @@ def is_storable(tensor: torch.Tensor) -> bool:
 
 def _refused_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
     if type(tensor) not in _PLAIN_TYPES:
+        if torch.nn.parameter.is_lazy(tensor):
+            return "an uninitialized parameter", "run the model once before saving or restoring"
         return "a tensor subclass", "store the plain tensors that it is made of"
     if tensor.device.type == "meta":
         return "a meta tensor, which has no data,", "materialize it before saving or restoring"
