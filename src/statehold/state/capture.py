@@ -18,8 +18,8 @@ from __future__ import annotations
 import base64
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,8 +42,9 @@ from statehold.state.tensors import (
     version_of,
 )
 
-# With tensors on a device, the gate lets the host pass as soon as the copies are enqueued. Host
-# tensors are not copied in that order, so small ones (an optimizer's `step`) are copied at once.
+# With tensors on a device, neither save() nor the gate waits for it: the copies are enqueued behind
+# its work. Host tensors are not in that order, and share blocks with device tensors, so those up
+# to this size (an optimizer's `step`) are cloned at capture.
 SMALL_BYTES = 64 << 10
 _PARTLESS = {bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter}
 
@@ -58,6 +59,7 @@ class CapturedTensor:
     address: int
     strided: Strided | None
     external: bool
+    owned: bool  # a copy that nobody else can change
 
 
 @dataclass(slots=True)
@@ -101,7 +103,7 @@ def capture(state: Mapping[str, Any]) -> Capture:
     capturer = _Capturer(state)
     tree = values.encode(dict(state), "", capturer.leaf)
     if any(tensor.external for tensor in capturer.tensors):
-        capturer.hasten_small_host_tensors()
+        capturer.clone_small_host_tensors()
     return Capture(capturer.tensors, tree, capturer.optimizers)
 
 
@@ -131,10 +133,27 @@ def parts(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether `value` can give and take its state itself."""
-    return callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
+    """Whether `value` can give and take its state itself. A class is not an object with state."""
+    return (
+        callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+        and not isinstance(value, type)
     )
+
+
+def _holds_itself(value: Any, path: str) -> UnsupportedValueError:
+    return UnsupportedValueError(
+        "a container in the state holds itself",
+        facts={"path": path, "type": type(value).__name__},
+        hint="store each object once",
+    )
+
+
+def _object_node(members: dict[str, Any]) -> Any:
+    """The node of an object with these members; a "$" would make a plain one look tagged."""
+    if any(key.startswith("$") for key in members):
+        return {"$dict": [[key, node] for key, node in members.items()]}
+    return members
 
 
 class _Capturer:
@@ -147,10 +166,13 @@ class _Capturer:
             (path, part) for path, part in found if isinstance(part, nn.Module)
         )
         self.tensors: list[CapturedTensor] = []
-        self._places: dict[Memory, int] = {}
+        # With the tensor: memory of a temporary that state_dict() made must not be used again while
+        # its address stands for it here.
+        self._places: dict[Memory, tuple[int, torch.Tensor]] = {}
         self._taken: set[str] = set()
         self._gated_storages: set[int] | None = None
         self._mark: type[Mark[Any]] | None = None
+        self._active: set[int] = set()
 
     # -- the hook of values.encode ---------------------------------------------------------
 
@@ -165,8 +187,18 @@ class _Capturer:
         if isinstance(value, torch.optim.Optimizer) and optimizers.is_standard(value):
             return self._optimizer(value, path)
         if is_stateful(value):
-            return self._encode(value.state_dict(), path)
+            return self._inside(value, value.state_dict, path)
         return self._foreign(value, path)
+
+    def _inside(self, value: Any, content: Callable[[], Any], path: str) -> Any:
+        # values.encode sees cycles among containers, but not those that lead through an object.
+        if id(value) in self._active:
+            raise _holds_itself(value, path)
+        self._active.add(id(value))
+        try:
+            return self._encode(content(), path)
+        finally:
+            self._active.discard(id(value))
 
     def _encode(self, value: Any, path: str) -> Any:
         return values.encode(value, path, self.leaf)
@@ -176,7 +208,7 @@ class _Capturer:
         if outer is not Volatile:
             self._mark = type(value)
         try:
-            return self._encode(value.value, path)
+            return self._inside(value, lambda: value.value, path)
         finally:
             self._mark = outer
 
@@ -236,18 +268,24 @@ class _Capturer:
         return None
 
     def _numpy(self, value: Any, path: str) -> Any | None:
-        if type(value).__name__ != "ndarray":
-            if value.dtype.hasobject:
+        name = value.dtype.name
+        if isinstance(value, sys.modules["numpy"].generic):
+            if not dtypes.is_numpy_scalar(name):
                 return None
-            data = base64.b64encode(value.tobytes()).decode("ascii")
-            return {"$npscalar": {"dtype": value.dtype.str, "bytes": data}}
-        if value.dtype.name not in dtypes.NUMPY_TO_TORCH or not value.dtype.isnative:
+            little = value.astype(value.dtype.newbyteorder("<"))
+            data = base64.b64encode(little.tobytes()).decode("ascii")
+            return {"$npscalar": {"dtype": name, "bytes": data}}
+        if type(value).__name__ != "ndarray":
+            return None
+        if name not in dtypes.NUMPY_TO_TORCH or not value.dtype.isnative:
             raise UnsupportedValueError(
                 "a NumPy array has a dtype that no step can hold",
                 facts={"path": path, "dtype": str(value.dtype)},
+                hint="convert it with astype() to a number type in native byte order",
             )
         # A private copy: a tensor cannot borrow read-only arrays or those with negative strides.
-        return {"$ndarray": self._add(torch.from_numpy(value.copy(order="C")), path, eager=False)}
+        array = torch.from_numpy(value.copy(order="C"))
+        return {"$ndarray": self._add(array, path, eager=False, owned=True)}
 
     # -- tensors ---------------------------------------------------------------------------
 
@@ -270,13 +308,14 @@ class _Capturer:
         eager = self._mark is Volatile or not lazy
         return {"$tensor": self._add(tensor.detach(), path, eager=eager)}
 
-    def _add(self, tensor: torch.Tensor, name: str, *, eager: bool) -> str:
+    def _add(self, tensor: torch.Tensor, name: str, *, eager: bool, owned: bool = False) -> str:
         memory = memory_of(tensor)
         place = self._places.get(memory) if memory[0] else None
         if place is not None:
-            first = self.tensors[place]
-            if eager and not first.spec.eager and not first.external:
-                first.spec = replace(first.spec, eager=True)
+            index, _ = place
+            first = self.tensors[index]
+            if eager and not first.spec.eager and not first.owned:
+                self.tensors[index] = _captured(first.tensor, first.spec.name, eager)
             return first.spec.name
         if name in self._taken or not name:
             raise UnsupportedValueError(
@@ -285,33 +324,37 @@ class _Capturer:
                 hint="names are joined with dots: rename a key of the dicts on the way",
             )
         if memory[0] and tensor.numel():
-            self._places[memory] = len(self.tensors)
+            self._places[memory] = len(self.tensors), tensor
         self._taken.add(name)
-        self.tensors.append(_captured(tensor, name, eager))
+        self.tensors.append(_captured(tensor, name, eager, owned))
         return name
 
-    def hasten_small_host_tensors(self) -> None:
-        """Make small lazy host tensors eager; see SMALL_BYTES."""
-        for captured in self.tensors:
-            if not captured.external and captured.spec.nbytes <= SMALL_BYTES:
-                captured.spec = replace(captured.spec, eager=True)
+    def clone_small_host_tensors(self) -> None:
+        """Copy small host tensors now; see SMALL_BYTES."""
+        for index, captured in enumerate(self.tensors):
+            name, nbytes = captured.spec.name, captured.spec.nbytes
+            if nbytes <= SMALL_BYTES and not captured.external and not captured.owned:
+                self.tensors[index] = _captured(_clone(captured.tensor), name, False, owned=True)
 
 
-def _captured(tensor: torch.Tensor, name: str, eager: bool) -> CapturedTensor:
+def _captured(tensor: torch.Tensor, name: str, eager: bool, owned: bool = False) -> CapturedTensor:
     dtype, shape = tensor.dtype, tuple(tensor.shape)
     external = is_external(tensor)
     if is_view_of_other_values(tensor):
-        tensor = tensor.resolve_conj().resolve_neg()
+        tensor, owned = tensor.resolve_conj().resolve_neg(), True
+    eager = (eager or tensor.is_inference()) and not owned
     if external and (eager or not tensor.is_contiguous()):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-        eager = False  # the clone is ours: nobody else can change it
+        tensor, eager, owned = _clone(tensor), False, True
     spec = TensorSpec(
         name,
         dtypes.code_of(dtype, name),
         dtypes.stored_shape(dtype, shape, name),
         tensor.numel() * tensor.element_size(),
-        eager or tensor.is_inference(),
+        eager,
     )
-    return CapturedTensor(
-        spec, tensor, version_of(tensor), tensor.data_ptr(), strides_of(tensor), external
-    )
+    version, strided = version_of(tensor), strides_of(tensor)
+    return CapturedTensor(spec, tensor, version, tensor.data_ptr(), strided, external, owned)
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)

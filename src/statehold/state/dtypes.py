@@ -8,13 +8,22 @@ dimension; safetensors counts values, so its last dimension is twice the torch o
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 
 from statehold.errors import UnsupportedValueError
 
-__all__ = ["NUMPY_TO_TORCH", "code_of", "described", "dtype_of", "stored_shape", "torch_shape"]
+__all__ = [
+    "NUMPY_TO_TORCH",
+    "code_of",
+    "described",
+    "dtype_of",
+    "is_numpy_scalar",
+    "stored_shape",
+    "torch_shape",
+]
 
 # Names, because an older torch lacks some of these dtypes.
 _NAME_OF_CODE = {
@@ -52,10 +61,19 @@ NUMPY_TO_TORCH: dict[str, torch.dtype] = {
     if not code.startswith(("BF", "F8", "F4"))
 }
 
+# NumPy scalars are stored by value in the manifest, little-endian: numbers and dates.
+_NUMPY_SCALARS = frozenset(NUMPY_TO_TORCH) | {"complex128"}
+_NUMPY_DATE = re.compile(r"(datetime64|timedelta64)(\[\d{0,6}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+
 _HINTS = {
     "complex128": "store torch.view_as_real(tensor), or convert it to complex64",
     "complex32": "store torch.view_as_real(tensor), or convert it to complex64",
 }
+
+
+def is_numpy_scalar(name: str) -> bool:
+    """Whether scalars of the NumPy dtype of this name can be stored."""
+    return name in _NUMPY_SCALARS or _NUMPY_DATE.fullmatch(name) is not None
 
 
 def code_of(dtype: torch.dtype, path: str) -> str:

@@ -13,30 +13,45 @@ import torch
 from torch import nn
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-_COMPILED = "_orig_mod."
+_COMPILED = "_orig_mod"
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module below data-parallel wrappers."""
-    while isinstance(module, _WRAPPERS):
-        module = module.module
-    return module
+    """The module below data-parallel wrappers and torch.compile, in whatever order they are."""
+    while True:
+        if isinstance(module, _WRAPPERS):
+            module = module.module
+        elif _COMPILED in module._modules:
+            module = module.get_submodule(_COMPILED)
+        else:
+            return module
 
 
 def entries(module: nn.Module) -> dict[str, Any]:
     """The module's own state by canonical name: live parameters, live buffers, extra state."""
     state: Mapping[str, Any] = unwrapped(module).state_dict(keep_vars=True)
-    return {name.replace(_COMPILED, ""): value for name, value in state.items()}
+    return {_canonical(name): value for name, value in state.items()}
 
 
-def set_extra_state(module: nn.Module, name: str, value: Any) -> None:
-    """Hand the value of the entry `name`, which ends in "_extra_state", to its submodule."""
+def own_tensors(module: nn.Module) -> set[int]:
+    """The ids of what can be filled in place. Other entries were made by state_dict() hooks or
+    get_extra_state(): writing into them would reach nobody."""
+    return {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+
+
+def hand_over(module: nn.Module, values: Mapping[str, Any]) -> None:
+    """Load the entries that could not be filled in place; those that were are loaded from
+    themselves, which copies nothing."""
     module = unwrapped(module)
-    for full_name, child in module.named_modules(remove_duplicate=False):
-        prefix = f"{full_name}." if full_name else ""
-        if f"{prefix}_extra_state".replace(_COMPILED, "") == name:
-            child.set_extra_state(value)
-            return
+    state = module.state_dict(keep_vars=True)
+    state.update({name: values[own] for name in state if (own := _canonical(name)) in values})
+    module.load_state_dict(state)
+
+
+def _canonical(name: str) -> str:
+    if _COMPILED not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:

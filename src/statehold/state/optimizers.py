@@ -6,7 +6,8 @@ memory nor the index that Optimizer.state_dict() would give matters to a restore
      "other": {key: value}}
 "other" is what the optimizer keeps in its state under keys that are no parameters, if anything.
 A parameter that no module in the state holds is named by its running index, as torch does.
-An optimizer whose class brings its own state_dict() is saved through that instead.
+An optimizer whose class or hooks change what state_dict() means, or that keeps state which belongs
+to no parameter, is saved through state_dict() instead.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from typing import Any
 import torch
 
 PARAMS = "params"
+_HOOKS = tuple(
+    f"_optimizer_{action}_{when}_hooks"
+    for action in ("state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
 
 
 def is_standard(optimizer: torch.optim.Optimizer) -> bool:
@@ -25,6 +31,7 @@ def is_standard(optimizer: torch.optim.Optimizer) -> bool:
     return (
         kind.state_dict is torch.optim.Optimizer.state_dict
         and kind.load_state_dict is torch.optim.Optimizer.load_state_dict
+        and not any(getattr(optimizer, hooks, None) for hooks in _HOOKS)
     )
 
 

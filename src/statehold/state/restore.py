@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import importlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from statehold import values
-from statehold.errors import ManifestError, StateMismatchError
+from statehold.errors import ManifestError, StateMismatchError, UsageError
 from statehold.manifest import Manifest, TensorEntry
 from statehold.state import dtypes, modules, optimizers
 from statehold.state.capture import is_stateful, parts
@@ -36,6 +36,7 @@ from statehold.state.tensors import (
     Strided,
     check_storable,
     is_external,
+    is_storable,
     is_view_of_other_values,
     memory_of,
     overlaps_itself,
@@ -123,7 +124,12 @@ class _Matcher:
         saved = _members(node)
         if saved is None:
             raise ManifestError("the state of the manifest is not an object")
-        for key in saved.keys() - state.keys():
+        if not isinstance(state, MutableMapping):
+            raise UsageError(
+                "a state that is restored has to take values",
+                facts={"expected": "a dict", "got": type(state).__name__},
+            )
+        for key in _missing(saved, state):
             self.problem(str(key), "nothing", "an entry of the step")
         present = {key: item for key, item in saved.items() if key in state}
         self._mapping(state, present, "")
@@ -156,7 +162,7 @@ class _Matcher:
             self.restoration.containers.append(lambda: setattr(live, "value", value))
         return live
 
-    def _mapping(self, live: Mapping[Any, Any], saved: Mapping[Any, Any], path: str) -> Any:
+    def _mapping(self, live: MutableMapping[Any, Any], saved: Mapping[Any, Any], path: str) -> Any:
         content = {}
         for key, node in saved.items():
             where = f"{path}.{key}" if path else str(key)
@@ -164,10 +170,9 @@ class _Matcher:
                 content[key] = self.match(live[key], node, where)
             else:
                 content[key] = self.rebuild(ABSENT, node)
-        for key in live.keys() - saved.keys():
+        for key in _missing(live, saved):
             self.problem(f"{path}.{key}" if path else str(key), "an entry of the step", "nothing")
-        if isinstance(live, dict):
-            self.restoration.containers.append(lambda: _replace(live, content))
+        self.restoration.containers.append(lambda: _replace(live, content))
         return live
 
     def _list(self, live: list[Any], nodes: list[Any], path: str) -> list[Any]:
@@ -205,22 +210,21 @@ class _Matcher:
         if saved is None:
             self.problem(path, "the state of a module", "a value of another kind")
             return live
-        entries = modules.entries(live)
-        for name in saved.keys() - entries.keys():
+        entries, own = modules.entries(live), modules.own_tensors(live)
+        for name in _missing(saved, entries):
             self.problem(f"{path}.{name}", "nothing", self._described(saved[name]))
+        handed: dict[str, Any] = {}
         for name, value in entries.items():
             where = f"{path}.{name}"
             if name not in saved:
                 self.problem(where, _describe(value), "nothing in the step")
-            elif isinstance(value, torch.Tensor):
+            elif id(value) in own:
                 self._tensor(value, saved[name], where)
             else:
-                self._extra_state(live, name, saved[name])
+                handed[name] = self.rebuild(ABSENT, saved[name])
+        if handed:
+            self.restoration.objects.append(lambda: modules.hand_over(live, handed))
         return live
-
-    def _extra_state(self, live: nn.Module, name: str, node: Any) -> None:
-        value = self.rebuild(ABSENT, node)
-        self.restoration.objects.append(lambda: modules.set_extra_state(live, name, value))
 
     def _object(self, live: Any, node: Any, path: str) -> Any:
         value = self.rebuild(live.state_dict(), node)
@@ -234,14 +238,16 @@ class _Matcher:
         whole = _members(node) or {}
         states = _members(whole.get("state"))
         nodes = whole.get("param_groups")
-        groups = [_members(group) or {} for group in nodes] if type(nodes) is list else None
-        if states is None or groups is None:
+        if states is None or type(nodes) is not list:
             self.problem(path, "the state of an optimizer", "a value of another kind")
             return live
+        groups = [_members(group) or {} for group in nodes]
+        if not _is_by_name(groups):
+            return self._object(live, node, path)
         live_names: list[list[str]] = [[] for _ in live.param_groups]
         for index, name, _ in optimizers.parameters(live, self._names):
             live_names[index].append(name)
-        saved_names = [group.get(optimizers.PARAMS) for group in groups]
+        saved_names = [group.get(optimizers.PARAMS, []) for group in groups]
         if saved_names != live_names:
             self._compare_groups(saved_names, live_names, path)
             return live
@@ -282,13 +288,15 @@ class _Matcher:
                     where = f"{path}.param_groups.{index}.params.{position}"
                     self.problem(where, expected, f"{got} in the step")
 
-    def _group(self, live: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    def _group(self, live: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The saved options, which replace the live ones; those the step lacks stay."""
         options = {
             key: self.rebuild(live.get(key, ABSENT), node)
             for key, node in saved.items()
             if key != optimizers.PARAMS
         }
         self.restoration.containers.append(lambda: live.update(options))
+        return options
 
     # -- tensors ---------------------------------------------------------------------------
 
@@ -382,8 +390,7 @@ class _Matcher:
 
     def _usable(self, live: torch.Tensor, name: str) -> bool:
         return (
-            live.layout is torch.strided
-            and live.device.type != "meta"
+            is_storable(live)
             and not overlaps_itself(live)
             and self._fits(live, name)
             and self._fill(live, name) is None
@@ -402,9 +409,7 @@ class _Matcher:
         if tag == "$ndarray":
             return self._make(payload, HOST).numpy()
         if tag == "$npscalar":
-            numpy = importlib.import_module("numpy")
-            raw = base64.b64decode(payload["bytes"])
-            return numpy.frombuffer(raw, dtype=numpy.dtype(payload["dtype"]))[0]
+            return _numpy_scalar(payload["dtype"], base64.b64decode(payload["bytes"]))
         if "size" in payload:
             return torch.Size(payload["size"])
         if "device" in payload:
@@ -429,7 +434,28 @@ def holds_state(value: Any) -> bool:
     return False
 
 
-def _replace(live: dict[Any, Any], content: Mapping[Any, Any]) -> None:
+def _numpy_scalar(name: str, raw: bytes) -> Any:
+    numpy = importlib.import_module("numpy")
+    expected = numpy.dtype(name).itemsize if dtypes.is_numpy_scalar(name) else None
+    if len(raw) != expected:
+        raise ManifestError(
+            "no such NumPy scalar",
+            facts={"dtype": name, "expected": f"{expected} bytes", "got": f"{len(raw)} bytes"},
+        )
+    return numpy.frombuffer(raw, dtype=numpy.dtype(name).newbyteorder("<")).astype(name)[0]
+
+
+def _is_by_name(groups: Iterable[Mapping[Any, Any]]) -> bool:
+    """Whether an optimizer was saved by the names of its parameters, not as its state_dict()."""
+    return all(type(name) is str for group in groups for name in group.get(optimizers.PARAMS, []))
+
+
+def _missing(these: Mapping[Any, Any], others: Mapping[Any, Any]) -> list[Any]:
+    """The keys of `these` that `others` lack, in order."""
+    return [key for key in these if key not in others]
+
+
+def _replace(live: MutableMapping[Any, Any], content: Mapping[Any, Any]) -> None:
     live.clear()
     live.update(content)
 

@@ -4,9 +4,15 @@ its bytes are.
 Facts about PyTorch that decide what is here:
 - A detached tensor shares storage and version counter with its origin, and keeps the old storage
   when `.data` of the origin is replaced. So a detached alias is what a save holds on to.
-- In-place operations move the counter, those of foreach optimizers and of inference mode included.
-  Fused optimizers, `.data.add_()`, NumPy views and foreign kernels do not: against those the gate
-  is the only protection. Inference tensors have no counter.
+- In-place operations move the counter: under no_grad and inference_mode, through views and
+  `out=`, by foreach optimizers. These change memory without moving it (torch 2.13): **fused**
+  optimizers (only `step` moves, so SGD leaves no trace), running statistics of batch norm,
+  `.data` and NumPy views, writes to the storage, foreign kernels. That is why the gate waits
+  instead of comparing, why buffers are eager, and why a moved counter proves a torn copy but an
+  unmoved one proves nothing.
+- `.data = other` and `set_` leave a detached alias on the old storage, with the old bytes.
+  `untyped_storage().resize_()` frees it under the alias: nothing can be done about that.
+- Inference tensors have no counter, and a detached alias of one pretends to: they are eager.
 - Conjugate and negative views are flags: their memory holds other values than they show.
 """
 
@@ -30,6 +36,11 @@ def check_storable(tensor: torch.Tensor, path: str) -> None:
         raise UnsupportedValueError(
             f"{what} cannot be stored", facts={"path": path, "type": _type_name(tensor)}, hint=hint
         )
+
+
+def is_storable(tensor: torch.Tensor) -> bool:
+    """Whether a step can hold the tensor, its dtype aside."""
+    return _refused_kind(tensor) is None
 
 
 def _refused_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
