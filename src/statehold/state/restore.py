@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import importlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,10 +238,12 @@ class _Matcher:
         whole = _members(node) or {}
         states = _members(whole.get("state"))
         nodes = whole.get("param_groups")
-        groups = [_members(group) or {} for group in nodes] if type(nodes) is list else None
-        if states is None or groups is None:
+        if states is None or type(nodes) is not list:
             self.problem(path, "the state of an optimizer", "a value of another kind")
             return live
+        groups = [_members(group) or {} for group in nodes]
+        if not _is_by_name(groups):
+            return self._object(live, node, path)
         live_names: list[list[str]] = [[] for _ in live.param_groups]
         for index, name, _ in optimizers.parameters(live, self._names):
             live_names[index].append(name)
@@ -440,6 +442,11 @@ def _numpy_scalar(name: str, raw: bytes) -> Any:
             facts={"dtype": name, "expected": f"{expected} bytes", "got": f"{len(raw)} bytes"},
         )
     return numpy.frombuffer(raw, dtype=numpy.dtype(name).newbyteorder("<")).astype(name)[0]
+
+
+def _is_by_name(groups: Iterable[Mapping[Any, Any]]) -> bool:
+    """Whether an optimizer was saved by the names of its parameters, not as its state_dict()."""
+    return all(type(name) is str for group in groups for name in group.get(optimizers.PARAMS, []))
 
 
 def _missing(these: Mapping[Any, Any], others: Mapping[Any, Any]) -> list[Any]:
