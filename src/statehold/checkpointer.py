@@ -72,7 +72,7 @@ class Checkpointer:
         """Begin to save `state` as `step`; returns in milliseconds with a handle.
 
         The state may be used at once, but must not be updated before the save is "staged":
-        optimizers in the state wait for that by themselves, other updates call gate() first.
+        torch optimizers wait for that by themselves, other updates call gate() first.
         Buffers and whatever else may change between updates are copied before this returns.
 
         Blocks while two earlier saves are not committed. Raises the error of an earlier save that
@@ -98,7 +98,7 @@ class Checkpointer:
         )
         job = start_write(opened.engine, plan, captured.tensors)
         copies = opened.devices.copies(job, captured, plan.source_index)
-        self._gate.hold_for(save, captured.optimizers, copies.passing if copies else None)
+        self._gate.hold_for(save, copies.passing if copies else None)
         self._watched.append(save)
         work = Work(save, plan, job, captured.tree, captured, copies.run if copies else None)
         opened.pipeline.submit(work)
@@ -111,8 +111,8 @@ class Checkpointer:
 
         Where all that is left to copy is device memory, the current stream waits, not the host:
         updates then have to be given to that stream.
-        Only needed where the update is not the step() of an optimizer in the state: an optimizer
-        run inside backward, a hand-written update. Raises WaitTimeout after `timeout` seconds.
+        Only needed where the update is not the step() of a torch optimizer, such as a hand-written
+        one. Raises WaitTimeout after `timeout` seconds.
         """
         self._gate.wait(timeout)
 

@@ -2,8 +2,10 @@
 
 Parameters and optimizer state stay unchanged during forward and backward (DataStates-LLM,
 HPDC'24, section 4); the update is where they change. So the gate stands before the update: a
-pre-step hook on every optimizer in the state waits until every save under way is staged. Loops
-whose update is not such an optimizer call Checkpointer.gate() themselves.
+pre-step hook on the torch optimizers waits until every save under way is staged. On all of them,
+not only on those in the state: a fused optimizer that the state does not name changes parameters
+without moving a version counter, so nothing else would notice. Loops whose update is not a torch
+optimizer call Checkpointer.gate() themselves.
 
 A failed save opens the gate: training goes on, and the error is raised by the checkpointer's next
 call, not out of somebody's optimizer.
@@ -13,14 +15,12 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from statehold.errors import WaitTimeout
 from statehold.save import Save
-
-if TYPE_CHECKING:
-    import torch
+from statehold.state.optimizers import before_every_step
 
 
 class Pass(Protocol):
@@ -35,19 +35,14 @@ class Gate:
 
     def __init__(self) -> None:
         self._saves: list[tuple[Save, Pass | None]] = []
-        self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._handles: list[Any] = []
+        self._hook: Any = None
 
-    def hold_for(
-        self, save: Save, optimizers: Iterable[torch.optim.Optimizer], passing: Pass | None = None
-    ) -> None:
+    def hold_for(self, save: Save, passing: Pass | None = None) -> None:
         """Hold updates until `save` is staged, or until `passing` lets them through."""
         self._forget_staged()
         self._saves.append((save, passing))
-        for optimizer in optimizers:
-            if optimizer not in self._hooked:
-                self._hooked.add(optimizer)
-                self._handles.append(optimizer.register_step_pre_hook(_hook(weakref.ref(self))))
+        if self._hook is None:
+            self._hook = before_every_step(_waiting(weakref.ref(self)))
 
     def wait(self, timeout: float | None = None) -> None:
         """Return once no save still has bytes to copy; `timeout` is in seconds."""
@@ -66,11 +61,10 @@ class Gate:
         self._forget_staged()
 
     def remove(self) -> None:
-        """Take the hooks off the optimizers."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._hooked.clear()
+        """Take the hook off the optimizers."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def _forget_staged(self) -> None:
         self._saves = [
@@ -80,8 +74,9 @@ class Gate:
         ]
 
 
-def _hook(gate: weakref.ref[Gate]) -> Callable[..., None]:
-    def wait_until_staged(*_: object) -> None:
+def _waiting(gate: weakref.ref[Gate]) -> Callable[[], None]:
+    # Weakly: a Checkpointer that was dropped without close() must not be kept alive by its hook.
+    def wait_until_staged() -> None:
         target = gate()
         if target is not None:
             target.wait()

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import statehold
 from statehold.errors import ClosedError, StepNotFoundError, UsageError
@@ -161,5 +162,5 @@ def test_hooks_leave_the_optimizer_at_close(run) -> None:
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         ckpt.save(1, training.state)
         ckpt.save(2, training.state)
-        assert len(training.optimizer._optimizer_step_pre_hooks) == 1
-    assert not training.optimizer._optimizer_step_pre_hooks
+        assert len(_global_optimizer_pre_hooks) == 1
+    assert not _global_optimizer_pre_hooks

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -54,6 +55,33 @@ def test_the_optimizer_waits_until_the_state_is_copied(
     assert save.stats.gate_s > 0
     assert bits(restored(small_ckpt)) | {"rng": b""} == expected | {"rng": b""}
     assert bits(training)["hidden.weight"] != expected["hidden.weight"]
+
+
+def test_an_optimizer_outside_the_state_waits_too(
+    small_ckpt: statehold.Checkpointer, holdup: Holdup
+) -> None:
+    """A fused one, which changes parameters without moving their version counters."""
+    model = nn.Linear(WIDE, WIDE)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    expected = model.weight.detach().clone()
+    save = small_ckpt.save(1, {"model": model})
+    model(torch.ones(1, WIDE)).sum().backward()
+    save._wait_ended = releasing(holdup, save._wait_ended)
+    optimizer.step()
+    save.wait("committed", DEADLINE_S)
+    assert not torch.equal(model.weight, expected)
+    small_ckpt.restore({"model": model})
+    assert torch.equal(model.weight, expected)
+
+
+def releasing(holdup: Holdup, wait_ended: Callable[..., bool]) -> Callable[..., bool]:
+    """Lets the held-up save go on only once somebody waits for it."""
+
+    def wait(*args: object) -> bool:
+        holdup.release()
+        return wait_ended(*args)
+
+    return wait
 
 
 def test_gate_holds_back_updates_outside_optimizers(run) -> None:

@@ -11,10 +11,11 @@ An optimizer whose class or hooks change what state_dict() means is saved throug
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 PARAMS = "params"
 _HOOKS = tuple(
@@ -22,6 +23,11 @@ _HOOKS = tuple(
     for action in ("state_dict", "load_state_dict")
     for when in ("pre", "post")
 )
+
+
+def before_every_step(action: Callable[[], None]) -> Any:
+    """Call `action` before each step() of every torch optimizer; returns what remove()s it."""
+    return register_optimizer_step_pre_hook(lambda *_: action())
 
 
 def is_standard(optimizer: torch.optim.Optimizer) -> bool:
