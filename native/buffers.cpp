@@ -36,15 +36,15 @@ StagingMemory::StagingMemory(uint64_t buffer_count, uint64_t buffer_bytes)
 
 StagingMemory::~StagingMemory() { ::munmap(mapping_, mapping_bytes_); }
 
-Status StagingMemory::populate(uint64_t index) {
+// Not MADV_POPULATE_WRITE: it holds the lock of the address space for a whole buffer, and every
+// thread of the process that maps memory meanwhile, the trainer's too, waits for it. A fault takes
+// the lock of this mapping only.
+void StagingMemory::populate(uint64_t index) {
   CHECK(index < count_);
   std::byte* begin = buffer(index);
-  if (::madvise(begin, buffer_bytes_, MADV_POPULATE_WRITE) == 0) return {};
-  if (errno != EINVAL) return Status::io(errno, "allocate the staging memory", {});
-  for (uint64_t at = 0; at < buffer_bytes_; at += kPageBytes) {  // before Linux 5.14
+  for (uint64_t at = 0; at < buffer_bytes_; at += kPageBytes) {
     *static_cast<volatile std::byte*>(begin + at) = std::byte{0};
   }
-  return {};
 }
 
 void BufferPool::add(uint32_t index) {

@@ -28,7 +28,7 @@ class StagingMemory {
   uint64_t buffer_bytes() const { return buffer_bytes_; }
   std::byte* buffer(uint64_t index) const { return data_ + index * buffer_bytes_; }
   // Makes the pages of one buffer present, so that no later copy pays for page faults.
-  Status populate(uint64_t index);
+  void populate(uint64_t index);
 
  private:
   const uint64_t count_;

@@ -44,16 +44,10 @@ Engine::~Engine() { close(); }
 void Engine::populate() {
   yield_to_trainer();
   for (uint32_t index = 0; index < shared_->memory->count(); ++index) {
-    const Status status = shared_->memory->populate(index);
-    const int slot = status.ok() ? shared_->fs->register_buffer(shared_->memory->buffer(index),
-                                                                shared_->memory->buffer_bytes())
-                                 : -1;
+    shared_->memory->populate(index);
+    const int slot = shared_->fs->register_buffer(shared_->memory->buffer(index),
+                                                  shared_->memory->buffer_bytes());
     const std::lock_guard lock(shared_->mutex);
-    if (!status.ok()) {
-      shared_->poison = status;
-      shared_->fail_all(status);
-      return;
-    }
     shared_->slots[index] = slot;
     shared_->pool.add(index);
     shared_->runnable.notify_all();
