@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace statehold {
@@ -44,6 +45,7 @@ Engine::~Engine() { close(); }
 void Engine::populate() {
   yield_to_trainer();
   for (uint32_t index = 0; index < shared_->memory->count(); ++index) {
+    if (!wait_to_populate()) return;
     shared_->memory->populate(index);
     const int slot = shared_->fs->register_buffer(shared_->memory->buffer(index),
                                                   shared_->memory->buffer_bytes());
@@ -51,8 +53,21 @@ void Engine::populate() {
     shared_->slots[index] = slot;
     shared_->pool.add(index);
     shared_->runnable.notify_all();
-    if (stopping_) return;
   }
+}
+
+constexpr uint64_t kBuffersAhead = 4;
+
+// While jobs run, only on demand: a restore from the page cache needs no buffer at all, and
+// faulting them in would take a processor from it.
+bool Engine::wait_to_populate() {
+  std::unique_lock lock(shared_->mutex);
+  shared_->changed.wait(lock, [&] {
+    const bool wanted = std::ranges::any_of(shared_->jobs, &Job::wants_buffers);
+    return stopping_ || shared_->jobs.empty() ||
+           (wanted && shared_->pool.free_count() < kBuffersAhead);
+  });
+  return !stopping_;
 }
 
 void Engine::check_open() {
@@ -66,6 +81,7 @@ std::shared_ptr<SomeJob> Engine::start(std::shared_ptr<SomeJob> job) {
   check_open();
   shared_->jobs.push_back(job);
   shared_->runnable.notify_all();
+  shared_->changed.notify_all();  // the populator may go on
   return job;
 }
 
@@ -125,6 +141,7 @@ void Engine::close() {
     shared_->fail_all(Status::closed("a transfer"));
     shared_->drop_retired();
     shared_->runnable.notify_all();
+    shared_->changed.notify_all();
     shared_->changed.wait(lock, [this] { return shared_->jobs.empty(); });
   }
   for (std::thread& worker : workers_) worker.join();

@@ -45,6 +45,7 @@ class Engine {
   bool pick(Work& work);
   void run(Work work, std::unique_lock<std::mutex>& lock);
   void populate();
+  bool wait_to_populate();  // false: stop
   template <class SomeJob>
   std::shared_ptr<SomeJob> start(std::shared_ptr<SomeJob> job);
   void check_open();

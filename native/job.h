@@ -72,7 +72,8 @@ class Job : public std::enable_shared_from_this<Job> {
   // With the mutex.
   void fail(const Status& status);
   bool retired() const;
-  virtual void drop_files() = 0;  // called once, when retired
+  virtual void drop_files() = 0;           // called once, when retired
+  virtual bool wants_buffers() const = 0;  // with the mutex
   void enter() { ++workers_inside_; }
   void leave() { --workers_inside_; }
   bool quiet() const { return workers_inside_ == 0; }

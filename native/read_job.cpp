@@ -298,8 +298,7 @@ void ReadJob::landed(uint64_t index, Status status) {
 
 void ReadJob::verify(uint64_t index) {
   Block& block = blocks_[index];
-  const Status status = verify_buffer(block);
-  if (status.ok()) scatter_buffer(block);
+  const Status status = empty_buffer(block);
   const Lock lock(shared_->mutex);
   if (failed() || !status.ok()) {
     shared_->release(block.lease);
@@ -315,30 +314,23 @@ void ReadJob::verify(uint64_t index) {
   wake_all();
 }
 
-Status ReadJob::verify_buffer(const Block& block) const {
+// Piece by piece: what was just verified is placed while it is in the cache.
+Status ReadJob::empty_buffer(const Block& block) const {
   const std::byte* buffer = shared_->address(block.lease);
   Status status;
   for (const uint64_t s : block.segments) {
-    for_each_piece(segments_[s], block.begin, block.end, block_bytes_,
+    const Segment& segment = segments_[s];
+    const bool placed = !segment.external && segment.place.address != nullptr;
+    for_each_piece(segment, block.begin, block.end, block_bytes_,
                    [&](uint64_t sum, uint64_t begin, uint64_t end) {
                      if (stopped() || !status.ok()) return;
                      const std::byte* data = buffer + (begin - buffer_base(block));
                      status = compare(s, sum, begin, end, xxh3_64(data, end - begin));
+                     if (!status.ok() || !placed) return;
+                     scatter(data, segment.place, begin - segment.begin, end - segment.begin);
                    });
   }
   return status;
-}
-
-void ReadJob::scatter_buffer(const Block& block) const {
-  const std::byte* buffer = shared_->address(block.lease);
-  for (const uint64_t s : block.segments) {
-    const Segment& segment = segments_[s];
-    if (stopped() || segment.external || segment.place.address == nullptr) continue;
-    const uint64_t begin = std::max(segment.begin, block.begin);
-    const uint64_t end = std::min(segment.end, block.end);
-    scatter(buffer + (begin - buffer_base(block)), segment.place, begin - segment.begin,
-            end - segment.begin);
-  }
 }
 
 std::vector<BufferPiece> ReadJob::external_pieces(const Block& block) const {

@@ -54,6 +54,7 @@ class ReadJob final : public Job {
   bool take(Rank rank, Work& work) override;
   void run(const Work& work) override;
   void drop_files() override;
+  bool wants_buffers() const override { return !cold_queue_.empty(); }
 
  private:
   enum Kind : int { kOpen, kStart, kRead, kVerify };
@@ -90,8 +91,7 @@ class ReadJob final : public Job {
   Status read_in_place(const Block& block);
   Status read_piece(const Segment& segment, uint64_t sum, uint64_t begin, uint64_t end);
   Status compare(uint64_t segment, uint64_t sum, uint64_t begin, uint64_t end, uint64_t got) const;
-  Status verify_buffer(const Block& block) const;
-  void scatter_buffer(const Block& block) const;
+  Status empty_buffer(const Block& block) const;
   uint64_t buffer_base(const Block& block) const;
   const std::shared_ptr<File>& file_for_buffer(const Block& block) const;
   std::vector<BufferPiece> external_pieces(const Block& block) const;

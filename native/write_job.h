@@ -61,6 +61,7 @@ class WriteJob final : public Job {
   bool take(Rank rank, Work& work) override;
   void run(const Work& work) override;
   void drop_files() override;
+  bool wants_buffers() const override { return !eager_queue_.empty() || !fill_queue_.empty(); }
 
  private:
   enum Kind : int { kFill, kSeal, kWrite };

@@ -86,7 +86,7 @@ class Checkpointer:
         opened.pipeline.wait_for_room()
         waited_s = time.perf_counter() - started
         self._raise_failures()
-        opened.store.check_order(step)
+        opened.store.check_order(step, opened.pipeline.newest_step())
 
         captured = capture(state)
         plan = self._plans.get([tensor.spec for tensor in captured.tensors], step)

@@ -5,7 +5,7 @@
     │   ├── UnsupportedValueError  a value in the state that no step can hold
     │   ├── StateMismatchError     the live state and the step differ in names, shapes or dtypes
     │   ├── StepNotFoundError      the step that was asked for is not committed in this run
-    │   ├── StepOrderError         a save of a step older than the newest committed one
+    │   ├── StepOrderError         a save of a step older than the newest one
     │   ├── ClosedError            the Checkpointer was closed
     │   └── RunBusyError           another process (or object) is saving into this run directory
     ├── TornSnapshot               a tensor changed while it was being copied; nothing was published
@@ -101,7 +101,7 @@ class StepNotFoundError(UsageError):
 
 
 class StepOrderError(UsageError):
-    """The step is older than the newest committed step."""
+    """The step is older than the newest one, committed or under way."""
 
 
 class ClosedError(UsageError):

@@ -85,6 +85,10 @@ class Pipeline:
         for save in self._saves[: len(self._saves) - SAVES_IN_FLIGHT_MAX + 1]:
             save._wait_ended("committed")
 
+    def newest_step(self) -> int | None:
+        """The newest step among the saves that are under way."""
+        return max((save.step for save in self._saves if not _ended(save)), default=None)
+
     def drain(self) -> None:
         """Return once every save has ended, one way or the other, and its cleaning up too."""
         self._stager.submit(lambda: None).result()

@@ -151,12 +151,12 @@ class Store:
 
     # -- the commit protocol ---------------------------------------------------------------
 
-    def check_order(self, step: int) -> None:
-        """Refuse a save that would not become the newest step."""
-        newest = self.newest()
+    def check_order(self, step: int, under_way: int | None = None) -> None:
+        """Refuse a save that would not become the newest step, those `under_way` included."""
+        newest = max((n for n in (self.newest(), under_way) if n is not None), default=None)
         if newest is not None and step < newest:
             raise StepOrderError(
-                f"step {step} is older than the newest committed step {newest}",
+                f"step {step} is older than step {newest}, which is saved already",
                 facts={"run": self._root},
                 hint=f"to go on from an older step, call rewind({step - 1}) first: it gives up the "
                 "newer steps; or save into another run directory",

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 import statehold
 from statehold.errors import RunBusyError, StepOrderError
-from support.faults import DEADLINE_S, SMALL
+from support.faults import DEADLINE_S, SMALL, Holdup
 from support.training import Training, bits
 
 DATA = "rank-00000-of-00001.safetensors"
@@ -106,6 +106,17 @@ def test_older_steps_are_refused_until_the_newer_are_given_up(run) -> None:
         assert ckpt.rewind(2) == [3, 4]
         save_steps(ckpt, training, range(3, 4))
         assert ckpt.steps() == [1, 2, 3]
+
+
+def test_steps_under_way_count_as_saved(run) -> None:
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        holdup = Holdup(ckpt)
+        save = ckpt.save(5, {"x": 1})
+        with pytest.raises(StepOrderError):
+            ckpt.save(4, {"x": 2})
+        holdup.release()
+        save.wait("committed", DEADLINE_S)
+        assert ckpt.steps() == [5]
 
 
 def test_leftovers_of_a_crash_are_cleared(run) -> None:

@@ -68,7 +68,6 @@ class Capture:
 
     tensors: list[CapturedTensor]
     tree: Any
-    optimizers: list[torch.optim.Optimizer]
     _settled: bool = False
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
@@ -104,7 +103,7 @@ def capture(state: Mapping[str, Any]) -> Capture:
     tree = values.encode(dict(state), "", capturer.leaf)
     if any(tensor.external for tensor in capturer.tensors):
         capturer.clone_small_host_tensors()
-    return Capture(capturer.tensors, tree, capturer.optimizers)
+    return Capture(capturer.tensors, tree)
 
 
 def parts(state: Any) -> Iterator[tuple[str, Any]]:
