@@ -139,7 +139,7 @@ def facts(directory: Path) -> dict[str, Any]:
     commit = _command("git", "rev-parse", "--short=12", "HEAD")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
+        "command": " ".join(["python -m bench", *sys.argv[1:]]),
         "commit": commit + ("+changes" if _command("git", "status", "--porcelain") else ""),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
