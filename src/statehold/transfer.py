@@ -106,6 +106,7 @@ class StepRead:
                 "bytes": f"[{found.begin}, {found.end})",
                 "xxh3-64": f"expected {found.expected:016x}, got {found.got:016x}",
             },
+            hint="restore() without a step takes the newest intact one",
         )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import statehold
 from statehold.errors import TornSnapshot
-from support.faults import DEADLINE_S, SMALL, Holdup
+from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.training import Training, bits
 
 WIDE = 1024  # the hidden layer alone is 4 MiB, twice the staging memory
@@ -47,7 +47,7 @@ def test_the_optimizer_waits_until_the_state_is_copied(
 
     save._wait_ended = observed
     stepping.start()
-    assert at_the_gate.wait(DEADLINE_S), "the optimizer stepped without asking the gate"
+    must(at_the_gate.wait(DEADLINE_S), "the optimizer stepped without asking the gate")
     assert not save.done("staged")
     holdup.release()
     stepping.join(DEADLINE_S)
@@ -181,7 +181,7 @@ def test_a_failure_is_raised_at_the_next_call(
     with torch.no_grad():
         training.model.hidden.weight.add_(1)
     holdup.release()
-    assert save._wait_ended("committed", DEADLINE_S)
+    must(save._wait_ended("committed", DEADLINE_S))
     with pytest.raises(TornSnapshot):
         small_ckpt.save(2, training.state)
     small_ckpt.save(2, training.state).wait("committed", DEADLINE_S)
@@ -255,10 +255,10 @@ def test_saves_queue_in_order_within_bounded_memory(
 
     trainer = threading.Thread(target=train)
     trainer.start()
-    assert holdup.waiting.wait(DEADLINE_S)
+    must(holdup.waiting.wait(DEADLINE_S))
     assert len(saves) <= 2, "a third save began while two were not committed"
     holdup.release()
-    assert finished.wait(DEADLINE_S)
+    must(finished.wait(DEADLINE_S))
     trainer.join()
     for save in saves:
         save.wait("committed", DEADLINE_S)

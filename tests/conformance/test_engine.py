@@ -37,6 +37,7 @@ from support.disks import (
     restore,
     save,
 )
+from support.faults import must
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def test_only_what_is_asked_for_is_read(disk: Disk, engine: _core.Engine) -> Non
         strided={},
         sums=sums[-tail:] * 2,
     )
-    assert job.wait(DEADLINE_S)
+    must(job.wait(DEADLINE_S))
     assert (wanted == state.arrays[2]).all()
     stats = job.stats
     assert stats["cached_bytes"] + stats["direct_bytes"] == wanted.nbytes
@@ -156,7 +157,7 @@ def test_several_files_at_once(disk: Disk, engine: _core.Engine) -> None:
         strided={},
         sums=b"".join(s[header_sums:] for s in sums),
     )
-    assert job.wait(DEADLINE_S)
+    must(job.wait(DEADLINE_S))
     assert [s.image for s in back] == [s.image for s in states]
 
 
@@ -193,14 +194,14 @@ def test_eager_blocks_are_copied_first_and_writing_waits_for_the_file(
     eager_count = 2
     state = State(random_arrays(1, *[BUFFER] * 12), header=b"", flags={7: EAGER, 11: EAGER})
     job = state.write(engine)
-    assert job.wait_eager(DEADLINE_S)
+    must(job.wait_eager(DEADLINE_S))
     for index in (7, 11):  # whatever happens to them now is not in the step
         state.arrays[index][:] = 0
     assert eager_count < engine.buffer_count < 12
     assert not job.wait_copied(0.0)
     job.attach(disk.fs.open_write(disk.path("f"), state.file_bytes))
-    assert job.wait_written(DEADLINE_S)
-    assert job.wait_copied(0.0)
+    must(job.wait_written(DEADLINE_S))
+    must(job.wait_copied(0.0))
     job.finish()
     original = State(random_arrays(1, *[BUFFER] * 12), header=b"")
     assert disk.fs.read_file(disk.path("f"), 1 << 30) == original.image
@@ -277,7 +278,7 @@ def test_a_fill_that_is_given_back_twice_is_refused(disk: Disk, engine: _core.En
     with pytest.raises(InvariantError):
         job.filled(fill)
     job.attach(disk.fs.open_write(disk.path("f"), state.file_bytes))
-    assert job.wait_written(DEADLINE_S)
+    must(job.wait_written(DEADLINE_S))
 
 
 def test_finish_before_written_is_refused(disk: Disk, engine: _core.Engine) -> None:
@@ -488,7 +489,7 @@ def test_an_unfinished_file_may_be_anything_but_is_noticed() -> None:
         job = state.write(engine)
         job.attach(fs.open_write("f", state.file_bytes))
         fs.sync_dir("/")
-        assert job.wait_written(DEADLINE_S)
+        must(job.wait_written(DEADLINE_S))
         fs.crash()
         back = state.cleared()
         try:

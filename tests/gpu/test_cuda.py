@@ -13,7 +13,7 @@ from torch import nn
 import statehold
 from statehold.errors import TornSnapshot
 from statehold.state.device import CudaBackend
-from support.faults import DEADLINE_S, SMALL, Holdup
+from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.streams import copies_of
 
 pytestmark = [
@@ -101,7 +101,7 @@ def test_the_gate_is_a_stream_wait(
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)  # the device is behind the host
     save = ckpt.save(2, run.state)
-    assert copies_of(ckpt)._enqueued.wait(DEADLINE_S)
+    must(copies_of(ckpt)._enqueued.wait(DEADLINE_S))
     run.optimizer.step()
     assert not save.done("staged"), "the host waited for the device"
     save.wait("committed", DEADLINE_S)

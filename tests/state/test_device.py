@@ -14,7 +14,7 @@ from torch import nn
 import statehold
 from statehold.errors import ChecksumError, StateholdError, TornSnapshot
 from statehold.state.device import Devices
-from support.faults import DEADLINE_S, SMALL, Holdup
+from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.streams import LateStreams, copies_of, install
 from support.training import Training, bits
 
@@ -94,7 +94,7 @@ def test_the_gate_makes_the_stream_wait_instead_of_the_host(
     expected = bits(training) | NO_RNG
     streams.finish.clear()
     save = ckpt.save(1, training.state)  # returns although no device copy can complete
-    assert copies_of(ckpt)._enqueued.wait(DEADLINE_S)
+    must(copies_of(ckpt)._enqueued.wait(DEADLINE_S))
     training.step()
     training.step()
     assert not save.done("staged")
@@ -113,7 +113,7 @@ def test_the_host_waits_while_copies_are_to_be_enqueued(
     training = trained(width=1024)
     expected = bits(training) | NO_RNG
     save = ckpt.save(1, training.state)
-    assert holdup.waiting.wait(DEADLINE_S)
+    must(holdup.waiting.wait(DEADLINE_S))
     assert not copies_of(ckpt).passing()
     with pytest.raises(statehold.errors.WaitTimeout):
         ckpt.gate(0.01)
@@ -135,7 +135,7 @@ def test_no_stream_waits_for_lazy_host_tensors(
     streams.finish.clear()
     ckpt.save(1, state)
     copies = copies_of(ckpt)
-    assert copies._enqueued.wait(DEADLINE_S)
+    must(copies._enqueued.wait(DEADLINE_S))
     assert not copies.passing()
     streams.finish.set()
     ckpt.gate(DEADLINE_S)
@@ -148,7 +148,7 @@ def test_a_change_before_the_gate_fails_the_save(
     streams.finish.clear()
     save = ckpt.save(1, training.state)
     copies = copies_of(ckpt)
-    assert copies._enqueued.wait(DEADLINE_S)
+    must(copies._enqueued.wait(DEADLINE_S))
     with torch.no_grad():
         training.model.hidden.weight.add_(1)
     assert not copies.passing()

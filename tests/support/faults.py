@@ -13,6 +13,12 @@ SMALL = {"staging_bytes": "2MiB", "buffer_bytes": "1MiB", "copy_threads": 2}
 DEADLINE_S = 60.0
 
 
+def must(happened: bool, what: str = "this did not happen in time") -> None:
+    """An assertion that also runs, with the wait in its argument, under python -O."""
+    if not happened:
+        raise AssertionError(what)
+
+
 class Spy:
     """Stands before a native file system: `before(operation, args)` runs ahead of every call."""
 
@@ -49,7 +55,7 @@ class Holdup:
     def _before(self, operation: str, _args: tuple[Any, ...]) -> None:
         if operation == "open_write":
             self.waiting.set()
-            assert self.go_on.wait(DEADLINE_S)
+            must(self.go_on.wait(DEADLINE_S))
 
     def release(self) -> None:
         self.go_on.set()

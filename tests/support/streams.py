@@ -14,7 +14,7 @@ import torch
 
 import statehold
 from statehold.state import capture, device, restore
-from support.faults import DEADLINE_S
+from support.faults import DEADLINE_S, must
 
 
 class LateStreams:
@@ -50,7 +50,7 @@ class LateStreams:
         return len(self._queue)
 
     def synchronize(self, event: int) -> None:
-        assert self.finish.wait(DEADLINE_S)
+        must(self.finish.wait(DEADLINE_S))
         self._run_until(event)
 
     def make_current_wait(self, event: int) -> None:
