@@ -12,10 +12,6 @@ namespace {
 
 constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
 
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
-
 }  // namespace
 
 StagingMemory::StagingMemory(uint64_t buffer_count, uint64_t buffer_bytes)

@@ -103,7 +103,8 @@ def test_empty_states_and_empty_tensors(small_ckpt: statehold.Checkpointer) -> N
 def test_stats_and_events(small_ckpt: statehold.Checkpointer) -> None:
     training = Training()
     save = small_ckpt.save(1, training.state)
-    assert save.wait("committed", DEADLINE_S) is save
+    returned = save.wait("committed", DEADLINE_S)
+    assert returned is save
     stats = save.stats
     assert 0 < stats.staged_s <= stats.written_s <= stats.committed_s
     plain = {"scheduler", "progress", "rng", "out.weight"}  # the last one is tied: written once
