@@ -23,9 +23,9 @@ class Options:
     """How a Checkpointer stages, writes and keeps steps.
 
     keep: committed steps to keep, newest first; None keeps all.
-    staging_bytes: host memory for copies in flight, allocated once at open and faulted in in the
-        background. With at least the size of the state, the update of the optimizer waits for a memory copy only;
-        with less, it also waits for the writes of what does not fit.
+    staging_bytes: host memory for copies in flight, allocated once at open and faulted in by a
+        thread of its own. With at least the size of the state, the update of the optimizer waits
+        for a memory copy only; with less, it also waits for the writes of what does not fit.
     buffer_bytes: size of one staging buffer and of one write.
     queue_depth: transfers in flight at once.
     copy_threads: threads that copy and checksum; None takes the processors there are, at most 4.
