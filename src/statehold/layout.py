@@ -1,0 +1,188 @@
+"""Layouts: which rank holds which box of a tensor. Pure arithmetic.
+
+Owns: boxes, meshes of ranks, and how a tensor is split over a mesh.
+Holds: the boxes of a layout cover the tensor, and two of them are equal or disjoint; ranks that
+differ only along mesh axes without a split hold the same box (replicas).
+Not here: torch (state/placements reads layouts off tensors), who writes what (share), files.
+
+A split cuts what the splits before it left, as `torch.chunk` does: pieces of ceil(n / parts), the
+last ones smaller or empty. FSDP over tensor parallel on one dimension is the split of the tensor
+parallel axis first, and the data parallel axis second, whatever the order of the mesh axes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+__all__ = ["Box", "Layout", "Mesh", "chunk_range"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A hyper-rectangle of a tensor, in elements: [offsets[d], offsets[d] + shape[d]) in dim d."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        """How many elements; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(map(sum, zip(self.offsets, self.shape, strict=True)))
+
+    def intersection(self, other: Box) -> Box | None:
+        """What both hold, or None where that is nothing."""
+        lows = tuple(map(max, self.offsets, other.offsets))
+        shape = tuple(
+            min(a, b) - low for low, a, b in zip(lows, self.ends, other.ends, strict=True)
+        )
+        return Box(lows, shape) if all(size > 0 for size in shape) else None
+
+    def relative_to(self, outer: Box) -> Box:
+        """The same box, counted from the first element of `outer`."""
+        offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
+        return Box(offsets, self.shape)
+
+    def __str__(self) -> str:
+        ranges = ", ".join(f"{a}:{b}" for a, b in zip(self.offsets, self.ends, strict=True))
+        return f"[{ranges}]"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks arranged in a grid; `ranks` is in row-major order, each rank at most once."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.ranks))
+
+    def __hash__(self) -> int:  # meshes are long, and are looked up for every tensor
+        return self._hash
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._places
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Where a rank is, one index an axis. KeyError for a rank outside."""
+        place = self._places[rank]
+        coordinate = []
+        for size in reversed(self.shape):
+            place, index = divmod(place, size)
+            coordinate.append(index)
+        return tuple(reversed(coordinate))
+
+    def rank_at(self, coordinate: Sequence[int]) -> int:
+        """The rank at one index an axis."""
+        place = 0
+        for size, index in zip(self.shape, coordinate, strict=True):
+            place = place * size + index
+        return self.ranks[place]
+
+
+def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
+    """[begin, end) of part `index` of `size` elements cut into `parts`, as torch.chunk cuts."""
+    step = -(-size // parts)
+    begin = min(size, step * index)
+    return begin, min(size, begin + step)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor over a mesh: `splits` are (mesh axis, tensor dim) in the order of splitting.
+
+    No axis is split twice. Axes without a split replicate.
+    """
+
+    mesh: Mesh
+    splits: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def replica_axes(self) -> tuple[int, ...]:
+        """The mesh axes along which all ranks hold the same box."""
+        split = {axis for axis, _ in self.splits}
+        return tuple(axis for axis in range(len(self.mesh.shape)) if axis not in split)
+
+    @cached_property
+    def replica_count(self) -> int:
+        """How many ranks hold each box."""
+        return math.prod(self.mesh.shape[axis] for axis in self.replica_axes)
+
+    def box(self, shape: Sequence[int], rank: int) -> Box:
+        """What `rank` holds of a tensor of `shape`; may be empty. KeyError for a rank outside."""
+        return self._box(shape, self.mesh.coordinate(rank))
+
+    def largest_box(self, shape: Sequence[int]) -> Box:
+        """The box at the first coordinate: no other is larger in any dimension."""
+        return self._box(shape, (0,) * len(self.mesh.shape))
+
+    def replica_index(self, rank: int) -> int:
+        """The place of a rank among those that hold its box."""
+        coordinate, index = self.mesh.coordinate(rank), 0
+        for axis in self.replica_axes:
+            index = index * self.mesh.shape[axis] + coordinate[axis]
+        return index
+
+    def replicas(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the box of `rank`, in the order of replica_index."""
+        return self._replicas(self.mesh.coordinate(rank))
+
+    def boxes(
+        self, shape: Sequence[int], within: Box | None = None
+    ) -> Iterator[tuple[Box, tuple[int, ...]]]:
+        """Each distinct box that is not empty, and its ranks; only those that meet `within`.
+
+        Takes time in proportion to the boxes that are returned, not to those that exist, where
+        every tensor dim is split at most once.
+        """
+        within = within or Box.whole(shape)
+        for coordinate in itertools.product(*self._candidates(shape, within)):
+            box = self._box(shape, coordinate)
+            if box.numel and box.intersection(within):
+                yield box, self._replicas(coordinate)
+
+    def _candidates(self, shape: Sequence[int], within: Box) -> list[Sequence[int]]:
+        """The indices an axis can have in a box that meets `within`."""
+        choices: list[Sequence[int]] = [range(1)] * len(self.mesh.shape)
+        dims = [dim for _, dim in self.splits]
+        for axis, dim in self.splits:
+            parts = self.mesh.shape[axis]
+            choices[axis] = range(parts)
+            if dims.count(dim) == 1 and shape[dim]:
+                step = -(-shape[dim] // parts)
+                choices[axis] = range(within.offsets[dim] // step, -(-within.ends[dim] // step))
+        return choices
+
+    def _replicas(self, coordinate: Sequence[int]) -> tuple[int, ...]:
+        free = set(self.replica_axes)
+        choices = [
+            range(size) if axis in free else (coordinate[axis],)
+            for axis, size in enumerate(self.mesh.shape)
+        ]
+        return tuple(self.mesh.rank_at(place) for place in itertools.product(*choices))
+
+    def _box(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
+        offsets, sizes = [0] * len(shape), list(shape)
+        for axis, dim in self.splits:
+            begin, end = chunk_range(sizes[dim], self.mesh.shape[axis], coordinate[axis])
+            offsets[dim] += begin
+            sizes[dim] = end - begin
+        return Box(tuple(offsets), tuple(sizes))
