@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from statehold import header
 from statehold.errors import InvariantError, UsageError
+from statehold.layout import Layout
 from statehold.units import MiB
 
 __all__ = [
@@ -50,6 +51,9 @@ class TensorSpec:
     shape: tuple[int, ...]
     nbytes: int
     eager: bool = False
+    layout: Layout | None = None
+    global_shape: tuple[int, ...] | None = None
+    offsets: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

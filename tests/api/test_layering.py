@@ -21,11 +21,11 @@ PACKAGE = "statehold"
 # From the bottom up. A group may import the groups of lower layers and its own members.
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
-    [{"units"}],
-    [{"options"}, {"strictjson"}],
+    [{"units"}, {"layout"}],
+    [{"options"}, {"strictjson"}, {"ranges"}],
     [{"values"}, {"header"}],
     [{"plan"}],
-    [{"manifest"}],
+    [{"manifest"}, {"claims"}],
     [{"state"}, {"store", "lock"}],
     [{"checkpointer", "save", "gate", "pipeline", "transfer"}],
     [{"testing"}, {"integrations"}],
@@ -34,7 +34,19 @@ LAYERS: list[list[set[str]]] = [
 CORE_USERS = {"store", "checkpointer", "save", "testing"}
 TORCH_USERS = {"state", "integrations", "testing"}
 # Modules that may not even name torch in annotations: they make sense without it.
-PURE = {"errors", "units", "options", "strictjson", "values", "header", "plan", "manifest"}
+PURE = {
+    "claims",
+    "errors",
+    "header",
+    "layout",
+    "manifest",
+    "options",
+    "plan",
+    "ranges",
+    "strictjson",
+    "units",
+    "values",
+}
 
 
 def is_type_checking(test: ast.expr) -> bool:
