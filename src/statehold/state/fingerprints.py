@@ -55,12 +55,11 @@ def on_device(tensor: torch.Tensor) -> torch.Tensor:
     data = torch.zeros(-(-nbytes // 8), dtype=torch.int64, device=tensor.device)
     data.view(tensor.dtype)[: tensor.numel()].copy_(tensor.detach().reshape(-1))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    begin = 0
-    for words in data.split(_WORDS):
+    for begin in range(0, data.numel(), _WORDS):
+        words = data[begin : begin + _WORDS]
         end = begin + words.numel()
         places = torch.arange(begin, end, dtype=torch.int64, device=tensor.device)
         total += (_mixed(words + places * _ODD) * (2 * places + 1)).sum()
-        begin = end
     return total
 
 
