@@ -23,8 +23,9 @@ LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
     [{"units"}],
     [{"options"}, {"strictjson"}],
-    [{"values"}, {"header"}],
+    [{"values"}, {"header"}, {"layout"}],
     [{"plan"}],
+    [{"share"}],
     [{"manifest"}],
     [{"state"}, {"store", "lock"}],
     [{"checkpointer", "save", "gate", "pipeline", "transfer"}],
@@ -34,7 +35,18 @@ LAYERS: list[list[set[str]]] = [
 CORE_USERS = {"store", "checkpointer", "save", "testing"}
 TORCH_USERS = {"state", "integrations", "testing"}
 # Modules that may not even name torch in annotations: they make sense without it.
-PURE = {"errors", "units", "options", "strictjson", "values", "header", "plan", "manifest"}
+PURE = {
+    "errors",
+    "units",
+    "options",
+    "strictjson",
+    "values",
+    "header",
+    "plan",
+    "manifest",
+    "layout",
+    "share",
+}
 
 
 def is_type_checking(test: ast.expr) -> bool:
