@@ -21,11 +21,12 @@ PACKAGE = "statehold"
 # From the bottom up. A group may import the groups of lower layers and its own members.
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
-    [{"units"}, {"layout"}],
-    [{"options"}, {"strictjson"}, {"ranges"}],
-    [{"values"}, {"header"}],
+    [{"units"}],
+    [{"options"}, {"strictjson"}, {"layout"}],
+    [{"values"}, {"header"}, {"ranges"}],
     [{"plan"}],
-    [{"manifest"}, {"claims"}],
+    [{"share"}, {"claims"}],
+    [{"manifest"}],
     [{"state"}, {"store", "lock"}],
     [{"checkpointer", "save", "gate", "pipeline", "transfer"}],
     [{"testing"}, {"integrations"}],
@@ -35,17 +36,18 @@ CORE_USERS = {"store", "checkpointer", "save", "testing"}
 TORCH_USERS = {"state", "integrations", "testing"}
 # Modules that may not even name torch in annotations: they make sense without it.
 PURE = {
-    "claims",
     "errors",
-    "header",
-    "layout",
-    "manifest",
-    "options",
-    "plan",
-    "ranges",
-    "strictjson",
     "units",
+    "options",
+    "strictjson",
     "values",
+    "header",
+    "plan",
+    "manifest",
+    "layout",
+    "share",
+    "claims",
+    "ranges",
 }
 
 
