@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from statehold import header
 from statehold.errors import InvariantError, UsageError
+from statehold.layout import Layout
 from statehold.units import MiB
 
 __all__ = [
@@ -43,13 +44,20 @@ _STEP_AT = header.LENGTH_BYTES + len(f'{{"{header.METADATA}":{{"{_STEP_KEY}":"')
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to save. `eager`: it may change soon, so its bytes are copied first."""
+    """A tensor to save, or the box of one. `eager`: it may change soon, so it is copied first.
+
+    `shape` and `nbytes` are those of the box; `layout` is None for a tensor of this rank alone,
+    `global_shape` None for `shape`, `offsets` None for zeros.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     eager: bool = False
+    layout: Layout | None = None
+    global_shape: tuple[int, ...] | None = None
+    offsets: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
