@@ -21,33 +21,33 @@ PACKAGE = "statehold"
 # From the bottom up. A group may import the groups of lower layers and its own members.
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
-    [{"units"}],
-    [{"options"}, {"strictjson"}, {"layout"}],
-    [{"values"}, {"header"}, {"ranges"}],
-    [{"plan"}],
-    [{"share"}, {"claims"}],
+    [{"units"}, {"layout"}],
+    [{"options"}, {"strictjson"}, {"board"}],
+    [{"values"}, {"header"}, {"ranges"}, {"selection"}, {"peers"}],
+    [{"plan"}, {"trees"}],
+    [{"share"}, {"entries"}, {"claims"}],
     [{"manifest"}],
+    [{"record"}],
+    [{"saved"}],
     [{"state"}, {"store", "lock"}],
-    [{"checkpointer", "save", "gate", "pipeline", "transfer"}],
-    [{"testing"}, {"integrations"}],
+    [{"checkpointer", "restoring", "save", "gate", "pipeline", "publish", "reads", "writes"}],
+    [{"testing"}, {"integrations"}, {"dcp"}],
     [{"cli", "__main__"}],
 ]
-CORE_USERS = {"store", "checkpointer", "save", "testing"}
-TORCH_USERS = {"state", "integrations", "testing"}
+CORE_USERS = {"store", "checkpointer", "save", "testing", "restoring", "dcp"}
+TORCH_USERS = {"state", "integrations", "testing", "dcp"}
 # Modules that may not even name torch in annotations: they make sense without it.
-PURE = {
-    "errors",
-    "units",
-    "options",
-    "strictjson",
-    "values",
-    "header",
-    "plan",
-    "manifest",
-    "layout",
-    "share",
+<<<<<<< HEAD
+PURE = {"errors", "units", "layout", "options", "strictjson", "values", "header", "plan"} | {
     "claims",
+    "entries",
+    "manifest",
     "ranges",
+    "record",
+    "saved",
+    "selection",
+    "share",
+    "trees",
 }
 
 
