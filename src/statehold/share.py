@@ -254,19 +254,23 @@ def _item(spec: TensorSpec, member: int, ladder: Sequence[_Cut]) -> _Item:
 def _schedule(items: Sequence[_Item], parts: Sequence[int]) -> Iterator[tuple[_Item, int]]:
     """Each item and the group of neighbours that writes it; `parts` is the ladder.
 
-    A heap entry is a run of groups with equal load: there are never more of them than items.
+    A heap entry is a run of groups with equal load: there are at most twice as many as items,
+    however many groups. The longest run is taken first, and in its middle, so that a few items go
+    to groups far apart: to other hosts.
     """
-    loads = [(0, 0, 1)]  # bytes, first group, how many groups
+    heap = [(0, -1, 0)]  # bytes, minus the length of the run, its first group
     size = parts[-1]
     for item in sorted(items, key=lambda item: item.key):
         if (finer := size // parts[item.cut]) > 1:
-            loads = [(load, first * finer, count * finer) for load, first, count in loads]
+            heap = [(load, length * finer, first * finer) for load, length, first in heap]
             size = parts[item.cut]
-        load, first, count = heapq.heappop(loads)
-        if count > 1:
-            heapq.heappush(loads, (load, first + 1, count - 1))
-        heapq.heappush(loads, (load + item.nbytes, first, 1))
-        yield item, first
+        load, length, first = heapq.heappop(heap)
+        chosen, end = first + (-length - 1) // 2, first - length
+        for low, high in ((first, chosen), (chosen + 1, end)):
+            if low < high:
+                heapq.heappush(heap, (load, low - high, low))
+        heapq.heappush(heap, (load + item.nbytes, -1, chosen))
+        yield item, chosen
 
 
 # -- the cache ---------------------------------------------------------------------------------
