@@ -51,26 +51,32 @@ PIECE_BYTES = 1 * MiB  # no piece of the largest box is cut smaller
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the record says of a tensor this rank holds, written here or not."""
+    """What a record says of a tensor that its rank holds, written there or not.
+
+    `shape` is global. `layout` is the one written (a large replicated tensor is split over its
+    replicas), None for a tensor that is this rank's own. `writer` is the replica that writes.
+    """
 
     name: str
     dtype: str
-    shape: tuple[int, ...]  # global
-    layout: Layout | None  # as WRITTEN (a big replicated tensor is split over its replicas)
-    writer: int  # which replica (Layout.replica_index) writes each box; 0 where there is one
+    shape: tuple[int, ...]
+    layout: Layout | None
+    writer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank writes."""
+    """What this rank writes: `spec`; from `rows` (dim 0; None: all) of captured spec `source`."""
 
-    spec: TensorSpec  # shape/offsets/nbytes of what is written
-    source: int  # index of the captured spec
-    rows: tuple[int, int] | None  # only these rows (dim 0) of the captured box; None: all of it
+    spec: TensorSpec
+    source: int
+    rows: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
 class Share:
+    """The part of one rank in a save."""
+
     parts: tuple[Part, ...]
     held: tuple[Held, ...]
 
