@@ -51,26 +51,32 @@ PIECE_BYTES = 1 * MiB  # no piece of the largest box is cut smaller
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the record says of a tensor this rank holds, written here or not."""
+    """What a record says of a tensor that its rank holds, written there or not.
+
+    `shape` is global. `layout` is the one written (a large replicated tensor is split over its
+    replicas), None for a tensor that is this rank's own. `writer` is the replica that writes.
+    """
 
     name: str
     dtype: str
-    shape: tuple[int, ...]  # global
-    layout: AnyLayout | None  # as WRITTEN (a big replicated tensor is split over its replicas)
-    writer: int  # which replica (Layout.replica_index) writes each box; 0 where there is one
+    shape: tuple[int, ...]
+    layout: Layout | None
+    writer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank writes."""
+    """What this rank writes: `spec`; from `rows` (dim 0; None: all) of captured spec `source`."""
 
-    spec: TensorSpec  # shape/offsets/nbytes of what is written
-    source: int  # index of the captured spec
-    rows: tuple[int, int] | None  # only these rows (dim 0) of the captured box; None: all of it
+    spec: TensorSpec
+    source: int
+    rows: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
 class Share:
+    """The part of one rank in a save."""
+
     parts: tuple[Part, ...]
     held: tuple[Held, ...]
 
@@ -254,19 +260,23 @@ def _item(spec: TensorSpec, member: int, ladder: Sequence[_Cut]) -> _Item:
 def _schedule(items: Sequence[_Item], parts: Sequence[int]) -> Iterator[tuple[_Item, int]]:
     """Each item and the group of neighbours that writes it; `parts` is the ladder.
 
-    A heap entry is a run of groups with equal load: there are never more of them than items.
+    A heap entry is a run of groups with equal load: there are at most twice as many as items,
+    however many groups. The longest run is taken first, and in its middle, so that a few items go
+    to groups far apart: to other hosts.
     """
-    loads = [(0, 0, 1)]  # bytes, first group, how many groups
+    heap = [(0, -1, 0)]  # bytes, minus the length of the run, its first group
     size = parts[-1]
     for item in sorted(items, key=lambda item: item.key):
         if (finer := size // parts[item.cut]) > 1:
-            loads = [(load, first * finer, count * finer) for load, first, count in loads]
+            heap = [(load, length * finer, first * finer) for load, length, first in heap]
             size = parts[item.cut]
-        load, first, count = heapq.heappop(loads)
-        if count > 1:
-            heapq.heappush(loads, (load, first + 1, count - 1))
-        heapq.heappush(loads, (load + item.nbytes, first, 1))
-        yield item, first
+        load, length, first = heapq.heappop(heap)
+        chosen, end = first + (-length - 1) // 2, first - length
+        for low, high in ((first, chosen), (chosen + 1, end)):
+            if low < high:
+                heapq.heappush(heap, (load, low - high, low))
+        heapq.heappush(heap, (load + item.nbytes, -1, chosen))
+        yield item, chosen
 
 
 # -- the cache ---------------------------------------------------------------------------------

@@ -102,8 +102,17 @@ def test_ranks_agree_and_their_records_say_who_wrote(state: tuple[Tensors, int])
         assert {(rank, box) for rank, box in got if box.numel} == expected
 
 
+@st.composite
+def crowds(draw: st.DrawFn) -> tuple[Tensors, int]:
+    """Many small tensors, all replicated."""
+    world = draw(st.sampled_from([2, 3, 8, 12]))
+    layout = Layout(draw(meshes(world)))
+    rows = draw(st.lists(st.integers(1, 60), max_size=60))
+    return {f"t{index}": ("U8", (size,), layout) for index, size in enumerate(rows)}, world
+
+
 @settings(max_examples=300)
-@given(states())
+@given(st.one_of(states(), crowds()))
 def test_no_replica_writes_more_than_the_mean_and_one_item(state: tuple[Tensors, int]) -> None:
     """The bound of longest-processing-time, by the largest box of every tensor."""
     tensors, world = state
