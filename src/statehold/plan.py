@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from statehold import header
 from statehold.errors import InvariantError, UsageError
+from statehold.layout import Layout
 from statehold.units import MiB
 
 __all__ = [
@@ -43,13 +44,20 @@ _STEP_AT = header.LENGTH_BYTES + len(f'{{"{header.METADATA}":{{"{_STEP_KEY}":"')
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to save. `eager`: it may change soon, so its bytes are copied first."""
+    """A tensor to save, or this rank's box of it. `shape` and `nbytes` are those of the box.
+
+    `eager`: it may change soon, so its bytes are copied first. `layout` None: this rank's own,
+    whole tensor, which no other rank knows of.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     eager: bool = False
+    layout: Layout | None = None
+    global_shape: tuple[int, ...] | None = None  # None: shape
+    offsets: tuple[int, ...] | None = None  # of the box in the global tensor; None: zeros
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ PACKAGE = "statehold"
 # From the bottom up. A group may import the groups of lower layers and its own members.
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
-    [{"units"}],
+    [{"units"}, {"layout"}],
     [{"options"}, {"strictjson"}],
     [{"values"}, {"header"}],
     [{"plan"}],
@@ -34,7 +34,7 @@ LAYERS: list[list[set[str]]] = [
 CORE_USERS = {"store", "checkpointer", "save", "testing"}
 TORCH_USERS = {"state", "integrations", "testing"}
 # Modules that may not even name torch in annotations: they make sense without it.
-PURE = {"errors", "units", "options", "strictjson", "values", "header", "plan", "manifest"}
+PURE = {"errors", "units", "layout", "options", "strictjson", "values", "header", "plan", "manifest"}
 
 
 def is_type_checking(test: ast.expr) -> bool:
