@@ -153,14 +153,14 @@ def _split_of(placement: Any) -> tuple[int | None, int]:
         return placement.dim, 1
     if kind == "_StridedShard":
         return placement.dim, placement.split_factor
-    raise _Unmapped(f"its placement {placement} is neither Shard nor Replicate")
+    raise _Unmapped(f"its placement {placement!r} is neither Shard nor Replicate")
 
 
 def _after(axes: list[int], sizes: Sequence[int], factor: int, placement: Any) -> int:
     """How many of the `axes`, in their order, cut a dim into `factor` pieces."""
     counts = [math.prod(sizes[axis] for axis in axes[:count]) for count in range(len(axes) + 1)]
     if factor not in counts:
-        raise _Unmapped(f"no later mesh axes explain its placement {placement}")
+        raise _Unmapped(f"no later mesh axes explain its placement {placement!r}")
     return counts.index(factor)
 
 
@@ -170,7 +170,7 @@ def _refused(what: str, path: str, spec: Any) -> UnsupportedValueError:
         facts={
             "path": path,
             "because": what,
-            "placements": ", ".join(map(str, spec.placements)),
+            "placements": ", ".join(map(repr, spec.placements)),
             "mesh": str(spec.mesh),
             "shape": list(spec.shape),
         },
