@@ -385,8 +385,7 @@ def _spec(tensor: torch.Tensor, name: str, eager: bool, place: Placed) -> Tensor
     if place.layout is None or place.shape is None or place.box is None:
         return TensorSpec(name, code, shape, nbytes, eager)
     whole = dtypes.stored_shape(dtype, place.shape, name)
-    largest = dtypes.stored_shape(dtype, place.layout.largest_box(place.shape).shape, name)
-    if place.layout.largest_box(whole).shape != largest:
+    if whole is not place.shape and not _packs_evenly(place.layout, place.shape, whole):
         raise UnsupportedValueError(
             "a tensor of packed 4-bit values is split unevenly along its last dimension",
             facts={"path": name, "shape": list(place.shape)},
@@ -394,6 +393,11 @@ def _spec(tensor: torch.Tensor, name: str, eager: bool, place: Placed) -> Tensor
         )
     offsets = dtypes.stored_shape(dtype, place.box.offsets, name)
     return TensorSpec(name, code, shape, nbytes, eager, place.layout, whole, offsets)
+
+
+def _packs_evenly(layout: Layout, shape: tuple[int, ...], packed: tuple[int, ...]) -> bool:
+    """Whether a layout cuts the packed shape where it cuts the other."""
+    return layout.largest_box(packed).shape[-1] == 2 * layout.largest_box(shape).shape[-1]
 
 
 def _captured(
