@@ -60,7 +60,7 @@ class Held:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    layout: Layout | None
+    layout: AnyLayout | None
     writer: int = 0
 
 

@@ -13,7 +13,7 @@ from statehold.layout import AnyLayout, Box, ExplicitLayout, Layout, Mesh
 from statehold.manifest import Manifest
 from statehold.record import Record
 from statehold.share import Held
-from support.worlds import DIRECTORY, DTYPES, World, cut
+from support.records import DIRECTORY, DTYPES, World, cut
 
 
 @st.composite

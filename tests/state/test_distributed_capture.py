@@ -1,0 +1,17 @@
+"""Capture in a job of four ranks; the checks themselves are in support.capture_checks."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.worlds import OK, checks_of, run_world
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_world("support.capture_checks", 4)
+
+
+@pytest.mark.parametrize("check", checks_of("support.capture_checks"))
+def test_on_four_ranks(check: str, outcomes: dict[str, str]) -> None:
+    assert outcomes[check] == OK, outcomes[check]
