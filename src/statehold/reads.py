@@ -95,45 +95,54 @@ class StepRead:
         )
 
 
-def start_read(
-    engine: Engine,
-    directory: str,
-    saved: SavedStep,
-    destinations: Iterable[Destination],
-    *,
-    verified: Iterable[str] = (),
-    rank: int = 0,
-    ranks: int = 1,
-) -> StepRead:
-    """Begin to read and verify what `destinations` need, and the tensors in `verified` besides.
+class ReadPlan:
+    """What to read of a step for some destinations. Planning reads no data, and changes nothing.
 
-    What several of the `ranks` of this job read as well goes through the page cache, where the
-    device is read once a node; each rank begins at another place, so that all of them are busy.
+    complete: verify besides whatever else of the step is this rank's to verify. What several of the
+    `ranks` of this job read goes through the page cache, where the device is read once a node;
+    each rank begins at another place, so that all of them are busy.
     """
-    builder = _Builder(saved, ranks)
-    for destination in destinations:
-        builder.add(destination)
-    for name in verified:
-        builder.add_verified(name)
-    segments = builder.finish()
-    files = [f"{directory}/{name}" for name in builder.files]
-    targets = [segment.target or Target() for segment in segments]
-    shared = any(target.shared for target in targets)
-    job = engine.read(
-        files=files,
-        file_bytes=list(builder.files.values()),
-        block_bytes=saved.block_bytes,
-        file_index=array("q", [segment.file for segment in segments]),
-        begins=array("q", [segment.begin for segment in segments]),
-        sizes=array("q", [segment.end - segment.begin for segment in segments]),
-        addresses=array("Q", [target.address for target in targets]),
-        flags=bytes([_flags(target) for target in targets]),
-        strided={i: each.strided for i, each in enumerate(targets) if each.strided},
-        boxes={i: each.box for i, each in enumerate(targets) if each.box},
-        sums=_to_bytes("".join([segment.sums for segment in segments])),
-        first_segment=len(segments) * rank // ranks if shared else 0,
-    )
-    return StepRead(job, segments, files, builder.landings)
+
+    def __init__(
+        self,
+        saved: SavedStep,
+        destinations: Iterable[Destination],
+        *,
+        complete: bool,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        builder = _Builder(saved, ranks)
+        for destination in destinations:
+            builder.add(destination)
+        if complete:
+            builder.add_rest()
+        self._segments = builder.finish()
+        self._files = builder.files
+        self._landings = builder.landings
+        self._block_bytes = saved.block_bytes
+        self._turn = len(self._segments) * rank // ranks
+
+    def start(self, engine: Engine, directory: str) -> StepRead:
+        """Begin to read."""
+        segments = self._segments
+        files = [f"{directory}/{name}" for name in self._files]
+        targets = [segment.target or Target() for segment in segments]
+        job = engine.read(
+            files=files,
+            file_bytes=list(self._files.values()),
+            block_bytes=self._block_bytes,
+            file_index=array("q", [segment.file for segment in segments]),
+            begins=array("q", [segment.begin for segment in segments]),
+            sizes=array("q", [segment.end - segment.begin for segment in segments]),
+            addresses=array("Q", [target.address for target in targets]),
+            flags=bytes([_flags(target) for target in targets]),
+            strided={i: each.strided for i, each in enumerate(targets) if each.strided},
+            boxes={i: each.box for i, each in enumerate(targets) if each.box},
+            sums=_to_bytes("".join([segment.sums for segment in segments])),
+            first_segment=self._turn if any(target.shared for target in targets) else 0,
+        )
+        return StepRead(job, segments, files, self._landings)
 
 
 def _flags(target: Target) -> int:
@@ -156,21 +165,22 @@ class _Builder:
         self._segments: list[ReadSegment] = []
         self.files: dict[str, int] = {}  # name -> bytes, in the order of their numbers
         self._places: dict[str, int] = {}
+        self._asked: list[PlacedChunk] = []
         self.landings: list[Landing] = []
 
     def add(self, destination: Destination) -> None:
         """Read what lies in the destination's box."""
         for chunk in self._saved.chunks(destination.name, destination.box):
+            self._asked.append(chunk)
             common = chunk.box.intersection(destination.box)
             if chunk.box == destination.box:
                 self._add_whole(chunk, destination)
             elif common is not None:
                 self._add_box(chunk, common, destination)
 
-    def add_verified(self, name: str) -> None:
-        """Read a tensor only to verify it."""
-        whole = Box.whole(self._saved.tensors[name].shape)
-        for chunk in self._saved.chunks(name, whole):
+    def add_rest(self) -> None:
+        """Read, only to verify it, what else is this rank's to verify."""
+        for name, chunk in self._saved.unread(self._asked):
             self._append(chunk, chunk.begin, chunk.end, chunk.sums, name)
 
     def finish(self) -> list[ReadSegment]:
