@@ -26,6 +26,8 @@ LAYERS: list[list[set[str]]] = [
     [{"values"}, {"header"}],
     [{"plan"}],
     [{"manifest"}],
+    [{"board"}],
+    [{"peers"}],
     [{"state"}, {"store", "lock"}],
     [{"checkpointer", "save", "gate", "pipeline", "transfer"}],
     [{"testing"}, {"integrations"}],
