@@ -12,8 +12,8 @@ import numpy as np
 
 from statehold.entries import record_file
 from statehold.errors import StorageError
-from statehold.layout import Box, ExplicitLayout, Layout, Ranks
-from statehold.manifest import Commit, RecordEntry, Shared, record_name
+from statehold.layout import Box, ExplicitLayout, Layout
+from statehold.manifest import Commit, RecordEntry, Shared, groups_of, record_name
 from statehold.plan import TensorSpec, plan_save
 from statehold.record import Record
 from statehold.saved import SavedStep, open_step
@@ -125,11 +125,7 @@ class World:
             RecordEntry(record_name(i, self.size), len(raw), hashlib.sha256(raw).hexdigest())
             for i, raw in enumerate(raws)
         ]
-        said: dict[str, dict[str, list[int]]] = {}
-        for record in self.records:
-            for key, digest in record.said().items():
-                said.setdefault(key, {}).setdefault(digest, []).append(record.rank)
-        state = {key: tuple(map(Ranks.of, groups.values())) for key, groups in said.items()}
+        state = groups_of([record.said() for record in self.records])
         return Commit(7, self.size, CREATED, "test", ATTEMPT, tuple(entries), state, tuple(shared))
 
     def assemble(self, step: SavedStep, name: str, box: Box) -> np.ndarray[Any, Any]:
