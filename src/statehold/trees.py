@@ -158,12 +158,20 @@ def _is_names(node: Any) -> bool:
 def _sequence_tag(nodes: Sequence[Any]) -> str | None:
     """What to merge item by item: "" for lists, "$tuple" for tuples, None for anything else."""
     tag = "$tuple" if type(nodes[0]) is dict else ""
-    size = None
-    for node in nodes:
-        items = node.get(tag) if tag and type(node) is dict else node
-        if type(items) is not list or size not in (None, len(items)):
-            return None
-        if not all(type(item) in (dict, list) for item in items):
-            return None
-        size = len(items)
+    lists = [_items_of(node, tag) for node in nodes]
+    if len({len(items) for items in lists}) > 1 or not all(map(_is_nested, lists)):
+        return None
     return tag
+
+
+def _items_of(node: Any, tag: str) -> Any:
+    """The items of a list or tuple; None, in a list, for anything else."""
+    if type(node) is dict and tag:
+        node = node.get(tag)
+    elif tag:
+        node = None
+    return node if type(node) is list else [None]
+
+
+def _is_nested(items: Sequence[Any]) -> bool:
+    return all(type(item) in (dict, list) for item in items)
