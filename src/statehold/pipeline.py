@@ -29,7 +29,7 @@ from statehold.store import Store
 if TYPE_CHECKING:
     from statehold._core import WriteJob
     from statehold.claims import Comparison
-    from statehold.publish import Publisher
+    from statehold.team import Publisher
     from statehold.share import RankPlan
     from statehold.state.capture import Capture
 
