@@ -126,8 +126,12 @@ class SavedStep:
         all ranks verify all: of a step of one rank every other chunk; of several the others that
         this rank wrote, if it is at its place again, else nothing."""
         seen = {(chunk.file, chunk.begin) for chunk in asked}
-        own = [(name, chunk) for name, chunks in self._own_chunks() for chunk in chunks]
-        return [(name, chunk) for name, chunk in own if (chunk.file, chunk.begin) not in seen]
+        return [
+            (name, chunk)
+            for name, chunks in self._own_chunks()
+            for chunk in chunks
+            if chunk.begin < chunk.end and (chunk.file, chunk.begin) not in seen
+        ]
 
     def _own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
         raise NotImplementedError

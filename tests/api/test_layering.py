@@ -30,7 +30,7 @@ LAYERS: list[list[set[str]]] = [
     [{"record"}],
     [{"saved"}],
     [{"state"}, {"store", "lock"}],
-    [{"checkpointer", "restoring", "save", "gate", "pipeline", "publish", "reads", "writes"}],
+    [{"checkpointer", "joining", "restoring", "save", "gate", "pipeline", "reads", "team", "writes"}],
     [{"testing"}, {"integrations"}, {"dcp"}],
     [{"cli", "__main__"}],
 ]
