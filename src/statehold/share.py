@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from statehold import header
 from statehold.errors import InvariantError
-from statehold.layout import Box, Layout, Mesh
+from statehold.layout import AnyLayout, Box, Layout, Mesh
 from statehold.plan import SavePlan, TensorSpec, plan_save
 from statehold.units import MiB
 
@@ -60,13 +60,13 @@ class Held:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    layout: Layout | None
+    layout: AnyLayout | None
     writer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank writes: `spec`; from `rows` (dim 0; None: all) of captured spec `source`."""
+    """What this rank writes: `rows` (of dim 0; None: all) of the captured spec number `source`."""
 
     spec: TensorSpec
     source: int

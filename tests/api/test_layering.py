@@ -21,12 +21,14 @@ PACKAGE = "statehold"
 # From the bottom up. A group may import the groups of lower layers and its own members.
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
-    [{"units"}],
+    [{"units"}, {"layout"}],
     [{"options"}, {"strictjson"}],
-    [{"values"}, {"header"}, {"layout"}],
-    [{"plan"}],
-    [{"share"}],
+    [{"values"}, {"header"}],
+    [{"plan"}, {"trees"}],
+    [{"share"}, {"entries"}],
     [{"manifest"}],
+    [{"record"}],
+    [{"saved"}],
     [{"state"}, {"store", "lock"}],
     [{"checkpointer", "save", "gate", "pipeline", "transfer"}],
     [{"testing"}, {"integrations"}],
@@ -35,17 +37,13 @@ LAYERS: list[list[set[str]]] = [
 CORE_USERS = {"store", "checkpointer", "save", "testing"}
 TORCH_USERS = {"state", "integrations", "testing"}
 # Modules that may not even name torch in annotations: they make sense without it.
-PURE = {
-    "errors",
-    "units",
-    "options",
-    "strictjson",
-    "values",
-    "header",
-    "plan",
-    "manifest",
-    "layout",
+PURE = {"errors", "units", "layout", "options", "strictjson", "values", "header", "plan"} | {
+    "trees",
     "share",
+    "entries",
+    "manifest",
+    "record",
+    "saved",
 }
 
 
