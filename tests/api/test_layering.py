@@ -29,6 +29,8 @@ LAYERS: list[list[set[str]]] = [
     [{"manifest"}],
     [{"record"}],
     [{"saved"}],
+    [{"board"}],
+    [{"peers"}],
     [{"state"}, {"store", "lock"}],
     [{"checkpointer", "save", "gate", "pipeline", "transfer"}],
     [{"testing"}, {"integrations"}],
