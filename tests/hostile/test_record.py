@@ -12,7 +12,7 @@ import pytest
 from statehold.errors import FormatVersionError, ManifestError
 from statehold.record import MESH_RANKS_MAX, Record
 from support.steps import changed
-from support.worlds import example, rewritten
+from support.records import example, rewritten
 
 RAW = example().records[0].encode()
 DOCUMENT: dict[str, Any] = {}
