@@ -21,11 +21,14 @@ PACKAGE = "statehold"
 # From the bottom up. A group may import the groups of lower layers and its own members.
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
-    [{"units"}, {"layout"}],
+    [{"units"}, {"layout"}, {"selection"}],
     [{"options"}, {"strictjson"}],
     [{"values"}, {"header"}],
-    [{"plan"}],
+    [{"plan"}, {"trees"}],
+    [{"share"}, {"entries"}],
     [{"manifest"}],
+    [{"record"}],
+    [{"saved"}],
     [{"state"}, {"store", "lock"}],
     [{"checkpointer", "save", "gate", "pipeline", "transfer"}],
     [{"testing"}, {"integrations"}],
@@ -34,7 +37,14 @@ LAYERS: list[list[set[str]]] = [
 CORE_USERS = {"store", "checkpointer", "save", "testing"}
 TORCH_USERS = {"state", "integrations", "testing"}
 # Modules that may not even name torch in annotations: they make sense without it.
-PURE = {"errors", "units", "layout", "options", "strictjson", "values", "header", "plan", "manifest"}
+PURE = {"selection", "errors", "units", "layout", "options", "strictjson", "values", "header", "plan"} | {
+    "trees",
+    "share",
+    "entries",
+    "manifest",
+    "record",
+    "saved",
+}
 
 
 def is_type_checking(test: ast.expr) -> bool:
