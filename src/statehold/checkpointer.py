@@ -33,6 +33,7 @@ from statehold.options import Options
 from statehold.pipeline import Pipeline, Work, logger
 from statehold.plan import STEP_MAX, PlanCache
 from statehold.save import Save
+from statehold.saved import open_step
 from statehold.state.capture import capture
 from statehold.state.device import Devices
 from statehold.state.restore import prepare
@@ -163,8 +164,9 @@ class Checkpointer:
                 raise error.with_fact("other steps", _listed(others)) from None
 
     def _read_into(self, opened: _Opened, state: Mapping[str, Any], manifest: Manifest) -> None:
-        restoration = prepare(state, manifest)
         directory = opened.store.path(manifest.step)
+        saved = open_step(opened.fs.read_file, directory, manifest.step, 0, 1)
+        restoration = prepare(state, saved)
         reading = start_read(opened.engine, directory, manifest, restoration.destinations)
         try:
             opened.devices.load(reading.job, reading.external())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from statehold._core import Engine, Mismatch, ReadJob, WriteJob
     from statehold.state.capture import CapturedTensor
-    from statehold.state.restore import Destination
+    from statehold.state.destinations import Destination
 
 FLAG_EAGER = 1
 FLAG_EXTERNAL = 2

@@ -37,7 +37,17 @@ LAYERS: list[list[set[str]]] = [
 CORE_USERS = {"store", "checkpointer", "save", "testing"}
 TORCH_USERS = {"state", "integrations", "testing"}
 # Modules that may not even name torch in annotations: they make sense without it.
-PURE = {"selection", "errors", "units", "layout", "options", "strictjson", "values", "header", "plan"} | {
+PURE = {
+    "selection",
+    "errors",
+    "units",
+    "layout",
+    "options",
+    "strictjson",
+    "values",
+    "header",
+    "plan",
+} | {
     "trees",
     "share",
     "entries",

@@ -31,7 +31,7 @@ from support.jobs import Job
 
 
 class Mlp(nn.Module):
-    """Two layers of odd sizes: seven rows over four ranks are 2, 2, 2 and 1; three leave one out."""
+    """Two layers of odd sizes: 7 rows over 4 ranks are 2, 2, 2 and 1, and 3 leave one out."""
 
     def __init__(self) -> None:
         super().__init__()
