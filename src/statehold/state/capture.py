@@ -171,7 +171,9 @@ class _Capturer:
             (path, part) for path, part in found if isinstance(part, nn.Module)
         )
         self.tensors: list[CapturedTensor] = []
-        self._replicas: dict[int, Layout] = {}  # by the ids of tensors
+        self._replicas = placements.replicas_in(
+            (part for _, part in found if isinstance(part, nn.Module)), self._rank
+        )
         # With the tensor: memory of a temporary that state_dict() made must not be used again while
         # its address stands for it here. DTensors are known by their ids: all ranks have to find
         # the same ties, also those whose box is empty.
@@ -180,14 +182,6 @@ class _Capturer:
         self._gated_storages: set[int] | None = None
         self._mark: type[Mark[Any]] | None = None
         self._active: set[int] = set()
-        if self._rank is not None:
-            for _, part in found:
-                self._find_replicas(part)
-
-    def _find_replicas(self, part: Any) -> None:
-        found = modules.replicas(part) if isinstance(part, nn.Module) else None
-        if found is not None and (layout := placements.of_group(found[0])) is not None:
-            self._replicas |= dict.fromkeys(map(id, found[1]), layout)
 
     # -- the hook of values.encode ---------------------------------------------------------
 
@@ -307,10 +301,7 @@ class _Capturer:
     # -- tensors ---------------------------------------------------------------------------
 
     def _place(self, tensor: torch.Tensor, path: str) -> Placed:
-        layout = self._replicas.get(id(tensor))
-        if layout is not None and not is_dtensor(tensor):
-            return placements.replicated(tensor.shape, layout)
-        return placements.placed(tensor, path, self._rank)
+        return placements.place_of(tensor, path, self._rank, self._replicas)
 
     def _is_gated(self, tensor: torch.Tensor) -> bool:
         if self._mark is Gated:

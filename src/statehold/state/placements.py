@@ -19,16 +19,17 @@ Facts about PyTorch that decide what is here (torch 2.13):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from statehold.errors import UnsupportedValueError
 from statehold.layout import Box, Layout, Mesh
+from statehold.state import modules
 from statehold.state.tensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
@@ -73,6 +74,26 @@ def placed(tensor: torch.Tensor, path: str, rank: int | None) -> Placed:
         what = f"its local tensor has the shape {list(local)}, and its place is {found.box}"
         raise _refused(what, path, spec)
     return OWN if rank is None else found
+
+
+def place_of(
+    tensor: torch.Tensor, path: str, rank: int | None, replicas: Mapping[int, Layout]
+) -> Placed:
+    """Where any tensor lies; `replicas` are the layouts of plain ones by their ids."""
+    layout = replicas.get(id(tensor))
+    if layout is not None and not is_dtensor(tensor):
+        return replicated(tensor.shape, layout)
+    return placed(tensor, path, rank)
+
+
+def replicas_in(found_modules: Iterable[nn.Module], rank: int | None) -> dict[int, Layout]:
+    """The layouts of the tensors that DistributedDataParallel replicates, by their ids."""
+    layouts: dict[int, Layout] = {}
+    for module in found_modules if rank is not None else ():
+        found = modules.replicas(module)
+        if found is not None and (layout := of_group(found[0])) is not None:
+            layouts |= dict.fromkeys(map(id, found[1]), layout)
+    return layouts
 
 
 def replicated(shape: Sequence[int], layout: Layout) -> Placed:
