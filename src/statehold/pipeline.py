@@ -29,9 +29,9 @@ from statehold.store import Store
 if TYPE_CHECKING:
     from statehold._core import WriteJob
     from statehold.claims import Comparison
-    from statehold.team import Publisher
     from statehold.share import RankPlan
     from statehold.state.capture import Capture
+    from statehold.team import Publisher
 
 logger = logging.getLogger("statehold")
 

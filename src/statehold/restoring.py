@@ -100,7 +100,7 @@ class Restorer:
                 error.with_fact("step", step)
                 others = [other for other in self._store.steps() if other != step]
                 raise error.with_fact("other steps", listed(others)) from None
-        return replace(matched.restoration.report(step), unexpected=matched.unexpected)
+        return replace(matched.restoration.report, unexpected=matched.unexpected)
 
     def _steps(self) -> list[int]:
         """The committed steps, as rank 0 sees them."""
@@ -134,7 +134,13 @@ class Restorer:
 
     def _matched(self, saved: SavedStep) -> Matched:
         alone = self._peers is None or saved.is_narrow
-        restoration = prepare(self._state, saved, self._selection, alone=alone)
+        restoration = prepare(
+            self._state,
+            saved,
+            selection=self._selection,
+            rank=self._rank if self._peers else None,
+            alone=alone,
+        )
         reading = ReadPlan(
             saved,
             restoration.destinations,
@@ -142,7 +148,7 @@ class Restorer:
             rank=self._rank,
             ranks=self._ranks,
         )
-        return Matched(restoration, reading, restoration.unexpected)
+        return Matched(restoration, reading, tuple(restoration.unexpected))
 
     def _judged(self, matched: Matched, saved: SavedStep | None) -> Matched:
         """Which tensors of the step no rank has a place for, where no rank alone can tell."""

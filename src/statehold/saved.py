@@ -136,8 +136,13 @@ class SavedStep:
     def _own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
         raise NotImplementedError
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether only this rank's record is looked at: what others saved besides is not here."""
+        return False
+
     def widened(self) -> SavedStep:
-        """The same step with what all ranks saved, where only this rank's view was looked at."""
+        """The same step with what all ranks saved; itself if it is not narrow."""
         return self
 
 
@@ -256,6 +261,10 @@ class _SharedStep(SavedStep):
         self.world_size = self._commit.world_size
         # A step always has a record; an empty state has no groups that would need one.
         self.block_bytes = records[own or 0].block_bytes
+
+    @property
+    def is_narrow(self) -> bool:
+        return self._narrow
 
     def widened(self) -> SavedStep:
         return _SharedStep(self._records, self._own, narrow=False) if self._narrow else self

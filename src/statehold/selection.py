@@ -87,6 +87,11 @@ class Selection:
         _texts([*self.rename, *self.rename.values()], "rename")
         self.strict = strict
 
+    @property
+    def is_everything(self) -> bool:
+        """Whether all of a step is restored."""
+        return self._only is None and not self._skip
+
     def takes(self, name: str) -> bool:
         """Whether `name` is to be restored."""
         if any(pattern.matches(name) for pattern in self._skip):

@@ -21,8 +21,8 @@ from statehold.layout import Box, ExplicitLayout, Layout, Mesh, Ranks
 from statehold.manifest import Commit, Manifest, RecordEntry, Shared
 from statehold.record import Record
 from statehold.share import Held
-from support.steps import changed
 from support.records import DIRECTORY, World, example, rewritten
+from support.steps import changed
 
 WORLD = example()
 COMMIT = replace(WORLD.commit, shared=(Shared(Ranks(((0, 1), (3, 3))), ("own",)),))

@@ -11,8 +11,8 @@ import pytest
 
 from statehold.errors import FormatVersionError, ManifestError
 from statehold.record import MESH_RANKS_MAX, Record
-from support.steps import changed
 from support.records import example, rewritten
+from support.steps import changed
 
 RAW = example().records[0].encode()
 DOCUMENT: dict[str, Any] = {}

@@ -16,8 +16,8 @@ from statehold.record import Record
 from statehold.saved import PlacedChunk, SavedTensor, open_step
 from statehold.share import Held
 from statehold.trees import Differs
-from support.steps import SPECS, manifest_of, sums_for
 from support.records import DIRECTORY, World, example
+from support.steps import SPECS, manifest_of, sums_for
 
 PAIR = Mesh((2,), (0, 1))
 

@@ -104,14 +104,17 @@ class Capture:
         return None
 
 
-def capture(state: Mapping[str, Any]) -> Capture:
-    """Capture a state. Raises UnsupportedValueError, with the path, for what no step can hold."""
+def capture(state: Mapping[str, Any], rank: int | None = None) -> Capture:
+    """Capture a state, or `rank`'s part of one that several ranks save (None: it is alone).
+
+    Raises UnsupportedValueError, with the path, for what no step can hold.
+    """
     if not isinstance(state, Mapping):
         raise UsageError(
             "a state is a mapping of names to what is to be saved",
             facts={"expected": "a dict", "got": type(state).__name__},
         )
-    capturer = _Capturer(state)
+    capturer = _Capturer(state, rank)
     tree = values.encode(dict(state), "", capturer.leaf)
     if any(tensor.external for tensor in capturer.tensors):
         capturer.clone_small_host_tensors()
@@ -163,9 +166,9 @@ def _holds_itself(value: Any, path: str) -> UnsupportedValueError:
 class _Capturer:
     """One capture: what was found so far."""
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], rank: int | None) -> None:
         found = list(parts(state))
-        self._rank = placements.job_rank()
+        self._rank = rank
         self.optimizers = [part for _, part in found if isinstance(part, torch.optim.Optimizer)]
         self._names = modules.parameter_names(
             (path, part) for path, part in found if isinstance(part, nn.Module)

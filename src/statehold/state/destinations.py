@@ -56,12 +56,14 @@ class Destination:
 class Destinations:
     """The destinations of one restore. `acts` are left to do once their bytes have arrived."""
 
-    def __init__(self, saved: SavedStep, replicas: Mapping[int, Layout]) -> None:
+    def __init__(
+        self, saved: SavedStep, replicas: Mapping[int, Layout], rank: int | None
+    ) -> None:
         self.found: list[Destination] = []
         self.acts: list[Callable[[], Any]] = []
         self.used: set[str] = set()
         self._saved = saved
-        self._rank = placements.job_rank()
+        self._rank = rank
         self._replicas = replicas
         self._filled: dict[Memory, str] = {}
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}

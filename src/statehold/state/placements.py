@@ -51,17 +51,11 @@ class Placed:
 OWN = Placed()
 
 
-def job_rank() -> int | None:
-    """This process' rank in a job of several; None without other ranks."""
-    if not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return distributed.get_rank() if distributed.get_world_size() > 1 else None
-
-
 def placed(tensor: torch.Tensor, path: str, rank: int | None) -> Placed:
-    """Where a DTensor's local tensor lies; OWN for plain tensors, and in a job of one.
+    """Where a DTensor's local tensor lies; OWN for plain tensors, and for a rank that is alone.
 
-    Raises UnsupportedValueError, with the path, for a DTensor that cannot be written box by box.
+    Raises UnsupportedValueError, with the path, for a DTensor that cannot be written box by box, or
+    of which a rank that is alone (rank None) has a part only.
     """
     if not is_dtensor(tensor):
         return OWN
@@ -73,7 +67,11 @@ def placed(tensor: torch.Tensor, path: str, rank: int | None) -> Placed:
     if found.box is None or found.box.shape != local:
         what = f"its local tensor has the shape {list(local)}, and its place is {found.box}"
         raise _refused(what, path, spec)
-    return OWN if rank is None else found
+    if rank is not None:
+        return found
+    if local != tuple(spec.shape):
+        raise _refused("the other ranks that hold it take no part", path, spec)
+    return OWN
 
 
 def place_of(

@@ -78,17 +78,26 @@ class Restoration:
 
 
 def prepare(
-    state: Mapping[str, Any], saved: SavedStep, *, selection: Selection = EVERYTHING
+    state: Mapping[str, Any],
+    saved: SavedStep,
+    *,
+    selection: Selection = EVERYTHING,
+    rank: int | None = None,
+    alone: bool = True,
 ) -> Restoration:
-    """Match `state` with a step. Raises StateMismatchError that lists every difference."""
-    matcher = _Matcher(state, saved, selection)
+    """Match `state`, of `rank` of several ranks or of one (None), with a step.
+
+    alone: what this rank has no place for is no other rank's. Raises StateMismatchError that lists
+    every difference.
+    """
+    matcher = _Matcher(state, saved, selection, rank, alone)
     matcher.top(state, saved.state)
     if matcher.problems:
-        raise _mismatch(matcher.problems)
+        raise mismatch(matcher.problems)
     return matcher.restoration
 
 
-def _mismatch(problems: list[tuple[str, str]]) -> StateMismatchError:
+def mismatch(problems: list[tuple[str, str]]) -> StateMismatchError:
     facts = dict(problems[:PROBLEMS_SHOWN])
     if len(problems) > PROBLEMS_SHOWN:
         facts["..."] = f"{len(problems) - PROBLEMS_SHOWN} more"
@@ -102,14 +111,21 @@ def _mismatch(problems: list[tuple[str, str]]) -> StateMismatchError:
 class _Matcher:
     """One comparison of a live state with a saved tree."""
 
-    def __init__(self, state: Mapping[str, Any], saved: SavedStep, selection: Selection) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        saved: SavedStep,
+        selection: Selection,
+        rank: int | None,
+        alone: bool,
+    ) -> None:
         found = [(path, part) for path, part in parts(state) if isinstance(part, nn.Module)]
         self.problems: list[tuple[str, str]] = []
         self._saved = saved
         self._selection = selection
-        self._rank = placements.job_rank()
+        self._alone = alone
         self._memory = Destinations(
-            saved, placements.replicas_in((part for _, part in found), self._rank)
+            saved, placements.replicas_in((part for _, part in found), rank), rank
         )
         self.restoration = Restoration(
             saved.step, self._memory.found, self._memory.used, containers=self._memory.acts
@@ -131,7 +147,7 @@ class _Matcher:
         """The step has what this process has no place for."""
         if self._selection.takes(path):
             self.restoration.unexpected.append(path)
-            if self._selection.strict and self._rank is None:
+            if self._selection.strict and self._alone:
                 self.problem(path, "nothing", got)
 
     def _takes(self, path: str) -> bool:
@@ -144,15 +160,9 @@ class _Matcher:
         """Whether ranks saved different values, of which none is meant here: a problem."""
         found = nodes.differing(node) if self._saved.world_size > 1 else None
         if found is not None:
-            ranks = 1 if self._rank is None else torch.distributed.get_world_size()
-            saved = f"was saved by {self._saved.world_size} ranks and is restored on {ranks}"
-            self.problems.append(
-                (
-                    path,
-                    f"every rank has its own, which {saved} ({found}): restore it on as many "
-                    f'ranks, or leave it out with skip=["{path}"]',
-                )
-            )
+            saved = f"{self._saved.world_size} ranks saved their own ({found})"
+            advice = f'restore on as many ranks, or leave it out with skip=["{path}"]'
+            self.problems.append((path, f"{saved}, none of which is this rank's: {advice}"))
         return found is not None
 
     def top(self, state: Mapping[str, Any], node: Any) -> None:
