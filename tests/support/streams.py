@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import statehold
-from statehold.state import capture, device
+from statehold.state import capture, destinations, device
 from support.faults import DEADLINE_S, must
 
 
