@@ -30,10 +30,7 @@ LAYERS: list[list[set[str]]] = [
     [{"record"}],
     [{"saved"}],
     [{"state"}, {"store", "lock"}],
-    [
-        {"checkpointer", "save", "gate", "pipeline", "team", "joining"}
-        | {"restoring", "reads", "writes"},
-    ],
+    [{"checkpointer", "joining", "restoring", "save", "gate", "pipeline", "reads", "team", "writes"}],
     [{"testing"}, {"integrations"}, {"dcp"}],
     [{"cli", "__main__"}],
 ]
