@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -238,3 +241,14 @@ def test_a_record_costs_what_it_holds_not_how_many_ranks_there_are() -> None:
         return len(Record(7, world_size, 1, "a", 4096, (), held, {}, {}).encode())
 
     assert size(50_000) - size(2) < 100
+
+
+def test_the_example_in_the_document_is_a_record() -> None:
+    held = Held("model.w", "I64", (4,), Layout(PAIR, ((0, 0),)))
+    world = World([[held]] * 2, {"model.w": np.arange(4)})
+    document = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+    _, block = re.findall(r"```json\n(.*?)```", document, re.DOTALL)
+    assert json.loads(block) == json.loads(world.records[1].encode())
+    raw = world.files[f"{DIRECTORY}/manifest.json"].decode()
+    (state,) = re.findall(r"of the manifest: `(.*?)`", document)
+    assert state in raw
