@@ -301,12 +301,19 @@ class _Opened:
         self._owns_fs = borrowed_fs is None
         self.fs = borrowed_fs or _core.open_fs(options.backend, options.queue_depth)
         _say_once(self.fs.note)
-        self.store = Store(self.fs, run, keep=options.keep, reuse=options.reuse_files)
+        rank, ranks = (self.peers.rank, self.peers.world_size) if self.peers else (0, 1)
+        self.store = Store(
+            self.fs,
+            run,
+            keep=options.keep,
+            reuse=options.reuse_files,
+            rank=rank,
+            world_size=ranks,
+        )
         self.engine = _core.Engine(
             self.fs, options.staging_size, options.buffer_size, options.copy_thread_count
         )
         self.devices = Devices(self.engine.staging_address, self.engine.staging.nbytes)
-        rank, ranks = (self.peers.rank, self.peers.world_size) if self.peers else (0, 1)
         self.claims = Claims(rank, ranks)
         self.plans = PlanCache(world_size=ranks, rank=rank)
         together = Together(self.store, self.peers, self.claims) if self.peers else None

@@ -146,7 +146,8 @@ class Pipeline:
             self._publisher.give_up(work.number, work.error)
             self._publisher.clean_up(work)
             raise
-        self._retain()
+        if self._publisher.leads:
+            self._retain()
         self._publisher.announce(work)
 
     def _publish(self, work: Work) -> None:

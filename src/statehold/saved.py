@@ -92,6 +92,7 @@ class SavedStep:
     step: int
     world_size: int
     block_bytes: int
+    attempt: str | None = None  # which save of the job it was; None for a step of one rank
 
     @property
     def tensors(self) -> Mapping[str, SavedTensor]:
@@ -259,6 +260,7 @@ class _SharedStep(SavedStep):
         self._narrow = narrow
         self.step = self._commit.step
         self.world_size = self._commit.world_size
+        self.attempt = self._commit.attempt
         # A step always has a record; an empty state has no groups that would need one.
         self.block_bytes = records[own or 0].block_bytes
 

@@ -36,7 +36,9 @@ logger = logging.getLogger("statehold")
 
 
 class Publisher(Protocol):
-    """How a save becomes a step."""
+    """How a save becomes a step. `leads`: this rank commits and retires steps."""
+
+    leads: bool
 
     def attempt(self, number: int) -> str | None:
         """What tells the directory of this attempt from others; None where one is at work."""
@@ -56,6 +58,8 @@ class Publisher(Protocol):
 
 class Alone:
     """One rank, which has nobody to ask or to tell."""
+
+    leads = True
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -81,7 +85,7 @@ class Together:
         self._store = store
         self._peers = peers
         self._claims = claims
-        self._leads = peers.rank == 0
+        self.leads = peers.rank == 0
         self._arrived = -1  # the newest save of which this rank's part is durable
         self._outcome = b""
 
@@ -96,13 +100,13 @@ class Together:
         self._store.seal(work.save.step, work.attempt, name, raw)  # D3
         self._peers.arrive(work.number, self._told(work, record.said(), raw))  # D4
         self._arrived = work.number
-        if self._leads:
+        if self.leads:
             self._commit(work, work.attempt)
         else:
             self._wait(work, work.attempt)
 
     def announce(self, work: Work) -> None:
-        if not self._leads:
+        if not self.leads:
             return
         try:
             self._peers.conclude(work.number, self._outcome)
@@ -112,7 +116,7 @@ class Together:
     def give_up(self, number: int, error: StateholdError) -> None:
         self._claims.forget(number)
         try:
-            if self._leads:
+            if self.leads:
                 self._peers.conclude(number, error)
             elif number > self._arrived:
                 self._peers.fail(number, error)
@@ -120,7 +124,7 @@ class Together:
             logger.warning("could not tell the other ranks of a failure\n%s", fault)
 
     def clean_up(self, work: Work) -> None:
-        if self._leads and work.attempt is not None:
+        if self.leads and work.attempt is not None:
             self._store.abandon(work.save.step, work.attempt)
 
     # -- rank 0 ----------------------------------------------------------------------------
