@@ -192,6 +192,7 @@ def test_records_with_other_grids() -> None:
     with pytest.raises(ManifestError) as caught:
         step.chunks("uneven", Box.whole((5,)))
     assert caught.value.facts["file"] == path_of(1)
+    assert caught.value.facts["expected"] == "block_bytes 1048576"
 
 
 def test_records_that_disagree_about_a_tensor() -> None:
