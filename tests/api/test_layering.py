@@ -30,19 +30,7 @@ LAYERS: list[list[set[str]]] = [
     [{"record"}],
     [{"saved"}],
     [{"state"}, {"store", "lock"}],
-    [
-        {
-            "checkpointer",
-            "joining",
-            "restoring",
-            "save",
-            "gate",
-            "pipeline",
-            "reads",
-            "team",
-            "writes",
-        }
-    ],
+    [{"checkpointer", "joining", "restoring", "save", "gate", "pipeline", "reads", "team", "writes"}],
     [{"testing"}, {"integrations"}, {"dcp"}],
     [{"cli", "__main__"}],
 ]
