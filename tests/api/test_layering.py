@@ -23,9 +23,9 @@ LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
     [{"units"}, {"layout"}],
     [{"options"}, {"strictjson"}],
-    [{"values"}, {"header"}],
+    [{"values"}, {"header"}, {"ranges"}],
     [{"plan"}, {"trees"}],
-    [{"share"}, {"entries"}],
+    [{"share"}, {"claims"}, {"entries"}],
     [{"manifest"}],
     [{"record"}],
     [{"saved"}],
@@ -46,6 +46,8 @@ PURE = {"errors", "units", "layout", "options", "strictjson", "values", "header"
     "manifest",
     "record",
     "saved",
+    "claims",
+    "ranges",
 }
 
 
