@@ -1,4 +1,4 @@
-"""Checks that run on every rank of a job of four: a step of any layout matched with a live state."""
+"""Checks that run on every rank of a job of four: a step of any layout into a state of any."""
 
 from __future__ import annotations
 
