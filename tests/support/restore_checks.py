@@ -170,6 +170,66 @@ def check_stages_move_between_ranks(job: Job) -> None:
     assert not nowhere
 
 
+def check_groups_of_stages(job: Job) -> None:
+    """Ranks with different numbers of groups; parameters that move into another one."""
+
+    def stage(rank: int, lr: float) -> dict[str, Any]:
+        model = nn.ModuleDict({f"stage{rank}": nn.Linear(2, 2)})
+        weight, bias = model.parameters()
+        found = [{"params": [weight], "lr": lr}, {"params": [bias], "lr": lr / 2}]
+        return {"m": model, "o": torch.optim.SGD(found if rank else [weight, bias], lr)}
+
+    step = SharedStep(job, stage(job.rank, 0.5), world_size=8)
+    fresh = stage(job.rank, 9.0)
+    step.restore(fresh)
+    rates = [group["lr"] for group in fresh["o"].param_groups]
+    assert rates == ([0.5, 0.25] if job.rank else [0.5])
+
+    both = nn.ModuleDict({"stage0": nn.Linear(2, 2), "stage1": nn.Linear(2, 2)})
+    loose = {"m": both, "o": torch.optim.SGD(both.parameters(), 9.0)}
+    with pytest.raises(StateMismatchError) as caught:
+        step.prepare(loose)
+    assert caught.value.facts["o.param_groups.0"].endswith("which differ in lr")
+
+    step = SharedStep(job, stage(0, job.rank + 1.0), world_size=8)
+    with pytest.raises(StateMismatchError) as caught:
+        step.prepare(stage(0, 9.0))
+    assert caught.value.facts.keys() >= {"o.param_groups.0.lr"}
+
+
+def check_extra_state_of_sharded_modules(job: Job) -> None:
+    class Counting(nn.Linear):
+        calls = 3
+
+        def get_extra_state(self) -> Any:
+            return {"calls": self.calls}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.calls = state["calls"]
+
+    mesh = init_device_mesh("cpu", (4,))
+    saved, live = (fully_shard(nn.Sequential(Counting(3, 3)), mesh=mesh) for _ in range(2))
+    saved[0].calls = 5
+    step = SharedStep(job, {"m": saved})
+    step.restore({"m": live})
+    assert live[0].calls == 5
+    assert torch.equal(live[0].weight.full_tensor(), saved[0].weight.full_tensor())
+
+
+def check_ties_of_empty_boxes(job: Job) -> None:
+    def tied() -> nn.Module:
+        model = nn.Module()
+        model.one, model.other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        model.other.weight = model.one.weight
+        return fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+
+    saved, live = tied(), tied()
+    step = SharedStep(job, {"m": saved})
+    step.restore({"m": live})
+    assert step.whole.keys() == {"m.one.weight"}
+    assert torch.equal(live.other.weight.full_tensor(), saved.one.weight.full_tensor())
+
+
 def merge_of_all(job: Job, step: SharedStep, state: Mapping[str, Any]) -> Any:
     """The tree that a job of another size sees: nobody is at its place again."""
     trees = job.gather(capture(state).tree)
