@@ -187,7 +187,8 @@ def test_a_manifest_of_another_step() -> None:
 
 def test_records_with_other_grids() -> None:
     own = Held("own", "I64", (0,), None)
-    world = recommitted(lambda r: replace(r, files=(), held=(own,), chunks={}, block_bytes=4096), 1)
+    other = {"files": (), "held": (own,), "chunks": {}, "state": {}, "block_bytes": 4096}
+    world = recommitted(lambda record: replace(record, **other), 1)
     step = world.open(0, 4)
     with pytest.raises(ManifestError) as caught:
         step.chunks("uneven", Box.whole((5,)))
