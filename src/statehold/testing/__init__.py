@@ -1,9 +1,9 @@
 """Tools for testing what is built on statehold: a simulated disk, ranks as threads.
 
 `SimFs` is a file system in memory with seeded faults and crashes that lose what was not synced;
-`checkpointer_on` gives a Checkpointer that lives on it, `ranks_on` those of a job. A test that injects faults has to look at
-`fired`: a fault that did not fire tests nothing. `MemoryBoard` is where the ranks of a job that
-are threads of one process meet.
+`checkpointer_on` gives a Checkpointer that lives on it, `ranks_on` those of a job. A test that
+injects faults has to look at `fired`: a fault that did not fire tests nothing. `MemoryBoard` is
+where the ranks of a job that are threads of one process meet.
 """
 
 from __future__ import annotations
