@@ -109,6 +109,17 @@ def check_fsdp2(job: Job) -> None:
     assert captured["m.down.weight"].spec.shape == ((0, 7) if job.rank == 3 else (1, 7))
 
 
+def check_computing_is_no_change(job: Job) -> None:
+    model = Mlp()
+    for part in (model.up, model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (4,)))
+    optimizer = trained(model)
+    result = capture({"m": model, "o": optimizer})
+    model(torch.ones(4, 5)).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert result.moved(eager=False) is None
+
+
 def check_tensor_parallel(job: Job) -> None:
     mesh = init_device_mesh("cpu", (4,))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}

@@ -62,7 +62,6 @@ def _read(path: Path) -> str:
 
 
 def _rank(rank: int, module: str, size: int, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", f"file://{folder}/meeting", TIMEOUT, rank=rank, world_size=size
