@@ -29,7 +29,6 @@ Not here: what the bytes mean (manifest, header), who waits for whom (pipeline).
 from __future__ import annotations
 
 import contextlib
-import errno
 import re
 import threading
 from collections.abc import Iterator
@@ -42,14 +41,13 @@ from statehold.errors import (
     StepNotFoundError,
     StepOrderError,
     StorageError,
-    storage_error,
 )
 from statehold.manifest import MANIFEST_BYTES_MAX, Manifest
+from statehold.publish import MANIFEST_NAME, delete, make_directories, publish
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
 
-MANIFEST_NAME = "manifest.json"
 SPARE_NAME = ".spare"
 _COMMITTED = re.compile(r"step-(\d{12})")
 _LEFTOVER = re.compile(r"step-(\d{12})\.(partial|retired)")
@@ -129,22 +127,14 @@ class Store:
 
     def create(self) -> None:
         """Make the run directory, its parents included, and make their names durable."""
-        missing, path = [], self._root
-        while path and not self._fs.is_dir(path):
-            if self._fs.stat_bytes(path) is not None:
-                raise storage_error("create the run directory", errno.ENOTDIR, path)
-            missing.append(path)
-            path = path.rpartition("/")[0]
-        for path in reversed(missing):
-            self._fs.mkdir(path)
-            self._fs.sync_dir(path.rpartition("/")[0] or ("/" if path[0] == "/" else "."))
+        make_directories(self._fs, self._root)
 
     def recover(self) -> None:
         """Clear away what a crash left behind. Call once, holding the run's lock."""
         with self._guard:
             directories = [name for name, is_dir in self._entries() if is_dir]
             if SPARE_NAME in directories:
-                self._delete(f"{self._root}/{SPARE_NAME}")
+                delete(self._fs, f"{self._root}/{SPARE_NAME}")
             for name in directories:
                 if _LEFTOVER.fullmatch(name):
                     self._discard(f"{self._root}/{name}")
@@ -179,18 +169,8 @@ class Store:
     def commit(self, manifest: Manifest) -> None:
         """D3 to D7: publish a step whose data files are durable (D2)."""
         partial = self.path(manifest.step, ".partial")
-        final = self.path(manifest.step)
-        self._fs.sync_dir(partial)  # D3
-        self._fs.write_file(f"{partial}/{MANIFEST_NAME}", manifest.encode())  # D5
-        self._fs.sync_dir(partial)  # D5: the manifest's name as well
         with self._guard:
-            replaced = self._fs.is_dir(final)
-            if replaced:
-                self._fs.exchange(partial, final)  # D6: both names change at once
-            else:
-                self._fs.rename(partial, final)  # D6
-            self._fs.sync_dir(self._root)  # D7
-            if replaced:
+            if publish(self._fs, partial, self.path(manifest.step), manifest.encode()):
                 self._discard(partial)
 
     def abandon(self, step: int) -> None:
@@ -198,7 +178,7 @@ class Store:
         with self._guard, contextlib.suppress(StorageError):
             partial = self.path(step, ".partial")
             if self._fs.is_dir(partial):
-                self._delete(partial)
+                delete(self._fs, partial)
 
     # -- retention -------------------------------------------------------------------------
 
@@ -226,7 +206,7 @@ class Store:
         """Take a corrupt step out of sight without deleting it; returns its new path."""
         with self._guard:
             if self._fs.is_dir(self.path(step, ".corrupt")):
-                self._delete(self.path(step, ".corrupt"))
+                delete(self._fs, self.path(step, ".corrupt"))
             self._retire(step, ".corrupt")
             return self.path(step, ".corrupt")
 
@@ -234,13 +214,13 @@ class Store:
         """Delete the files held back for reuse."""
         with self._guard:
             if self._spare is not None:
-                self._delete(self._spare)
+                delete(self._fs, self._spare)
                 self._spare = None
 
     def _retire(self, step: int, suffix: str) -> None:
         hidden = self.path(step, suffix)
         if self._fs.is_dir(hidden):
-            self._delete(hidden)
+            delete(self._fs, hidden)
         self._fs.rename(self.path(step), hidden)  # R1
         self._fs.sync_dir(self._root)  # R2
         if suffix == ".retired":
@@ -249,7 +229,7 @@ class Store:
     def _discard(self, directory: str) -> None:
         """Hold an invisible directory back for reuse, or delete it."""
         if not self._reuse or self._spare is not None:
-            self._delete(directory)
+            delete(self._fs, directory)
             return
         self._fs.rename(directory, f"{self._root}/{SPARE_NAME}")
         self._spare = f"{self._root}/{SPARE_NAME}"
@@ -267,11 +247,3 @@ class Store:
                 self._fs.rename(spare_file, path)
             self.drop_spare()
             return reusable
-
-    def _delete(self, directory: str) -> None:
-        for name, is_dir in self._fs.listdir(directory):
-            if is_dir:
-                self._delete(f"{directory}/{name}")
-            else:
-                self._fs.unlink(f"{directory}/{name}")
-        self._fs.rmdir(directory)

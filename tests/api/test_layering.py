@@ -26,13 +26,15 @@ LAYERS: list[list[set[str]]] = [
     [{"values"}, {"header"}],
     [{"plan"}],
     [{"manifest"}],
-    [{"state"}, {"store", "lock"}],
+    [{"state"}, {"store", "lock", "publish"}],
     [{"checkpointer", "save", "gate", "pipeline", "transfer"}],
-    [{"testing"}, {"integrations"}],
+    # Beside the Checkpointer stands what torch.distributed.checkpoint calls: it plans, so dcp only
+    # stores, with the same engine and the same commit.
+    [{"testing"}, {"integrations"}, {"dcp"}],
     [{"cli", "__main__"}],
 ]
-CORE_USERS = {"store", "checkpointer", "save", "testing"}
-TORCH_USERS = {"state", "integrations", "testing"}
+CORE_USERS = {"store", "checkpointer", "save", "testing", "dcp"}
+TORCH_USERS = {"state", "integrations", "testing", "dcp"}
 # Modules that may not even name torch in annotations: they make sense without it.
 PURE = {"errors", "units", "options", "strictjson", "values", "header", "plan", "manifest"}
 
