@@ -12,6 +12,7 @@ namespace {
 
 constexpr uint8_t kEager = 1;
 constexpr uint8_t kExternal = 2;
+constexpr uint8_t kShared = 4;
 
 // The elements of an array.array (or anything like it) of 8-byte integers.
 std::vector<uint64_t> integers(nb::handle source, const char* name) {
@@ -39,6 +40,27 @@ void apply_strides(nb::dict strided, std::vector<Segment>& segments) {
   }
 }
 
+void apply_boxes(nb::dict boxes, std::vector<Segment>& segments) {
+  using Shape = std::vector<int64_t>;
+  using Target = std::tuple<uint64_t, Shape, Shape, Shape, Shape, uint64_t>;
+  for (const auto& [key, value] : boxes) {
+    const auto index = nb::cast<size_t>(key);
+    auto [item_bytes, chunk_shape, low, box_shape, strides, skip_bytes] = nb::cast<Target>(value);
+    if (index >= segments.size()) throw std::invalid_argument("boxes: no such segment");
+    Segment& segment = segments[index];
+    if (segment.place.strides || segment.external) {
+      throw std::invalid_argument("boxes: the segment is strided or external, too");
+    }
+    const ChunkBox box{std::move(chunk_shape), std::move(low), std::move(box_shape)};
+    const Strides& placed = segment.place.strides.emplace(item_bytes, box, strides);
+    const uint64_t bytes = segment.end - segment.begin;
+    if (bytes > placed.bytes() || skip_bytes > placed.bytes() - bytes) {
+      throw std::invalid_argument("boxes: the segment does not lie inside its chunk");
+    }
+    segment.place.skip_bytes = skip_bytes;
+  }
+}
+
 std::vector<Segment> parse_segments(nb::handle begins, nb::handle sizes, nb::handle addresses,
                                     nb::bytes flags, nb::dict strided) {
   const std::vector<uint64_t> begin = integers(begins, "begins");
@@ -60,6 +82,7 @@ std::vector<Segment> parse_segments(nb::handle begins, nb::handle sizes, nb::han
     segments[i].place.address = reinterpret_cast<std::byte*>(address[i]);
     segments[i].eager = (flag[i] & kEager) != 0;
     segments[i].external = (flag[i] & kExternal) != 0;
+    segments[i].shared = (flag[i] & kShared) != 0;
   }
   apply_strides(strided, segments);
   return segments;
@@ -151,12 +174,14 @@ PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_by
 PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
                       std::vector<uint64_t> file_bytes, uint64_t block_bytes, nb::handle file_index,
                       nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
-                      nb::dict strided, nb::bytes sums) {
+                      nb::dict strided, nb::bytes sums, nb::dict boxes, uint64_t first_segment) {
   ReadRequest request;
   request.paths = std::move(files);
   request.file_bytes = std::move(file_bytes);
   request.block_bytes = block_bytes;
   request.segments = parse_segments(begins, sizes, addresses, flags, strided);
+  request.first_segment = first_segment;
+  apply_boxes(boxes, request.segments);
   const std::vector<uint64_t> file = integers(file_index, "file_index");
   if (file.size() != request.segments.size() || sums.size() % sizeof(uint64_t) != 0) {
     throw std::invalid_argument("file_index or sums has the wrong length");

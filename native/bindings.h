@@ -164,7 +164,7 @@ PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_by
 PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
                       std::vector<uint64_t> file_bytes, uint64_t block_bytes, nb::handle file_index,
                       nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
-                      nb::dict strided, nb::bytes sums);
+                      nb::dict strided, nb::bytes sums, nb::dict boxes, uint64_t first_segment);
 std::optional<PyFill> next_fill(PyWriteJob& job, Timeout timeout);
 std::optional<PyReady> next_ready(PyReadJob& job, Timeout timeout);
 

@@ -10,40 +10,56 @@
 
 namespace statehold {
 
+// What walk finds: rows of `bytes` bytes, at these offsets and so far apart.
+struct Strides::Rows {
+  uint64_t count;
+  uint64_t bytes;
+  int64_t tensor;
+  int64_t tensor_step;
+  uint64_t dense;  // from the begin of the walk
+  uint64_t dense_step;
+};
+
 // A position among the rows, advanced like an odometer.
 class Strides::Cursor {
  public:
-  Cursor(const std::vector<Dim>& dims, uint64_t row) : dims_(dims), at_(dims.size()) {
-    for (size_t d = dims.size(); d-- > 0;) {
-      at_[d] = row % dims[d].count;
-      row /= dims[d].count;
-      offset_ += static_cast<int64_t>(at_[d]) * dims[d].step_bytes;
+  Cursor(const Strides& strides, uint64_t row)
+      : dims_(strides.dims_), at_(dims_.size()), image_(strides.origin_) {
+    for (size_t d = dims_.size(); d-- > 0;) {
+      move(d, row % dims_[d].count);
+      row /= dims_[d].count;
     }
   }
 
-  int64_t offset() const { return offset_; }
+  uint64_t image() const { return image_; }
+  int64_t tensor() const { return tensor_; }
+  const Dim& dim() const { return dims_.back(); }
   // Rows from here to the end of the innermost dimension.
   uint64_t run() const { return dims_.back().count - at_.back(); }
-  int64_t step() const { return dims_.back().step_bytes; }
 
   void advance(uint64_t rows) {
     CHECK(rows <= run());
     size_t d = dims_.size() - 1;
-    at_[d] += rows;
-    offset_ += static_cast<int64_t>(rows) * dims_[d].step_bytes;
+    move(d, rows);
     while (at_[d] == dims_[d].count && d > 0) {
-      offset_ -= static_cast<int64_t>(at_[d]) * dims_[d].step_bytes;
+      image_ -= at_[d] * dims_[d].image_step;
+      tensor_ -= static_cast<int64_t>(at_[d]) * dims_[d].tensor_step;
       at_[d] = 0;
-      --d;
-      ++at_[d];
-      offset_ += dims_[d].step_bytes;
+      move(--d, 1);
     }
   }
 
  private:
+  void move(size_t d, uint64_t count) {
+    at_[d] += count;
+    image_ += count * dims_[d].image_step;
+    tensor_ += static_cast<int64_t>(count) * dims_[d].tensor_step;
+  }
+
   const std::vector<Dim>& dims_;
   std::vector<uint64_t> at_;
-  int64_t offset_ = 0;
+  uint64_t image_;
+  int64_t tensor_ = 0;
 };
 
 namespace {
@@ -81,67 +97,130 @@ void copy_rows(std::byte* to, int64_t to_step, const std::byte* from, int64_t fr
   }
 }
 
+// Every size below it can be added and multiplied by an element's without overflow.
+constexpr uint64_t kImageBytesMax = uint64_t{1} << 62;
+
+uint64_t checked_product(uint64_t bytes, uint64_t count) {
+  if (count != 0 && bytes > kImageBytesMax / count) {
+    throw std::invalid_argument("strided: a chunk is too large");
+  }
+  return bytes * count;
+}
+
+void check_dim(int64_t extent, int64_t low, int64_t count) {
+  if (extent < 0 || count < 0) throw std::invalid_argument("strided: negative shape");
+  if (low < 0 || low > extent || count > extent - low) {
+    throw std::invalid_argument("box: it does not lie inside the chunk");
+  }
+}
+
+ChunkBox whole(const std::vector<int64_t>& shape) {
+  return {shape, std::vector<int64_t>(shape.size(), 0), shape};
+}
+
 }  // namespace
 
 Strides::Strides(uint64_t item_bytes, const std::vector<int64_t>& shape,
                  const std::vector<int64_t>& strides)
+    : Strides(item_bytes, whole(shape), strides) {}
+
+Strides::Strides(uint64_t item_bytes, const ChunkBox& box, const std::vector<int64_t>& strides)
     : row_bytes_(item_bytes), bytes_(item_bytes) {
-  if (item_bytes == 0 || shape.size() != strides.size()) {
+  const size_t rank = box.chunk_shape.size();
+  if (item_bytes == 0 || box.low.size() != rank || box.shape.size() != rank ||
+      strides.size() != rank) {
     throw std::invalid_argument("strided: item size, shape and strides do not fit together");
   }
-  for (size_t d = shape.size(); d-- > 0;) {
-    if (shape[d] < 0) throw std::invalid_argument("strided: negative shape");
-    const auto count = static_cast<uint64_t>(shape[d]);
-    const int64_t step_bytes = strides[d] * static_cast<int64_t>(item_bytes);
-    bytes_ *= count;
-    if (count == 1) continue;
-    if (dims_.empty() && step_bytes == static_cast<int64_t>(row_bytes_)) {
-      row_bytes_ *= count;
-    } else if (!dims_.empty() &&
-               step_bytes == dims_.front().step_bytes * static_cast<int64_t>(dims_.front().count)) {
-      dims_.front().count *= count;
-    } else {
-      dims_.insert(dims_.begin(), Dim{count, step_bytes});
-    }
+  for (size_t d = rank; d-- > 0;) {
+    check_dim(box.chunk_shape[d], box.low[d], box.shape[d]);
+    origin_ += static_cast<uint64_t>(box.low[d]) * bytes_;
+    add_dim(static_cast<uint64_t>(box.shape[d]), bytes_,
+            strides[d] * static_cast<int64_t>(item_bytes));
+    bytes_ = checked_product(bytes_, static_cast<uint64_t>(box.chunk_shape[d]));
   }
-  if (dims_.empty()) dims_.push_back({1, 0});
+  if (dims_.empty()) dims_.push_back({1, row_bytes_, 0});
+  for (const Dim& dim : dims_) row_count_ *= dim.count;
+  if (row_bytes_ == 0) row_count_ = 0;
 }
 
-// Calls move(tensor offset, step, dense offset, rows, row bytes) for the parts of [begin, end):
-// a torn row at either end, and runs of whole rows between.
+// The next one outwards.
+void Strides::add_dim(uint64_t count, uint64_t image_step, int64_t tensor_step) {
+  if (count == 1) return;
+  const auto follows = [&](uint64_t image_bytes, int64_t tensor_bytes) {
+    return image_step == image_bytes && tensor_step == tensor_bytes;
+  };
+  if (dims_.empty() && follows(row_bytes_, static_cast<int64_t>(row_bytes_))) {
+    row_bytes_ *= count;
+    return;
+  }
+  if (!dims_.empty()) {
+    Dim& inner = dims_.front();
+    const auto inner_count = static_cast<int64_t>(inner.count);
+    if (follows(inner.image_step * inner.count, inner.tensor_step * inner_count)) {
+      inner.count *= count;
+      return;
+    }
+  }
+  dims_.insert(dims_.begin(), Dim{count, image_step, tensor_step});
+}
+
+// Rows are ordered in the image, and all rows of one index of a dimension end before the next
+// index begins: its quotient counts them.
+uint64_t Strides::rows_before(uint64_t end) const {
+  if (end < origin_ || row_count_ == 0) return 0;
+  uint64_t left = end - origin_;
+  uint64_t rows = 0;
+  uint64_t rows_inside = row_count_;  // of one index of the dimension before
+  for (const Dim& dim : dims_) {
+    if (left >= dim.count * dim.image_step) return rows + rows_inside;
+    rows_inside /= dim.count;
+    rows += left / dim.image_step * rows_inside;
+    left %= dim.image_step;
+  }
+  return rows + (left >= row_bytes_ ? 1 : 0);
+}
+
+// Calls move(Rows) for the parts of [begin, end): a torn row at either end, and runs of whole rows
+// between.
 template <class Move>
 void Strides::walk(uint64_t begin, uint64_t end, Move&& move) const {
   CHECK(begin <= end);
   CHECK(end <= bytes_);
-  if (begin == end) return;
-  Cursor cursor(dims_, begin / row_bytes_);
-  for (uint64_t at = begin; at < end;) {
-    const uint64_t skip = at % row_bytes_;
-    const uint64_t whole = skip == 0 ? std::min((end - at) / row_bytes_, cursor.run()) : 0;
-    if (whole > 0) {
-      move(cursor.offset(), cursor.step(), at - begin, whole, row_bytes_);
-      at += whole * row_bytes_;
-      cursor.advance(whole);
-      continue;
+  uint64_t row = rows_before(begin);
+  if (row == row_count_) return;
+  for (Cursor cursor(*this, row); row < row_count_ && cursor.image() < end;) {
+    const uint64_t at = std::max(cursor.image(), begin);
+    const uint64_t bytes = std::min(cursor.image() + row_bytes_, end) - at;
+    const uint64_t skip = at - cursor.image();
+    const Dim& dim = cursor.dim();
+    Rows rows{.count = 1,
+              .bytes = bytes,
+              .tensor = cursor.tensor() + static_cast<int64_t>(skip),
+              .tensor_step = dim.tensor_step,
+              .dense = at - begin,
+              .dense_step = dim.image_step};
+    if (bytes == row_bytes_) {
+      rows.count = std::min((end - at - bytes) / dim.image_step + 1, cursor.run());
     }
-    const uint64_t part = std::min(row_bytes_ - skip, end - at);
-    move(cursor.offset() + static_cast<int64_t>(skip), 0, at - begin, 1, part);
-    at += part;
-    if (at % row_bytes_ == 0) cursor.advance(1);
+    move(rows);
+    row += rows.count;
+    cursor.advance(rows.count);
   }
 }
 
 void Strides::gather(const std::byte* tensor, uint64_t begin, uint64_t end,
                      std::byte* dense) const {
-  walk(begin, end, [&](int64_t from, int64_t step, uint64_t to, uint64_t rows, uint64_t bytes) {
-    copy_rows(dense + to, static_cast<int64_t>(bytes), tensor + from, step, rows, bytes);
+  walk(begin, end, [&](const Rows& rows) {
+    copy_rows(dense + rows.dense, static_cast<int64_t>(rows.dense_step), tensor + rows.tensor,
+              rows.tensor_step, rows.count, rows.bytes);
   });
 }
 
 void Strides::scatter(const std::byte* dense, uint64_t begin, uint64_t end,
                       std::byte* tensor) const {
-  walk(begin, end, [&](int64_t to, int64_t step, uint64_t from, uint64_t rows, uint64_t bytes) {
-    copy_rows(tensor + to, step, dense + from, static_cast<int64_t>(bytes), rows, bytes);
+  walk(begin, end, [&](const Rows& rows) {
+    copy_rows(tensor + rows.tensor, rows.tensor_step, dense + rows.dense,
+              static_cast<int64_t>(rows.dense_step), rows.count, rows.bytes);
   });
 }
 
@@ -166,7 +245,8 @@ void scatter(const std::byte* dense, const Place& place, uint64_t begin, uint64_
   if (place.contiguous()) {
     std::memcpy(place.address + begin, dense, end - begin);
   } else {
-    place.strides->scatter(dense, begin, end, place.address);
+    const uint64_t skip = place.skip_bytes;
+    place.strides->scatter(dense, skip + begin, skip + end, place.address);
   }
 }
 

@@ -47,6 +47,9 @@ class File {
   virtual Status read(std::byte* memory, uint64_t bytes, uint64_t offset) = 0;
   // True when every page of the range is in the page cache; false when unknown.
   virtual bool cached(uint64_t offset, uint64_t bytes) = 0;
+  // Advice: the range is about to be read. Starts to fill the page cache, where the system can, and
+  // does not wait for it. Not for direct files.
+  virtual void read_ahead(uint64_t offset, uint64_t bytes) = 0;
   // Closes it for all owners. Only when no transfer is in flight, and nothing else is called after.
   virtual void close() = 0;
 

@@ -5,6 +5,8 @@
 //   open descriptor instead.
 // - A write lease is granted only when nobody else has the file open; a mapping keeps it open
 //   (fcntl(2), "Leases").
+// - One POSIX_FADV_WILLNEED reads no more than the device's read-ahead window, 128 KiB by default,
+//   and leaves the rest out in silence; pages that are there or under way are not read again.
 // - cachestat(2), Linux 6.5, has number 451 on every architecture.
 #include "fs_posix.h"
 
@@ -21,6 +23,8 @@
 
 namespace statehold {
 namespace {
+
+constexpr uint64_t kAdviceBytes = uint64_t{128} << 10;
 
 // Closes on scope exit; for the calls that keep no file open.
 class Descriptor {
@@ -129,6 +133,15 @@ bool PosixFile::cached(uint64_t offset, uint64_t bytes) {
   if (::syscall(cachestat_number, fd_, &range, &pages, 0) != 0) return false;
   const uint64_t first = align_down(offset, kPageBytes);
   return pages.cached >= (align_up(offset + bytes, kPageBytes) - first) / kPageBytes;
+}
+
+void PosixFile::read_ahead(uint64_t offset, uint64_t bytes) {
+  for (uint64_t at = offset; at < offset + bytes; at += kAdviceBytes) {
+    const uint64_t part = std::min(kAdviceBytes, offset + bytes - at);
+    // Advice that is refused costs time, not correctness: the read follows anyway.
+    static_cast<void>(::posix_fadvise(fd_, static_cast<off_t>(at), static_cast<off_t>(part),
+                                      POSIX_FADV_WILLNEED));
+  }
 }
 
 Status PosixFs::mkdir(const std::string& path) {

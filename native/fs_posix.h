@@ -23,6 +23,7 @@ class PosixFile final : public File {
   Status sync() override;
   Status read(std::byte* memory, uint64_t bytes, uint64_t offset) override;
   bool cached(uint64_t offset, uint64_t bytes) override;
+  void read_ahead(uint64_t offset, uint64_t bytes) override;
   void close() override;
 
  private:

@@ -65,6 +65,8 @@ class SimFile final : public File {
     return disk_->chance("cached", path(), offset) < 0.5;
   }
 
+  void read_ahead(uint64_t, uint64_t) override {}
+
   // What one system call would do: bytes, or -errno.
   int64_t transfer(IoRequest& request) {
     const std::lock_guard lock(disk_->mutex_);

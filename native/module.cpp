@@ -301,7 +301,8 @@ void declare_engine(nb::module_& m) {
       .def("write", &engine_write, nb::kw_only(), "file_bytes"_a, "block_bytes"_a, "begins"_a,
            "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "header"_a)
       .def("read", &engine_read, nb::kw_only(), "files"_a, "file_bytes"_a, "block_bytes"_a,
-           "file_index"_a, "begins"_a, "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "sums"_a)
+           "file_index"_a, "begins"_a, "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "sums"_a,
+           "boxes"_a = nb::dict(), "first_segment"_a = 0)
       .def(
           "close", [](PyEngine& self) { self->close(); }, nb::call_guard<nb::gil_scoped_release>());
 }
@@ -346,4 +347,10 @@ NB_MODULE(_core, m) {
         return xxh3_64(static_cast<const std::byte*>(data.data()), data.size());
       },
       "data"_a);
+  m.def(
+      "hash_memory",
+      [](uintptr_t address, uint64_t nbytes) {
+        return xxh3_64(reinterpret_cast<const std::byte*>(address), nbytes);
+      },
+      "address"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -12,6 +12,8 @@ namespace {
 
 // Needed ranges closer than this are read as one.
 constexpr uint64_t kGapBytesMax = uint64_t{128} << 10;
+// Announced to the page cache before they are read: much more than a fast device has in flight.
+constexpr uint64_t kAheadBytes = uint64_t{64} << 20;
 
 }  // namespace
 
@@ -27,6 +29,7 @@ ReadJob::ReadJob(std::shared_ptr<Shared> shared, ReadRequest request)
   }
   check_segments(sums_.size());
   make_blocks();
+  begin_with(request.first_segment);
 }
 
 void ReadJob::check_segments(size_t sum_count) {
@@ -79,8 +82,22 @@ void ReadJob::add_to_blocks(uint64_t segment, uint64_t begin, uint64_t end) {
   Block& block = blocks_.back();
   CHECK(begin >= block.begin);
   block.segments.push_back(segment);
+  block.wanted_bytes += end - std::min(end, std::max(begin, block.end));
   block.end = std::max(block.end, end);
   block.external |= segments_[segment].external;
+  block.shared |= segments_[segment].shared;
+}
+
+// Processes that read the same files begin at different places, each waiting for the device where
+// no other does.
+void ReadJob::begin_with(uint64_t segment) {
+  if (segment > 0 && segment >= segments_.size()) {
+    throw std::invalid_argument("first_segment: no such segment");
+  }
+  // An empty segment is in no block; the next one stands for it.
+  const auto first = std::ranges::find_if(
+      blocks_, [&](const Block& block) { return block.segments.back() >= segment; });
+  if (first != blocks_.end()) std::ranges::rotate(blocks_, first);
 }
 
 bool ReadJob::wait_done(Deadline deadline) {
@@ -198,19 +215,37 @@ Status ReadJob::open_sources() {
 void ReadJob::start(uint64_t index) {
   Block& block = blocks_[index];
   File& file = *sources_[block.file].buffered;
-  block.cached = file.cached(block.begin, block.end - block.begin);
+  if (block.shared) read_ahead(index);
+  block.cached = block.shared || file.cached(block.begin, block.end - block.begin);
   const bool in_place = block.cached && !block.external;
   const Status status = in_place ? read_in_place(block) : Status{};
   const Lock lock(shared_->mutex);
   if (failed()) return;
   if (!status.ok()) return fail(status);
   if (in_place) {
-    stats_.cached_bytes += block.end - block.begin;
+    stats_.cached_bytes += block.wanted_bytes;
     return finished(block);
   }
   block.stage = Stage::cold;
   cold_queue_.push_back(index);
   wake_all();
+}
+
+// Announces every shared block once: this one, and those whose turn is soon.
+void ReadJob::read_ahead(uint64_t index) {
+  const uint64_t count = 1 + kAheadBytes / shared_->memory->buffer_bytes();
+  uint64_t begin, end;
+  {
+    const Lock lock(shared_->mutex);
+    begin = std::max(announced_blocks_, index);
+    end = std::min(index + count, blocks_.size());
+    announced_blocks_ = std::max(announced_blocks_, end);
+  }
+  for (uint64_t b = begin; b < end && !stopped(); ++b) {
+    const Block& block = blocks_[b];
+    if (!block.shared) continue;
+    sources_[block.file].buffered->read_ahead(block.begin, block.end - block.begin);
+  }
 }
 
 Status ReadJob::read_in_place(const Block& block) {

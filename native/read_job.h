@@ -1,9 +1,15 @@
 // read_job: segments of files into memory, verified.
 //
 // What is needed of every file is cut into blocks that fit a buffer. Per block:
-//   in the page cache -> read straight into place, hashed while in the processor's cache
-//   otherwise         -> read directly into a buffer -> verified -> scattered into place
-//                        -> (external parts copied by Python) -> buffer released
+//   in the page cache, or shared -> read straight into place, hashed while in the processor's cache
+//   otherwise -> read directly into a buffer -> verified -> scattered into place
+//             -> (external parts copied by Python) -> buffer released
+// Shared blocks are announced to the page cache some blocks ahead, so that the device is busy
+// though workers read one block each, and processes that read the same file have the device do it
+// once. Blocks are taken in the order of the files, cyclically from `first_segment`.
+//
+// A piece is verified whole, also where only a box of it is placed (copy.h). A segment may begin or
+// end inside a chunk, but only where a piece does: its checksums are those of its pieces.
 // No byte of a destination changes before every file has been opened and has the right size. In the
 // direct path no byte changes before its block is verified; in the cached path a bad piece has
 // overwritten its own place when the job fails.
@@ -23,6 +29,7 @@ struct ReadRequest {
   uint64_t block_bytes = 0;
   std::vector<Segment> segments;  // by (file, begin); they may overlap; no address: verify only
   std::vector<uint64_t> sums;     // per piece, segments in order
+  uint64_t first_segment = 0;
 };
 
 // A verified block whose external parts wait for Python in its buffer.
@@ -32,9 +39,11 @@ struct Ready {
   std::vector<BufferPiece> pieces;
 };
 
+// Of the files, what was read counts once however many segments want it, and a block that went
+// through a buffer counts with the gaps between its segments (not with the padding to pages).
 struct ReadStats {
-  uint64_t bytes = 0;         // asked for
-  uint64_t cached_bytes = 0;  // read through the page cache
+  uint64_t bytes = 0;         // asked for: the sum over the segments
+  uint64_t cached_bytes = 0;  // read through the page cache, whether they were in it or not
   uint64_t direct_bytes = 0;  // read past it
 };
 
@@ -65,7 +74,9 @@ class ReadJob final : public Job {
     uint64_t begin = 0;  // file offsets: exactly what is needed
     uint64_t end = 0;
     std::vector<uint64_t> segments;  // those with bytes in here
+    uint64_t wanted_bytes = 0;       // those that a segment covers, once each
     bool external = false;
+    bool shared = false;
     bool cached = false;  // known by the time it is read
     Stage stage = Stage::free;
     Lease lease;
@@ -80,12 +91,14 @@ class ReadJob final : public Job {
 
   void check_segments(size_t sum_count);
   void make_blocks();
+  void begin_with(uint64_t segment);
   void add_to_blocks(uint64_t segment, uint64_t begin, uint64_t end);
 
   bool take_read(Work& work);
   bool take_cold(Work& work);
   Status open_sources();
   void start(uint64_t index);
+  void read_ahead(uint64_t index);
   void read_to_buffer(uint64_t index);
   void verify(uint64_t index);
   Status read_in_place(const Block& block);
@@ -109,6 +122,7 @@ class ReadJob final : public Job {
   bool opening_ = false;
   bool opened_ = false;
   uint64_t next_block_ = 0;
+  uint64_t announced_blocks_ = 0;      // to the page cache
   std::deque<uint64_t> cold_queue_;    // need a buffer
   std::deque<uint64_t> landed_queue_;  // to verify
   std::deque<uint64_t> offer_queue_;   // for next_ready

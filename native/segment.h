@@ -18,6 +18,7 @@ struct Segment {
   Place place;
   bool eager = false;
   bool external = false;   // its bytes are moved by Python, through the buffer
+  bool shared = false;     // other processes read them, too: through the page cache
   uint64_t first_sum = 0;  // index of its first piece's checksum
 
   bool empty() const { return begin == end; }

@@ -1,7 +1,9 @@
 // gather and scatter against an index by index reference, for every range and many layouts.
 #include "copy.h"
 
+#include <algorithm>
 #include <cstring>
+#include <random>
 #include <stdexcept>
 
 #include "checksum.h"
@@ -50,6 +52,57 @@ std::vector<std::byte> numbered(size_t bytes) {
   return memory;
 }
 
+// A chunk, a box in it, and where its elements go: dimensions permuted and widened.
+struct BoxCase {
+  uint64_t item_bytes;
+  ChunkBox box;
+  std::vector<int64_t> strides;
+  uint64_t chunk_bytes;
+  uint64_t memory_bytes;
+
+  explicit BoxCase(std::mt19937_64& random) {
+    const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % uint64_t(n)); };
+    item_bytes = std::vector<uint64_t>{1, 2, 3, 4, 8, 16}[random() % 6];
+    chunk_bytes = memory_bytes = item_bytes;
+    for (int64_t d = below(5); d > 0; --d) {
+      const int64_t extent = 1 + below(6);
+      const int64_t low = random() % 2 == 0 ? 0 : below(extent);
+      const int64_t count = random() % 2 == 0 ? extent - low : below(extent - low + 1);
+      box.chunk_shape.push_back(extent);
+      box.low.push_back(low);
+      box.shape.push_back(count);
+      chunk_bytes *= static_cast<uint64_t>(extent);
+    }
+    std::vector<size_t> order(box.shape.size());
+    for (size_t d = 0; d < order.size(); ++d) order[d] = order.size() - 1 - d;
+    if (random() % 2 == 0) std::shuffle(order.begin(), order.end(), random);
+    strides.resize(order.size());
+    for (const size_t d : order) {
+      strides[d] = static_cast<int64_t>(memory_bytes / item_bytes);
+      memory_bytes *= static_cast<uint64_t>(std::max<int64_t>(box.shape[d], 1));
+      if (random() % 3 == 0) memory_bytes *= 2;
+    }
+  }
+
+  // Element by element; `image` is the chunk's.
+  void place(const std::byte* image, std::byte* memory) const {
+    std::vector<int64_t> index(box.shape.size(), 0);
+    for (uint64_t item = 0; item < chunk_bytes / item_bytes; ++item) {
+      bool inside = true;
+      int64_t to = 0;
+      for (size_t d = 0; d < index.size(); ++d) {
+        const int64_t at = index[d] - box.low[d];
+        inside = inside && at >= 0 && at < box.shape[d];
+        to += at * strides[d] * static_cast<int64_t>(item_bytes);
+      }
+      if (inside) std::memcpy(memory + to, image + item * item_bytes, item_bytes);
+      for (size_t d = index.size(); d > 0 && ++index[d - 1] == box.chunk_shape[d - 1];) {
+        index[--d] = 0;
+      }
+    }
+  }
+};
+
 }  // namespace
 
 TEST(gather_any_range) {
@@ -92,6 +145,41 @@ TEST(large_contiguous_ranges) {
   const uint64_t sum = gather_hashed(place, 1, memory.size(), out.data());
   EXPECT(std::memcmp(out.data(), memory.data() + 1, out.size()) == 0);
   EXPECT(sum == xxh3_64(out.data(), out.size()));
+}
+
+TEST(boxes_in_parts) {
+  std::mt19937_64 random(11);
+  for (int round = 0; round < 3000; ++round) {
+    const BoxCase c(random);
+    const std::vector<std::byte> image = numbered(c.chunk_bytes);
+    std::vector<std::byte> expected(c.memory_bytes, std::byte{0xab});
+    std::vector<std::byte> memory = expected;
+    c.place(image.data(), expected.data());
+    const Strides strides(c.item_bytes, c.box, c.strides);
+    EXPECT(strides.bytes() == image.size());
+    const uint64_t skip = random() % 3 == 0 ? random() % image.size() : 0;
+    strides.scatter(image.data(), 0, skip, memory.data());
+    const Place rest{memory.data(), strides, skip};
+    for (uint64_t at = skip; at < image.size();) {
+      const uint64_t end = std::min<uint64_t>(at + 1 + random() % 90, image.size());
+      scatter(image.data() + at, rest, at - skip, end - skip);
+      at = end;
+    }
+    EXPECT(memory == expected);
+  }
+}
+
+TEST(impossible_boxes) {
+  const auto make = [](ChunkBox box) { return Strides(4, box, {9, 1}); };
+  EXPECT(make({{4, 5}, {1, 0}, {3, 5}}).bytes() == 80);
+  EXPECT_THROWS(std::invalid_argument, make({{4, 5}, {2, 0}, {3, 5}}));
+  EXPECT_THROWS(std::invalid_argument, make({{4, 5}, {-1, 0}, {3, 5}}));
+  EXPECT_THROWS(std::invalid_argument, make({{4, 5}, {5, 0}, {0, 5}}));
+  EXPECT_THROWS(std::invalid_argument, make({{4, -5}, {0, 0}, {0, 0}}));
+  EXPECT_THROWS(std::invalid_argument, make({{4, 5}, {0}, {3, 5}}));
+  EXPECT_THROWS(std::invalid_argument, make({{4, 5}, {0, 0}, {3}}));
+  EXPECT_THROWS(std::invalid_argument, make({{4}, {0}, {3}}));
+  EXPECT_THROWS(std::invalid_argument, make({{INT64_MAX, 5}, {INT64_MAX, 0}, {0, 0}}));
 }
 
 TEST(empty_and_impossible) {

@@ -18,6 +18,7 @@ class FakeFile final : public File {
   Status sync() override { return {}; }
   Status read(std::byte*, uint64_t, uint64_t) override { return {}; }
   bool cached(uint64_t, uint64_t) override { return false; }
+  void read_ahead(uint64_t, uint64_t) override {}
   void close() override {}
 };
 

@@ -12,6 +12,11 @@ from collections.abc import Sequence
 Buffer = array[int] | memoryview
 # Element size in bytes, shape, and strides in elements.
 Strided = tuple[int, tuple[int, ...], tuple[int, ...]]
+# Element size in bytes, shape of a dense chunk, low index and shape of a box in it, strides in
+# elements of where the box goes, bytes of the chunk that lie before the segment.
+BoxTarget = tuple[
+    int, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int
+]
 # Segment, offset in the segment, offset in the buffer, bytes.
 Piece = tuple[int, int, int, int]
 
@@ -134,7 +139,14 @@ class Engine:
         flags: bytes,
         strided: dict[int, Strided],
         sums: bytes,
-    ) -> ReadJob: ...
+        boxes: dict[int, BoxTarget] = ...,
+        first_segment: int = 0,
+    ) -> ReadJob:
+        """Start reading. Flags: 2, Python empties it; 4, shared: through the page cache.
+
+        Of a segment in `boxes` all is verified, and what lies in the box placed. Blocks are taken
+        cyclically from the one that holds `first_segment`.
+        """
     def close(self) -> None: ...
 
 class Fill:
@@ -195,9 +207,15 @@ class ReadJob:
         """Blocks that next_ready has not handed out yet."""
     def cancel(self) -> None: ...
     @property
-    def stats(self) -> dict[str, int]: ...
+    def stats(self) -> dict[str, int]:
+        """bytes: asked for, summed over the segments. cached_bytes and direct_bytes: read through
+        the page cache and past it; once however many segments want them, and with the gaps
+        between segments where a buffer was read as a whole."""
 
 def xxh3_64(data: bytes) -> int: ...
+def hash_memory(address: int, nbytes: int) -> int:
+    """XXH3-64 of memory that the caller keeps alive and unchanged."""
+
 def raw_write(
     fs: Fs, path: str, file_bytes: int, buffer_bytes: int, depth: int, reuse: bool
 ) -> float: ...

@@ -31,8 +31,9 @@ from statehold.gate import Gate
 from statehold.lock import RunLock
 from statehold.options import Options
 from statehold.pipeline import Pipeline, Work, logger
-from statehold.plan import STEP_MAX, PlanCache
+from statehold.plan import STEP_MAX
 from statehold.save import Save
+from statehold.share import PlanCache
 from statehold.state.capture import capture
 from statehold.state.device import Devices
 from statehold.state.restore import prepare
@@ -89,7 +90,7 @@ class Checkpointer:
         opened.store.check_order(step, opened.pipeline.newest_step())
 
         captured = capture(state)
-        plan = self._plans.get([tensor.spec for tensor in captured.tensors], step)
+        plan = self._plans.get([tensor.spec for tensor in captured.tensors], step).save
         save = Save(step, started)
         save._record(
             state_bytes=sum(spec.nbytes for spec in plan.specs),

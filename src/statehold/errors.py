@@ -9,6 +9,7 @@
     │   ├── ClosedError            the Checkpointer was closed
     │   └── RunBusyError           another process (or object) is saving into this run directory
     ├── TornSnapshot               a tensor changed while it was being copied; nothing was published
+    ├── ReplicasDifferError        ranks hold different values of what had been one tensor
     ├── WaitTimeout                a deadline passed; the save itself goes on
     ├── StorageError               the storage refused: errno, path and offset are attributes
     │   └── NoSpaceError           ENOSPC or EDQUOT
@@ -42,6 +43,7 @@ __all__ = [
     "ManifestError",
     "MissingFileError",
     "NoSpaceError",
+    "ReplicasDifferError",
     "RunBusyError",
     "StateMismatchError",
     "StateholdError",
@@ -114,6 +116,10 @@ class RunBusyError(UsageError):
 
 class TornSnapshot(StateholdError):
     """A tensor changed between capture and the end of its copy; the step was not published."""
+
+
+class ReplicasDifferError(StateholdError):
+    """A tensor that several ranks held alike differs between them; the step was not published."""
 
 
 class WaitTimeout(StateholdError, TimeoutError):

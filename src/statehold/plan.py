@@ -1,11 +1,12 @@
-"""Where every byte of a save goes: pure arithmetic.
+"""Where every byte of a data file goes: pure arithmetic.
 
 Owns: the order of tensors in a data file, their offsets, the header with the step in it, and the
 grid of checksummed pieces.
 Holds: the same specs give the same plan; tensors tile [data_begin, file_bytes) in file order, each
 aligned to its dtype; two plans that differ only in the step have the same size and offsets; a
 piece lies in one tensor (or the header) and in one grid block.
-Not here: the bytes, the disk, the checksums' values (manifest), what to read (transfer).
+Not here: who writes what (share), the bytes, the disk, the checksums' values (manifest), what to
+read (transfer).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from dataclasses import dataclass, replace
 
 from statehold import header
 from statehold.errors import InvariantError, UsageError
+from statehold.layout import Layout
 from statehold.units import MiB
 
 __all__ = [
     "BLOCK_BYTES",
     "STEP_MAX",
-    "PlanCache",
     "SavePlan",
     "TensorSpec",
     "file_name",
@@ -43,13 +44,19 @@ _STEP_AT = header.LENGTH_BYTES + len(f'{{"{header.METADATA}":{{"{_STEP_KEY}":"')
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to save. `eager`: it may change soon, so its bytes are copied first."""
+    """A tensor (or this rank's box of it) to save; `shape` and `nbytes` are those of the box.
+
+    `eager`: it may change soon, so its bytes are copied first.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     eager: bool = False
+    layout: Layout | None = None  # None: this rank's own whole tensor, known to no other rank
+    global_shape: tuple[int, ...] | None = None  # None: shape
+    offsets: tuple[int, ...] | None = None  # of the box in the global tensor; None: zeros
 
 
 @dataclass(frozen=True)
@@ -158,12 +165,16 @@ def _metadata(specs: Sequence[TensorSpec], step: int, world_size: int) -> dict[s
     DCP takes the box of a chunk from `saved_offsets` and the shape in the header; the global
     shape it guesses from the files that are there, which is why we also record it.
     """
-    sharding = {spec.name: {"saved_offsets": [0] * len(spec.shape)} for spec in specs}
+    offsets, shapes = {}, {}
+    for spec in specs:
+        at = (0,) * len(spec.shape) if spec.offsets is None else spec.offsets
+        offsets[spec.name] = {"saved_offsets": at}
+        shapes[spec.name] = spec.shape if spec.global_shape is None else spec.global_shape
     return {
         _STEP_KEY: _digits(step),
         "statehold.world_size": str(world_size),
-        "statehold.global_shapes": _compact({spec.name: spec.shape for spec in specs}),
-        "DCP_SHARDING_INFO": _compact(sharding),
+        "statehold.global_shapes": _compact(shapes),
+        "DCP_SHARDING_INFO": _compact(offsets),
         "DCP_VERSION": "1.0",
         "format": "pt",
     }
@@ -171,22 +182,3 @@ def _metadata(specs: Sequence[TensorSpec], step: int, world_size: int) -> dict[s
 
 def _compact(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-class PlanCache:
-    """The plan of the last save, for the next one: a training run saves the same structure."""
-
-    def __init__(self, *, world_size: int = 1, rank: int = 0) -> None:
-        self._world_size = world_size
-        self._rank = rank
-        self._specs: list[TensorSpec] | None = None
-        self._plan: SavePlan | None = None
-
-    def get(self, specs: Sequence[TensorSpec], step: int) -> SavePlan:
-        """What `plan_save(specs, step=step)` returns; cheap while the specs stay equal."""
-        specs = list(specs)
-        if self._plan is not None and specs == self._specs:
-            return self._plan.at_step(step)
-        plan = plan_save(specs, step=step, world_size=self._world_size, rank=self._rank)
-        self._specs, self._plan = specs, plan
-        return plan

@@ -22,9 +22,10 @@ PACKAGE = "statehold"
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
     [{"units"}],
-    [{"options"}, {"strictjson"}],
-    [{"values"}, {"header"}],
+    [{"options"}, {"strictjson"}, {"layout"}],
+    [{"values"}, {"header"}, {"ranges"}],
     [{"plan"}],
+    [{"share"}, {"claims"}],
     [{"manifest"}],
     [{"state"}, {"store", "lock", "publish"}],
     [{"checkpointer", "save", "gate", "pipeline", "transfer"}],
@@ -36,7 +37,20 @@ LAYERS: list[list[set[str]]] = [
 CORE_USERS = {"store", "checkpointer", "save", "testing", "dcp"}
 TORCH_USERS = {"state", "integrations", "testing", "dcp"}
 # Modules that may not even name torch in annotations: they make sense without it.
-PURE = {"errors", "units", "options", "strictjson", "values", "header", "plan", "manifest"}
+PURE = {
+    "errors",
+    "units",
+    "options",
+    "strictjson",
+    "values",
+    "header",
+    "plan",
+    "manifest",
+    "layout",
+    "share",
+    "claims",
+    "ranges",
+}
 
 
 def is_type_checking(test: ast.expr) -> bool:

@@ -13,12 +13,12 @@ from statehold.errors import InvariantError, UsageError
 from statehold.plan import (
     BLOCK_BYTES,
     STEP_MAX,
-    PlanCache,
     TensorSpec,
     piece_count,
     pieces,
     plan_save,
 )
+from statehold.share import PlanCache
 from support.steps import spec
 
 
@@ -140,9 +140,9 @@ def test_pieces() -> None:
 
 def test_the_cache_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = PlanCache(world_size=2, rank=1)
-    first = cache.get(many(), 1)
+    first = cache.get(many(), 1).save
     assert first == plan_save(many(), step=1, world_size=2, rank=1)
-    second = cache.get(many(), 2)
+    second = cache.get(many(), 2).save
     assert second == plan_save(many(), step=2, world_size=2, rank=1)
     assert second.begins is first.begins
     assert second.specs is first.specs
@@ -156,7 +156,7 @@ def test_the_cache_notices_a_change(change: TensorSpec) -> None:
     specs = [spec("x", "U8", 4)]
     cache.get(specs, 1)
     specs[0] = change  # the cache keeps its own list
-    assert cache.get(specs, 2) == plan_save(specs, step=2)
+    assert cache.get(specs, 2).save == plan_save(specs, step=2)
 
 
 def cpu_seconds(call: object) -> float:
