@@ -1,8 +1,9 @@
 """Layouts: which rank holds which box of a tensor. Pure arithmetic.
 
-Owns: boxes, meshes of ranks, and how a tensor is split over a mesh.
-Holds: the boxes of a layout cover the tensor, and two of them are equal or disjoint; ranks that
-differ only along mesh axes without a split hold the same box (replicas).
+Owns: boxes, sets of ranks, meshes of ranks, and how a tensor is split over a mesh.
+Holds: the boxes of a Layout cover the tensor, and two of them are equal or disjoint; ranks that
+differ only along mesh axes without a split hold the same box (replicas). An ExplicitLayout is
+what somebody else decided, and promises nothing: whoever reads by it checks that it covers.
 Not here: torch (state/placements reads layouts off tensors), who writes what (share), files.
 
 A split cuts what the splits before it left, as `torch.chunk` does: pieces of ceil(n / parts), the
@@ -14,11 +15,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["Box", "Layout", "Mesh", "chunk_range"]
+__all__ = ["AnyLayout", "Box", "ExplicitLayout", "Layout", "Mesh", "Ranks", "chunk_range"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,22 @@ class Box:
         )
         return Box(lows, shape) if all(size > 0 for size in shape) else None
 
+    def minus(self, other: Box) -> list[Box]:
+        """What only this box holds, as boxes that are disjoint."""
+        cut = self.intersection(other)
+        if cut is None:
+            return [self] if self.numel else []
+        left, lows, ends = [], list(self.offsets), list(self.ends)
+        for dim, (low, end) in enumerate(zip(cut.offsets, cut.ends, strict=True)):
+            for begin, stop in ((lows[dim], low), (end, ends[dim])):
+                if begin < stop:
+                    offsets, limits = list(lows), list(ends)
+                    offsets[dim], limits[dim] = begin, stop
+                    shape = [b - a for a, b in zip(offsets, limits, strict=True)]
+                    left.append(Box(tuple(offsets), tuple(shape)))
+            lows[dim], ends[dim] = low, end
+        return left
+
     def relative_to(self, outer: Box) -> Box:
         """The same box, counted from the first element of `outer`."""
         offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
@@ -58,6 +75,47 @@ class Box:
     def __str__(self) -> str:
         ranges = ", ".join(f"{a}:{b}" for a, b in zip(self.offsets, self.ends, strict=True))
         return f"[{ranges}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A set of ranks as ranges [first, last], ascending and apart; thousands are often one."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, ranks: Iterable[int]) -> Ranks:
+        return cls.union(cls(((rank, rank),)) for rank in ranks)
+
+    @classmethod
+    def union(cls, sets: Iterable[Ranks]) -> Ranks:
+        ranges: list[tuple[int, int]] = []
+        for first, last in sorted(each for ranks in sets for each in ranks.ranges):
+            if ranges and first <= ranges[-1][1] + 1:
+                ranges[-1] = ranges[-1][0], max(last, ranges[-1][1])
+            else:
+                ranges.append((first, last))
+        return cls(tuple(ranges))
+
+    @property
+    def lowest(self) -> int:
+        return self.ranges[0][0]
+
+    def covers(self, other: Ranks) -> bool:
+        """Whether all ranks of `other` are in this set."""
+        return all(
+            any(low <= first and last <= high for low, high in self.ranges)
+            for first, last in other.ranges
+        )
+
+    def __contains__(self, rank: int) -> bool:
+        return any(first <= rank <= last for first, last in self.ranges)
+
+    def __len__(self) -> int:
+        return sum(last - first + 1 for first, last in self.ranges)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in self.ranges)
 
 
 @dataclass(frozen=True)
@@ -186,3 +244,26 @@ class Layout:
             offsets[dim] += begin
             sizes[dim] = end - begin
         return Box(tuple(offsets), tuple(sizes))
+
+
+@dataclass(frozen=True)
+class ExplicitLayout:
+    """A tensor cut freely: each box, and the one rank that wrote it."""
+
+    placed: tuple[tuple[Box, int], ...]
+
+    def boxes(
+        self, shape: Sequence[int], within: Box | None = None
+    ) -> Iterator[tuple[Box, tuple[int, ...]]]:
+        """Each box that is not empty, and its rank; only those that meet `within`."""
+        within = within or Box.whole(shape)
+        for box, rank in self.placed:
+            if box.numel and box.intersection(within):
+                yield box, (rank,)
+
+    def boxes_of(self, rank: int) -> list[Box]:
+        """The boxes that are not empty of one rank."""
+        return [box for box, owner in self.placed if owner == rank and box.numel]
+
+
+AnyLayout = Layout | ExplicitLayout

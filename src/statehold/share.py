@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from statehold import header
 from statehold.errors import InvariantError
-from statehold.layout import Box, Layout, Mesh
+from statehold.layout import AnyLayout, Box, Layout, Mesh
 from statehold.plan import SavePlan, TensorSpec, plan_save
 from statehold.units import MiB
 
@@ -56,8 +56,9 @@ class Held:
     name: str
     dtype: str
     shape: tuple[int, ...]  # global
-    layout: Layout | None  # as WRITTEN (a big replicated tensor is split over its replicas)
-    writer: int  # which replica (Layout.replica_index) writes each box; 0 where there is one
+    # As WRITTEN: a big replicated tensor is split over its replicas. None: this rank's own.
+    layout: AnyLayout | None
+    writer: int = 0  # which replica (Layout.replica_index) writes each box
 
 
 @dataclass(frozen=True, slots=True)

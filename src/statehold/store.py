@@ -41,8 +41,9 @@ from statehold.errors import (
     StepNotFoundError,
     StepOrderError,
     StorageError,
+    UsageError,
 )
-from statehold.manifest import MANIFEST_BYTES_MAX, Manifest
+from statehold.manifest import MANIFEST_BYTES_MAX, Commit, Manifest
 from statehold.publish import MANIFEST_NAME, delete, make_directories, publish
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class Store:
         if self._fs.stat_bytes(path) is None:
             raise MissingFileError("a step has no manifest", facts={"step": step, "file": path})
         manifest = Manifest.decode(self._fs.read_file(path, MANIFEST_BYTES_MAX), path)
+        if isinstance(manifest, Commit):
+            raise UsageError("a step of several ranks", facts={"step": step, "file": path})
         if manifest.step != step:
             raise ManifestError(
                 "a manifest belongs to another step",

@@ -21,12 +21,14 @@ PACKAGE = "statehold"
 # From the bottom up. A group may import the groups of lower layers and its own members.
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
-    [{"units"}],
-    [{"options"}, {"strictjson"}, {"layout"}],
+    [{"units"}, {"layout"}],
+    [{"options"}, {"strictjson"}],
     [{"values"}, {"header"}, {"ranges"}],
-    [{"plan"}],
-    [{"share"}, {"claims"}],
+    [{"plan"}, {"trees"}],
+    [{"share"}, {"claims"}, {"entries"}],
     [{"manifest"}],
+    [{"record"}],
+    [{"saved"}],
     [{"state"}, {"store", "lock", "publish"}],
     [{"checkpointer", "save", "gate", "pipeline", "transfer"}],
     # Beside the Checkpointer stands what torch.distributed.checkpoint calls: it plans, so dcp only
@@ -37,19 +39,15 @@ LAYERS: list[list[set[str]]] = [
 CORE_USERS = {"store", "checkpointer", "save", "testing", "dcp"}
 TORCH_USERS = {"state", "integrations", "testing", "dcp"}
 # Modules that may not even name torch in annotations: they make sense without it.
-PURE = {
-    "errors",
-    "units",
-    "options",
-    "strictjson",
-    "values",
-    "header",
-    "plan",
-    "manifest",
-    "layout",
+PURE = {"errors", "units", "layout", "options", "strictjson", "values", "header", "plan"} | {
+    "trees",
     "share",
     "claims",
     "ranges",
+    "entries",
+    "manifest",
+    "record",
+    "saved",
 }
 
 

@@ -114,7 +114,7 @@ def test_a_deep_state_survives() -> None:
 def test_a_manifest_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = manifest_of()
     raw = manifest.encode()
-    monkeypatch.setattr("statehold.manifest.MANIFEST_BYTES_MAX", len(raw) - 1)
+    monkeypatch.setattr("statehold.entries.DOCUMENT_BYTES_MAX", len(raw) - 1)
     with pytest.raises(UsageError, match="too large"):
         manifest.encode()
     with pytest.raises(ManifestError):
@@ -123,15 +123,15 @@ def test_a_manifest_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_newer_version() -> None:
     document = document_of(manifest_of())
-    document["version"] = 2
-    document["something"] = "that version 1 does not have"
+    document["version"] = 3
+    document["something"] = "that version 2 does not have"
     with pytest.raises(FormatVersionError) as caught:
         Manifest.decode(seal(document), "run/step/manifest.json")
     assert caught.value.facts == {
         "file": "run/step/manifest.json",
         "where": "version",
-        "expected": "1 or older",
-        "got": 2,
+        "expected": "2 or older",
+        "got": 3,
     }
     assert "upgrade" in str(caught.value)
 

@@ -1,0 +1,115 @@
+"""Whatever the layouts: a step of any world is read bit for bit by any other."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from statehold.layout import AnyLayout, Box, ExplicitLayout, Layout, Mesh
+from statehold.manifest import Manifest
+from statehold.record import Record
+from statehold.share import Held
+from support.worlds import DIRECTORY, DTYPES, World, cut
+
+
+@st.composite
+def meshes(draw: st.DrawFn, world_size: int) -> Mesh:
+    """All ranks in some grid, in some order."""
+    sizes, left = [], world_size
+    while left > 1:
+        size = draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0]))
+        sizes.append(size)
+        left //= size
+        if len(sizes) == 3:
+            sizes[-1] *= left
+            left = 1
+    shape = tuple(sizes or [world_size])
+    ranks = list(range(world_size))
+    if draw(st.booleans()):
+        ranks = draw(st.permutations(ranks))
+    return Mesh(shape, tuple(ranks))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, world_size: int, dims: int) -> Layout:
+    """Some axes split, in any order, two of one dim among them; the others replicate."""
+    mesh = draw(meshes(world_size))
+    axes = draw(st.permutations(range(len(mesh.shape))))
+    split = axes[: draw(st.integers(0, len(axes)))] if dims else []
+    return Layout(mesh, tuple((axis, draw(st.integers(0, dims - 1))) for axis in split))
+
+
+@st.composite
+def explicit(draw: st.DrawFn, world_size: int, shape: tuple[int, ...]) -> ExplicitLayout:
+    """The tensor cut at random, again and again."""
+    boxes = [Box.whole(shape)]
+    for _ in range(draw(st.integers(0, 5)) if shape else 0):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, box.shape[dim]))
+        for begin, end in ((0, at), (at, box.shape[dim])):
+            offsets, sizes = list(box.offsets), list(box.shape)
+            offsets[dim], sizes[dim] = box.offsets[dim] + begin, end - begin
+            boxes.append(Box(tuple(offsets), tuple(sizes)))
+    distinct = list(dict.fromkeys(boxes))
+    return ExplicitLayout(tuple((box, draw(st.integers(0, world_size - 1))) for box in distinct))
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    size = draw(st.integers(1, 8))
+    held, arrays = [], {}
+    for i in range(draw(st.integers(1, 4))):
+        dtype = draw(st.sampled_from(sorted(DTYPES)))
+        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+        layout: AnyLayout = draw(st.one_of(layouts(size, len(shape)), explicit(size, shape)))
+        count = layout.replica_count if isinstance(layout, Layout) else 1
+        name = f"layers.{i}.weight"
+        held.append(Held(name, dtype, shape, layout, draw(st.integers(0, count - 1))))
+        values = np.random.default_rng(i).integers(0, 255, math.prod(shape))
+        arrays[name] = values.astype(DTYPES[dtype]).reshape(shape)
+    return World([held] * size, arrays)
+
+
+@given(worlds(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_every_layout_reads_every_other(world: World, data: Any) -> None:
+    size = data.draw(st.integers(1, 8))
+    rank = data.draw(st.integers(0, size - 1))
+    step = world.open(rank, size)
+    assert set(step.tensors) == set(world.arrays)
+    for name, array in world.arrays.items():
+        layout = data.draw(layouts(size, array.ndim))
+        box = layout.box(array.shape, rank)
+        part = world.assemble(step, name, box)
+        assert part.tobytes() == cut(array, box).tobytes()
+
+
+@given(worlds(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_same_layout_reads_few_records(world: World, data: Any) -> None:
+    rank = data.draw(st.integers(0, world.size - 1))
+    step = world.open(rank, world.size)
+    writers = {rank}
+    for held in world.records[rank].held:
+        if isinstance(held.layout, Layout):
+            world.assemble(step, held.name, held.layout.box(held.shape, rank))
+            writers.add(held.layout.replicas(rank)[held.writer])
+    assert step.records_read <= len(writers)
+
+
+@given(worlds())
+@settings(max_examples=100, deadline=None)
+def test_records_and_manifests_round_trip(world: World) -> None:
+    for record in world.records:
+        raw = record.encode()
+        back = Record.decode(raw, "r")
+        assert back.encode() == raw
+        assert (back.state, back.chunks, back.files) == (record.state, record.chunks, record.files)
+    raw = world.files[f"{DIRECTORY}/manifest.json"]
+    assert Manifest.decode(raw, "m") == world.commit
+    assert world.commit.encode() == raw
