@@ -111,9 +111,9 @@ def pieces(begin: int, nbytes: int, block_bytes: int) -> Iterator[tuple[int, int
 
 
 def plan_save(
-    specs: Sequence[TensorSpec], *, step: int, world_size: int = 1, rank: int = 0
+    specs: Sequence[TensorSpec], *, step: int, world_size: int = 1, rank: int = 0, part: int = 0
 ) -> SavePlan:
-    """Plan the data file of `rank`.
+    """Plan the data file of `rank`, or number `part` of its files.
 
     Widest dtypes first, so that every tensor is aligned to its dtype without holes; among equals
     the eager ones, so that they share blocks; then the order of the input. Raises UsageError for a
@@ -138,6 +138,7 @@ def plan_save(
         header=raw,
         data_begin=len(raw),
         file_bytes=len(raw) + at,
+        part=part,
     )
 
 

@@ -40,8 +40,6 @@ from statehold.state import dtypes
 from statehold.state.restore import foreign
 from statehold.trees import Differs, tensors_of
 
-Items = Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
-
 
 class StorageReader(_StorageReader):
     """Reads a step of statehold, by a Checkpointer or by a StorageWriter; for
@@ -87,10 +85,9 @@ class StorageReader(_StorageReader):
         self._step = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        self._step = _Step(self._open())
-        items = self._step.items
+        self._step = self._open()
         return Metadata(
-            state_dict_metadata=items,  # type: ignore[arg-type]  # a Mapping is all it is used as
+            state_dict_metadata=self._step.items,  # type: ignore[arg-type]  # a Mapping is all it is used as
             planner_data={name: leaf.path for name, leaf in self._step.leaves.items()},
             storage_meta=StorageMeta(checkpoint_id=self._path),
         )
@@ -126,16 +123,163 @@ class StorageReader(_StorageReader):
         future.set_result(None)
         return future
 
-    def _open(self) -> SavedStep:
+    def _open(self) -> _Step:
         if self._path is None:
             raise UsageError(
                 "a load needs a directory",
                 hint="give load() a checkpoint_id, or the StorageReader a path",
             )
-        manifest_path = f"{self._path}/{MANIFEST_NAME}"
+        path = f"{self._path}/{MANIFEST_NAME}"
+        rank, world_size = _place()
         with self._machine.storage() as fs:
-            number = Manifest.decode(fs.read_file(manifest_path, MANIFEST_BYTES_MAX), manifest_path)
-            rank, world_size = _place()
-            step = open_step(fs.read_file, self._path, number.step, rank, world_size).widened()
-            _ = _Step(step).items  # all records are read while the file system is open
-        return step
+            step = Manifest.decode(fs.read_file(path, MANIFEST_BYTES_MAX), path).step
+            # Looks at every tensor, and so reads the records of all ranks.
+            return _Step(open_step(fs.read_file, self._path, step, rank, world_size).widened())
+
+
+def _place() -> tuple[int, int]:
+    """This process among those that load: of what each rank saved for itself it gets its own."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+class _Step:
+    """A step in the words of torch: its items by name, and where the chunks of tensors are."""
+
+    def __init__(self, saved: SavedStep) -> None:
+        self.saved = saved
+        self.leaves = leaves(saved.state)
+        self.containers = containers(saved.state)
+        self.chunks = {name: self._chunks(name) for name in dict.fromkeys(tensors_of(saved.state))}
+        self.items = _Items(self)
+
+    def _chunks(self, name: str) -> list[PlacedChunk] | StateMismatchError:
+        tensor = self.saved.tensors[name]
+        try:
+            return self.saved.chunks(name, Box.whole(tensor.shape))
+        except StateMismatchError as error:  # raised to whoever asks for this tensor
+            return error
+
+    def node(self, name: str) -> Any:
+        """What an item is in the tree: a leaf, or a whole subtree. KeyError."""
+        return self.leaves[name].node if name in self.leaves else self.containers[name]
+
+    def chunks_of(self, name: str) -> list[PlacedChunk]:
+        found = self.chunks[name]
+        if isinstance(found, StateMismatchError):
+            raise found
+        return found
+
+    def dtype(self, name: str) -> torch.dtype:
+        return dtypes.dtype_of(self.saved.tensors[name].dtype, name)
+
+    def shape(self, name: str, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """A shape, or offsets, of the step in elements of torch."""
+        return dtypes.torch_shape(self.dtype(name), stored)
+
+    def wanted(self, item: ReadItem, target: torch.Tensor) -> Wanted:
+        """What a planner asks for, of one chunk."""
+        name = self.node(item.storage_index.fqn)["$tensor"]
+        offsets = tuple(item.storage_index.offset or ())
+        chunk = next(
+            (c for c in self.chunks_of(name) if self.shape(name, c.box.offsets) == offsets), None
+        )
+        if chunk is None or tuple(target.shape) != tuple(item.lengths):
+            raise UsageError(
+                "a planner asks for what the checkpoint does not have",
+                facts={
+                    "name": item.storage_index.fqn,
+                    "chunk at": list(offsets),
+                    "expected": f"a tensor of shape {list(item.lengths)}",
+                    "got": list(target.shape) if chunk else "no such chunk",
+                },
+            )
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        return self.part(name, chunk, box, target)
+
+    def part(self, name: str, chunk: PlacedChunk, box: Box, target: torch.Tensor) -> Wanted:
+        shape = self.shape(name, chunk.box.shape)
+        is_whole = chunk.box.shape == self.saved.tensors[name].shape and box == Box.whole(shape)
+        shared = is_whole and _place()[1] > 1
+        return Wanted(name, chunk, self.dtype(name), shape, box, target, shared)
+
+
+class _Items(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """The items of a step. Containers are found by name, for planners that do not flatten state
+    dicts, but not listed."""
+
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+
+    def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        tensor = tensor_of(self._step.node(name))
+        return BytesStorageMetadata() if tensor is None else self._tensor(tensor)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._step.leaves or name in self._step.containers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._step.leaves)
+
+    def __len__(self) -> int:
+        return len(self._step.leaves)
+
+    def _tensor(self, name: str) -> TensorStorageMetadata:
+        step = self._step
+        chunks = [
+            ChunkStorageMetadata(
+                offsets=torch.Size(step.shape(name, chunk.box.offsets)),
+                sizes=torch.Size(step.shape(name, chunk.box.shape)),
+            )
+            for chunk in step.chunks_of(name)
+        ]
+        return TensorStorageMetadata(
+            properties=TensorProperties(dtype=step.dtype(name)),
+            size=torch.Size(step.shape(name, step.saved.tensors[name].shape)),
+            chunks=chunks,
+        )
+
+
+class _Builder:
+    """Makes objects of nodes; their tensors are filled once `wanted` was read."""
+
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+        self.wanted: list[Wanted] = []
+
+    def build(self, name: str) -> Any:
+        node = self._step.node(name)
+        if isinstance(node, Differs):
+            raise StateMismatchError(
+                "ranks saved different values under one name",
+                facts={"name": name, "saved": str(node)},
+                hint="load on as many ranks as saved, where each takes its own",
+            )
+        return values.decode(node, self._leaf)
+
+    def _leaf(self, tag: str, payload: Any) -> Any:
+        if tag == "$tensor":
+            return self._tensor(payload)
+        if tag == "$ndarray":
+            return self._tensor(payload).numpy()
+        return foreign(tag, payload)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        step = self._step
+        shape = step.shape(name, step.saved.tensors[name].shape)
+        made = torch.empty(shape, dtype=step.dtype(name))
+        for chunk in step.chunks_of(name):
+            offsets = step.shape(name, chunk.box.offsets)
+            box = Box.whole(step.shape(name, chunk.box.shape))
+            target = made[tuple(slice(a, a + n) for a, n in zip(offsets, box.shape, strict=True))]
+            self.wanted.append(step.part(name, chunk, box, target))
+        return made
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    """What load planners take values as; it never leaves memory."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    return data
