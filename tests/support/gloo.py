@@ -6,14 +6,16 @@ returns comes back by rank; an exception comes back as its traceback, and ends t
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import pickle
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-JOIN_S = 240
+JOIN_S = 150
 
 
 def run_ranks(
@@ -21,48 +23,44 @@ def run_ranks(
 ) -> list[Any]:
     """The results of worker(rank, world_size, *args) on `world_size` ranks, by rank."""
     context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    store = directory / f"store-{os.urandom(4).hex()}"
+    own = directory / f"ranks-{os.urandom(4).hex()}"
+    own.mkdir()
     ranks = [
-        context.Process(target=_rank, args=(worker, rank, world_size, str(store), results, args))
+        context.Process(target=_rank, args=(worker, rank, world_size, str(own), args))
         for rank in range(world_size)
     ]
     for process in ranks:
         process.start()
-    found: dict[int, tuple[bool, Any]] = {}
     try:
         for process in ranks:
             process.join(JOIN_S)
-        while not results.empty():
-            rank, is_good, value = results.get()
-            found[rank] = is_good, value
     finally:
         for process in ranks:
             process.kill()
-    for rank in range(world_size):
-        is_good, value = found.get(rank, (False, f"no answer; exit code {ranks[rank].exitcode}"))
-        assert is_good, f"rank {rank}: {value}"
-    return [found[rank][1] for rank in range(world_size)]
+    return [_result(own / str(rank), ranks[rank]) for rank in range(world_size)]
+
+
+def _result(path: Path, process: Any) -> Any:
+    assert path.exists(), f"{process.name} ended with {process.exitcode} and no result"
+    is_good, value = pickle.loads(path.read_bytes())
+    assert is_good, value
+    return value
 
 
 def _rank(
-    worker: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    store: str,
-    results: Any,
-    args: tuple[Any, ...],
+    worker: Callable[..., Any], rank: int, world_size: int, own: str, args: tuple[Any, ...]
 ) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.dump_traceback_later(int(os.environ.get("LIM", JOIN_S)) - 10, exit=True)
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+        "gloo", init_method=f"file://{own}/store", rank=rank, world_size=world_size
     )
     try:
-        results.put((rank, True, worker(rank, world_size, *args)))
+        result = True, worker(rank, world_size, *args)
     except BaseException:  # CheckpointException is one
-        results.put((rank, False, traceback.format_exc()))
-    finally:
-        dist.destroy_process_group()
+        result = False, traceback.format_exc()
+    Path(own, str(rank)).write_bytes(pickle.dumps(result))
+    dist.destroy_process_group()
