@@ -14,9 +14,7 @@ Buffer = array[int] | memoryview
 Strided = tuple[int, tuple[int, ...], tuple[int, ...]]
 # Element size in bytes, shape of a dense chunk, low index and shape of a box in it, strides in
 # elements of where the box goes, bytes of the chunk that lie before the segment.
-BoxTarget = tuple[
-    int, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int
-]
+BoxTarget = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 # Segment, offset in the segment, offset in the buffer, bytes.
 Piece = tuple[int, int, int, int]
 

@@ -11,6 +11,8 @@
     ├── TornSnapshot               a tensor changed while it was being copied; nothing was published
     ├── ReplicasDifferError        ranks hold different values of what had been one tensor
     ├── WaitTimeout                a deadline passed; the save itself goes on
+    ├── PeerLostError              other ranks did not answer in time; `ranks` says which
+    ├── PeerFailedError            another rank failed, and says why; `rank` says which
     ├── StorageError               the storage refused: errno, path and offset are attributes
     │   └── NoSpaceError           ENOSPC or EDQUOT
     ├── CorruptionError            what is on disk is not what was committed
@@ -30,7 +32,7 @@ from __future__ import annotations
 
 import errno as _errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 __all__ = [
@@ -43,6 +45,8 @@ __all__ = [
     "ManifestError",
     "MissingFileError",
     "NoSpaceError",
+    "PeerFailedError",
+    "PeerLostError",
     "ReplicasDifferError",
     "RunBusyError",
     "StateMismatchError",
@@ -124,6 +128,33 @@ class ReplicasDifferError(StateholdError):
 
 class WaitTimeout(StateholdError, TimeoutError):
     """The deadline of a wait passed; what was waited for goes on in the background."""
+
+
+class PeerLostError(StateholdError):
+    """Ranks of this job did not answer before the deadline: `ranks`, in order."""
+
+    def __init__(
+        self,
+        summary: str,
+        /,
+        *,
+        ranks: Iterable[int],
+        facts: Mapping[str, Any] | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.ranks = tuple(sorted(ranks))
+        shown = ", ".join(map(str, self.ranks[:16]))
+        more = f", ... ({len(self.ranks)} in all)" if len(self.ranks) > 16 else ""
+        super().__init__(summary, facts={"ranks": shown + more, **(facts or {})}, hint=hint)
+
+
+class PeerFailedError(StateholdError):
+    """Another rank of this job failed: `rank`; `reason` is the text of its error."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} failed, so the others give up", facts={"its error": reason})
+        self.rank = rank
+        self.reason = reason
 
 
 class StorageError(StateholdError):

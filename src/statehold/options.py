@@ -12,6 +12,10 @@ from statehold.errors import UsageError
 from statehold.units import MiB, format_bytes, parse_bytes
 
 BACKENDS = ("auto", "io_uring", "threads")
+COORDINATIONS = ("auto", "store", "directory", "none")
+
+# A day: no rank that is alive is later than that, and clocks and stores can still count it.
+PEER_TIMEOUT_S_MAX = 86_400
 
 # A buffer is one write: below 1 MiB the device is not kept busy, and a checksum block (1 MiB)
 # must never straddle two buffers.
@@ -31,6 +35,11 @@ class Options:
     copy_threads: threads that copy and checksum; None takes the processors there are, at most 4.
     backend: "io_uring", "threads" (pread/pwrite), or "auto": io_uring where the kernel allows it.
     reuse_files: overwrite the files of retired steps instead of allocating new ones.
+    coordination: how the ranks of a job find each other. "store": through the store of
+        torch.distributed; "directory": through files in the run directory, with RANK and WORLD_SIZE
+        from the environment; "none": this process is alone, whatever runs beside it; "auto": the
+        store if torch.distributed is initialized with more than one rank, else alone.
+    peer_timeout_s: how long to wait for another rank before it counts as lost.
     """
 
     keep: int | None = None
@@ -40,6 +49,8 @@ class Options:
     copy_threads: int | None = None
     backend: str = "auto"
     reuse_files: bool = True
+    coordination: str = "auto"
+    peer_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
@@ -47,15 +58,23 @@ class Options:
                 "keep must be a number of steps, at least 1, or None for all",
                 facts={"got": repr(self.keep)},
             )
-        if self.backend not in BACKENDS:
-            raise UsageError(
-                "no such backend", facts={"expected": ", ".join(BACKENDS), "got": self.backend}
-            )
+        _check_choice("backend", self.backend, BACKENDS)
+        _check_choice("coordination", self.coordination, COORDINATIONS)
         for name in ("queue_depth", "copy_threads"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 1 <= value <= 4096):
                 raise UsageError(f"{name} must be 1 to 4096", facts={"got": repr(value)})
+        self._check_timeout()
         self._check_memory()
+
+    def _check_timeout(self) -> None:
+        timeout_s = self.peer_timeout_s
+        number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+        if not number or not 0 < timeout_s <= PEER_TIMEOUT_S_MAX:
+            raise UsageError(
+                "peer_timeout_s is a number of seconds",
+                facts={"expected": f"above 0, up to {PEER_TIMEOUT_S_MAX}", "got": repr(timeout_s)},
+            )
 
     def _check_memory(self) -> None:
         buffer, staging = self.buffer_size, self.staging_size
@@ -84,3 +103,8 @@ class Options:
     def copy_thread_count(self) -> int:
         """copy_threads, with None resolved."""
         return self.copy_threads or min(4, os.cpu_count() or 1)
+
+
+def _check_choice(name: str, got: str, choices: tuple[str, ...]) -> None:
+    if got not in choices:
+        raise UsageError(f"no such {name}", facts={"expected": ", ".join(choices), "got": got})

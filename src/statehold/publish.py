@@ -9,10 +9,12 @@ Not here: which directories there are, and when they go.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from statehold.errors import storage_error
+from statehold.errors import StorageError, storage_error
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -53,8 +55,19 @@ def delete(fs: Fs, directory: str) -> None:
         if is_dir:
             delete(fs, f"{directory}/{name}")
         else:
-            fs.unlink(f"{directory}/{name}")
+            with unless(errno.ENOENT):  # another rank took it meanwhile
+                fs.unlink(f"{directory}/{name}")
     fs.rmdir(directory)
+
+
+@contextlib.contextmanager
+def unless(expected: int) -> Iterator[None]:
+    """Pass over a storage error with this errno."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno != expected:
+            raise
 
 
 def parent_of(path: str) -> str:

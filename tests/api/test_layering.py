@@ -27,8 +27,8 @@ LAYERS: list[list[set[str]]] = [
     [{"plan"}, {"trees"}],
     [{"share"}, {"claims"}, {"entries"}],
     [{"manifest"}],
-    [{"record"}],
-    [{"saved"}],
+    [{"record"}, {"board"}],
+    [{"saved"}, {"peers"}],
     [{"state"}, {"store", "lock", "publish"}],
     [{"checkpointer", "save", "gate", "pipeline", "transfer"}],
     # Beside the Checkpointer stands what torch.distributed.checkpoint calls: it plans, so dcp only

@@ -42,6 +42,8 @@ OPTIONS = [
     "copy_threads",
     "backend",
     "reuse_files",
+    "coordination",
+    "peer_timeout_s",
 ]
 
 

@@ -7,7 +7,7 @@ it raises where it fails. They run in one process group, in order of their names
 from __future__ import annotations
 
 import contextlib
-import io
+import dataclasses
 import os
 import traceback
 import warnings
@@ -125,7 +125,8 @@ def save_and_load(world_size: int, kind: str, save_to: Any, load_from: Any) -> N
     other = state_of(net, optimizer, step=0)
     load_from(other)
     assert_same(state, other)
-    set_state_dict(net, optimizer, model_state_dict=other["model"], optim_state_dict=other["optimizer"])
+    model, optim = other["model"], other["optimizer"]
+    set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=optim)
     assert_same({**state, "step": 0}, state_of(net, optimizer, step=0))
 
 
@@ -228,16 +229,12 @@ class HalvingPlanner(dcp.DefaultSavePlanner):
     """Cuts every tensor of two rows or more in two: several chunks of a name on a rank."""
 
     def create_local_plan(self) -> Any:
-        import dataclasses
-
         plan = super().create_local_plan()
         items = [half for item in plan.items for half in self._halves(item)]
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
     def _halves(self, item: Any) -> list[Any]:
-        import dataclasses
-
         data = item.tensor_data
         if data is None or not data.chunk.sizes or data.chunk.sizes[0] < 2:
             return [item]
@@ -254,12 +251,6 @@ class HalvingPlanner(dcp.DefaultSavePlanner):
             data = dataclasses.replace(data, chunk=chunk)
             found.append(dataclasses.replace(item, index=index, tensor_data=data))
         return found
-
-    def lookup_object(self, index: Any) -> Any:
-        value = self.state_dict[index.fqn]
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value
 
     def resolve_data(self, item: Any) -> Any:
         value = self.state_dict[item.index.fqn]

@@ -1,7 +1,7 @@
 """Several ranks with Gloo on this host, started once for many checks: importing torch is slow.
 
-A worker is a module-level function of an importable module: worker(rank, world_size, *args). What it
-returns comes back by rank; an exception comes back as its traceback, and ends the test.
+A worker is a module-level function of an importable module: worker(rank, world_size, *args). What
+it returns comes back by rank; an exception comes back as its traceback, and ends the test.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    faulthandler.dump_traceback_later(int(os.environ.get("LIM", JOIN_S)) - 10, exit=True)
+    faulthandler.dump_traceback_later(JOIN_S - 10, exit=True)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{own}/store", rank=rank, world_size=world_size
