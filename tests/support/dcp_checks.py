@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from statehold.dcp import StorageReader, StorageWriter
+from statehold.errors import MissingFileError, PeerFailedError
 
 
 def outcomes(rank: int, world_size: int, directory: str) -> dict[str, str]:
@@ -385,8 +386,6 @@ def check_failed_rank(rank: int, world_size: int, directory: Path) -> None:
 
 def check_missing_file(rank: int, world_size: int, directory: Path) -> None:
     """Defect 4 of the stock Hugging Face reader: the first shard is missing, zeros are loaded."""
-    from statehold.errors import MissingFileError
-
     mesh = init_device_mesh("cpu", (world_size,))
     state = {"w": distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])}
     empty = {"w": distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)])}
@@ -405,3 +404,43 @@ def check_missing_file(rank: int, world_size: int, directory: Path) -> None:
         dcp.load(empty, storage_reader=StorageReader(directory / "ours"))
     assert isinstance(caught[1], MissingFileError)
     assert isinstance(caught[1], Exception)
+
+
+# -- use_collectives=False -------------------------------------------------------------------------
+
+
+def check_no_collectives(rank: int, world_size: int, directory: Path) -> None:
+    """Each rank gets its own values back; sharded tensors are whole, in any layout."""
+    where = directory / "step-7"
+    state = state_of(*trained(1, world_size, "2d"), step=100 + rank)
+    state["own"] = torch.full((3,), float(rank))
+    dcp.save(state, checkpoint_id=where, storage_writer=StorageWriter(), use_collectives=False)
+    other = state_of(*trained(2, world_size, "fsdp"), step=0)
+    other["own"] = torch.zeros(3)
+    dcp.load(other, storage_reader=StorageReader(where))
+    assert other["step"] == 100 + rank
+    assert_same(state, other)
+    assert os.listdir(directory) == ["step-7"]
+
+
+def check_no_collectives_failed(rank: int, world_size: int, directory: Path) -> None:
+    """A rank that fails fails the save on all ranks, and nothing is published."""
+    state = state_of(*trained(1, world_size, "fsdp"), step=7)
+    last = world_size - 1
+    try:
+        dcp.save(
+            state,
+            checkpoint_id=directory / "step-7",
+            storage_writer=StorageWriter(timeout_s=60.0),
+            planner=FailsOn(last),
+            use_collectives=False,
+        )
+    except OSError:
+        assert rank == last
+    except PeerFailedError as error:
+        assert rank != last
+        assert "injected" in str(error)
+    else:
+        raise AssertionError("this must fail")
+    dist.barrier()
+    assert not (directory / "step-7").exists()

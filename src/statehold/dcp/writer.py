@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from statehold.dcp.alone import Meeting, is_among_others
 from statehold.dcp.commit import Sent, complete, hand_over
 from statehold.dcp.machine import Machine
 from statehold.dcp.staging import StagingPool
@@ -35,6 +36,9 @@ from statehold.dcp.writing import Place, write_items
 from statehold.errors import UsageError
 from statehold.plan import STEP_MAX
 from statehold.publish import delete, make_directories, parent_of, publish
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
 
 _PARTIAL = r"\.[0-9a-f]{16}\.partial"
 _OURS = re.compile(r"manifest\.json|rank-\d{5}-of-\d{5}(-\d+)?\.(safetensors|json)")
@@ -51,6 +55,7 @@ class StorageWriter(_StorageWriter, AsyncStager):
         complete; False refuses.
     staging_bytes, buffer_bytes, queue_depth, copy_threads, backend: as for a Checkpointer. The
         staging memory is allocated for each save, and never larger than what the rank writes.
+    timeout_s: with use_collectives=False, how long ranks wait for each other.
 
     As `AsyncStager` of dcp.async_save it copies the state into host memory that is used again.
     """
@@ -65,9 +70,11 @@ class StorageWriter(_StorageWriter, AsyncStager):
         queue_depth: int = 32,
         copy_threads: int | None = None,
         backend: str = "auto",
+        timeout_s: float = 600.0,
     ) -> None:
         super().__init__()
         self._path = None if path is None else _absolute(path)
+        self._timeout_s = timeout_s
         self._overwrite = overwrite
         self._machine = Machine(
             staging_bytes=staging_bytes,
@@ -77,8 +84,8 @@ class StorageWriter(_StorageWriter, AsyncStager):
             backend=backend,
         )
         self._staging = StagingPool()
-        self._rank = 0
         self._use_collectives = True
+        self._meeting: Meeting | None = None
 
     # -- torch.distributed.checkpoint.StorageWriter ------------------------------------------
 
@@ -97,7 +104,6 @@ class StorageWriter(_StorageWriter, AsyncStager):
 
     # torch passes rank and use_collectives only to a parameter of this very name.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._rank = kwargs.get("rank", 0)
         self._use_collectives = kwargs.get("use_collectives", True)
 
     def storage_meta(self) -> StorageMeta | None:
@@ -107,28 +113,59 @@ class StorageWriter(_StorageWriter, AsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        place = self._begin(len(plans))
+        if not self._use_collectives and is_among_others():
+            self._meeting = Meeting(self._destination(), self._timeout_s)
+            world_size = self._meeting.world_size
+            places = [self._meeting.begin(lambda: self._begin(world_size))]
+        else:
+            self._meeting = None
+            place = self._begin(len(plans))
+            places = [dataclasses.replace(place, rank=rank) for rank in range(len(plans))]
         return [
-            dataclasses.replace(plan, storage_data=dataclasses.replace(place, rank=rank))
-            for rank, plan in enumerate(plans)
+            dataclasses.replace(plan, storage_data=place)
+            for plan, place in zip(plans, places, strict=True)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        place = self._place_of(plan)
-        with self._machine.storage() as fs:
-            written = write_items(self._machine, fs, place, plan, planner, alone=False)
-            sent = hand_over(fs, place, written)
+        meeting = self._meeting
+        try:
+            result = self._write(plan, planner, alone=meeting is not None)
+        except BaseException as error:
+            if meeting is not None:
+                meeting.failed(error)
+            raise
         future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(_RESULT, sum(f.bytes for f in written.files), sent)])
+        future.set_result([result])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        sents: list[Sent] = [each.storage_data for result in results for each in result]
-        place = sents[0].place
+        found = [each.storage_data for result in results for each in result]
+        paths = _paths(metadata)
         with self._machine.storage() as fs:
-            raw = complete(fs, sents, _paths(metadata))
-            if publish(fs, place.partial, place.final, raw):
-                delete(fs, place.partial)
+            if self._meeting is None:
+                self._publish(fs, found, paths, alone=False)
+                return
+            place, written = found[0]
+            sent = hand_over(fs, place, written, paths)
+            self._meeting.end(
+                place, sent, lambda sents: self._publish(fs, sents, paths, alone=True)
+            )
+
+    def _write(self, plan: SavePlan, planner: SavePlanner, *, alone: bool) -> WriteResult:
+        """The files of this rank. A rank that is alone learns only in finish() what its tree is."""
+        place = self._place_of(plan)
+        with self._machine.storage() as fs:
+            written = write_items(self._machine, fs, place, plan, planner, alone)
+            nbytes = sum(file.bytes for file in written.files)
+            sent = (place, written) if alone else hand_over(fs, place, written)
+        return WriteResult(_RESULT, nbytes, sent)
+
+    def _publish(
+        self, fs: Fs, sents: list[Sent], paths: Mapping[str, Path], *, alone: bool
+    ) -> None:
+        place = sents[0].place
+        if publish(fs, place.partial, place.final, complete(fs, sents, paths, alone=alone)):
+            delete(fs, place.partial)
 
     # -- torch.distributed.checkpoint.staging.AsyncStager --------------------------------------
 
@@ -149,7 +186,7 @@ class StorageWriter(_StorageWriter, AsyncStager):
     # -- pickling, for the process checkpointer ------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_staging": None}
+        return {**self.__dict__, "_staging": None, "_meeting": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -159,12 +196,7 @@ class StorageWriter(_StorageWriter, AsyncStager):
 
     def _begin(self, world_size: int) -> Place:
         """An empty directory for the files of all ranks; clears what a failed attempt left."""
-        final = self._path
-        if final is None:
-            raise UsageError(
-                "a checkpoint needs a directory",
-                hint="give save() a checkpoint_id, or the StorageWriter a path",
-            )
+        final = self._destination()
         attempt = secrets.token_hex(8)
         place = Place(final, f"{final}.{attempt}.partial", _step(final), 0, world_size, attempt)
         with self._machine.storage() as fs:
@@ -175,7 +207,15 @@ class StorageWriter(_StorageWriter, AsyncStager):
             fs.mkdir(place.partial)
         return place
 
-    def _check_replaceable(self, fs: Any, final: str) -> None:
+    def _destination(self) -> str:
+        if self._path is None:
+            raise UsageError(
+                "a checkpoint needs a directory",
+                hint="give save() a checkpoint_id, or the StorageWriter a path",
+            )
+        return self._path
+
+    def _check_replaceable(self, fs: Fs, final: str) -> None:
         """What is at `final` may go once the new checkpoint is complete."""
         if not fs.is_dir(final):
             return
@@ -201,17 +241,17 @@ class StorageWriter(_StorageWriter, AsyncStager):
                 facts={"got": type(place).__name__},
                 hint="keep it in finish_plan: dataclasses.replace(plan, items=...)",
             )
-        assert self._path is not None
+        final = self._destination()
         with self._machine.storage() as fs:
             if fs.is_dir(place.partial):
                 return place
-            found = _partials(fs, self._path)
+            found = _partials(fs, final)
         if len(found) != 1:
-            facts = {"checkpoint": self._path, "expected": "one", "got": len(found)}
+            facts = {"checkpoint": final, "expected": "one", "got": len(found)}
             raise UsageError("the directory of the save under way is not there", facts=facts)
         attempt = found[0].split(".")[-2]
         return dataclasses.replace(
-            place, final=self._path, partial=found[0], step=_step(self._path), attempt=attempt
+            place, final=final, partial=found[0], step=_step(final), attempt=attempt
         )
 
 
@@ -225,7 +265,7 @@ def _step(path: str) -> int:
     return min(int(found[1]), STEP_MAX) if found else 0
 
 
-def _partials(fs: Any, final: str) -> list[str]:
+def _partials(fs: Fs, final: str) -> list[str]:
     parent, _, name = final.rpartition("/")
     pattern = re.compile(re.escape(name) + _PARTIAL)
     return [
