@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from statehold.dcp import StorageReader, StorageWriter
+from statehold.dcp import StorageReader, StorageWriter, restore_stock
 from statehold.errors import MissingFileError, PeerFailedError
 
 
@@ -329,11 +329,12 @@ def check_async(rank: int, world_size: int, directory: Path) -> None:
     ):
         net, optimizer = trained(step + 1, world_size, "fsdp")
         state = state_of(net, optimizer, step)
+        # Before the save, which does collectives on a thread of its own.
+        expected = {name: full(value).clone() for name, value in net.state_dict().items()}
         where = directory / f"step-{step}"
         saving = dcp.async_save(
             state, checkpoint_id=where, storage_writer=writer, async_checkpointer_type=kind
         )
-        expected = {name: full(value).clone() for name, value in net.state_dict().items()}
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.zero_()
@@ -406,6 +407,25 @@ def check_missing_file(rank: int, world_size: int, directory: Path) -> None:
     assert isinstance(caught[1], Exception)
 
 
+def check_stock(rank: int, world_size: int, directory: Path) -> None:
+    """What the stock writers saved under one layout, restored into another, optimizer included."""
+    net, optimizer = trained(1, world_size, "2d")
+    state = state_of(net, optimizer, step=7)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(directory / "dcp"))
+    other = trained(2, world_size, "fsdp")
+    live: dict[str, Any] = {"model": other[0], "optimizer": other[1], "step": 0, "names": None}
+    report = restore_stock(directory / "dcp", live)
+    assert not report.missing
+    assert not [name for name in report.unexpected if ".params" not in name]
+    assert_same(state, state_of(*other, step=live["step"]))
+    hf = dcp.HuggingFaceStorageWriter(str(directory / "hf"), save_distributed=True)
+    dcp.save(net.state_dict(), storage_writer=hf)
+    third = trained(3, world_size, "fsdp")[0]
+    report = restore_stock(directory / "hf", {"model": third})
+    assert len(report.loaded) == len(net.state_dict())
+    assert_same(net.state_dict(), third.state_dict())
+
+
 # -- use_collectives=False -------------------------------------------------------------------------
 
 
@@ -438,9 +458,10 @@ def check_no_collectives_failed(rank: int, world_size: int, directory: Path) -> 
     except OSError:
         assert rank == last
     except PeerFailedError as error:
+        said = str(error)
         assert rank != last
-        assert "injected" in str(error)
     else:
         raise AssertionError("this must fail")
+    assert rank == last or "injected" in said
     dist.barrier()
     assert not (directory / "step-7").exists()
