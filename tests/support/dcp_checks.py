@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -250,7 +251,8 @@ class HalvingPlanner(dcp.DefaultSavePlanner):
             )
             index = dataclasses.replace(item.index, offset=torch.Size(offsets))
             data = dataclasses.replace(data, chunk=chunk)
-            found.append(dataclasses.replace(item, index=index, tensor_data=data))
+            kind = WriteItemType.SHARD
+            found.append(dataclasses.replace(item, index=index, type=kind, tensor_data=data))
         return found
 
     def resolve_data(self, item: Any) -> Any:

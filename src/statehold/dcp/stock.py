@@ -224,7 +224,7 @@ class _Matcher:
                 f"the state and the checkpoint differ in {len(problems)} places; nothing was "
                 "changed",
                 facts=facts,
-                hint="name= ..., rename= maps names; strict=False leaves out what is missing",
+                hint="rename= maps names; strict=False leaves what is missing as it is",
             )
 
     def match(self, holder: Any, key: Any, live: Any, path: str) -> None:
@@ -341,7 +341,8 @@ class _Matcher:
             heads = (f"{path}.param_groups", "param_groups")
             candidates = [f"{head}.{place}.{key}" for place in places for head in heads]
             put = lambda value, key=key: group.__setitem__(key, value)  # noqa: E731
-            self._value(f"{where}.{key}", candidates, put)
+            if any(name in self._names for name in candidates):  # other options stay as they are
+                self._value(f"{where}.{key}", candidates, put)
 
 
 def _made(
