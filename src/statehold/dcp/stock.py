@@ -23,11 +23,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from statehold.dcp.unpickle import load_metadata
@@ -86,15 +89,15 @@ def restore_stock(
 
 def _load(targets: dict[str, Any], reader: Any, planner: _Planner) -> None:
     try:
-        dcp.load(targets, storage_reader=reader, planner=planner)
-    except dcp.CheckpointException as error:  # a BaseException, that wraps those of the ranks
+        load(targets, storage_reader=reader, planner=planner)
+    except CheckpointException as error:  # a BaseException, that wraps those of the ranks
         raise next(fault for fault, _ in error.failures.values()) from error
 
 
 # -- readers that believe nothing ----------------------------------------------------------------
 
 
-class _StockReader(dcp.FileSystemReader):
+class _StockReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = os.path.join(self.path, ".metadata")
         with open(path, "rb") as file:
@@ -111,7 +114,7 @@ class _Listed(FileSystem):
         return self._files
 
 
-class _HuggingFaceReader(dcp.HuggingFaceStorageReader):
+class _HuggingFaceReader(HuggingFaceStorageReader):
     def __init__(self, directory: str, files: list[str], names: Mapping[str, str]) -> None:
         super().__init__(directory)
         self.fs = _Listed(files)
@@ -121,7 +124,7 @@ class _HuggingFaceReader(dcp.HuggingFaceStorageReader):
         for file in self.fs.ls(self.path):
             if not os.path.isfile(file):
                 raise MissingFileError("a checkpoint lacks a file", facts={"file": file})
-        found = super().read_metadata()
+        found: Metadata = super().read_metadata()
         for name, file in self._names.items():
             if name not in found.state_dict_metadata:
                 facts = {"tensor": name, "file": file}
@@ -130,7 +133,7 @@ class _HuggingFaceReader(dcp.HuggingFaceStorageReader):
             assert isinstance(entry, TensorStorageMetadata)
             held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             if held != math.prod(entry.size):
-                facts = {"tensor": name, "shape": list(entry.size), "elements there": held}
+                facts = {"tensor": name, "shape": str([*entry.size]), "elements there": str(held)}
                 hint = "a shard is missing, or one of another checkpoint lies beside them"
                 raise CorruptionError("the shards do not make a tensor", facts=facts, hint=hint)
         return found
@@ -161,7 +164,7 @@ def _reader(path: str) -> _StockReader | _HuggingFaceReader:
     return _HuggingFaceReader(path, files, names)
 
 
-class _Planner(dcp.DefaultLoadPlanner):
+class _Planner(DefaultLoadPlanner):
     """Takes flat names, and keeps values; reads them without trusting their pickles."""
 
     def __init__(self) -> None:
@@ -299,12 +302,12 @@ class _Matcher:
 
     def _optimizer(self, live: torch.optim.Optimizer, path: str) -> None:
         ids: dict[int, list[list[str]]] = defaultdict(list)
-        for running, (group, full, parameter) in enumerate(
+        for running, (place, full, parameter) in enumerate(
             optimizers.parameters(live, self._parameters)
         ):
             names = [full.partition(".")[2], full, str(running)]
-            ids[group].append(names)
-            self._parameter(live, live.param_groups[group], parameter, path, names)
+            ids[place].append(names)
+            self._parameter(live, live.param_groups[place], parameter, path, names)
         for index, group in enumerate(live.param_groups):
             places = [str(index), *(name for names in ids[index][:1] for name in names[:2])]
             self._options(group, f"{path}.param_groups.{index}", path, places)

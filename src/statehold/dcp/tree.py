@@ -68,8 +68,9 @@ def _put(tree: dict[str | int, Any], path: Path, node: Any) -> bool:
 def _closed(item: Any) -> Any:
     if type(item) is not _Open:
         return item
-    if all(type(key) is int for key in item):
-        return [_closed(item.get(index)) for index in range(max(item) + 1)]  # type: ignore[type-var]
+    places = [key for key in item if isinstance(key, int)]
+    if len(places) == len(item):
+        return [_closed(item.get(index)) for index in range(max(places) + 1)]
     return values.mapping_of({key: _closed(member) for key, member in item.items()})
 
 
