@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -87,7 +87,7 @@ class StorageReader(_StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._step = self._open()
         return Metadata(
-            state_dict_metadata=self._step.items,  # type: ignore[arg-type]  # a Mapping is all it is used as
+            state_dict_metadata=cast(Any, self._step.items),  # used as a Mapping only
             planner_data={name: leaf.path for name, leaf in self._step.leaves.items()},
             storage_meta=StorageMeta(checkpoint_id=self._path),
         )

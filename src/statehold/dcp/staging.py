@@ -36,7 +36,9 @@ class StagingPool:
         """A copy that no later change of `state` reaches; complete when this returns."""
         with self._guard:
             stager = self._idle.pop() if self._idle else _new_stager()
-        staged = Staged(stager.stage(state))  # type: ignore[arg-type]  # not asynchronous: no Future
+        copied = stager.stage(state)
+        assert isinstance(copied, dict)  # a Future only if it were asynchronous
+        staged = Staged(copied)
         weakref.finalize(staged, self._give_back, stager).atexit = False
         return staged
 

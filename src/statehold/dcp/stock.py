@@ -20,6 +20,8 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
+from operator import setitem
 from typing import Any
 
 import torch
@@ -243,7 +245,7 @@ class _Matcher:
             for inner, part in live.items():
                 self.match(live, inner, part, f"{path}.{inner}")
         else:
-            self._value(path, [path], lambda value: holder.__setitem__(key, value))
+            self._value(path, [path], partial(setitem, holder, key))
 
     def _name(self, path: str, candidates: list[str]) -> str | None:
         """The name in the checkpoint; noted as loaded, or as missing."""
@@ -263,7 +265,7 @@ class _Matcher:
         if got != list(live.shape):
             self._found.problems[path] = f"expected shape {list(live.shape)}, got {got}"
         elif name in self.targets and self.targets[name] is not live:
-            self.acts.append(lambda _, own=live, name=name: own.copy_(self.targets[name]))  # type: ignore[misc]
+            self.acts.append(partial(_copy, live, self.targets[name]))
         else:
             self.targets[name] = live
 
@@ -288,8 +290,7 @@ class _Matcher:
             if isinstance(value, torch.Tensor) and id(value) in own:
                 self._tensor(value, where, [where, name])
             else:
-                put = lambda value, name=name: handed.__setitem__(name, value)  # noqa: E731
-                self._value(where, [where, name], put)
+                self._value(where, [where, name], partial(setitem, handed, name))
         self.acts.append(lambda _: modules.hand_over(live, handed) if handed else None)
 
     def _object(self, live: Any, path: str) -> None:
@@ -327,14 +328,13 @@ class _Matcher:
         for key, name in fields.items():
             saved = self._saved[self._names[name]]
             if not isinstance(saved, TensorStorageMetadata):
-                put = lambda value, key=key: live.state[parameter].__setitem__(key, value)  # noqa: E731
+                put = partial(_set_state, live, parameter, key)
                 self._value(f"{where}.{key}", [name], put)
                 continue
             tensor = state.get(key)
             if not isinstance(tensor, torch.Tensor) or tensor.shape != saved.size:
                 tensor = _made(saved, key, group, parameter)
-                act = lambda _, key=key, made=tensor: live.state[parameter].__setitem__(key, made)  # noqa: E731
-                self.acts.append(act)
+                self.acts.append(partial(_set_made, live, parameter, key, tensor))
             self._tensor(tensor, f"{where}.{key}", [name])
 
     def _options(self, group: dict[str, Any], where: str, path: str, places: list[str]) -> None:
@@ -343,9 +343,22 @@ class _Matcher:
                 continue
             heads = (f"{path}.param_groups", "param_groups")
             candidates = [f"{head}.{place}.{key}" for place in places for head in heads]
-            put = lambda value, key=key: group.__setitem__(key, value)  # noqa: E731
             if any(name in self._names for name in candidates):  # other options stay as they are
-                self._value(f"{where}.{key}", candidates, put)
+                self._value(f"{where}.{key}", candidates, partial(setitem, group, key))
+
+
+def _set_state(live: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any) -> None:
+    live.state[parameter][key] = value
+
+
+def _set_made(
+    live: torch.optim.Optimizer, parameter: torch.Tensor, key: str, made: torch.Tensor, _: object
+) -> None:
+    live.state[parameter][key] = made
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, _: object) -> None:
+    target.copy_(source)
 
 
 def _made(
