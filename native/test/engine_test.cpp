@@ -2,6 +2,7 @@
 // faults. Meant to be run under the thread and address sanitizers, too.
 #include "engine.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -123,6 +124,35 @@ void round_trips(Engine& engine, Fs& fs, const std::string& folder, uint64_t see
   }
 }
 
+// Of every array, as one chunk: half of its elements in reverse order, all from the page cache.
+void box_round_trips(Engine& engine, Fs& fs, const std::string& folder, uint64_t seed, int rounds) {
+  for (int round = 0; round < rounds; ++round) {
+    State state(seed * 1000 + static_cast<uint64_t>(round), false);
+    const auto original = state.arrays;
+    const std::string path = folder + "/" + std::to_string(seed) + "-" + std::to_string(round);
+    ReadRequest request = state.read_request(path, save(engine, fs, path, state));
+    request.first_segment = static_cast<uint64_t>(round) % request.segments.size();
+    for (size_t i = 0; i < state.arrays.size(); ++i) {
+      auto& array = state.arrays[i];
+      const auto bytes = static_cast<int64_t>(array.size());
+      array.assign(array.size() / 2, std::byte{0xee});
+      Segment& segment = request.segments[i + 1];
+      segment.shared = round % 3 != 0;
+      segment.place.address = array.data() + array.size() - 1;
+      if (array.empty()) segment.place.address = nullptr;
+      segment.place.strides.emplace(1, ChunkBox{{bytes}, {bytes / 4}, {bytes / 2}},
+                                    std::vector<int64_t>{-1});
+    }
+    const auto job = engine.read(std::move(request));
+    EXPECT(job->wait_done(std::nullopt));
+    for (size_t i = 0; i < original.size(); ++i) {
+      const auto low = original[i].begin() + static_cast<int64_t>(original[i].size() / 4);
+      EXPECT(std::equal(state.arrays[i].rbegin(), state.arrays[i].rend(), low));
+    }
+    must(fs.unlink(path));
+  }
+}
+
 // Starts jobs and cancels them at any moment; memory is freed right after.
 void cancellations(Engine& engine, Fs& fs, const std::string& folder, int rounds) {
   std::mt19937_64 random(7);
@@ -152,7 +182,7 @@ void stress(const std::shared_ptr<Fs>& fs, const std::string& folder, int rounds
   run_together({
       [&] { round_trips(engine, *fs, folder, 1, rounds); },
       [&] { round_trips(engine, *fs, folder, 2, rounds); },
-      [&] { round_trips(engine, *fs, folder, 3, rounds); },
+      [&] { box_round_trips(engine, *fs, folder, 3, 2 * rounds); },
       [&] { cancellations(engine, *fs, folder, 20 * rounds); },
   });
   engine.close();
@@ -234,6 +264,27 @@ TEST(close_ends_everything) {
     if (state.arrays.empty()) continue;
     EXPECT_THROWS(Failure, job->wait_written(std::nullopt));
   }
+}
+
+// More than one piece of advice covers.
+TEST(read_ahead_fills_the_page_cache) {
+  const Folder folder;
+  const std::string path = folder.path + "/file";
+  const auto fs = std::make_shared<ThreadsFs>(1, "");
+  const std::string data(9 << 20, 'x');
+  must(fs->write_file(path, data));
+  const int descriptor = ::open(path.c_str(), O_RDONLY);
+  EXPECT(::posix_fadvise(descriptor, 0, 0, POSIX_FADV_DONTNEED) == 0);
+  ::close(descriptor);
+  const auto file = must(fs->open_read(path, false));
+  if (file->cached(kPageBytes, data.size() - kPageBytes)) return;  // never out of memory here
+  file->read_ahead(kPageBytes, data.size() - kPageBytes);
+  const bool ahead = file->cached(kPageBytes, data.size() - kPageBytes);
+  std::string copy(data.size(), ' ');
+  must(file->read(reinterpret_cast<std::byte*>(copy.data()), copy.size(), 0));
+  if (!file->cached(0, data.size())) return;  // the kernel does not tell
+  EXPECT(ahead);
+  EXPECT(copy == data);
 }
 
 TEST_MAIN

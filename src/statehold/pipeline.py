@@ -17,20 +17,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from statehold.errors import InvariantError, StateholdError, TornSnapshot
-from statehold.plan import SavePlan
 from statehold.save import Save
 from statehold.store import Store
-from statehold.transfer import build_manifest
 
 if TYPE_CHECKING:
     from statehold._core import WriteJob
+    from statehold.claims import Comparison
+    from statehold.share import RankPlan
     from statehold.state.capture import Capture
+    from statehold.team import Publisher
 
 logger = logging.getLogger("statehold")
 
@@ -40,22 +41,34 @@ SAVES_IN_FLIGHT_MAX = 2
 
 @dataclass(slots=True)
 class Work:
-    """One save on its way. `capture` is dropped as soon as its bytes are copied."""
+    """One save on its way. `capture` is dropped as soon as its bytes are copied.
+
+    number: counts the calls of save(), the same on all ranks. attempt: names the partial directory,
+    once the other ranks have been met. comparisons, version: what this rank assumes of the others
+    (claims); fingerprinting gives the fingerprints for it, on the stage thread.
+    """
 
     save: Save
-    plan: SavePlan
+    number: int
+    plan: RankPlan
     job: WriteJob
     tree: Any
     capture: Capture | None
     copy_external: Callable[[], None] | None = None
+    comparisons: tuple[Comparison, ...] = ()
+    version: str = ""
+    fingerprinting: Mapping[str, Callable[[], int]] = field(default_factory=dict)
+    fingerprints: dict[str, int] = field(default_factory=dict)
+    attempt: str | None = None
     error: StateholdError | None = None
 
 
 class Pipeline:
     """Takes saves from captured to committed, in order."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, publisher: Publisher) -> None:
         self._store = store
+        self._publisher = publisher
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="statehold-stage")
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="statehold-commit")
         self.drain()  # starts the threads now, not in the first save
@@ -85,6 +98,10 @@ class Pipeline:
         for save in self._saves[: len(self._saves) - SAVES_IN_FLIGHT_MAX + 1]:
             save._wait_ended("committed")
 
+    def give_up(self, number: int, error: BaseException) -> None:
+        """A save that was called and never began: other ranks wait for it."""
+        self._committer.submit(self._publisher.give_up, number, _named(error, "before it began"))
+
     def newest_step(self) -> int | None:
         """The newest step among the saves that are under way."""
         return max((save.step for save in self._saves if not _ended(save)), default=None)
@@ -112,25 +129,32 @@ class Pipeline:
         if work.copy_external is not None:
             work.copy_external()
         work.job.wait_copied(None)
+        work.fingerprints = {name: read() for name, read in work.fingerprinting.items()}
+        work.fingerprinting = {}
         _check_unmoved(work.capture.settle())
         work.capture = None
         work.save._reach("staged")
 
     def _write_and_commit(self, work: Work) -> None:
-        if work.error is not None:
-            return
         try:
+            if work.error is not None:
+                raise work.error
             self._publish(work)
         except BaseException as error:
             self._stop(work, error)  # no thread writes into what is removed next
-            self._store.abandon(work.save.step)
+            assert work.error is not None
+            self._publisher.give_up(work.number, work.error)
+            self._publisher.clean_up(work)
             raise
-        self._retain()
+        if self._publisher.leads:
+            self._retain()
+        self._publisher.announce(work)
 
     def _publish(self, work: Work) -> None:
-        save, plan, step = work.save, work.plan, work.save.step
-        self._store.begin(step)
-        file, reused = self._store.data_file(step, plan.file_name, plan.file_bytes)
+        save, plan, step = work.save, work.plan.save, work.save.step
+        work.attempt = self._publisher.attempt(work.number)
+        self._store.begin(step, work.attempt)
+        file, reused = self._store.data_file(step, plan.file_name, plan.file_bytes, work.attempt)
         save._record(reused=reused, files=1)
         work.job.attach(file)
         work.job.wait_written(None)
@@ -139,7 +163,7 @@ class Pipeline:
         if work.error is not None:
             raise work.error
         save._reach("written")
-        self._store.commit(build_manifest(plan, work.tree, work.job.checksums()))
+        self._publisher.publish(work, work.job.checksums())  # D3 to D7
         save._reach("committed")
 
     def _retain(self) -> None:
@@ -152,7 +176,7 @@ class Pipeline:
     def _stop(self, work: Work, error: BaseException) -> None:
         """Stop the native job. That makes the other thread fail too: the first error counts."""
         with self._guard:
-            work.error = work.error or _named(error, work.save.step)
+            work.error = work.error or _named(error, f"while saving step {work.save.step}")
         work.job.cancel()
         work.capture = None
 
@@ -175,11 +199,11 @@ class Pipeline:
         return "no step yet" if newest is None else f"step {newest} and older"
 
 
-def _named(error: BaseException, step: int) -> StateholdError:
+def _named(error: BaseException, when: str) -> StateholdError:
     if isinstance(error, StateholdError):
         return error
     unexpected = InvariantError(
-        f"unexpected {type(error).__name__} while saving step {step}",
+        f"unexpected {type(error).__name__} {when}",
         facts={"cause": str(error)},
         hint="please report it, with the traceback",
     )

@@ -44,9 +44,10 @@ _STEP_AT = header.LENGTH_BYTES + len(f'{{"{header.METADATA}":{{"{_STEP_KEY}":"')
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor (or this rank's box of it) to save; `shape` and `nbytes` are those of the box.
+    """A tensor to save, or the box of one. `eager`: it may change soon, so it is copied first.
 
-    `eager`: it may change soon, so its bytes are copied first.
+    `shape` and `nbytes` are those of the box; `layout` is None for a tensor of this rank alone,
+    `global_shape` None for `shape`, `offsets` None for zeros.
     """
 
     name: str
@@ -54,9 +55,9 @@ class TensorSpec:
     shape: tuple[int, ...]
     nbytes: int
     eager: bool = False
-    layout: Layout | None = None  # None: this rank's own whole tensor, known to no other rank
-    global_shape: tuple[int, ...] | None = None  # None: shape
-    offsets: tuple[int, ...] | None = None  # of the box in the global tensor; None: zeros
+    layout: Layout | None = None
+    global_shape: tuple[int, ...] | None = None
+    offsets: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

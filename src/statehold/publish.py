@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from statehold.errors import StorageError, storage_error
+from statehold.saved import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-
-MANIFEST_NAME = "manifest.json"
 
 
 def publish(fs: Fs, partial: str, final: str, manifest: bytes) -> bool:

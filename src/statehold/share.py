@@ -51,27 +51,32 @@ PIECE_BYTES = 1 * MiB  # no piece of the largest box is cut smaller
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the record says of a tensor this rank holds, written here or not."""
+    """What a record says of a tensor that its rank holds, written there or not.
+
+    `shape` is global. `layout` is the one written (a large replicated tensor is split over its
+    replicas), None for a tensor that is this rank's own. `writer` is the replica that writes.
+    """
 
     name: str
     dtype: str
-    shape: tuple[int, ...]  # global
-    # As WRITTEN: a big replicated tensor is split over its replicas. None: this rank's own.
+    shape: tuple[int, ...]
     layout: AnyLayout | None
-    writer: int = 0  # which replica (Layout.replica_index) writes each box
+    writer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank writes."""
+    """What this rank writes: `rows` (of dim 0; None: all) of the captured spec number `source`."""
 
-    spec: TensorSpec  # shape/offsets/nbytes of what is written
-    source: int  # index of the captured spec
-    rows: tuple[int, int] | None  # only these rows (dim 0) of the captured box; None: all of it
+    spec: TensorSpec
+    source: int
+    rows: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
 class Share:
+    """The part of one rank in a save."""
+
     parts: tuple[Part, ...]
     held: tuple[Held, ...]
 
@@ -176,7 +181,9 @@ def _replicated(specs: Sequence[TensorSpec]) -> Iterable[list[int]]:
     groups: defaultdict[tuple[Mesh, tuple[int, ...]], list[int]] = defaultdict(list)
     for index, spec in enumerate(specs):
         layout = spec.layout
-        if layout is not None and layout.replica_count > 1:
+        # Eager tensors stay with the first replica: DistributedDataParallel takes the buffers of
+        # rank 0 for the true ones, whatever the others have computed meanwhile.
+        if layout is not None and layout.replica_count > 1 and not spec.eager:
             groups[layout.mesh, layout.replica_axes].append(index)
     return groups.values()
 
@@ -255,19 +262,23 @@ def _item(spec: TensorSpec, member: int, ladder: Sequence[_Cut]) -> _Item:
 def _schedule(items: Sequence[_Item], parts: Sequence[int]) -> Iterator[tuple[_Item, int]]:
     """Each item and the group of neighbours that writes it; `parts` is the ladder.
 
-    A heap entry is a run of groups with equal load: there are never more of them than items.
+    A heap entry is a run of groups with equal load: there are at most twice as many as items,
+    however many groups. The longest run is taken first, and in its middle, so that a few items go
+    to groups far apart: to other hosts.
     """
-    loads = [(0, 0, 1)]  # bytes, first group, how many groups
+    heap = [(0, -1, 0)]  # bytes, minus the length of the run, its first group
     size = parts[-1]
     for item in sorted(items, key=lambda item: item.key):
         if (finer := size // parts[item.cut]) > 1:
-            loads = [(load, first * finer, count * finer) for load, first, count in loads]
+            heap = [(load, length * finer, first * finer) for load, length, first in heap]
             size = parts[item.cut]
-        load, first, count = heapq.heappop(loads)
-        if count > 1:
-            heapq.heappush(loads, (load, first + 1, count - 1))
-        heapq.heappush(loads, (load + item.nbytes, first, 1))
-        yield item, first
+        load, length, first = heapq.heappop(heap)
+        chosen, end = first + (-length - 1) // 2, first - length
+        for low, high in ((first, chosen), (chosen + 1, end)):
+            if low < high:
+                heapq.heappush(heap, (load, low - high, low))
+        heapq.heappush(heap, (load + item.nbytes, -1, chosen))
+        yield item, chosen
 
 
 # -- the cache ---------------------------------------------------------------------------------

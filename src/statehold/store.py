@@ -42,16 +42,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from statehold.errors import (
+    CorruptionError,
     InvariantError,
-    ManifestError,
-    MissingFileError,
     StepNotFoundError,
     StepOrderError,
     StorageError,
-    UsageError,
 )
-from statehold.manifest import MANIFEST_BYTES_MAX, Commit, Manifest
-from statehold.publish import MANIFEST_NAME, delete, make_directories, publish, unless
+from statehold.publish import delete, make_directories, publish, unless
+from statehold.saved import SavedStep, open_step
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
@@ -123,22 +121,22 @@ class Store:
         """The newest committed step, or None."""
         return max(self.steps(), default=None)
 
-    def manifest(self, step: int) -> Manifest:
-        """Read and validate the manifest of a committed step."""
-        path = f"{self.path(step)}/{MANIFEST_NAME}"
-        if not self._fs.is_dir(self.path(step)):
+    def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
+        """A committed step, as `rank` of `world_size` ranks sees it (None: one rank)."""
+        directory = self.path(step)
+        if not self._fs.is_dir(directory):
             raise self._no_such_step(step)
-        if self._fs.stat_bytes(path) is None:
-            raise MissingFileError("a step has no manifest", facts={"step": step, "file": path})
-        manifest = Manifest.decode(self._fs.read_file(path, MANIFEST_BYTES_MAX), path)
-        if isinstance(manifest, Commit):
-            raise UsageError("a step of several ranks", facts={"step": step, "file": path})
-        if manifest.step != step:
-            raise ManifestError(
-                "a manifest belongs to another step",
-                facts={"file": path, "expected": f"step {step}", "got": f"step {manifest.step}"},
-            )
-        return manifest
+        return open_step(self._fs.read_file, directory, step, rank or 0, world_size)
+
+    def confirm(self, step: int, attempt: str) -> bool:
+        """Whether `attempt` at a step is committed; if so, D7 is made sure of."""
+        try:
+            is_ours = self.open(step).attempt == attempt
+        except (StepNotFoundError, CorruptionError):
+            return False
+        if is_ours:
+            self._fs.sync_dir(self._root)
+        return is_ours
 
     @contextlib.contextmanager
     def protect(self, step: int) -> Iterator[None]:

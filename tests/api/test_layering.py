@@ -22,32 +22,37 @@ PACKAGE = "statehold"
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
     [{"units"}, {"layout"}],
-    [{"options"}, {"strictjson"}],
-    [{"values"}, {"header"}, {"ranges"}],
+    [{"options"}, {"strictjson"}, {"board"}],
+    [{"values"}, {"header"}, {"ranges"}, {"selection"}, {"peers"}],
     [{"plan"}, {"trees"}],
-    [{"share"}, {"claims"}, {"entries"}],
+    [{"share"}, {"entries"}, {"claims"}],
     [{"manifest"}],
-    [{"record"}, {"board"}],
-    [{"saved"}, {"peers"}],
-    [{"state"}, {"store", "lock", "publish"}],
-    [{"checkpointer", "save", "gate", "pipeline", "transfer"}],
+    [{"record"}],
+    [{"saved"}],
+    [{"publish"}],
+    [{"state"}, {"store", "lock"}],
+    [
+        {"checkpointer", "save", "gate", "pipeline", "team", "joining"}
+        | {"restoring", "reads", "writes"},
+    ],
     # Beside the Checkpointer stands what torch.distributed.checkpoint calls: it plans, so dcp only
     # stores, with the same engine and the same commit.
     [{"testing"}, {"integrations"}, {"dcp"}],
     [{"cli", "__main__"}],
 ]
-CORE_USERS = {"store", "checkpointer", "save", "testing", "dcp"}
+CORE_USERS = {"store", "checkpointer", "save", "testing", "restoring", "dcp"}
 TORCH_USERS = {"state", "integrations", "testing", "dcp"}
 # Modules that may not even name torch in annotations: they make sense without it.
 PURE = {"errors", "units", "layout", "options", "strictjson", "values", "header", "plan"} | {
-    "trees",
-    "share",
     "claims",
-    "ranges",
     "entries",
     "manifest",
+    "ranges",
     "record",
     "saved",
+    "selection",
+    "share",
+    "trees",
 }
 
 

@@ -149,3 +149,17 @@ def test_a_wrong_byte_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     victim[-1] = kept
     victim[0] += 1
     assert "optimizer.3.exp_avg" in str(state.difference(5, step))
+
+
+def test_planning_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from bench.plan import main
+
+    assert main(["--smoke", "--out", str(tmp_path)]) == 0
+    whole = json.loads((tmp_path / "plan.json").read_text())
+    assert {row["case"] for row in whole["rows"]} == {"llama-405b", "hybrid", "replicated"}
+    for row in whole["rows"]:
+        assert row["cold_s"] > 0
+        assert row["cached_s"] > 0
+        assert row["parts"] <= row["tensors"]
+    assert (tmp_path / "plan.txt").read_text().count("hybrid") == 4

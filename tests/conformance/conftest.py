@@ -9,7 +9,7 @@ import pytest
 
 from statehold import _core
 from statehold.errors import StorageError
-from support.disks import Disk
+from support.disks import BUFFER, Disk
 
 
 @pytest.fixture(params=["io_uring", "threads", "sim"])
@@ -26,3 +26,10 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
         root = str(tmp_path)
     yield Disk(fs, root)
     fs.close()
+
+
+@pytest.fixture
+def engine(disk: Disk) -> Iterator[_core.Engine]:
+    engine = _core.Engine(disk.fs, 3 * BUFFER, BUFFER)
+    yield engine
+    engine.close()

@@ -7,7 +7,6 @@ import gc
 import os
 import threading
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,13 @@ from support.disks import (
     EXTERNAL,
     Disk,
     State,
+    corrupt,
     piece_count,
     random_arrays,
     restore,
     save,
 )
 from support.faults import must
-
-
-@pytest.fixture
-def engine(disk: Disk) -> Iterator[_core.Engine]:
-    engine = _core.Engine(disk.fs, 3 * BUFFER, BUFFER)
-    yield engine
-    engine.close()
 
 
 def strided_arrays() -> list[np.ndarray[Any, Any]]:
@@ -334,23 +327,6 @@ def test_a_changed_byte_is_found_where_it_is(
     assert error.begin <= at < error.end
     assert error.got != error.expected
     assert error.path == disk.path("f")
-
-
-def corrupt(disk: Disk, name: str, offset: int, cold: bool) -> None:
-    if isinstance(disk.fs, SimFs):
-        disk.fs.corrupt(disk.path(name), offset, 0x10)
-        return
-    with open(disk.path(name), "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x10]))
-        file.flush()
-        os.fsync(file.fileno())
-        file.seek(0)
-        file.read()
-        if cold:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @pytest.mark.parametrize("cold", [True, False])

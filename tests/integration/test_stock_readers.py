@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from statehold.layout import Layout
 from statehold.plan import plan_save
+from statehold.share import PlanCache, share
+from support.meshes import local_specs, mesh
 from support.steps import spec
 
 torch = pytest.importorskip("torch")
@@ -58,3 +61,56 @@ def test_its_metadata_has_our_shapes_and_dtypes(tmp_path: Path) -> None:
     assert {name: item.properties.dtype for name, item in found.items()} == {
         tensor.name: DTYPES[tensor.dtype] for tensor in SPECS
     }
+
+
+# FSDP of 2 over tensor parallel of 2; "large" is cut over its replicas, "small" has one writer.
+GRID = mesh(2, 2)
+SHARDED: dict[str, tuple[str, tuple[int, ...], Layout]] = {
+    "both": ("BF16", (6, 5), Layout(GRID, ((1, 0), (0, 0)))),
+    "columns": ("F32", (4, 6), Layout(GRID, ((1, 1), (0, 0)))),
+    "large": ("U8", (4096, 2048), Layout(GRID)),
+    "rows_of_replicas": ("F32", (4096, 1024), Layout(GRID, ((1, 0),))),
+    "small": ("F32", (3,), Layout(GRID)),
+    "step": ("F32", (), Layout(GRID)),
+    "uneven": ("I64", (3, 2), Layout(GRID, ((0, 0), (1, 0)))),
+}
+
+
+def write_sharded_step(directory: Path) -> dict[str, Any]:
+    """Four files, each from what its rank would hold, by nothing but the plans."""
+    numpy = pytest.importorskip("numpy")
+    generator = torch.Generator().manual_seed(2)
+    tensors = {
+        name: torch.randint(0, 100, shape, generator=generator).to(STORED[dtype])
+        for name, (dtype, shape, _) in SHARDED.items()
+    }
+    for rank in range(4):
+        plan = PlanCache(world_size=4, rank=rank).get(local_specs(SHARDED, rank), 4).save
+        data = bytearray(plan.header)
+        for own in plan.specs:
+            assert own.offsets is not None
+            ends = [a + n for a, n in zip(own.offsets, own.shape, strict=True)]
+            box = tensors[own.name][tuple(map(slice, own.offsets, ends))].contiguous()
+            data += numpy.asarray(box.reshape(-1).view(torch.uint8)).tobytes()
+        assert len(data) == plan.file_bytes
+        (directory / plan.file_name).write_bytes(data)
+    return tensors
+
+
+STORED = DTYPES | {"U8": torch.uint8}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_hugging_face_reader_assembles_a_sharded_step(tmp_path: Path) -> None:
+    expected = write_sharded_step(tmp_path)
+    state = {name: torch.full_like(value, 1) for name, value in expected.items()}
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(path=str(tmp_path)))
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
+
+
+def test_the_sharded_step_is_one_with_cuts() -> None:
+    held = {item.name: item for item in share(local_specs(SHARDED, 0), 0).held}
+    assert held["large"].layout == Layout(GRID, ((0, 0), (1, 0)))
+    assert held["rows_of_replicas"].layout == Layout(GRID, ((1, 0), (0, 0)))
+    assert held["small"].layout == Layout(GRID)

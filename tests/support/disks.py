@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from statehold import _core
+from statehold.testing import SimFs
 
 BLOCK = 64 << 10
 BUFFER = 256 << 10
-EAGER, EXTERNAL = 1, 2
+EAGER, EXTERNAL, SHARED = 1, 2, 4
 DEADLINE_S = 60.0
 
 
@@ -128,3 +130,21 @@ def restore(engine: _core.Engine, disk: Disk, name: str, state: State, sums: byt
     assert job.ready_left == 0
     done = job.wait(DEADLINE_S)
     assert done
+
+
+def corrupt(disk: Disk, name: str, offset: int, cold: bool) -> None:
+    """Flip a bit; `cold` puts the file out of the page cache, otherwise it is in it."""
+    if isinstance(disk.fs, SimFs):
+        disk.fs.corrupt(disk.path(name), offset, 0x10)
+        return
+    with open(disk.path(name), "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+        file.flush()
+        os.fsync(file.fileno())
+        file.seek(0)
+        file.read()
+        if cold:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from statehold._version import __version__
 from statehold.dcp.tree import Path, nest
 from statehold.dcp.writing import Piece, Place, Written
 from statehold.entries import TensorEntry, sha256
@@ -26,6 +24,7 @@ from statehold.plan import BLOCK_BYTES
 from statehold.record import Record
 from statehold.share import Held
 from statehold.trees import tensors_of
+from statehold.writes import now, writer_name
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -102,8 +101,8 @@ def _manifest(place: Place, written: Written, state: Any) -> Manifest:
     return Manifest(
         step=place.step,
         world_size=1,
-        created=_now(),
-        writer=_writer(),
+        created=now(),
+        writer=writer_name(),
         block_bytes=BLOCK_BYTES,
         files=written.files,
         tensors={
@@ -174,8 +173,8 @@ def _commit(
     return Commit(
         step=place.step,
         world_size=place.world_size,
-        created=_now(),
-        writer=_writer(),
+        created=now(),
+        writer=writer_name(),
         attempt=place.attempt,
         records=tuple(entries),
         state={key: tuple(map(Ranks.of, said.values())) for key, said in groups.items()},
@@ -202,11 +201,3 @@ def _check_once(piece: Piece, written: Written, is_own: bool) -> None:
             facts={"name": piece.name, "box": str(piece.box)},
             hint="names are joined with dots: rename a key of the dicts on the way",
         )
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat()
-
-
-def _writer() -> str:
-    return f"statehold {__version__}"

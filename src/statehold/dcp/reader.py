@@ -34,8 +34,7 @@ from statehold.dcp.tree import containers, leaves, tensor_of
 from statehold.errors import StateMismatchError, UsageError
 from statehold.layout import Box
 from statehold.manifest import MANIFEST_BYTES_MAX, Manifest
-from statehold.publish import MANIFEST_NAME
-from statehold.saved import PlacedChunk, SavedStep, open_step
+from statehold.saved import MANIFEST_NAME, PlacedChunk, SavedStep, open_step
 from statehold.state import dtypes
 from statehold.state.restore import foreign
 from statehold.trees import Differs, tensors_of

@@ -38,7 +38,7 @@ from statehold.state.tensors import (
     strides_of,
     version_of,
 )
-from statehold.transfer import start_write
+from statehold.writes import start_write
 
 if TYPE_CHECKING:
     from statehold._core import Engine, Fs
@@ -165,6 +165,7 @@ def _captured(tensor: torch.Tensor, piece: Piece) -> CapturedTensor:
         strided=strides_of(tensor),
         external=is_external(tensor),
         owned=False,
+        wrapper=None,
     )
 
 
@@ -253,7 +254,7 @@ def _write_file(
     engine: Engine, fs: Fs, path: str, plan: Any, tensors: Sequence[CapturedTensor]
 ) -> bytes:
     devices = Devices(engine.staging_address, engine.staging.nbytes)
-    job = start_write(engine, plan, tensors)
+    job = start_write(engine, plan, [tensors[index] for index in plan.source_index])
     try:
         job.attach(fs.open_write(path, plan.file_bytes))
         copies = devices.copies(job, Capture(list(tensors), None), plan.source_index)

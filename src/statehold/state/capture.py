@@ -8,7 +8,10 @@ and which may be copied until the next update (lazy):
             in param_groups; and whatever is wrapped in Volatile, which wins
 Holds: a captured tensor is an alias that keeps the memory alive at the address it had at capture,
 with the version counter of then; the tree shares no container with the live state.
-Not here: the copying (engine, device), the layout of the file (plan).
+In a job of several ranks a tensor is this rank's box, and its spec says of what: DTensors by their
+placements, what DistributedDataParallel replicates, and the optimizer state of both. All else is
+this rank's own.
+Not here: the copying (engine, device), the layout of the file (plan), layouts (placements).
 
 An eager tensor on a device is cloned there, in the order of the device's work: buffers are small.
 """
@@ -19,7 +22,7 @@ import base64
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,15 +30,20 @@ from torch import nn
 
 from statehold import values
 from statehold.errors import UnsupportedValueError, UsageError
+from statehold.layout import Layout
 from statehold.plan import TensorSpec
-from statehold.state import dtypes, modules, optimizers
+from statehold.state import dtypes, modules, optimizers, placements
 from statehold.state.marks import Gated, Mark, Volatile
+from statehold.state.placements import OWN, Placed
 from statehold.state.tensors import (
     Memory,
     Strided,
     check_storable,
+    is_dtensor,
     is_external,
+    is_storable,
     is_view_of_other_values,
+    local_of,
     memory_of,
     storage_of,
     strides_of,
@@ -51,7 +59,10 @@ _PARTLESS = {bool, int, float, str, bytes, type(None), torch.Tensor, nn.Paramete
 
 @dataclass(slots=True)
 class CapturedTensor:
-    """A tensor to save. `strided` is None for contiguous memory; `external`: not host memory."""
+    """A tensor to save. `strided` is None for contiguous memory; `external`: not host memory.
+
+    `tensor` is the local tensor of a DTensor, `wrapper` the DTensor; `version` counts both.
+    """
 
     spec: TensorSpec
     tensor: torch.Tensor
@@ -60,6 +71,7 @@ class CapturedTensor:
     strided: Strided | None
     external: bool
     owned: bool  # a copy that nobody else can change
+    wrapper: torch.Tensor | None
 
 
 @dataclass(slots=True)
@@ -87,19 +99,22 @@ class Capture:
         for captured in self.tensors:
             if captured.spec.eager is not eager or captured.version < 0:
                 continue
-            if captured.tensor._version != captured.version:
+            if version_of(captured.tensor, captured.wrapper) != captured.version:
                 return captured.spec.name
         return None
 
 
-def capture(state: Mapping[str, Any]) -> Capture:
-    """Capture a state. Raises UnsupportedValueError, with the path, for what no step can hold."""
+def capture(state: Mapping[str, Any], rank: int | None = None) -> Capture:
+    """Capture a state, or `rank`'s part of one that several ranks save (None: it is alone).
+
+    Raises UnsupportedValueError, with the path, for what no step can hold.
+    """
     if not isinstance(state, Mapping):
         raise UsageError(
             "a state is a mapping of names to what is to be saved",
             facts={"expected": "a dict", "got": type(state).__name__},
         )
-    capturer = _Capturer(state)
+    capturer = _Capturer(state, rank)
     tree = values.encode(dict(state), "", capturer.leaf)
     if any(tensor.external for tensor in capturer.tensors):
         capturer.clone_small_host_tensors()
@@ -151,16 +166,21 @@ def _holds_itself(value: Any, path: str) -> UnsupportedValueError:
 class _Capturer:
     """One capture: what was found so far."""
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], rank: int | None) -> None:
         found = list(parts(state))
+        self._rank = rank
         self.optimizers = [part for _, part in found if isinstance(part, torch.optim.Optimizer)]
         self._names = modules.parameter_names(
             (path, part) for path, part in found if isinstance(part, nn.Module)
         )
         self.tensors: list[CapturedTensor] = []
+        self._replicas = placements.replicas_in(
+            (part for _, part in found if isinstance(part, nn.Module)), self._rank
+        )
         # With the tensor: memory of a temporary that state_dict() made must not be used again while
-        # its address stands for it here.
-        self._places: dict[Memory, tuple[int, torch.Tensor]] = {}
+        # its address stands for it here. DTensors are known by their ids: all ranks have to find
+        # the same ties, also those whose box is empty.
+        self._places: dict[Memory | int, tuple[int, torch.Tensor]] = {}
         self._taken: set[str] = set()
         self._gated_storages: set[int] | None = None
         self._mark: type[Mark[Any]] | None = None
@@ -222,7 +242,7 @@ class _Capturer:
             groups[index][optimizers.PARAMS].append(name)
             if parameter in optimizer.state:
                 state[name] = self._parameter_state(
-                    optimizer.state[parameter], f"{path}.state.{name}"
+                    optimizer.state[parameter], f"{path}.state.{name}", parameter
                 )
         for index, group in enumerate(optimizer.param_groups):
             options = {key: item for key, item in group.items() if key != optimizers.PARAMS}
@@ -238,11 +258,13 @@ class _Capturer:
     def _members(self, members: Mapping[Any, Any], path: str) -> dict[Any, Any]:
         return {key: self._encode(item, f"{path}.{key}") for key, item in members.items()}
 
-    def _parameter_state(self, state: Any, path: str) -> Any:
+    def _parameter_state(self, state: Any, path: str, parameter: torch.Tensor) -> Any:
         node = {}
+        beside = self._place(parameter, path)
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                node[key] = self._tensor(value, f"{path}.{key}", lazy=True)
+                place = None if is_dtensor(value) else placements.beside(value, parameter, beside)
+                node[key] = self._tensor(value, f"{path}.{key}", lazy=True, place=place)
             else:
                 node[key] = self._encode(value, f"{path}.{key}")
         return values.mapping_of(node)
@@ -281,33 +303,51 @@ class _Capturer:
 
     # -- tensors ---------------------------------------------------------------------------
 
+    def _place(self, tensor: torch.Tensor, path: str) -> Placed:
+        return placements.place_of(tensor, path, self._rank, self._replicas)
+
     def _is_gated(self, tensor: torch.Tensor) -> bool:
         if self._mark is Gated:
             return True
-        if not self.optimizers or tensor.layout is not torch.strided:
+        if not self.optimizers or not is_storable(tensor):
             return False
         if self._gated_storages is None:
             self._gated_storages = {
                 storage_of(owned)
                 for optimizer in self.optimizers
-                for owned in optimizers.owned_tensors(optimizer)
-                if owned.layout is torch.strided and owned.device.type != "meta"
+                for owned in map(local_of, optimizers.owned_tensors(optimizer))
+                if is_storable(owned)
             } - {0}
-        return tensor.device.type != "meta" and storage_of(tensor) in self._gated_storages
+        return storage_of(local_of(tensor)) in self._gated_storages
 
-    def _tensor(self, tensor: torch.Tensor, path: str, *, lazy: bool) -> Any:
+    def _tensor(
+        self, tensor: torch.Tensor, path: str, *, lazy: bool, place: Placed | None = None
+    ) -> Any:
         check_storable(tensor, path)
+        place = place or self._place(tensor, path)
+        local = local_of(tensor)
+        wrapper = None if local is tensor else tensor
         eager = self._mark is Volatile or not lazy
-        return {"$tensor": self._add(tensor.detach(), path, eager=eager)}
+        added = self._add(local.detach(), path, eager=eager, place=place, wrapper=wrapper)
+        return {"$tensor": added}
 
-    def _add(self, tensor: torch.Tensor, name: str, *, eager: bool, owned: bool = False) -> str:
-        memory = memory_of(tensor)
-        place = self._places.get(memory) if memory[0] else None
-        if place is not None:
-            index, _ = place
+    def _add(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        *,
+        eager: bool,
+        owned: bool = False,
+        place: Placed = OWN,
+        wrapper: torch.Tensor | None = None,
+    ) -> str:
+        memory = id(wrapper) if wrapper is not None else memory_of(tensor)
+        held = self._places.get(memory)
+        if held is not None:
+            index, _ = held
             first = self.tensors[index]
             if eager and not first.spec.eager and not first.owned:
-                self.tensors[index] = _captured(first.tensor, first.spec.name, eager)
+                self.tensors[index] = _captured(first.tensor, first.spec, eager, False, wrapper)
             return first.spec.name
         if name in self._taken or not name:
             raise UnsupportedValueError(
@@ -315,37 +355,64 @@ class _Capturer:
                 facts={"path": name},
                 hint="names are joined with dots: rename a key of the dicts on the way",
             )
-        if memory[0] and tensor.numel():
+        if wrapper is not None:
+            self._places[memory] = len(self.tensors), wrapper
+        elif tensor.data_ptr() and tensor.numel():
             self._places[memory] = len(self.tensors), tensor
         self._taken.add(name)
-        self.tensors.append(_captured(tensor, name, eager, owned))
+        spec = _spec(tensor, name, eager, place)
+        self.tensors.append(_captured(tensor, spec, eager, owned, wrapper))
         return name
 
     def clone_small_host_tensors(self) -> None:
         """Copy small host tensors now; see SMALL_BYTES."""
         for index, captured in enumerate(self.tensors):
-            name, nbytes = captured.spec.name, captured.spec.nbytes
-            if nbytes <= SMALL_BYTES and not captured.external and not captured.owned:
-                self.tensors[index] = _captured(_clone(captured.tensor), name, False, owned=True)
+            if captured.spec.nbytes <= SMALL_BYTES and not captured.external and not captured.owned:
+                copy = _clone(captured.tensor)
+                self.tensors[index] = _captured(copy, captured.spec, False, owned=True)
 
 
-def _captured(tensor: torch.Tensor, name: str, eager: bool, owned: bool = False) -> CapturedTensor:
-    dtype, shape = tensor.dtype, tuple(tensor.shape)
+def _spec(tensor: torch.Tensor, name: str, eager: bool, place: Placed) -> TensorSpec:
+    dtype = tensor.dtype
+    shape = dtypes.stored_shape(dtype, tuple(tensor.shape), name)
+    code, nbytes = dtypes.code_of(dtype, name), tensor.numel() * tensor.element_size()
+    if place.layout is None or place.shape is None or place.box is None:
+        return TensorSpec(name, code, shape, nbytes, eager)
+    whole = dtypes.stored_shape(dtype, place.shape, name)
+    if whole is not place.shape and not _packs_evenly(place.layout, place.shape, whole):
+        raise UnsupportedValueError(
+            "a tensor of packed 4-bit values is split unevenly along its last dimension",
+            facts={"path": name, "shape": list(place.shape)},
+            hint="split it along another dimension",
+        )
+    offsets = dtypes.stored_shape(dtype, place.box.offsets, name)
+    return TensorSpec(name, code, shape, nbytes, eager, place.layout, whole, offsets)
+
+
+def _packs_evenly(layout: Layout, shape: tuple[int, ...], packed: tuple[int, ...]) -> bool:
+    """Whether a layout cuts the packed shape where it cuts the other."""
+    return layout.largest_box(packed).shape[-1] == 2 * layout.largest_box(shape).shape[-1]
+
+
+def _captured(
+    tensor: torch.Tensor,
+    spec: TensorSpec,
+    eager: bool,
+    owned: bool = False,
+    wrapper: torch.Tensor | None = None,
+) -> CapturedTensor:
     external = is_external(tensor)
     if is_view_of_other_values(tensor):
         tensor, owned = tensor.resolve_conj().resolve_neg(), True
     eager = (eager or tensor.is_inference()) and not owned
     if external and (eager or not tensor.is_contiguous()):
         tensor, eager, owned = _clone(tensor), False, True
-    spec = TensorSpec(
-        name,
-        dtypes.code_of(dtype, name),
-        dtypes.stored_shape(dtype, shape, name),
-        tensor.numel() * tensor.element_size(),
-        eager,
-    )
-    version, strided = version_of(tensor), strides_of(tensor)
-    return CapturedTensor(spec, tensor, version, tensor.data_ptr(), strided, external, owned)
+    if spec.eager is not eager:
+        spec = replace(spec, eager=eager)
+    wrapper = None if owned else wrapper
+    version, strided = version_of(tensor, wrapper), strides_of(tensor)
+    address = tensor.data_ptr()
+    return CapturedTensor(spec, tensor, version, address, strided, external, owned, wrapper)
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

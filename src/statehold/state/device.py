@@ -175,16 +175,14 @@ class Devices:
         self._pinned: bool | None = None  # None: not tried yet
 
     def copies(
-        self, job: FillJob[LentT], captured: Capture, order: Sequence[int]
+        self, job: FillJob[LentT], captured: Capture, ordered: Sequence[CapturedTensor]
     ) -> DeviceCopies | None:
         """The device copies of a save; None when all is host memory. Call it inside save().
 
-        Segment i + 1 of the job is captured.tensors[order[i]].
+        Segment i + 1 of the job is ordered[i].
         """
         external = {
-            segment: captured.tensors[index].tensor
-            for segment, index in enumerate(order, 1)
-            if captured.tensors[index].external
+            segment: each.tensor for segment, each in enumerate(ordered, 1) if each.external
         }
         if not external:
             return None

@@ -1,5 +1,5 @@
 """What capture and restore both have to know about a tensor: whether a step can hold it, and where
-its bytes are.
+its bytes are. Of a DTensor, what counts is the local tensor.
 
 Facts about PyTorch that decide what is here:
 - A detached tensor shares storage and version counter with its origin, and keeps the old storage
@@ -12,11 +12,20 @@ Facts about PyTorch that decide what is here:
   unmoved one proves nothing.
 - `.data = other` and `set_` leave a detached alias on the old storage, with the old bytes.
   `untyped_storage().resize_()` frees it under the alias: nothing can be done about that.
+- A DTensor has two counters (torch 2.13). In-place operations on the DTensor, its detach() and
+  views, under no_grad and inference_mode, by for-loop optimizers and copy_, move the counter of the
+  **wrapper** only; operations on `_local_tensor` and to_local() move that of the **local** tensor
+  only; **foreach** (also of optimizers), fused optimizers and `.data` move neither. Both only grow,
+  so their sum moves when either does. What a foreach update leaves is the counter of `step`.
+- The local tensor of a DTensor may still be under way from a collective (AsyncCollectiveTensor);
+  to_local() without grad waits for it.
 - Inference tensors have no counter, and a detached alias of one pretends to: they are eager.
 - Conjugate and negative views are flags: their memory holds other values than they show.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 
@@ -26,6 +35,26 @@ Strided = tuple[int, tuple[int, ...], tuple[int, ...]]
 Memory = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool]
 
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a box of one that several ranks hold."""
+    if type(tensor) in _PLAIN_TYPES:
+        return False
+    # Importing it takes long, and without it there are none.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of this rank behind a tensor: the tensor itself where it is no DTensor."""
+    if not is_dtensor(tensor):
+        return tensor
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    if type(local) is torch.Tensor:
+        return local
+    with torch.no_grad():
+        return tensor.to_local()  # type: ignore[attr-defined, no-any-return]
 
 
 def check_storable(tensor: torch.Tensor, path: str) -> None:
@@ -45,6 +74,10 @@ def is_storable(tensor: torch.Tensor) -> bool:
 
 def _refused_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
     if type(tensor) not in _PLAIN_TYPES:
+        if is_dtensor(tensor):
+            return _refused_kind(local_of(tensor))
+        if type(tensor).__name__ == "ShardedTensor":
+            return "a ShardedTensor", "shard with fully_shard (FSDP2), whose DTensors can be stored"
         if torch.nn.parameter.is_lazy(tensor):
             return "an uninitialized parameter", "run the model once before saving or restoring"
         return "a tensor subclass", "store the plain tensors that it is made of"
@@ -99,6 +132,9 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """The version counter; -1 for inference tensors, which have none."""
-    return -1 if tensor.is_inference() else tensor._version
+def version_of(tensor: torch.Tensor, wrapper: torch.Tensor | None = None) -> int:
+    """The version counter; -1 for inference tensors, which have none. With the DTensor around the
+    tensor, the sum of both counters."""
+    if tensor.is_inference():
+        return -1
+    return tensor._version if wrapper is None else tensor._version + wrapper._version

@@ -1,0 +1,102 @@
+"""Between the pure plans and the engine: starts the write of a rank's file, and accounts for it.
+
+Owns the order of segments, which both sides must agree on: segment 0 of a write is the file's
+header and segment i + 1 the i-th tensor in file order.
+Not here: what to write (share), where in the file (plan), what happens to the file (store).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from statehold._version import __version__
+from statehold.manifest import Manifest, record_file
+from statehold.plan import BLOCK_BYTES, SavePlan
+from statehold.record import Record
+from statehold.share import RankPlan
+from statehold.state.tensors import strides_of
+
+if TYPE_CHECKING:
+    from statehold._core import Engine, WriteJob
+    from statehold.state.capture import CapturedTensor
+
+FLAG_EAGER = 1
+FLAG_EXTERNAL = 2
+
+
+def in_file_order(plan: RankPlan, captured: Sequence[CapturedTensor]) -> list[CapturedTensor]:
+    """What this rank writes, as it lies in its file: whole boxes, or some of their rows."""
+    parts = [plan.share.parts[index] for index in plan.save.source_index]
+    return [
+        captured[part.source] if part.rows is None else _rows(captured[part.source], *part.rows)
+        for part in parts
+    ]
+
+
+def _rows(captured: CapturedTensor, begin: int, end: int) -> CapturedTensor:
+    tensor = captured.tensor[begin:end]
+    return replace(captured, tensor=tensor, address=tensor.data_ptr(), strided=strides_of(tensor))
+
+
+def start_write(engine: Engine, plan: SavePlan, ordered: Sequence[CapturedTensor]) -> WriteJob:
+    """Begin to stage the tensors, in file order, as `plan` lays them out."""
+    return engine.write(
+        file_bytes=plan.file_bytes,
+        block_bytes=BLOCK_BYTES,
+        begins=array("q", plan.begins),
+        sizes=array("q", [spec.nbytes for spec in plan.specs]),
+        addresses=array("Q", [0 if item.external else item.address for item in ordered]),
+        flags=bytes(
+            [FLAG_EAGER * item.spec.eager | FLAG_EXTERNAL * item.external for item in ordered]
+        ),
+        strided={i: item.strided for i, item in enumerate(ordered) if item.strided},
+        header=plan.header,
+    )
+
+
+def build_manifest(plan: SavePlan, tree: Any, sums: bytes) -> Manifest:
+    """The commit record of a single-rank step, from its plan and the checksums of its bytes."""
+    file, tensors = record_file(plan, sums)
+    return Manifest(
+        step=plan.step,
+        world_size=1,
+        created=now(),
+        writer=writer_name(),
+        block_bytes=BLOCK_BYTES,
+        files=(file,),
+        tensors=tensors,
+        state=tree,
+    )
+
+
+def build_record(
+    plan: RankPlan, tree: Any, sums: bytes, attempt: str, fingerprints: Mapping[str, int]
+) -> Record:
+    """What one of several ranks says of its part of a step."""
+    file, tensors = record_file(plan.save, sums)
+    return Record(
+        step=plan.save.step,
+        world_size=plan.save.world_size,
+        rank=plan.save.rank,
+        attempt=attempt,
+        block_bytes=BLOCK_BYTES,
+        files=(file,),
+        held=plan.share.held,
+        chunks={name: entry.chunks for name, entry in tensors.items()},
+        state=tree,
+        contents={name: f"{value:016x}" for name, value in fingerprints.items()},
+    )
+
+
+def now() -> str:
+    """The time as a manifest records it."""
+    return datetime.now(timezone.utc).isoformat()
+
+
+def writer_name() -> str:
+    """What a manifest says of who wrote it."""
+    return f"statehold {__version__}"
