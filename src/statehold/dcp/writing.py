@@ -254,10 +254,11 @@ def _write_file(
     engine: Engine, fs: Fs, path: str, plan: Any, tensors: Sequence[CapturedTensor]
 ) -> bytes:
     devices = Devices(engine.staging_address, engine.staging.nbytes)
-    job = start_write(engine, plan, [tensors[index] for index in plan.source_index])
+    ordered = [tensors[index] for index in plan.source_index]
+    job = start_write(engine, plan, ordered)
     try:
         job.attach(fs.open_write(path, plan.file_bytes))
-        copies = devices.copies(job, Capture(list(tensors), None), plan.source_index)
+        copies = devices.copies(job, Capture(ordered, None), ordered)
         if copies is not None:
             copies.run()
         job.wait_written(None)
