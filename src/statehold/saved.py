@@ -24,7 +24,7 @@ from statehold.errors import (
     StateMismatchError,
     StorageError,
 )
-from statehold.layout import AnyLayout, Box, Layout, Ranks
+from statehold.layout import AnyLayout, Box, ExplicitLayout, Layout, Ranks
 from statehold.manifest import Commit, Manifest
 from statehold.record import Record
 from statehold.share import Held
@@ -410,11 +410,15 @@ class _SharedStep(SavedStep):
     def _written_by(self, rank: int, held: Held) -> list[PlacedChunk]:
         record = self._records[rank]
         other = record.tensors.get(held.name)
-        if other != held:
+        if other is None or not _agrees(other, held, rank):
             got = "nothing" if other is None else _described(other)
             expected = f"{held.name}: {_described(held)}, as other ranks say"
             raise _record_error(self._records.path(rank), expected, got)
-        return _placed(record.files, record.chunks.get(held.name, ()))
+        chunks = record.chunks.get(held.name, ())
+        if isinstance(held.layout, ExplicitLayout):
+            boxes = set(held.layout.boxes_of(rank))
+            chunks = tuple(chunk for chunk in chunks if chunk.box in boxes)
+        return _placed(record.files, chunks)
 
     def _own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
         if self._own is not None:
@@ -432,6 +436,15 @@ def _covers(layout: AnyLayout | None, ranks: Sequence[int]) -> bool:
     if isinstance(layout, Layout):
         return all(rank in layout.mesh for rank in ranks)
     return layout is not None
+
+
+def _agrees(other: Held, held: Held, rank: int) -> bool:
+    """Whether the record of `rank` says `other` where another says `held`. Of boxes that a planner
+    chose, a rank need only know its own: the list of all would be in the record of each."""
+    if not isinstance(held.layout, ExplicitLayout) or not isinstance(other.layout, ExplicitLayout):
+        return other == held
+    wrote = set(held.layout.boxes_of(rank)) <= set(other.layout.boxes_of(rank))
+    return wrote and _kind(other) == _kind(held)
 
 
 def _kind(held: Held) -> tuple[str, tuple[int, ...]]:
