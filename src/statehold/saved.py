@@ -29,11 +29,15 @@ from statehold.manifest import Commit, Manifest
 from statehold.record import Record
 from statehold.share import Held
 from statehold.strictjson import show
-from statehold.trees import members_of, merge, tensors_of
+from statehold.trees import Differs, members_of, merge, tensors_of
 
 __all__ = ["PlacedChunk", "Read", "SavedStep", "SavedTensor", "open_step"]
 
 MANIFEST_NAME = "manifest.json"
+
+# With more groups than these, values of which every group has its own are not compared one by one:
+# a reader in another world would have to read the records of all ranks, only to refuse the values.
+COMPARED_MAX = 64
 
 # (path, at most so many bytes) -> the content of a file.
 Read = Callable[[str, int], bytes]
@@ -294,6 +298,18 @@ class _SharedStep(SavedStep):
                     groups.setdefault(key, []).append((ranks, ranks.lowest))
         return groups
 
+    @cached_property
+    def _looked_at(self) -> dict[str, list[tuple[Ranks, int]]]:
+        """The groups whose records are read: one of those that only have values of their own."""
+        return {key: self._sampled(key, groups) for key, groups in self._groups.items()}
+
+    def _sampled(self, key: str, groups: list[tuple[Ranks, int]]) -> list[tuple[Ranks, int]]:
+        if len(groups) <= COMPARED_MAX:
+            return groups
+        sample = next((each for each in groups if each[1] == self._own), groups[0])
+        has_tensors = any(tensors_of(self._said(key, sample[1])[1]))
+        return groups if has_tensors else [sample]
+
     def _said(self, key: str, rank: int) -> tuple[Any, Any]:
         """(key node, node) of a name at the top of the state, as a record has it."""
         members = members_of(self._records[rank].state) or {}
@@ -305,11 +321,14 @@ class _SharedStep(SavedStep):
     @cached_property
     def state(self) -> Any:
         nodes, keys = {}, {}
-        for key, groups in self._groups.items():
+        for key, groups in self._looked_at.items():
             said = [(ranks, *self._said(key, rank)) for ranks, rank in groups]
             keys[key] = said[0][1]
             trees = [(ranks, node) for ranks, _, node in said]
-            nodes[key] = merge(trees, self._own or 0, self._own is not None)
+            if len(trees) < len(self._groups[key]) and self._own is None:
+                nodes[key] = Differs((trees[0][1],), (trees[0][0],))
+            else:
+                nodes[key] = merge(trees, self._own or 0, self._own is not None)
         if all(key == name for name, key in keys.items()):
             return nodes
         return {"$dict": [[keys[name], node] for name, node in nodes.items()]}
@@ -318,7 +337,7 @@ class _SharedStep(SavedStep):
     def _versions(self) -> dict[str, list[_Version]]:
         """What was saved under each name, in the records that are looked at."""
         found: dict[str, dict[tuple[Held, int], list[Ranks]]] = {}
-        for key, groups in self._groups.items():
+        for key, groups in self._looked_at.items():
             for ranks, rank in groups:
                 record = self._records[rank]
                 for name in tensors_of(self._said(key, rank)[1]):
