@@ -4,7 +4,9 @@ Owns: the states (a Llama of 405e9 parameters in four dimensions of parallelism;
 10,000 tensors a rank), described as a rank would capture them, and the table. Pure arithmetic: no
 torch, no device, no storage, no other ranks.
 Holds: "cold" starts with meshes that were never used, as the first save of a job does; "cached" is
-the next step with equal specs that are other objects, as a capture makes them.
+the next step with equal specs that are other objects, as a capture makes them. Records and the
+manifest are encoded for real, with checksums of the right number; store operations are counted by
+a round of all ranks over a store in memory.
 Not here: what the bytes cost (save.py).
 """
 
@@ -16,15 +18,21 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from bench import harness
+from statehold.board import StoreBoard
+from statehold.entries import record_file
 from statehold.header import bytes_of
 from statehold.layout import Layout, Mesh
-from statehold.plan import TensorSpec
-from statehold.share import PlanCache, balance, share
+from statehold.manifest import Commit, RecordEntry, groups_of, record_name
+from statehold.peers import Peers
+from statehold.plan import BLOCK_BYTES, TensorSpec, piece_count
+from statehold.record import Record
+from statehold.share import PlanCache, RankPlan, balance, share
+from statehold.testing import MemoryBoard
 
 HOST_RANKS = 8
 # world -> (pipeline, replicas, shards, tensor parallel), the outermost first
@@ -35,7 +43,7 @@ WORLDS = {
     4096: (16, 1, 32, 8),
     16384: (16, 2, 64, 8),
 }
-BALANCED_RANKS_MAX = 256  # every rank is planned to see how even the writing is
+BALANCED_RANKS_MAX = 64  # every rank is planned to see how even the writing is
 
 Split = tuple[tuple[int, int], ...]
 Tensors = list[tuple[str, str, tuple[int, ...], Layout]]
@@ -137,6 +145,7 @@ def measure(case: str, world: int, build: Callable[[int], Tensors], reps: int) -
     rows = [_measure_rank(world, build, rank, reps) for rank in (0, world // 2 + 1, world - 1)]
     row = {key: max(each[key] for each in rows) for key in rows[0]}
     row |= {"case": case, "world": world, "sampled_ranks": len(rows)}
+    row |= _measure_manifest(world, build) | _operations(world)
     if world <= BALANCED_RANKS_MAX:
         row["balance"] = _balance(world, build)
     return row
@@ -157,7 +166,15 @@ def _measure_rank(
         cache.get(again, step + 1)
         cached.append(time.perf_counter() - begin)
     assert plan is not None
+    begin = time.perf_counter()
+    record = _record(plan, world, rank)
+    encoded = record.encode()
+    said = record.said()
+    seconds = time.perf_counter() - begin
     return {
+        "record_s": seconds,
+        "record_bytes": len(encoded),
+        "message_bytes": len(json.dumps(said)),
         "tensors": len(plan.share.held),
         "parts": len(plan.share.parts),
         "written_bytes": plan.save.file_bytes,
@@ -165,6 +182,71 @@ def _measure_rank(
         "cached_s": harness.median(cached),
         "header_bytes": plan.save.data_begin,
     }
+
+
+def _record(plan: RankPlan, world: int, rank: int) -> Record:
+    """What the rank would publish; the checksums are zeros."""
+    save = plan.save
+    count = piece_count(0, save.data_begin, BLOCK_BYTES)
+    for spec, begin in zip(save.specs, save.begins, strict=True):
+        count += piece_count(begin, spec.nbytes, BLOCK_BYTES)
+    file, tensors = record_file(save, bytes(8 * count))
+    state: dict[str, dict[str, Any]] = {}
+    for held in plan.share.held:
+        state.setdefault(held.name.split(".")[0], {})[held.name] = {"$tensor": held.name}
+    return Record(
+        step=save.step,
+        world_size=world,
+        rank=rank,
+        attempt="01234567-0",
+        block_bytes=BLOCK_BYTES,
+        files=(file,),
+        held=plan.share.held,
+        chunks={name: entry.chunks for name, entry in tensors.items()},
+        state=state,
+    )
+
+
+def _measure_manifest(world: int, build: Callable[[int], Tensors]) -> dict[str, Any]:
+    """What rank 0 does with all digests. The ranks of a mesh say the same: one is asked."""
+    said: list[dict[str, str]] = []
+    while len(said) < world:
+        rank, tensors = len(said), build(len(said))
+        plan = PlanCache(world_size=world, rank=rank).get(captured(tensors, rank), 1)
+        alike = len(tensors[0][3].mesh.ranks)
+        said += [_record(plan, world, rank).said()] * alike
+    entries = [RecordEntry(record_name(rank, world), 1 << 20, "0" * 64) for rank in range(world)]
+    begin = time.perf_counter()
+    commit = Commit(
+        step=1,
+        world_size=world,
+        created="2026-11-21T07:00:00+00:00",
+        writer="statehold",
+        attempt="01234567-0",
+        records=tuple(entries),
+        state=groups_of(said),
+    )
+    encoded = commit.encode()
+    return {"manifest_s": time.perf_counter() - begin, "manifest_bytes": len(encoded)}
+
+
+@cache
+def _operations(world: int) -> dict[str, int]:
+    """Calls to the store for one save, when saves before it have left notes to drop."""
+    store = MemoryBoard().store
+    boards = [StoreBoard(store, "run") for _ in range(world)]
+    peers = [Peers(board, rank, world, 60.0) for rank, board in enumerate(boards)]
+    before = []
+    for seq in range(4):
+        before = [board.operations for board in boards]
+        for peer in peers:
+            peer.arrive(seq, b"")
+        peers[0].gather(seq)
+        peers[0].conclude(seq, b"")
+        for peer in peers[1:]:
+            peer.outcome(seq)
+    calls = [board.operations - then for board, then in zip(boards, before, strict=True)]
+    return {"rank_0_operations": calls[0], "rank_operations": max(calls[1:])}
 
 
 def _fresh(specs: Sequence[TensorSpec], tensors: Tensors) -> list[TensorSpec]:
@@ -209,16 +291,32 @@ def rows(smoke: bool, reps: int) -> Iterator[dict[str, Any]]:
 
 
 def text(found: Sequence[dict[str, Any]]) -> str:
-    titles = ("case", "ranks", "tensors", "parts", "cold s", "cached ms", "header kB", "max/mean")
-    lines = ["{:12}{:>7}{:>9}{:>8}{:>9}{:>11}{:>11}{:>10}".format(*titles)]
-    for row in found:
-        even = row.get("balance", {}).get("ranks")
-        lines.append(
-            f"{row['case']:12}{row['world']:7}{row['tensors']:9}{row['parts']:8}"
-            f"{row['cold_s']:9.3f}{1e3 * row['cached_s']:11.2f}{row['header_bytes'] / 1e3:11.0f}"
-            + (f"{even['max'] / even['mean']:10.3f}" if even else f"{'-':>10}")
-        )
+    lines = ["".join(title.rjust(width) for title, width, _ in TABLE)]
+    lines += ["".join(show(row).rjust(width) for _, width, show in TABLE) for row in found]
     return "\n".join(lines) + "\n"
+
+
+def _uneven(row: dict[str, Any]) -> str:
+    ranks = row["balance"]["ranks"] if "balance" in row else None
+    return f"{ranks['max'] / ranks['mean']:.3f}" if ranks else "-"
+
+
+TABLE: list[tuple[str, int, Callable[[dict[str, Any]], str]]] = [
+    ("case", 11, lambda row: row["case"]),
+    ("ranks", 7, lambda row: str(row["world"])),
+    ("tensors", 8, lambda row: str(row["tensors"])),
+    ("parts", 7, lambda row: str(row["parts"])),
+    ("cold s", 8, lambda row: f"{row['cold_s']:.3f}"),
+    ("cached ms", 10, lambda row: f"{1e3 * row['cached_s']:.2f}"),
+    ("header kB", 10, lambda row: f"{row['header_bytes'] / 1e3:.0f}"),
+    ("record kB", 10, lambda row: f"{row['record_bytes'] / 1e3:.0f}"),
+    ("record s", 9, lambda row: f"{row['record_s']:.3f}"),
+    ("manifest kB", 12, lambda row: f"{row['manifest_bytes'] / 1e3:.0f}"),
+    ("manifest s", 11, lambda row: f"{row['manifest_s']:.3f}"),
+    ("calls", 6, lambda row: str(row["rank_operations"])),
+    ("rank 0", 7, lambda row: str(row["rank_0_operations"])),
+    ("max/mean", 9, _uneven),
+]
 
 
 def main(arguments: list[str] | None = None) -> int:

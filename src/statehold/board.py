@@ -25,6 +25,7 @@ import contextlib
 import datetime
 import hashlib
 import json
+import operator
 import os
 import secrets
 import shutil
@@ -124,8 +125,8 @@ class StoreBoard:
         return [key[len(self._prefix) :] for key in self._missing(named)]
 
     def drop(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._call(lambda store, key=key: store.delete_key(self._prefix + key))
+        for named in [self._prefix + key for key in keys]:
+            self._call(operator.methodcaller("delete_key", named))
 
     # -- groups ----------------------------------------------------------------------------
 
@@ -227,7 +228,7 @@ class StoreBoard:
             )
         if hasattr(self._store, "multi_get"):
             return [bytes(value) for value in self._call(lambda store: store.multi_get(keys))]
-        return [bytes(self._call(lambda store, key=key: store.get(key))) for key in keys]
+        return [bytes(self._call(operator.methodcaller("get", key))) for key in keys]
 
     def _missing(self, keys: list[str]) -> list[str]:
         """Which keys are not there: few calls when few are missing."""
@@ -256,10 +257,7 @@ class StoreBoard:
         return bool(self._call(lambda store: store.check(keys)))
 
     def _poll(self, keys: list[str], until: float) -> bool:
-        for _ in _pauses(until):
-            if self._call(lambda store: store.check(keys)):
-                return True
-        return False
+        return any(self._call(lambda store: store.check(keys)) for _ in _pauses(until))
 
 
 class DirectoryBoard:

@@ -2,47 +2,49 @@
 
 The path of a save: capture and plan on the caller's thread (milliseconds, no bytes copied except
 what may change before the next update), then the engine stages and writes, and the pipeline
-commits. The path of a restore: find the newest committed step, match it with the live state before
-a byte is touched, read and verify straight into the existing tensors, apply the plain values.
+commits. The path of a restore is in `restoring`.
 
-Not here: who copies what (state), where bytes go (plan), how they get there (the engine), when a
-step counts (store), what happens in the background (pipeline).
+On several ranks each has a Checkpointer of the same run directory, and all call save() and
+restore() alike; nothing here waits for another rank but restore(), rewind() and back-pressure.
+
+Not here: who copies what (state), who writes what (share), where bytes go (plan), how they get
+there (the engine), when a step counts (store, team), what happens in the background (pipeline).
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from statehold import _core
-from statehold.errors import (
-    ClosedError,
-    CorruptionError,
-    RunBusyError,
-    StateholdError,
-    StateMismatchError,
-    UsageError,
-)
+from statehold.claims import Claims
+from statehold.errors import ClosedError, CorruptionError, RunBusyError, StateholdError, UsageError
 from statehold.gate import Gate
+from statehold.joining import join
 from statehold.lock import RunLock
 from statehold.options import Options
 from statehold.pipeline import Pipeline, Work, logger
 from statehold.plan import STEP_MAX
+from statehold.restoring import Restorer
 from statehold.save import Save
+from statehold.selection import RestoreReport, Selection
 from statehold.share import PlanCache
-from statehold.state.capture import capture
+from statehold.state import fingerprints
+from statehold.state.capture import Capture, capture
 from statehold.state.device import Devices
-from statehold.state.restore import prepare
 from statehold.store import Store
-from statehold.transfer import start_read, start_write
+from statehold.team import Alone, Together
+from statehold.writes import in_file_order, start_write
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.manifest import Manifest
+    from statehold.peers import Peers
 
 
 class Checkpointer:
@@ -63,9 +65,11 @@ class Checkpointer:
         self._open: _Opened | None = None
         self._closed = False
         self._borrowed_fs: Fs | None = None  # for statehold.testing
+        self._borrowed_peers: Peers | None = None  # for statehold.testing
         self._gate = Gate()
-        self._plans = PlanCache()
         self._watched: list[Save] = []
+        self._saves_called = 0
+        self.restored: RestoreReport | None = None
 
     # -- saving ----------------------------------------------------------------------------
 
@@ -75,37 +79,67 @@ class Checkpointer:
         The state may be used at once, but must not be updated before the save is "staged":
         torch optimizers wait for that by themselves, other updates call gate() first.
         Buffers and whatever else may change between updates are copied before this returns.
+        On several ranks all of them call this, equally often and with the same steps.
 
         Blocks while two earlier saves are not committed. Raises the error of an earlier save that
         failed since the last call, StepOrderError for a step older than the newest committed one,
         UnsupportedValueError for a value that no step can hold.
         """
-        started = time.perf_counter()
+        number, self._saves_called = self._saves_called, self._saves_called + 1
+        try:
+            work, captured = self._begin(number, step, state)
+        except BaseException as error:
+            if self._open is not None:
+                self._open.pipeline.give_up(number, error)
+            raise
+        assert self._open is not None
+        self._open.pipeline.wait_eager(work, captured)
+        work.save._record(blocked_s=work.save._elapsed())
+        return work.save
+
+    def _begin(self, number: int, step: int, state: Mapping[str, Any]) -> tuple[Work, Capture]:
+        """Everything up to handing the save over: what fails here has not begun."""
+        save = Save(step, time.perf_counter())
         self._raise_failures()
         _check_step(step)
         opened = self._opened_for_saving()
         opened.pipeline.wait_for_room()
-        waited_s = time.perf_counter() - started
+        save._record(waited_s=save._elapsed())
         self._raise_failures()
         opened.store.check_order(step, opened.pipeline.newest_step())
 
-        captured = capture(state)
-        plan = self._plans.get([tensor.spec for tensor in captured.tensors], step).save
-        save = Save(step, started)
+        captured = capture(state, opened.rank)
+        known = opened.claims.resolve([tensor.spec for tensor in captured.tensors], number)
+        plan = opened.plans.get(known.specs, step)
         save._record(
-            state_bytes=sum(spec.nbytes for spec in plan.specs),
-            tensors=len(plan.specs),
-            waited_s=waited_s,
+            state_bytes=sum(tensor.spec.nbytes for tensor in captured.tensors),
+            written_bytes=plan.save.file_bytes,
+            tensors=len(captured.tensors),
         )
-        job = start_write(opened.engine, plan, captured.tensors)
-        copies = opened.devices.copies(job, captured, plan.source_index)
+        compared = {name for each in known.comparisons for name in each.names}
+        fingerprinting = fingerprints.begin(
+            [tensor for tensor in captured.tensors if tensor.spec.name in compared],
+            _core.hash_memory,
+        )
+        ordered = in_file_order(plan, captured.tensors)
+        job = start_write(opened.engine, plan.save, ordered)
+        copies = opened.devices.copies(job, captured, ordered)
         self._gate.hold_for(save, copies.passing if copies else None)
         self._watched.append(save)
-        work = Work(save, plan, job, captured.tree, captured, copies.run if copies else None)
+        work = Work(
+            save=save,
+            number=number,
+            plan=plan,
+            job=job,
+            tree=captured.tree,
+            capture=captured,
+            copy_external=copies.run if copies else None,
+            comparisons=known.comparisons,
+            version=opened.claims.version,
+            fingerprinting=fingerprinting,
+        )
         opened.pipeline.submit(work)
-        opened.pipeline.wait_eager(work, captured)
-        save._record(blocked_s=time.perf_counter() - started)
-        return save
+        return work, captured
 
     def gate(self, timeout: float | None = None) -> None:
         """Wait until every save under way is staged: after this the state may be updated.
@@ -119,71 +153,58 @@ class Checkpointer:
 
     # -- restoring -------------------------------------------------------------------------
 
-    def restore(self, state: Mapping[str, Any], step: int | None = None) -> int | None:
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        only: Iterable[str] | None = None,
+        skip: Iterable[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+        strict: bool = True,
+    ) -> int | None:
         """Load a committed step into `state` in place; returns its number.
 
         Without `step`: the newest intact one, or None when the run has none. A corrupt step is
-        passed over with a warning and set aside. Every byte is verified. Tensors keep their
-        storage. Raises StateMismatchError before anything is changed when names, shapes or dtypes
-        differ; CorruptionError when `step`, or every step, is damaged: the state may then be
-        partly overwritten, so restore another step before training on.
+        passed over with a warning and set aside. Every byte that is read is verified. Tensors keep
+        their storage. The step may have been saved by any number of ranks in any layout; on
+        several ranks all of them call this.
+
+        only, skip: names or patterns of what to restore ("model", "*.bias"). rename: saved prefixes
+        and the live ones they become. strict: False accepts what the step lacks or has too much;
+        `restored` then says what happened.
+
+        Raises StateMismatchError before anything is changed when names, shapes or dtypes differ;
+        CorruptionError when `step`, or every step, is damaged: the state may then be partly
+        overwritten, so restore another step before training on. PeerLostError, PeerFailedError: the
+        same, because of another rank.
         """
         self._raise_failures()
-        opened = self._opened()
-        self._gate.wait()
         if step is not None:
             _check_step(step)
-            self._restore_step(opened, state, step)
+        selection = Selection(only, skip, rename, strict)
+        opened = self._opened()
+        self._gate.wait()
+        restorer = Restorer(
+            opened.store, opened.engine, opened.devices, opened.peers, state, selection
+        )
+        if step is not None:
+            self.restored = restorer.step(step)
             return step
-        return self._restore_newest(opened, state)
-
-    def _restore_newest(self, opened: _Opened, state: Mapping[str, Any]) -> int | None:
-        failed: dict[int, CorruptionError] = {}
-        while remaining := [step for step in opened.store.steps() if step not in failed]:
-            step = remaining[-1]
-            try:
-                self._restore_step(opened, state, step)
-            except CorruptionError as error:
-                if step in opened.store.steps():  # else another process retired it meanwhile
-                    failed[step] = error
-                continue
-            self._set_aside(opened, failed, step)
-            return step
-        if failed:
-            raise failed[max(failed)].with_fact("also damaged", _listed(failed))
-        return None
-
-    def _restore_step(self, opened: _Opened, state: Mapping[str, Any], step: int) -> None:
-        with opened.store.protect(step):
-            try:
-                manifest = opened.store.manifest(step)
-                self._read_into(opened, state, manifest)
-            except (CorruptionError, StateMismatchError) as error:
-                error.with_fact("step", step)
-                others = [other for other in opened.store.steps() if other != step]
-                raise error.with_fact("other steps", _listed(others)) from None
-
-    def _read_into(self, opened: _Opened, state: Mapping[str, Any], manifest: Manifest) -> None:
-        restoration = prepare(state, manifest)
-        directory = opened.store.path(manifest.step)
-        reading = start_read(opened.engine, directory, manifest, restoration.destinations)
-        try:
-            opened.devices.load(reading.job, reading.external())
-            reading.job.wait(None)
-        except _core.Mismatch as mismatch:
-            raise reading.mismatch(mismatch) from None
-        finally:
-            reading.job.cancel()
-        restoration.finish()
+        self.restored, failed = restorer.newest()
+        if self.restored is None:
+            return None
+        self._set_aside(opened, failed, self.restored.step)
+        return self.restored.step
 
     def _set_aside(
         self, opened: _Opened, failed: Mapping[int, CorruptionError], restored: int
     ) -> None:
         for step, error in failed.items():
-            try:
-                kept = self._opened_for_saving().store.quarantine(step)
-            except RunBusyError:
-                kept = opened.store.path(step)
+            kept = opened.store.path(step)
+            if opened.leads:
+                with contextlib.suppress(RunBusyError):
+                    kept = self._opened_for_saving().store.quarantine(step)
             text = f"step {step} is damaged; step {restored} was restored instead. "
             warnings.warn(
                 f"{text}The damaged step was kept as {kept}.\n{error}", RuntimeWarning, stacklevel=4
@@ -200,7 +221,14 @@ class Checkpointer:
         self._raise_failures()
         opened = self._opened_for_saving()
         opened.pipeline.drain()
-        return opened.store.rewind(step)
+        if opened.peers is None:
+            return opened.store.rewind(step)
+
+        def give_up(told: list[bytes]) -> bytes:
+            return json.dumps(opened.store.rewind(step)).encode()
+
+        given_up: list[int] = json.loads(opened.peers.agree("rewind", b"", give_up))
+        return given_up
 
     @property
     def backend(self) -> str:
@@ -243,7 +271,7 @@ class Checkpointer:
         if self._closed:
             raise ClosedError("this Checkpointer was closed", facts={"run": self._run})
         if self._open is None:
-            self._open = _Opened(self._run, self._options, self._borrowed_fs)
+            self._open = _Opened(self._run, self._options, self._borrowed_fs, self._borrowed_peers)
         return self._open
 
     def _opened_for_saving(self) -> _Opened:
@@ -262,25 +290,49 @@ class Checkpointer:
 class _Opened:
     """What an open Checkpointer holds: the file system, the engine, the store, the pipeline."""
 
-    def __init__(self, run: str, options: Options, borrowed_fs: Fs | None) -> None:
+    def __init__(
+        self, run: str, options: Options, borrowed_fs: Fs | None, borrowed_peers: Peers | None
+    ) -> None:
         self._run = run
         self._lock: RunLock | None = None
+        self._is_prepared = False
+        self.peers = borrowed_peers or join(run, options)
+        self.rank = self.peers.rank if self.peers else None
         self._owns_fs = borrowed_fs is None
         self.fs = borrowed_fs or _core.open_fs(options.backend, options.queue_depth)
         _say_once(self.fs.note)
-        self.store = Store(self.fs, run, keep=options.keep, reuse=options.reuse_files)
+        rank, ranks = (self.peers.rank, self.peers.world_size) if self.peers else (0, 1)
+        self.store = Store(
+            self.fs,
+            run,
+            keep=options.keep,
+            reuse=options.reuse_files,
+            rank=rank,
+            world_size=ranks,
+        )
         self.engine = _core.Engine(
             self.fs, options.staging_size, options.buffer_size, options.copy_thread_count
         )
         self.devices = Devices(self.engine.staging_address, self.engine.staging.nbytes)
-        self.pipeline = Pipeline(self.store)
+        self.claims = Claims(rank, ranks)
+        self.plans = PlanCache(world_size=ranks, rank=rank)
+        together = Together(self.store, self.peers, self.claims) if self.peers else None
+        self.pipeline = Pipeline(self.store, together or Alone(self.store))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank commits, retires and sets aside, for all ranks."""
+        return not self.rank
 
     def prepare_saving(self) -> None:
-        """Create the run directory, lock it, and clear what a crash left; once."""
-        if self._lock is None:
-            self.store.create()
+        """Create the run directory; the rank that leads locks it and clears what a crash left."""
+        if self._is_prepared:
+            return
+        self.store.create()
+        if self.leads:
             self._lock = RunLock(self._run, in_memory=self.fs.backend == "sim")
             self.store.recover()
+        self._is_prepared = True
 
     def close(self) -> None:
         self.pipeline.close()
@@ -294,6 +346,8 @@ class _Opened:
             self._lock.release()
         if self._owns_fs:
             self.fs.close()
+        if self.peers is not None:
+            self.peers.close()
 
 
 _said: set[str] = set()
@@ -311,8 +365,3 @@ def _check_step(step: object) -> None:
         raise UsageError(
             "a step is a whole number", facts={"expected": f"0 to {STEP_MAX}", "got": repr(step)}
         )
-
-
-def _listed(steps: Any) -> str:
-    shown = sorted(steps)
-    return ", ".join(map(str, shown[-8:])) + (f" ({len(shown)} in all)" if shown else "none")

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
+from typing import NamedTuple
 
 __all__ = ["AnyLayout", "Box", "ExplicitLayout", "Layout", "Mesh", "Ranks", "chunk_range"]
 
@@ -103,13 +106,16 @@ class Ranks:
 
     def covers(self, other: Ranks) -> bool:
         """Whether all ranks of `other` are in this set."""
-        return all(
-            any(low <= first and last <= high for low, high in self.ranges)
-            for first, last in other.ranges
-        )
+        return all(last <= self._end_after(first) for first, last in other.ranges)
 
     def __contains__(self, rank: int) -> bool:
-        return any(first <= rank <= last for first, last in self.ranges)
+        return rank <= self._end_after(rank)
+
+    def _end_after(self, rank: int) -> int:
+        """The last of the range that `rank` is in; -1 if it is in none."""
+        index = bisect_right(self.ranges, rank, key=itemgetter(0)) - 1
+        last = self.ranges[index][1] if index >= 0 else -1
+        return last if rank <= last else -1
 
     def __len__(self) -> int:
         return sum(last - first + 1 for first, last in self.ranges)
@@ -163,6 +169,23 @@ def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
     return begin, min(size, begin + step)
 
 
+class _Cut(NamedTuple):
+    """A part of one dimension, and the (mesh axis, index) that lead to it."""
+
+    begin: int
+    size: int
+    indices: tuple[tuple[int, int], ...]
+
+    def parts(self, axis: int, count: int, low: int, end: int) -> Iterator[_Cut]:
+        """Those of its `count` parts along a mesh axis that meet [low, end)."""
+        step = -(-self.size // count)
+        first = max(0, low - self.begin) // step
+        last = min(-(-self.size // step), -(-(end - self.begin) // step))
+        for index in range(first, last):
+            size = min(step, self.size - index * step)
+            yield _Cut(self.begin + index * step, size, (*self.indices, (axis, index)))
+
+
 @dataclass(frozen=True)
 class Layout:
     """A tensor over a mesh: `splits` are (mesh axis, tensor dim) in the order of splitting.
@@ -208,34 +231,44 @@ class Layout:
     ) -> Iterator[tuple[Box, tuple[int, ...]]]:
         """Each distinct box that is not empty, and its ranks; only those that meet `within`.
 
-        Takes time in proportion to the boxes that are returned, not to those that exist, where
-        every tensor dim is split at most once.
+        Takes time in proportion to the boxes that are returned, not to those that exist.
         """
         within = within or Box.whole(shape)
-        for coordinate in itertools.product(*self._candidates(shape, within)):
-            box = self._box(shape, coordinate)
-            if box.numel and box.intersection(within):
-                yield box, self._replicas(coordinate)
+        lists = [self._cuts(dim, size, within) for dim, size in enumerate(shape)]
+        for cuts in itertools.product(*lists):
+            coordinate = [0] * len(self.mesh.shape)
+            for cut in cuts:
+                for axis, index in cut.indices:
+                    coordinate[axis] = index
+            box = Box(tuple([cut.begin for cut in cuts]), tuple([cut.size for cut in cuts]))
+            yield box, self._replicas(coordinate)
 
-    def _candidates(self, shape: Sequence[int], within: Box) -> list[Sequence[int]]:
-        """The indices an axis can have in a box that meets `within`."""
-        choices: list[Sequence[int]] = [range(1)] * len(self.mesh.shape)
-        dims = [dim for _, dim in self.splits]
-        for axis, dim in self.splits:
-            parts = self.mesh.shape[axis]
-            choices[axis] = range(parts)
-            if dims.count(dim) == 1 and shape[dim]:
-                step = -(-shape[dim] // parts)
-                choices[axis] = range(within.offsets[dim] // step, -(-within.ends[dim] // step))
-        return choices
+    def _cuts(self, dim: int, size: int, within: Box) -> list[_Cut]:
+        """The parts of one dimension that meet `within`."""
+        low, end = within.offsets[dim], within.ends[dim]
+        cuts = [_Cut(0, size, ())] if size and low < end else []
+        for axis, split in self.splits:
+            if split == dim:
+                parts = self.mesh.shape[axis]
+                cuts = [part for cut in cuts for part in cut.parts(axis, parts, low, end)]
+        return cuts
+
+    @cached_property
+    def _known_replicas(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        return {}  # many tensors share a layout; all entries together have each rank once
 
     def _replicas(self, coordinate: Sequence[int]) -> tuple[int, ...]:
-        free = set(self.replica_axes)
-        choices = [
-            range(size) if axis in free else (coordinate[axis],)
-            for axis, size in enumerate(self.mesh.shape)
-        ]
-        return tuple(self.mesh.rank_at(place) for place in itertools.product(*choices))
+        place = tuple([coordinate[axis] for axis, _ in self.splits])
+        found = self._known_replicas.get(place)
+        if found is None:
+            free = set(self.replica_axes)
+            choices = [
+                range(size) if axis in free else (coordinate[axis],)
+                for axis, size in enumerate(self.mesh.shape)
+            ]
+            found = tuple(self.mesh.rank_at(each) for each in itertools.product(*choices))
+            self._known_replicas[place] = found
+        return found
 
     def _box(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
         offsets, sizes = [0] * len(shape), list(shape)

@@ -29,9 +29,9 @@ from statehold.store import Store
 if TYPE_CHECKING:
     from statehold._core import WriteJob
     from statehold.claims import Comparison
-    from statehold.publish import Publisher
     from statehold.share import RankPlan
     from statehold.state.capture import Capture
+    from statehold.team import Publisher
 
 logger = logging.getLogger("statehold")
 
@@ -146,7 +146,8 @@ class Pipeline:
             self._publisher.give_up(work.number, work.error)
             self._publisher.clean_up(work)
             raise
-        self._retain()
+        if self._publisher.leads:
+            self._retain()
         self._publisher.announce(work)
 
     def _publish(self, work: Work) -> None:

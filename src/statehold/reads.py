@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from statehold._core import BoxTarget, Engine, Mismatch, ReadJob, Strided
     from statehold.saved import PlacedChunk, SavedStep
-    from statehold.state.restore import Destination
+    from statehold.state.destinations import Destination
 
 FLAG_EXTERNAL = 2
 FLAG_SHARED = 4

@@ -202,6 +202,8 @@ class _Reader:
         self.world_size = self.entries.world_size
         self.rank = check.integer(members["rank"], "rank", high=self.world_size - 1)
         self.meshes: list[Mesh] = []
+        # Tensors that are split alike share a layout, and what it has worked out.
+        self.layouts: dict[tuple[int, tuple[tuple[int, int], ...]], Layout] = {}
         self.chunks: dict[str, tuple[Chunk, ...]] = {}
         self.contents: dict[str, str] = {}
 
@@ -327,7 +329,7 @@ class _Reader:
         splits = tuple(self._splits(found["splits"], f"{where}.splits", mesh, shape))
         if len({axis for axis, _ in splits}) != len(splits):
             check.fail(f"{where}.splits", "every mesh axis once", show(splits))
-        return Layout(mesh, splits)
+        return self.layouts.setdefault((place, splits), Layout(mesh, splits))
 
     def _splits(
         self, node: Any, where: str, mesh: Mesh, shape: tuple[int, ...]

@@ -1,12 +1,15 @@
 """Restoring: choose a step, match it with the live state, read it, and agree with the other ranks.
 
 Alone, or on each of several ranks:
-    candidates   rank 0 lists the committed steps, newest first
-    match        the live state against the step; nothing is changed yet
-    read         every wanted byte, verified, into place
-    finish       the plain values
-After `match` and after `read` the ranks agree: all go on, or none does. One damaged record on one
-rank makes all ranks try the next older step; any other error on one rank is an error on all.
+    choose    rank 0 lists the committed steps; the newest is tried first
+    match     the live state against the step; nothing is changed yet
+    read      every wanted byte, verified, into place
+    finish    the plain values
+After `match` and after `read` the ranks agree: all go on, or none does. Damage that one rank finds
+makes all ranks try the next older step; any other error on one rank is an error on all.
+
+A rank that is at its place again looks at its own record first, which is all it needs if the layout
+is the same. If that does not match on some rank, all ranks look at what all have saved.
 
 Holds: no rank changes a byte before all ranks have matched; a step counts as restored only when all
 ranks have read and verified it.
@@ -16,8 +19,9 @@ Not here: matching (state/restore), which bytes (reads), the steps (store), mess
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.errors import (
@@ -25,7 +29,6 @@ from statehold.errors import (
     PeerFailedError,
     StateholdError,
     StateMismatchError,
-    StepNotFoundError,
 )
 from statehold.reads import ReadPlan
 from statehold.selection import RestoreReport, Selection
@@ -38,11 +41,22 @@ if TYPE_CHECKING:
     from statehold.state.device import Devices
     from statehold.store import Store
 
-T = TypeVar("T")
+_ROUND = "restore"
+# What went wrong, the worst first: what one rank found decides for all.
+_OTHER, _MISMATCH, _DAMAGE = "other", "mismatch", "damage"
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """A step that fits the live state: what to do once the bytes are there."""
+
+    restoration: Restoration
+    reading: ReadPlan
+    unexpected: tuple[str, ...]
 
 
 class Restorer:
-    """Restores into one live state. One object for one call of restore()."""
+    """One restore into one live state."""
 
     def __init__(
         self,
@@ -63,28 +77,182 @@ class Restorer:
         self._selection = selection
 
     def newest(self) -> tuple[RestoreReport | None, dict[int, CorruptionError]]:
-        """Restore the newest intact step: what was restored, and the damaged steps passed over."""
+        """Restore the newest intact step; the second value are the damaged ones passed over."""
         failed: dict[int, CorruptionError] = {}
-        while True:
-            remaining = [step for step in self._steps() if step not in failed]
-            if not remaining:
-                break
+        while remaining := [step for step in self._steps() if step not in failed]:
+            step = remaining[-1]
             try:
-                return self.step(remaining[-1]), failed
+                return self.step(step), failed
             except CorruptionError as error:
-                if remaining[-1] in self._store.steps():  # else it was retired meanwhile
-                    failed[remaining[-1]] = error
+                if self._peers or step in self._store.steps():  # else it was retired meanwhile
+                    failed[step] = error
         if failed:
             raise failed[max(failed)].with_fact("also damaged", listed(failed))
         return None, failed
 
     def step(self, step: int) -> RestoreReport:
-        """Restore this step, or raise."""
+        """Restore this step."""
         with self._store.protect(step):
             try:
-                return self._restore(step)
+                matched = self._match(step)
+                self._read(step, matched)
             except (CorruptionError, StateMismatchError) as error:
                 error.with_fact("step", step)
-                others = [other for other in self._steps_here() if other != step]
+                others = [other for other in self._store.steps() if other != step]
                 raise error.with_fact("other steps", listed(others)) from None
-'''
+        return replace(matched.restoration.report, unexpected=matched.unexpected)
+
+    def _steps(self) -> list[int]:
+        """The committed steps, as rank 0 sees them."""
+        if self._peers is None:
+            return self._store.steps()
+        seen = self._store.steps() if self._rank == 0 else []
+        steps: list[int] = json.loads(
+            self._peers.agree(_ROUND, json.dumps(seen).encode(), lambda told: told[0])
+        )
+        return steps
+
+    # -- matching --------------------------------------------------------------------------
+
+    def _match(self, step: int) -> Matched:
+        saved: SavedStep | None = None
+
+        def first() -> Matched:
+            nonlocal saved
+            saved = self._store.open(step, self._rank, self._ranks)
+            return self._matched(saved)
+
+        try:
+            matched = self._together(first)
+        except StateholdError as error:
+            if not _is_about_layouts(error) or saved is None or saved.widened() is saved:
+                raise
+            wide = saved.widened()
+            matched = self._together(lambda: self._matched(wide))
+            saved = wide
+        return self._judged(matched, saved)
+
+    def _matched(self, saved: SavedStep) -> Matched:
+        alone = self._peers is None or saved.is_narrow
+        restoration = prepare(
+            self._state,
+            saved,
+            selection=self._selection,
+            rank=self._rank if self._peers else None,
+            alone=alone,
+        )
+        reading = ReadPlan(
+            saved,
+            restoration.destinations,
+            complete=self._selection.is_everything,
+            rank=self._rank,
+            ranks=self._ranks,
+        )
+        return Matched(restoration, reading, tuple(restoration.unexpected))
+
+    def _judged(self, matched: Matched, saved: SavedStep | None) -> Matched:
+        """Which tensors of the step no rank has a place for, where no rank alone can tell."""
+        if self._peers is None or saved is None or saved.is_narrow:
+            return matched
+        names = sorted(saved.tensors)
+        unused = [name not in matched.restoration.used for name in names]
+        told = self._peers.agree(_ROUND, _bits(unused), _common_bits)
+        unexpected = tuple(
+            name
+            for name, is_unused in zip(names, _of_bits(told, len(names)), strict=True)
+            if is_unused and self._selection.takes(self._selection.renamed(name))
+        )
+        if unexpected and self._selection.strict:
+            raise mismatch([(name, "no rank has a place for it") for name in unexpected])
+        return replace(matched, unexpected=unexpected)
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def _read(self, step: int, matched: Matched) -> None:
+        self._together(lambda: self._read_here(step, matched))
+        matched.restoration.finish()
+
+    def _read_here(self, step: int, matched: Matched) -> None:
+        reading = matched.reading.start(self._engine, self._store.path(step))
+        try:
+            self._devices.load(reading.job, reading.external())
+            reading.job.wait(None)
+            reading.land()
+        except _core.Mismatch as found:
+            raise reading.mismatch(found) from None
+        finally:
+            reading.job.cancel()
+
+    # -- agreeing --------------------------------------------------------------------------
+
+    def _together(self, act: Callable[[], Any]) -> Any:
+        """Do something on every rank; raise on every rank if it fails on one."""
+        if self._peers is None:
+            return act()
+        result, failure = None, None
+        try:
+            result = act()
+        except StateholdError as error:
+            failure = error
+        told = json.dumps(None if failure is None else [_kind(failure), str(failure)])
+        worst = json.loads(self._peers.agree(_ROUND, told.encode(), _worst))
+        if worst is None:
+            return result
+        rank, kind, text = worst
+        if failure is not None and _kind(failure) == kind:
+            raise failure
+        raise _elsewhere(rank, kind, text)
+
+
+def listed(steps: Iterable[int]) -> str:
+    """Steps for a message."""
+    shown = sorted(steps)
+    return ", ".join(map(str, shown[-8:])) + (f" ({len(shown)} in all)" if shown else "none")
+
+
+def _kind(error: StateholdError) -> str:
+    if isinstance(error, StateMismatchError):
+        return _MISMATCH
+    return _DAMAGE if isinstance(error, CorruptionError) else _OTHER
+
+
+def _is_about_layouts(error: StateholdError) -> bool:
+    return isinstance(error, StateMismatchError | _MismatchElsewhere)
+
+
+def _worst(told: Sequence[bytes]) -> bytes:
+    """[rank, kind, text] of the worst failure, the lowest rank first; null if there is none."""
+    failures = [(rank, *found) for rank, each in enumerate(told) if (found := json.loads(each))]
+    for kind in (_OTHER, _MISMATCH, _DAMAGE):
+        for failure in failures:
+            if failure[1] == kind:
+                return json.dumps(failure).encode()
+    return b"null"
+
+
+class _MismatchElsewhere(PeerFailedError):
+    """Another rank's state and the step do not fit together."""
+
+
+def _elsewhere(rank: int, kind: str, text: str) -> StateholdError:
+    if kind == _DAMAGE:
+        return CorruptionError(f"rank {rank} found damage", facts={"its error": text})
+    return (_MismatchElsewhere if kind == _MISMATCH else PeerFailedError)(rank, text)
+
+
+def _bits(flags: Sequence[bool]) -> bytes:
+    """Eight flags a byte, the first one lowest."""
+    value = sum(1 << index for index, flag in enumerate(flags) if flag)
+    return value.to_bytes(-(-len(flags) // 8), "little")
+
+
+def _of_bits(raw: bytes, count: int) -> list[bool]:
+    value = int.from_bytes(raw, "little")
+    return [bool(value >> index & 1) for index in range(count)]
+
+
+def _common_bits(told: Sequence[bytes]) -> bytes:
+    common = int.from_bytes(told[0], "little")
+    for each in told[1:]:
+        common &= int.from_bytes(each, "little")
+    return common.to_bytes(len(told[0]), "little")

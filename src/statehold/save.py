@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from statehold.errors import StateholdError, UsageError, WaitTimeout
+from statehold.share import Balance
 from statehold.units import format_bytes, format_seconds
 
 Event = Literal["staged", "written", "committed"]
@@ -25,11 +26,13 @@ class SaveStats:
 
     blocked_s: how long save() itself took. gate_s: how long optimizers (or gate()) waited for it.
     waited_s: the part of blocked_s spent waiting for an earlier save. reused: an earlier step's
-    file was overwritten.
+    file was overwritten. state_bytes and tensors: what this rank holds; written_bytes: what it
+    writes of it; balance: how evenly all ranks and their hosts write, known when committed.
     """
 
     step: int
     state_bytes: int = 0
+    written_bytes: int = 0
     tensors: int = 0
     files: int = 0
     reused: bool = False
@@ -39,6 +42,7 @@ class SaveStats:
     staged_s: float | None = None
     written_s: float | None = None
     committed_s: float | None = None
+    balance: Balance | None = None
 
     def __str__(self) -> str:
         text = f"step {self.step}: {format_bytes(self.state_bytes)}"
@@ -113,6 +117,9 @@ class Save:
                 lambda: self._reached(event) is not None or self._error is not None, timeout
             )
 
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._started
+
     def _record(self, **figures: object) -> None:
         with self._changed:
             self._stats = replace(self._stats, **figures)  # type: ignore[arg-type]
@@ -123,8 +130,7 @@ class Save:
 
     def _reach(self, event: Event) -> None:
         with self._changed:
-            elapsed = time.perf_counter() - self._started
-            self._stats = replace(self._stats, **{f"{event}_s": elapsed})  # type: ignore[arg-type]
+            self._stats = replace(self._stats, **{f"{event}_s": self._elapsed()})  # type: ignore[arg-type]
             self._changed.notify_all()
 
     def _fail(self, error: StateholdError) -> None:

@@ -92,6 +92,7 @@ class SavedStep:
     step: int
     world_size: int
     block_bytes: int
+    attempt: str | None = None  # which save of the job it was; None for a step of one rank
 
     @property
     def tensors(self) -> Mapping[str, SavedTensor]:
@@ -126,14 +127,23 @@ class SavedStep:
         all ranks verify all: of a step of one rank every other chunk; of several the others that
         this rank wrote, if it is at its place again, else nothing."""
         seen = {(chunk.file, chunk.begin) for chunk in asked}
-        own = [(name, chunk) for name, chunks in self._own_chunks() for chunk in chunks]
-        return [(name, chunk) for name, chunk in own if (chunk.file, chunk.begin) not in seen]
+        return [
+            (name, chunk)
+            for name, chunks in self._own_chunks()
+            for chunk in chunks
+            if chunk.begin < chunk.end and (chunk.file, chunk.begin) not in seen
+        ]
 
     def _own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
         raise NotImplementedError
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether only this rank's record is looked at: what others saved besides is not here."""
+        return False
+
     def widened(self) -> SavedStep:
-        """The same step with what all ranks saved, where only this rank's view was looked at."""
+        """The same step with what all ranks saved; itself if it is not narrow."""
         return self
 
 
@@ -250,8 +260,13 @@ class _SharedStep(SavedStep):
         self._narrow = narrow
         self.step = self._commit.step
         self.world_size = self._commit.world_size
+        self.attempt = self._commit.attempt
         # A step always has a record; an empty state has no groups that would need one.
         self.block_bytes = records[own or 0].block_bytes
+
+    @property
+    def is_narrow(self) -> bool:
+        return self._narrow
 
     def widened(self) -> SavedStep:
         return _SharedStep(self._records, self._own, narrow=False) if self._narrow else self

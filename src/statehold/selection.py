@@ -1,9 +1,9 @@
 """What a restore takes of a step, and what it says it did. Pure.
 
 Owns: the patterns on dotted names, renaming, and the report.
-Holds: a pattern is a glob (`*` also matches dots); one without wildcards also stands for everything
-below it, so "model" is the whole model. `only` and `skip` are about the names of the live state, and
-hold for what the step has and for what it lacks. `skip` wins.
+Holds: a pattern is a glob (`*` also matches dots); one without wildcards also stands for all that
+is below it, so "model" is the whole model. `only` and `skip` are about the names of the live state,
+and hold for what the step has and for what it lacks. `skip` wins.
 Not here: live objects and saved trees (state/restore).
 """
 
@@ -70,8 +70,8 @@ class _Pattern:
 class Selection:
     """Which names of the live state are restored, and under which names the step has them.
 
-    `rename` maps prefixes of saved names to prefixes of live ones. Not `strict`: what the step lacks
-    keeps its live value, and what has no place here is left out.
+    `rename` maps prefixes of saved names to prefixes of live ones. Not `strict`: what the step
+    lacks keeps its live value, and what has no place here is left out.
     """
 
     def __init__(
@@ -86,6 +86,11 @@ class Selection:
         self.rename = dict(rename or {})
         _texts([*self.rename, *self.rename.values()], "rename")
         self.strict = strict
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether all of a step is restored."""
+        return self._only is None and not self._skip
 
     def takes(self, name: str) -> bool:
         """Whether `name` is to be restored."""
@@ -111,9 +116,6 @@ class Selection:
         return any(not name or saved.startswith(f"{name}.") for saved in self.rename)
 
 
-EVERYTHING = Selection()
-
-
 def _texts(given: Any, argument: str) -> list[str]:
     if isinstance(given, str) or not all(type(each) is str and each for each in list(given)):
         raise UsageError(
@@ -121,3 +123,6 @@ def _texts(given: Any, argument: str) -> list[str]:
             facts={"expected": 'for example ["model"]', "got": repr(given)[:80]},
         )
     return list(given)
+
+
+EVERYTHING = Selection()

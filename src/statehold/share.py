@@ -66,7 +66,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank writes: `spec`; from `rows` (dim 0; None: all) of captured spec `source`."""
+    """What this rank writes: `rows` (of dim 0; None: all) of the captured spec number `source`."""
 
     spec: TensorSpec
     source: int

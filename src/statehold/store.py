@@ -1,7 +1,8 @@
 """The steps of one run directory: the commit protocol, retention, and reuse of retired files.
 
     RUN/step-000000000100/           committed: complete, durable, never written again
-    RUN/step-000000000110.partial/   being written
+    RUN/step-000000000110.partial/   being written, by one rank
+    RUN/step-000000000110.5f3a09c1-7.partial/     by several: the attempt is in its name
     RUN/step-000000000090.retired/   no longer kept; its files may be overwritten
     RUN/step-000000000080.corrupt/   found corrupt by a restore that fell back; left for a person
     RUN/.spare/                      retired files held back for the next save to overwrite
@@ -9,10 +10,14 @@
 Commit (docs/durability.md has the same numbers). A crash after any number leaves the step or no
 step, and every older step untouched:
     D1 write the data files under step-n.partial/     D2 fdatasync each
-    D3 fsync step-n.partial/                          D4 gather the ranks' records (one so far)
+    D3 fsync step-n.partial/                          D4 every rank has done D1 to D3
     D5 write and fsync the manifest                   D6 rename step-n.partial to step-n
     D7 fsync the run directory
 D1 and D2 are done by the engine on files that `data_file` opens; `commit` does D3 to D7.
+Where several ranks write, each calls `begin`, `data_file` and `seal`, which is D3 on its own host
+and also writes its record; D4 is peers'; rank 0 then commits. Rank 0 alone makes, hides and deletes
+directories: nobody else recovers, commits, abandons, retains or rewinds. An attempt's name is new
+every time, so what a rank of a dead job still writes is never in a step of this one.
 
 Retire: R1 rename step-n to step-n.retired; R2 fsync the run directory; only then may R3 overwrite
 or delete its files. So a name that a restore can find never leads to bytes that are being changed.
@@ -20,7 +25,8 @@ or delete its files. So a name that a restore can find never leads to bytes that
 Overwriting beats allocating (blocks are already mapped), so one retired step is held back and its
 files are handed to the next save. A file is reused only when the kernel confirms that nobody on
 this host has it open or mapped and no other name links to it; otherwise it is deleted, which
-leaves those readers undisturbed.
+leaves those readers undisturbed. With several ranks each takes the file of its own name when it
+needs it, and rank 0 deletes what is left when it has another step to hold back.
 
 Invariants: the newest committed step is never retired; what is protected is never retired.
 Not here: what the bytes mean (manifest, header), who waits for whom (pipeline).
@@ -33,41 +39,61 @@ import errno
 import re
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from statehold.errors import (
+    CorruptionError,
     InvariantError,
-    ManifestError,
-    MissingFileError,
     StepNotFoundError,
     StepOrderError,
     StorageError,
-    UsageError,
     storage_error,
 )
-from statehold.manifest import MANIFEST_BYTES_MAX, Commit, Manifest
+from statehold.saved import MANIFEST_NAME, SavedStep, open_step
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
 
-MANIFEST_NAME = "manifest.json"
 SPARE_NAME = ".spare"
 _COMMITTED = re.compile(r"step-(\d{12})")
-_LEFTOVER = re.compile(r"step-(\d{12})\.(partial|retired)")
+_ATTEMPT = r"(?P<token>[0-9a-f]{8})-(?P<number>\d{1,12})"
+_ATTEMPTED = re.compile(rf"step-\d{{12}}\.{_ATTEMPT}\.partial")
+_LEFTOVER = re.compile(rf"{_ATTEMPTED.pattern}|step-\d{{12}}\.(?:partial|retired)")
+
+
+class CommitRecord(Protocol):
+    """What D5 writes: the manifest of any format version."""
+
+    @property
+    def step(self) -> int: ...
+
+    def encode(self) -> bytes: ...
 
 
 class Store:
     """The steps of the run directory `root` on the file system `fs`.
 
     keep: how many committed steps to keep; None keeps all. reuse: overwrite retired files.
-    Thread-safe. One Store may write; any number may read.
+    rank, world_size: of the job that saves. `attempt` names its directory of a step in the making;
+    without one, only one rank writes. Thread-safe. One job may write; any number may read.
     """
 
-    def __init__(self, fs: Fs, root: str, *, keep: int | None = None, reuse: bool = True) -> None:
+    def __init__(
+        self,
+        fs: Fs,
+        root: str,
+        *,
+        keep: int | None = None,
+        reuse: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
         self._fs = fs
         self._root = root.rstrip("/") or "/"
         self._keep = keep
         self._reuse = reuse
+        self._rank = rank
+        self._shared = world_size > 1
         self._guard = threading.RLock()
         self._protected: dict[int, int] = {}
         self._spare: str | None = None
@@ -78,6 +104,14 @@ class Store:
         """The directory of a step; `suffix` is "", ".partial", ".retired" or ".corrupt"."""
         return f"{self._root}/step-{step:012d}{suffix}"
 
+    def partial(self, step: int, attempt: str | None = None) -> str:
+        """The directory of a step in the making."""
+        if attempt is None:
+            return self.path(step, ".partial")
+        if re.fullmatch(_ATTEMPT, attempt) is None:
+            raise InvariantError("no name for an attempt to save", facts={"got": repr(attempt)})
+        return self.path(step, f".{attempt}.partial")
+
     def steps(self) -> list[int]:
         """The committed steps, oldest first."""
         matches = (_COMMITTED.fullmatch(name) for name, is_dir in self._entries() if is_dir)
@@ -87,22 +121,22 @@ class Store:
         """The newest committed step, or None."""
         return max(self.steps(), default=None)
 
-    def manifest(self, step: int) -> Manifest:
-        """Read and validate the manifest of a committed step."""
-        path = f"{self.path(step)}/{MANIFEST_NAME}"
-        if not self._fs.is_dir(self.path(step)):
+    def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
+        """A committed step, as `rank` of `world_size` ranks sees it (None: one rank)."""
+        directory = self.path(step)
+        if not self._fs.is_dir(directory):
             raise self._no_such_step(step)
-        if self._fs.stat_bytes(path) is None:
-            raise MissingFileError("a step has no manifest", facts={"step": step, "file": path})
-        manifest = Manifest.decode(self._fs.read_file(path, MANIFEST_BYTES_MAX), path)
-        if isinstance(manifest, Commit):
-            raise UsageError("a step of several ranks", facts={"step": step, "file": path})
-        if manifest.step != step:
-            raise ManifestError(
-                "a manifest belongs to another step",
-                facts={"file": path, "expected": f"step {step}", "got": f"step {manifest.step}"},
-            )
-        return manifest
+        return open_step(self._fs.read_file, directory, step, rank or 0, world_size)
+
+    def confirm(self, step: int, attempt: str) -> bool:
+        """Whether `attempt` at a step is committed; if so, D7 is made sure of."""
+        try:
+            is_ours = self.open(step).attempt == attempt
+        except (StepNotFoundError, CorruptionError):
+            return False
+        if is_ours:
+            self._fs.sync_dir(self._root)
+        return is_ours
 
     @contextlib.contextmanager
     def protect(self, step: int) -> Iterator[None]:
@@ -144,13 +178,18 @@ class Store:
 
     def recover(self) -> None:
         """Clear away what a crash left behind. Call once, holding the run's lock."""
+        self._lead("clear a run")
         with self._guard:
-            directories = [name for name, is_dir in self._entries() if is_dir]
-            if SPARE_NAME in directories:
+            if self._fs.is_dir(f"{self._root}/{SPARE_NAME}"):
                 self._delete(f"{self._root}/{SPARE_NAME}")
-            for name in directories:
-                if _LEFTOVER.fullmatch(name):
-                    self._discard(f"{self._root}/{name}")
+            for name in self._leftovers():
+                # Where ranks on other hosts may be outliving their job, nothing they might still
+                # be writing to is used again.
+                attempted = _ATTEMPTED.fullmatch(name)
+                (self._delete if attempted else self._discard)(f"{self._root}/{name}")
+
+    def _leftovers(self) -> list[str]:
+        return [name for name, is_dir in self._entries() if is_dir and _LEFTOVER.fullmatch(name)]
 
     # -- the commit protocol ---------------------------------------------------------------
 
@@ -165,23 +204,38 @@ class Store:
                 "newer steps; or save into another run directory",
             )
 
-    def begin(self, step: int) -> None:
-        """D1, before the first byte: an empty step-n.partial."""
+    def begin(self, step: int, attempt: str | None = None) -> None:
+        """D1, before the first byte: an empty directory for the step. Every rank calls this."""
+        partial = self.partial(step, attempt)
         with self._guard:
-            partial = self.path(step, ".partial")
-            if self._fs.is_dir(partial):
-                self._discard(partial)
-            self._fs.mkdir(partial)
+            if attempt is None:
+                if self._fs.is_dir(partial):
+                    self._discard(partial)
+                self._fs.mkdir(partial)
+                return
+            if self._rank == 0:
+                self._clear_attempts(attempt)
+            with _unless(errno.EEXIST):  # another rank made it
+                self._fs.mkdir(partial)
 
-    def data_file(self, step: int, name: str, file_bytes: int) -> tuple[File, bool]:
+    def data_file(
+        self, step: int, name: str, file_bytes: int, attempt: str | None = None
+    ) -> tuple[File, bool]:
         """D1: open a data file of a partial step; the second value says if it was reused."""
-        path = f"{self.path(step, '.partial')}/{name}"
+        path = f"{self.partial(step, attempt)}/{name}"
         reused = self._take_spare(name, path)
         return self._fs.open_write(path, file_bytes, reuse=reused), reused
 
-    def commit(self, manifest: Manifest) -> None:
-        """D3 to D7: publish a step whose data files are durable (D2)."""
-        partial = self.path(manifest.step, ".partial")
+    def seal(self, step: int, attempt: str, name: str, record: bytes) -> None:
+        """D3 of one rank, on its own host: its record, and the names of all its files."""
+        partial = self.partial(step, attempt)
+        self._fs.write_file(f"{partial}/{name}", record)
+        self._fs.sync_dir(partial)
+
+    def commit(self, manifest: CommitRecord, attempt: str | None = None) -> None:
+        """D3 to D7: publish a step whose data files, and ranks' records, are durable."""
+        self._lead("commit")
+        partial = self.partial(manifest.step, attempt)
         final = self.path(manifest.step)
         self._fs.sync_dir(partial)  # D3
         self._fs.write_file(f"{partial}/{MANIFEST_NAME}", manifest.encode())  # D5
@@ -196,17 +250,35 @@ class Store:
             if replaced:
                 self._discard(partial)
 
-    def abandon(self, step: int) -> None:
-        """Give a partial step up; whatever cannot be removed now is cleared at the next open."""
+    def abandon(self, step: int, attempt: str | None = None) -> None:
+        """Give a partial step up; what cannot be removed now is cleared by a later begin or open.
+
+        Nothing happens on other ranks than 0: it removes what all of them wrote.
+        """
         with self._guard, contextlib.suppress(StorageError):
-            partial = self.path(step, ".partial")
-            if self._fs.is_dir(partial):
+            partial = self.partial(step, attempt)
+            if self._rank == 0 and self._fs.is_dir(partial):
                 self._delete(partial)
+
+    def _clear_attempts(self, under_way: str) -> None:
+        """Delete attempts that have ended: those of other jobs, and older ones of this job."""
+        token, _, number = under_way.partition("-")
+        for name in self._leftovers():
+            match = _ATTEMPTED.fullmatch(name)
+            # Other ranks may be ahead, where one of them has ended an attempt by failing.
+            if match and not (match["token"] == token and int(match["number"]) >= int(number)):
+                with contextlib.suppress(StorageError):  # a rank still writes there: next time
+                    self._delete(f"{self._root}/{name}")
+
+    def _lead(self, action: str) -> None:
+        if self._rank:
+            raise InvariantError(f"only rank 0 may {action}", facts={"rank": self._rank})
 
     # -- retention -------------------------------------------------------------------------
 
     def retain(self) -> None:
         """Retire every step beyond the newest `keep`, except those being read."""
+        self._lead("retire steps")
         if self._keep is None:
             return
         with self._guard:
@@ -219,6 +291,7 @@ class Store:
 
     def rewind(self, step: int) -> list[int]:
         """Retire every committed step newer than `step`; returns them."""
+        self._lead("rewind")
         with self._guard:
             given_up = [newer for newer in self.steps() if newer > step]
             for newer in given_up:
@@ -227,6 +300,7 @@ class Store:
 
     def quarantine(self, step: int) -> str:
         """Take a corrupt step out of sight without deleting it; returns its new path."""
+        self._lead("set a step aside")
         with self._guard:
             if self._fs.is_dir(self.path(step, ".corrupt")):
                 self._delete(self.path(step, ".corrupt"))
@@ -251,6 +325,8 @@ class Store:
 
     def _discard(self, directory: str) -> None:
         """Hold an invisible directory back for reuse, or delete it."""
+        if self._shared:
+            self.drop_spare()  # what no rank has taken until now
         if not self._reuse or self._spare is not None:
             self._delete(directory)
             return
@@ -260,21 +336,37 @@ class Store:
     def _take_spare(self, name: str, path: str) -> bool:
         """Move the spare file `name` to `path` if there is one that nobody else can see."""
         with self._guard:
+            if self._shared:
+                return self._reuse and self._take(f"{self._root}/{SPARE_NAME}/{name}", path)
             if self._spare is None:
                 return False
-            spare_file = f"{self._spare}/{name}"
-            reusable = self._fs.stat_bytes(spare_file) is not None and self._fs.can_reuse(
-                spare_file
-            )
-            if reusable:
-                self._fs.rename(spare_file, path)
+            taken = self._take(f"{self._spare}/{name}", path)
             self.drop_spare()
-            return reusable
+            return taken
+
+    def _take(self, spare_file: str, path: str) -> bool:
+        if self._fs.stat_bytes(spare_file) is None or not self._fs.can_reuse(spare_file):
+            return False
+        with _unless(errno.ENOENT):  # rank 0 deleted it meanwhile
+            self._fs.rename(spare_file, path)
+            return True
+        return False
 
     def _delete(self, directory: str) -> None:
         for name, is_dir in self._fs.listdir(directory):
             if is_dir:
                 self._delete(f"{directory}/{name}")
             else:
-                self._fs.unlink(f"{directory}/{name}")
+                with _unless(errno.ENOENT):  # another rank took it meanwhile
+                    self._fs.unlink(f"{directory}/{name}")
         self._fs.rmdir(directory)
+
+
+@contextlib.contextmanager
+def _unless(expected: int) -> Iterator[None]:
+    """Pass over a storage error with this errno."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno != expected:
+            raise

@@ -111,7 +111,7 @@ class _Merger:
         tag = _sequence_tag([node for _, node in trees])
         if tag is None:
             return self._leaf(trees)
-        lists = [(ranks, node[tag] if tag else node) for ranks, node in trees]
+        lists = [(ranks, _items_of(node, tag)) for ranks, node in trees]
         inner = _GROUP if place == _GROUPS else ""
         items = [
             self.node([(ranks, items[i]) for ranks, items in lists], inner)

@@ -39,9 +39,7 @@ def in_file_order(plan: RankPlan, captured: Sequence[CapturedTensor]) -> list[Ca
 
 def _rows(captured: CapturedTensor, begin: int, end: int) -> CapturedTensor:
     tensor = captured.tensor[begin:end]
-    return replace(
-        captured, tensor=tensor, address=tensor.data_ptr(), strided=strides_of(tensor)
-    )
+    return replace(captured, tensor=tensor, address=tensor.data_ptr(), strided=strides_of(tensor))
 
 
 def start_write(engine: Engine, plan: SavePlan, ordered: Sequence[CapturedTensor]) -> WriteJob:

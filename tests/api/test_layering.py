@@ -30,14 +30,13 @@ LAYERS: list[list[set[str]]] = [
     [{"record"}],
     [{"saved"}],
     [{"state"}, {"store", "lock"}],
-    [{"checkpointer", "restoring", "save", "gate", "pipeline", "publish", "reads", "writes"}],
+    [{"checkpointer", "joining", "restoring", "save", "gate", "pipeline", "reads", "team", "writes"}],
     [{"testing"}, {"integrations"}, {"dcp"}],
     [{"cli", "__main__"}],
 ]
 CORE_USERS = {"store", "checkpointer", "save", "testing", "restoring", "dcp"}
 TORCH_USERS = {"state", "integrations", "testing", "dcp"}
 # Modules that may not even name torch in annotations: they make sense without it.
-<<<<<<< HEAD
 PURE = {"errors", "units", "layout", "options", "strictjson", "values", "header", "plan"} | {
     "claims",
     "entries",

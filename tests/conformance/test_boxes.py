@@ -79,8 +79,8 @@ def random_chunk(rng: random.Random) -> Array:
 
 def random_box(rng: random.Random, shape: tuple[int, ...]) -> tuple[slice, ...]:
     def cut(extent: int) -> slice:
-        low, high = sorted(rng.choice([0, extent, rng.randint(0, extent)]) for _ in range(2))
-        return slice(low, high)
+        low = rng.choice([0, rng.randrange(extent)])
+        return slice(low, rng.choice([extent, rng.randint(low, extent)]))
 
     return tuple(cut(extent) for extent in shape)
 
@@ -97,9 +97,9 @@ def random_target(rng: random.Random, shape: tuple[int, ...], dtype: Any) -> Arr
 
 def random_range(rng: random.Random, begin: int, size: int) -> tuple[int, int]:
     """Ends of pieces of the segment [begin, begin + size)."""
-    grid = range((begin // BLOCK + 1) * BLOCK, begin + size, BLOCK)
-    low, high = sorted(rng.choice([begin, begin + size, *grid]) for _ in range(2))
-    return low, high
+    grid = [begin, *range((begin // BLOCK + 1) * BLOCK, begin + size, BLOCK), begin + size]
+    low = rng.randrange(len(grid) // 2)
+    return grid[low], rng.choice(grid[low + 1 :])
 
 
 @pytest.mark.parametrize("seed", range(60))

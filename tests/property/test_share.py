@@ -11,10 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from statehold import share as module
+from statehold.entries import record_file
 from statehold.header import bytes_of
 from statehold.layout import Box, Layout
+from statehold.plan import BLOCK_BYTES, plan_save
+from statehold.record import Record
 from statehold.share import Share, share
 from support.meshes import layouts, local_specs, meshes
+from support.steps import sums_for
 
 Tensors = Mapping[str, tuple[str, Sequence[int], Layout]]
 
@@ -133,3 +137,24 @@ def test_no_replica_writes_more_than_the_mean_and_one_item(state: tuple[Tensors,
             for replica in range(parts):
                 loads[held[name].writer * parts + replica] += piece
         assert max(loads) <= sum(loads) / len(loads) + largest
+
+
+@given(states())
+def test_a_record_accepts_what_a_rank_writes(state: tuple[Tensors, int]) -> None:
+    """The reader of records works out on its own which boxes a rank must have written."""
+    tensors, world = state
+    for rank, own in enumerate(shares(tensors, world)):
+        plan = plan_save([part.spec for part in own.parts], step=7, world_size=world, rank=rank)
+        file, entries = record_file(plan, sums_for(plan))
+        record = Record(
+            step=7,
+            world_size=world,
+            rank=rank,
+            attempt="01234567-0",
+            block_bytes=BLOCK_BYTES,
+            files=(file,),
+            held=own.held,
+            chunks={name: entry.chunks for name, entry in entries.items()},
+            state={held.name: {"$tensor": held.name} for held in own.held},
+        )
+        assert set(Record.decode(record.encode(), "record").held) == set(own.held)

@@ -252,7 +252,7 @@ def test_buffers_go_back_after_their_copies(
     source = torch.arange(12, dtype=torch.uint8)
     captured = statehold.state.capture.capture({"t": statehold.Gated(source)})
     job = OneBuffer(streams, fails_at)
-    copies = Devices(0, 0).copies(job, captured, (0,))
+    copies = Devices(0, 0).copies(job, captured, captured.tensors)
     assert copies is not None
     if fails_at is None:
         copies.run()
@@ -268,7 +268,7 @@ def test_a_failing_copy_gives_its_buffer_back(
 ) -> None:
     captured = statehold.state.capture.capture({"t": torch.arange(12, dtype=torch.uint8)})
     job = OneBuffer(streams)
-    copies = Devices(0, 0).copies(job, captured, (0,))
+    copies = Devices(0, 0).copies(job, captured, captured.tensors)
     assert copies is not None
 
     def fails(*_: object) -> None:

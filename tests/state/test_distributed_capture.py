@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from support.worlds import OK, checks_of, run_world
+from support.jobs import OK, checks_of, run_job
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    return run_world("support.capture_checks", 4)
+    return run_job("support.capture_checks", 4)
 
 
 @pytest.mark.parametrize("check", checks_of("support.capture_checks"))

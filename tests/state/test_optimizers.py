@@ -246,21 +246,43 @@ def test_tensor_lr_keeps_its_storage() -> None:
     assert lr.item() == 0.5
 
 
-def test_the_order_of_parameters_is_checked_by_name() -> None:
+def test_neither_the_order_nor_the_groups_of_parameters_matter() -> None:
     saved, live = Run(OPTIMIZERS["sgd"]), Run(OPTIMIZERS["sgd"])
-    parameters = live.optimizer.param_groups[0]["params"]
-    parameters[0], parameters[1] = parameters[1], parameters[0]
-    with pytest.raises(StateMismatchError) as caught:
-        MemoryStep(saved.state).restore(live.state)
-    where = "optimizer.param_groups.0.params.0"
-    assert caught.value.facts[where] == "expected model.0.bias, got model.0.weight in the step"
+    saved.step()
+    group = live.optimizer.param_groups[0]
+    group["params"].reverse()
+    live.optimizer.add_param_group({"params": [group["params"].pop()], "lr": 9.0})
+    MemoryStep(saved.state).restore(live.state)
+    assert [each["lr"] for each in live.optimizer.param_groups] == [group["lr"]] * 2
+    for (name, ours), theirs in zip(
+        live.model.named_parameters(), saved.model.parameters(), strict=True
+    ):
+        state = live.optimizer.state[ours], saved.optimizer.state[theirs]
+        assert content(state[0]) == content(state[1]), name
 
 
-def test_another_number_of_groups_is_a_mismatch() -> None:
+def test_a_group_out_of_several_has_to_agree_on_options() -> None:
     saved, live = Run(OPTIMIZERS["adamw groups"]), Run(OPTIMIZERS["adamw"])
     with pytest.raises(StateMismatchError) as caught:
         MemoryStep(saved.state).prepare(live.state)
-    assert "optimizer.param_groups" in caught.value.facts
+    assert "weight_decay" in caught.value.facts["optimizer.param_groups.0"]
+    for group in saved.optimizer.param_groups:
+        group |= {"weight_decay": 0.25, "lr": 0.5}
+    MemoryStep(saved.state).restore(live.state)
+    assert live.optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+def test_parameters_that_the_step_does_not_have_are_named() -> None:
+    saved, live = Run(OPTIMIZERS["sgd"]), Run(OPTIMIZERS["sgd"])
+    saved.optimizer.param_groups[0]["params"].pop(0)
+    with pytest.raises(StateMismatchError) as caught:
+        MemoryStep(saved.state).prepare(live.state)
+    assert list(caught.value.facts) == ["optimizer.state.model.0.weight"]
+    saved, live = Run(OPTIMIZERS["sgd"]), Run(OPTIMIZERS["sgd"])
+    live.optimizer.param_groups[0]["params"].pop(0)
+    with pytest.raises(StateMismatchError, match="expected nothing") as caught:
+        MemoryStep(saved.state).prepare(live.state)
+    assert list(caught.value.facts) == ["optimizer.state.model.0.weight"]
 
 
 def test_parameters_that_no_module_names() -> None:

@@ -27,11 +27,11 @@ from torch.distributed.tensor.parallel import (
 from statehold.errors import UnsupportedValueError
 from statehold.layout import Box, Layout, Mesh
 from statehold.state.capture import CapturedTensor, capture
-from support.worlds import World
+from support.jobs import Job
 
 
 class Mlp(nn.Module):
-    """Two layers of odd sizes: seven rows over four ranks are 2, 2, 2 and 1; three leave one out."""
+    """Two layers of odd sizes: 7 rows over 4 ranks are 2, 2, 2 and 1, and 3 leave one out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def live_tensors(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def assert_boxes(world: World, captured: Mapping[str, CapturedTensor], live: Any) -> None:
+def assert_boxes(job: Job, captured: Mapping[str, CapturedTensor], live: Any) -> None:
     """Every box holds its piece of the whole, and together they tile it."""
     assert captured.keys() == live.keys()
     for name, each in captured.items():
@@ -83,7 +83,7 @@ def assert_boxes(world: World, captured: Mapping[str, CapturedTensor], live: Any
         layout, shape = spec.layout, tuple(whole.shape)
         assert layout is not None, name
         assert spec.global_shape == shape, name
-        box = layout.box(shape, world.rank)
+        box = layout.box(shape, job.rank)
         assert (spec.offsets, spec.shape) == (box.offsets, box.shape), name
         assert spec.nbytes == each.tensor.numel() * each.tensor.element_size()
         assert torch.equal(each.tensor, piece(whole, box)), name
@@ -96,7 +96,7 @@ def piece(whole: torch.Tensor, box: Box) -> torch.Tensor:
     return whole.detach()
 
 
-def check_fsdp2(world: World) -> None:
+def check_fsdp2(job: Job) -> None:
     mesh = init_device_mesh("cpu", (4,))
     model = Mlp()
     fully_shard(model.up, mesh=mesh)
@@ -104,55 +104,55 @@ def check_fsdp2(world: World) -> None:
     for make in (torch.optim.AdamW, lambda p: torch.optim.SGD(p, momentum=0.9)):
         optimizer = trained(model, make(model.parameters()))
         captured = found({"m": model, "o": optimizer})
-        assert_boxes(world, captured, live_tensors(model, optimizer))
+        assert_boxes(job, captured, live_tensors(model, optimizer))
         assert not any(each.spec.eager for each in captured.values())
-    assert captured["m.down.weight"].spec.shape == ((0, 7) if world.rank == 3 else (1, 7))
+    assert captured["m.down.weight"].spec.shape == ((0, 7) if job.rank == 3 else (1, 7))
 
 
-def check_tensor_parallel(world: World) -> None:
+def check_tensor_parallel(job: Job) -> None:
     mesh = init_device_mesh("cpu", (4,))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     model = parallelize_module(Mlp(), mesh, plan)
     optimizer = trained(model)
     captured = found({"m": model, "o": optimizer})
-    assert_boxes(world, captured, live_tensors(model, optimizer))
+    assert_boxes(job, captured, live_tensors(model, optimizer))
     assert captured["m.down.weight"].spec.layout == Layout(Mesh((4,), (0, 1, 2, 3)), ((0, 1),))
     assert captured["m.down.bias"].spec.layout.replica_count == 4
 
 
-def check_fsdp2_over_tensor_parallel(world: World) -> None:
+def check_fsdp2_over_tensor_parallel(job: Job) -> None:
     model = two_dimensional()
     optimizer = trained(model)
     captured = found({"m": model, "o": optimizer})
-    assert_boxes(world, captured, live_tensors(model, optimizer))
+    assert_boxes(job, captured, live_tensors(model, optimizer))
     # Tensor parallel (axis 1) cuts first, although FSDP is the first axis of the mesh.
     assert captured["m.up.weight"].spec.layout.splits == ((1, 0), (0, 0))
 
 
-def check_hybrid_sharding(world: World) -> None:
+def check_hybrid_sharding(job: Job) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(Mlp(), mesh=mesh)
     optimizer = trained(model)
     captured = found({"m": model, "o": optimizer})
-    assert_boxes(world, captured, live_tensors(model, optimizer))
-    assert captured["m.up.weight"].spec.layout.replicas(world.rank) == (
-        (0, 2) if world.rank % 2 == 0 else (1, 3)
+    assert_boxes(job, captured, live_tensors(model, optimizer))
+    assert captured["m.up.weight"].spec.layout.replicas(job.rank) == (
+        (0, 2) if job.rank % 2 == 0 else (1, 3)
     )
 
 
-def check_three_dimensional_mesh(world: World) -> None:
+def check_three_dimensional_mesh(job: Job) -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2))
     whole = torch.arange(70.0).view(7, 10)
     tensor = distribute_tensor(whole, mesh, [Shard(1), Replicate(), Shard(0)])
     captured = found({"t": tensor})["t"]
     assert captured.spec.layout.splits == ((2, 0), (0, 1))
-    box = captured.spec.layout.box((7, 10), world.rank)
+    box = captured.spec.layout.box((7, 10), job.rank)
     assert torch.equal(captured.tensor, piece(whole, box))
     twice = distribute_tensor(whole, mesh, [Shard(0), Replicate(), Shard(0)])
-    assert_boxes(world, found({"t": twice}), {"t": twice})
+    assert_boxes(job, found({"t": twice}), {"t": twice})
 
 
-def check_data_parallel(world: World) -> None:
+def check_data_parallel(job: Job) -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = trained(wrapped)
@@ -160,7 +160,7 @@ def check_data_parallel(world: World) -> None:
     live = live_tensors(model, optimizer)
     live |= {f"m.{name}": value for name, value in model.named_buffers()}
     own = captured.pop("own")
-    assert_boxes(world, captured, live)
+    assert_boxes(job, captured, live)
     assert own.spec.layout is None
     assert captured["m.0.weight"].spec.layout == Layout(Mesh((4,), (0, 1, 2, 3)))
     assert captured["m.1.running_mean"].spec.eager
@@ -169,7 +169,7 @@ def check_data_parallel(world: World) -> None:
     assert found({"m": quiet})["m.1.running_mean"].spec.layout is None
 
 
-def check_names_do_not_depend_on_wrappers(world: World) -> None:
+def check_names_do_not_depend_on_wrappers(job: Job) -> None:
     expected = {f"m.{name}" for name, _ in Mlp().named_parameters()}
     model = Mlp()
     model.up, model.down = checkpoint_wrapper(model.up), torch.compile(model.down)
@@ -183,7 +183,7 @@ def check_names_do_not_depend_on_wrappers(world: World) -> None:
     assert all(each.spec.layout for each in state.values())
 
 
-def check_sharded_between_forward_and_backward(world: World) -> None:
+def check_sharded_between_forward_and_backward(job: Job) -> None:
     model = Mlp()
     for part in (model.up, model):
         fully_shard(part, mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=False)
@@ -192,22 +192,22 @@ def check_sharded_between_forward_and_backward(world: World) -> None:
     model(torch.ones(4, 5))
     assert not isinstance(model.up.weight, DTensor), "the parameters are gathered"
     captured = found({"m": model, "o": optimizer})
-    assert_boxes(world, captured, before)
+    assert_boxes(job, captured, before)
 
 
-def check_ties_are_the_same_on_all_ranks(world: World) -> None:
+def check_ties_are_the_same_on_all_ranks(job: Job) -> None:
     model = nn.Module()
     model.one, model.other = nn.Linear(2, 2), nn.Linear(2, 2)
     model.other.weight = model.one.weight
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
     result = capture({"m": model, "again": model.one.weight})
-    trees = world.gather(result.tree)
+    trees = job.gather(result.tree)
     assert trees == [trees[0]] * 4
     assert result.tree["m"]["other.weight"] == {"$tensor": "m.one.weight"}
     assert len(result.tensors) == 3
 
 
-def check_changed_boxes_are_torn(world: World) -> None:
+def check_changed_boxes_are_torn(job: Job) -> None:
     model = two_dimensional()
     optimizer = trained(model)
     weight = model.up.weight
@@ -235,14 +235,14 @@ def check_changed_boxes_are_torn(world: World) -> None:
     assert str(result.moved(eager=False)).endswith(".step"), "a foreach update shows there only"
 
 
-def check_plain_optimizer_state_beside_shards(world: World) -> None:
+def check_plain_optimizer_state_beside_shards(job: Job) -> None:
     model = fully_shard(Mlp(), mesh=init_device_mesh("cpu", (4,)))
     optimizer = torch.optim.SGD(model.parameters())
     local = model.up.weight.to_local().detach().clone()
     optimizer.state[model.up.weight] = {
         "step": torch.tensor(3.0),
         "moment": local,
-        "absmax": torch.full((3,), float(world.rank)),
+        "absmax": torch.full((3,), float(job.rank)),
     }
     captured = found({"m": model, "o": optimizer})
     specs = {key: captured[f"o.state.m.up.weight.{key}"].spec for key in ("step", "moment")}
@@ -252,20 +252,20 @@ def check_plain_optimizer_state_beside_shards(world: World) -> None:
     assert captured["o.state.m.up.weight.absmax"].spec.layout is None
 
 
-def check_different_parameters_on_every_rank(world: World) -> None:
-    stage = nn.Linear(2, world.rank + 1)
-    captured = found({"m": nn.ModuleDict({f"stage{world.rank}": stage})})
-    assert captured.keys() == {f"m.stage{world.rank}.weight", f"m.stage{world.rank}.bias"}
+def check_different_parameters_on_every_rank(job: Job) -> None:
+    stage = nn.Linear(2, job.rank + 1)
+    captured = found({"m": nn.ModuleDict({f"stage{job.rank}": stage})})
+    assert captured.keys() == {f"m.stage{job.rank}.weight", f"m.stage{job.rank}.bias"}
     assert all(each.spec.layout is None for each in captured.values())
 
 
-def check_refusals(world: World) -> None:
+def check_refusals(job: Job) -> None:
     mesh = init_device_mesh("cpu", (4,))
     with pytest.raises(UnsupportedValueError, match=r"x\.partial") as refused:
         capture({"x": {"partial": DTensor.from_local(torch.ones(2), mesh, [Partial()])}})
     assert "Partial" in str(refused.value)
     assert "redistribute" in str(refused.value)
-    odd = torch.ones(7 if world.rank == 3 else 1)
+    odd = torch.ones(7 if job.rank == 3 else 1)
     odd = DTensor.from_local(odd, mesh, [Shard(0)], shape=torch.Size([10]), stride=(1,))
     with pytest.raises(UnsupportedValueError, match="local tensor has the shape"):
         capture({"odd": odd})

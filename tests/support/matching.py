@@ -10,6 +10,7 @@ import torch
 
 from statehold.manifest import Manifest, record_file
 from statehold.plan import plan_save
+from statehold.saved import open_step
 from statehold.state.capture import Capture, capture
 from statehold.state.restore import Restoration, prepare
 from support.steps import sums_for
@@ -39,7 +40,9 @@ class MemoryStep:
         plan = plan_save([tensor.spec for tensor in found.tensors], step=1)
         file, tensors = record_file(plan, self._sums(plan))
         written = Manifest(1, 1, CREATED, "test", 1 << 20, (file,), tensors, found.tree)
-        self.manifest = Manifest.decode(written.encode(), "memory")
+        raw = written.encode()
+        self.manifest = Manifest.decode(raw, "memory")
+        self.saved = open_step(lambda *_: raw, "memory", 1, 0, 1)
 
     def _sums(self, plan: Any) -> bytes:
         """Sums that are equal for equal bytes: all a comparison of tied tensors looks at."""
@@ -49,11 +52,11 @@ class MemoryStep:
         hashes = [0, *(hash(_bytes(self.copies[spec.name])) for spec in nonempty)]
         return b"".join((value & 2**64 - 1).to_bytes(8, "little") for value in hashes)
 
-    def prepare(self, state: Mapping[str, Any]) -> Restoration:
-        return prepare(state, self.manifest)
+    def prepare(self, state: Mapping[str, Any], **options: Any) -> Restoration:
+        return prepare(state, self.saved, **options)
 
-    def restore(self, state: Mapping[str, Any]) -> Restoration:
-        restoration = self.prepare(state)
+    def restore(self, state: Mapping[str, Any], **options: Any) -> Restoration:
+        restoration = self.prepare(state, **options)
         with torch.no_grad():
             for target in restoration.destinations:
                 target.tensor.copy_(self.copies[target.name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from statehold.entries import record_file
 from statehold.errors import StorageError
-from statehold.layout import Box, ExplicitLayout, Layout
+from statehold.layout import Box, ExplicitLayout, Layout, Mesh
 from statehold.manifest import Commit, RecordEntry, Shared, groups_of, record_name
 from statehold.plan import TensorSpec, plan_save
 from statehold.record import Record
@@ -160,6 +161,25 @@ def rewritten(raw: bytes, change: Any, what: str) -> bytes:
     document = json.loads(raw)
     del document[f"{what}_sha256"]
     change(document)
-    body = json.dumps(document, ensure_ascii=False, separators=(",", ":"))[:-1].encode()
+    body = json.dumps(document, separators=(",", ":"))[:-1].encode()
     digest = hashlib.sha256(body).hexdigest().encode()
     return body + b',"%s_sha256":"%s"}\n' % (what.encode(), digest)
+
+
+def example() -> World:
+    """Four ranks with a tensor of each kind: sharded, replicated, cut freely, a rank's own."""
+    grid, row = Mesh((2, 2), (0, 1, 2, 3)), Mesh((4,), (3, 1, 0, 2))
+    boxes = [(Box((0,), (3,)), 1), (Box((3,), (4,)), 0), (Box((7,), (1,)), 0)]
+    held = [
+        Held("sharded", "I64", (6, 4), Layout(grid, ((0, 0), (1, 1)))),
+        Held("uneven", "I16", (5,), Layout(row, ((0, 0),))),
+        Held("replicated", "F64", (3,), Layout(grid), 2),
+        Held("free", "U8", (8,), ExplicitLayout(tuple(boxes))),
+        Held("own", "I64", (2,), None),
+    ]
+    arrays = {
+        each.name: np.arange(math.prod(each.shape)).astype(DTYPES[each.dtype]).reshape(each.shape)
+        for each in held
+    }
+    own = [{"own": np.array([rank, 5])} for rank in range(4)]
+    return World([held] * 4, arrays, own, [{"epoch": 3, "seed": rank} for rank in range(4)])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import statehold
-from statehold.state import capture, device, restore
+from statehold.state import capture, destinations, device
 from support.faults import DEADLINE_S, must
 
 
@@ -72,7 +72,7 @@ def install(patch: pytest.MonkeyPatch) -> LateStreams:
         return tensor.dim() > 0
 
     patch.setattr(capture, "is_external", is_external)
-    patch.setattr(restore, "is_external", is_external)
+    patch.setattr(destinations, "is_external", is_external)
     patch.setattr(device, "backend_for", lambda _: streams)
     return streams
 

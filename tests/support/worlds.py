@@ -1,89 +1,165 @@
-"""Small jobs of several processes on this machine, for tests of what is distributed.
-
-Starting a job costs seconds, so one job runs many checks: functions of a module that are called
-`check_...` and take a World. Every rank runs all of them in the same order; a check that fails on
-one rank ends the job, because the others may wait for it in a collective.
-"""
+"""Steps of several ranks, in memory: records, manifest and data, from arrays and layouts."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import tempfile
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
+import errno
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import distributed, multiprocessing
+import numpy as np
 
-TIMEOUT = timedelta(seconds=60)
-OK = "ok"
+from statehold.entries import record_file
+from statehold.errors import StorageError
+from statehold.layout import Box, ExplicitLayout, Layout
+from statehold.manifest import Commit, RecordEntry, Shared, groups_of, record_name
+from statehold.plan import TensorSpec, plan_save
+from statehold.record import Record
+from statehold.saved import SavedStep, open_step
+from statehold.share import Held
+from support.steps import sums_for
+
+DTYPES = {"F64": np.float64, "I64": np.int64, "U8": np.uint8, "I16": np.int16}
+DIRECTORY, ATTEMPT = "run/step-000000000007", "5eed-1"
+CREATED = "2026-11-21T07:00:00+00:00"
 
 
-@dataclass(frozen=True)
+def cut(array: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
+    """The part of an array in a box."""
+    ranges = zip(box.offsets, box.ends, strict=True)
+    return array[(..., *(slice(a, b) for a, b in ranges))]
+
+
+def boxes_written(held: Held, rank: int) -> list[Box]:
+    """What `rank` writes of a tensor that it holds."""
+    if isinstance(held.layout, ExplicitLayout):
+        return sorted(held.layout.boxes_of(rank), key=lambda box: (box.offsets, box.shape))
+    if held.layout is None:
+        return [Box.whole(held.shape)]
+    if held.layout.replica_index(rank) != held.writer:
+        return []
+    box = held.layout.box(held.shape, rank)
+    return [box] if box.numel else []
+
+
 class World:
-    """What a check knows of its job."""
+    """A committed step. `held[rank]` is what each rank holds, `arrays` the global tensors, and
+    `own[rank]` the tensors that are a rank's own."""
 
-    rank: int
-    size: int
-    folder: Path
+    def __init__(
+        self,
+        held: Sequence[Sequence[Held]],
+        arrays: Mapping[str, np.ndarray[Any, Any]],
+        own: Sequence[Mapping[str, np.ndarray[Any, Any]]] = (),
+        extra: Sequence[Mapping[str, Any]] = (),
+        shared: Sequence[Shared] = (),
+    ) -> None:
+        self.size = len(held)
+        self.arrays = arrays
+        self.own = own
+        self.files: dict[str, bytes] = {}
+        self.records = [
+            self._record(rank, each, extra[rank] if extra else {}) for rank, each in enumerate(held)
+        ]
+        self.commit = self._commit(shared)
+        self.store(self.commit, self.records)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, by rank."""
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, value)
-        return found
+    def store(self, commit: Commit, records: Iterable[Record]) -> None:
+        """Put manifest and records where `open` reads them."""
+        for record in records:
+            name = record_name(record.rank, record.world_size)
+            self.files[f"{DIRECTORY}/{name}"] = record.encode()
+        self.files[f"{DIRECTORY}/manifest.json"] = commit.encode()
+
+    def open(self, rank: int, world_size: int) -> SavedStep:
+        return open_step(self.read, DIRECTORY, 7, rank, world_size)
+
+    def read(self, path: str, max_bytes: int) -> bytes:
+        if path not in self.files:
+            raise StorageError("cannot read", errno=errno.ENOENT, path=path)
+        raw = self.files[path]
+        if len(raw) > max_bytes:
+            raise StorageError("cannot read", errno=errno.EFBIG, path=path)
+        return raw
+
+    def _record(self, rank: int, held: Sequence[Held], extra: Mapping[str, Any]) -> Record:
+        written = [(each, box) for each in held for box in boxes_written(each, rank)]
+        layers: list[list[tuple[Held, Box]]] = []
+        for each, box in written:  # a file holds a name once
+            at = sum(each.name == other.name for layer in layers for other, _ in layer)
+            if at == len(layers):
+                layers.append([])
+            layers[at].append((each, box))
+        files, chunks = [], {}
+        for index, layer in enumerate(layers):
+            file, found = self._write(rank, index, layer)
+            files.append(file)
+            for name, entry in found.items():
+                chunks[name] = (*chunks.get(name, ()), *entry.chunks)
+        state = {"model": {each.name: {"$tensor": each.name} for each in held}, **extra}
+        return Record(
+            7, self.size, rank, ATTEMPT, 1 << 20, tuple(files), tuple(held), chunks, state
+        )
+
+    def _write(self, rank: int, index: int, layer: Sequence[tuple[Held, Box]]) -> Any:
+        specs, contents = [], []
+        for held, box in layer:
+            whole = self.own[rank][held.name] if held.layout is None else self.arrays[held.name]
+            raw = cut(whole, box).tobytes()
+            spec = TensorSpec(held.name, held.dtype, box.shape, len(raw))
+            specs.append(_placed_spec(spec, held, box))
+            contents.append(raw)
+        plan = plan_save(specs, step=7, world_size=self.size, rank=rank)
+        file, tensors = record_file(plan, sums_for(plan), index=index)
+        if index:
+            name = file.name.replace(".safetensors", f"-{index}.safetensors")
+            file = type(file)(name, file.bytes, file.data_begin, file.header_sums, file.digest)
+        content = b"".join(contents[i] for i in plan.source_index)
+        self.files[f"{DIRECTORY}/{file.name}"] = plan.header + content
+        return file, tensors
+
+    def _commit(self, shared: Sequence[Shared]) -> Commit:
+        raws = [record.encode() for record in self.records]
+        entries = [
+            RecordEntry(record_name(i, self.size), len(raw), hashlib.sha256(raw).hexdigest())
+            for i, raw in enumerate(raws)
+        ]
+        state = groups_of([record.said() for record in self.records])
+        return Commit(7, self.size, CREATED, "test", ATTEMPT, tuple(entries), state, tuple(shared))
+
+    def assemble(self, step: SavedStep, name: str, box: Box) -> np.ndarray[Any, Any]:
+        """A box of a tensor from the chunks that the step names."""
+        result = np.zeros(box.shape, DTYPES[step.tensors[name].dtype])
+        for chunk in step.chunks(name, box):
+            raw = self.files[f"{DIRECTORY}/{chunk.file}"]
+            assert len(raw) == chunk.file_bytes
+            part = np.frombuffer(raw[chunk.begin : chunk.end], result.dtype)
+            part = part.reshape(chunk.box.shape)
+            met = chunk.box.intersection(box)
+            assert met is not None
+            cut(result, met.relative_to(box))[...] = cut(part, met.relative_to(chunk.box))
+        return result
 
 
-def checks_of(module: str) -> dict[str, Callable[[World], None]]:
-    """The checks of a module by name, in the order of the file."""
-    members = vars(importlib.import_module(module))
-    return {name: value for name, value in members.items() if name.startswith("check_")}
-
-
-def run_world(module: str, size: int) -> dict[str, str]:
-    """Run the checks of `module` on `size` ranks; "ok" or what went wrong, by check."""
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_rank, (module, size, folder), nprocs=size)
-        outcomes: dict[str, str] = {}
-        for name in checks_of(module):
-            texts = [_read(Path(folder) / f"{name}.{rank}") for rank in range(size)]
-            wrong = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text != OK]
-            outcomes[name] = "\n".join(wrong) or OK
-        return outcomes
-
-
-def _read(path: Path) -> str:
-    return path.read_text("utf-8") if path.exists() else "did not get that far"
-
-
-def _rank(rank: int, module: str, size: int, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", f"file://{folder}/meeting", TIMEOUT, rank=rank, world_size=size
+def _placed_spec(spec: TensorSpec, held: Held, box: Box) -> TensorSpec:
+    layout = held.layout if isinstance(held.layout, Layout) else None
+    return TensorSpec(
+        spec.name,
+        spec.dtype,
+        spec.shape,
+        spec.nbytes,
+        layout=layout,
+        global_shape=held.shape,
+        offsets=box.offsets,
     )
-    world = World(rank, size, Path(folder))
-    try:
-        for name, check in checks_of(module).items():
-            text = _outcome(check, world)
-            (Path(folder) / f"{name}.{rank}").write_text(text, "utf-8")
-            if text != OK:
-                os._exit(0)  # the others see the connection break, where they wait for this rank
-            distributed.barrier()
-    except RuntimeError:
-        os._exit(0)
-    distributed.destroy_process_group()
 
 
-def _outcome(check: Callable[[World], None], world: World) -> str:
-    try:
-        torch.manual_seed(0)
-        check(world)
-    except BaseException:
-        return traceback.format_exc()
-    return OK
+def rewritten(raw: bytes, change: Any, what: str) -> bytes:
+    """A document with `change` applied to its JSON, sealed anew."""
+    document = json.loads(raw)
+    del document[f"{what}_sha256"]
+    change(document)
+    body = json.dumps(document, ensure_ascii=False, separators=(",", ":"))[:-1].encode()
+    digest = hashlib.sha256(body).hexdigest().encode()
+    return body + b',"%s_sha256":"%s"}\n' % (what.encode(), digest)

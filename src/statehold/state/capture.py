@@ -104,14 +104,17 @@ class Capture:
         return None
 
 
-def capture(state: Mapping[str, Any]) -> Capture:
-    """Capture a state. Raises UnsupportedValueError, with the path, for what no step can hold."""
+def capture(state: Mapping[str, Any], rank: int | None = None) -> Capture:
+    """Capture a state, or `rank`'s part of one that several ranks save (None: it is alone).
+
+    Raises UnsupportedValueError, with the path, for what no step can hold.
+    """
     if not isinstance(state, Mapping):
         raise UsageError(
             "a state is a mapping of names to what is to be saved",
             facts={"expected": "a dict", "got": type(state).__name__},
         )
-    capturer = _Capturer(state)
+    capturer = _Capturer(state, rank)
     tree = values.encode(dict(state), "", capturer.leaf)
     if any(tensor.external for tensor in capturer.tensors):
         capturer.clone_small_host_tensors()
@@ -163,15 +166,17 @@ def _holds_itself(value: Any, path: str) -> UnsupportedValueError:
 class _Capturer:
     """One capture: what was found so far."""
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], rank: int | None) -> None:
         found = list(parts(state))
-        self._rank = placements.job_rank()
+        self._rank = rank
         self.optimizers = [part for _, part in found if isinstance(part, torch.optim.Optimizer)]
         self._names = modules.parameter_names(
             (path, part) for path, part in found if isinstance(part, nn.Module)
         )
         self.tensors: list[CapturedTensor] = []
-        self._replicas: dict[int, Layout] = {}  # by the ids of tensors
+        self._replicas = placements.replicas_in(
+            (part for _, part in found if isinstance(part, nn.Module)), self._rank
+        )
         # With the tensor: memory of a temporary that state_dict() made must not be used again while
         # its address stands for it here. DTensors are known by their ids: all ranks have to find
         # the same ties, also those whose box is empty.
@@ -180,14 +185,6 @@ class _Capturer:
         self._gated_storages: set[int] | None = None
         self._mark: type[Mark[Any]] | None = None
         self._active: set[int] = set()
-        if self._rank is not None:
-            for _, part in found:
-                self._find_replicas(part)
-
-    def _find_replicas(self, part: Any) -> None:
-        found = modules.replicas(part) if isinstance(part, nn.Module) else None
-        if found is not None and (layout := placements.of_group(found[0])) is not None:
-            self._replicas |= dict.fromkeys(map(id, found[1]), layout)
 
     # -- the hook of values.encode ---------------------------------------------------------
 
@@ -307,10 +304,7 @@ class _Capturer:
     # -- tensors ---------------------------------------------------------------------------
 
     def _place(self, tensor: torch.Tensor, path: str) -> Placed:
-        layout = self._replicas.get(id(tensor))
-        if layout is not None and not is_dtensor(tensor):
-            return placements.replicated(tensor.shape, layout)
-        return placements.placed(tensor, path, self._rank)
+        return placements.place_of(tensor, path, self._rank, self._replicas)
 
     def _is_gated(self, tensor: torch.Tensor) -> bool:
         if self._mark is Gated:

@@ -46,6 +46,4 @@ def differing_options(names: Sequence[str], owners: Mapping[str, Group]) -> list
 
 
 def _same(one: Group, other: Group) -> bool:
-    return one is other or all(
-        one.get(key) == other.get(key) for key in {*one, *other} - {PARAMS}
-    )
+    return one is other or all(one.get(key) == other.get(key) for key in {*one, *other} - {PARAMS})

@@ -13,7 +13,7 @@ import math
 import torch
 
 from statehold.layout import Box
-from statehold.state.restore import Destination
+from statehold.state.destinations import Destination
 
 
 def region(tensor: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:

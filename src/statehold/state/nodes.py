@@ -6,7 +6,7 @@ Not here: what the nodes mean (values), what becomes of them (restore).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -49,21 +49,6 @@ def differing(node: Any) -> Differs | None:
         elif type(node) is list:
             left += reversed(node)
     return None
-
-
-def tensor_names(node: Any) -> Iterator[str]:
-    """The tensors that a node refers to."""
-    left = [node]
-    while left:
-        node = left.pop()
-        if type(node) is list:
-            left += node
-        elif type(node) is dict:
-            name = node.get("$tensor", node.get("$ndarray"))
-            if name is None:
-                left += node.values()
-            else:
-                yield name
 
 
 def renamed(saved: Mapping[Any, Any], live: Any, selection: Selection) -> dict[Any, Any]:

@@ -19,16 +19,17 @@ Facts about PyTorch that decide what is here (torch 2.13):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from statehold.errors import UnsupportedValueError
 from statehold.layout import Box, Layout, Mesh
+from statehold.state import modules
 from statehold.state.tensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
@@ -50,17 +51,11 @@ class Placed:
 OWN = Placed()
 
 
-def job_rank() -> int | None:
-    """This process' rank in a job of several; None without other ranks."""
-    if not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return distributed.get_rank() if distributed.get_world_size() > 1 else None
-
-
 def placed(tensor: torch.Tensor, path: str, rank: int | None) -> Placed:
-    """Where a DTensor's local tensor lies; OWN for plain tensors, and in a job of one.
+    """Where a DTensor's local tensor lies; OWN for plain tensors, and for a rank that is alone.
 
-    Raises UnsupportedValueError, with the path, for a DTensor that cannot be written box by box.
+    Raises UnsupportedValueError, with the path, for a DTensor that cannot be written box by box, or
+    of which a rank that is alone (rank None) has a part only.
     """
     if not is_dtensor(tensor):
         return OWN
@@ -72,7 +67,31 @@ def placed(tensor: torch.Tensor, path: str, rank: int | None) -> Placed:
     if found.box is None or found.box.shape != local:
         what = f"its local tensor has the shape {list(local)}, and its place is {found.box}"
         raise _refused(what, path, spec)
-    return OWN if rank is None else found
+    if rank is not None:
+        return found
+    if local != tuple(spec.shape):
+        raise _refused("the other ranks that hold it take no part", path, spec)
+    return OWN
+
+
+def place_of(
+    tensor: torch.Tensor, path: str, rank: int | None, replicas: Mapping[int, Layout]
+) -> Placed:
+    """Where any tensor lies; `replicas` are the layouts of plain ones by their ids."""
+    layout = replicas.get(id(tensor))
+    if layout is not None and not is_dtensor(tensor):
+        return replicated(tensor.shape, layout)
+    return placed(tensor, path, rank)
+
+
+def replicas_in(found_modules: Iterable[nn.Module], rank: int | None) -> dict[int, Layout]:
+    """The layouts of the tensors that DistributedDataParallel replicates, by their ids."""
+    layouts: dict[int, Layout] = {}
+    for module in found_modules if rank is not None else ():
+        found = modules.replicas(module)
+        if found is not None and (layout := of_group(found[0])) is not None:
+            layouts |= dict.fromkeys(map(id, found[1]), layout)
+    return layouts
 
 
 def replicated(shape: Sequence[int], layout: Layout) -> Placed:

@@ -1,15 +1,16 @@
 """Match a step with the live state, say where its bytes go, and apply the plain values afterwards.
 
-Owns: the comparison of names, shapes and dtypes, all of it before anything changes; which tensors
-are filled where they are and which have to be made; the order of the last act: containers and
-optimizers, then load_state_dict() of other objects, then random generators (loading may draw).
+Owns: the comparison of names, all of it before anything changes; what is restored of it; the order
+of the last act: containers and optimizers, then load_state_dict() of other objects, then random
+generators (loading may draw).
 Holds: `prepare` changes nothing that is live. Destinations are live storages wherever there is a
 tensor of the saved shape and dtype; only what is missing (a fresh optimizer's state, new dict
 entries) is allocated. `finish` is called only when every byte has arrived and was verified.
-Not here: reading (engine), choosing the step (checkpointer).
+Not here: memory (destinations), reading (engine), choosing the step (checkpointer).
 
-A live dict takes the content of the saved one; entries that the step lacks are a mismatch. Objects
-with load_state_dict() decide themselves what they accept.
+A live dict takes the content of the saved one; entries that the step lacks are missing. Objects
+with load_state_dict() decide themselves what they accept. Optimizers know their parameters by name.
+In a job of several ranks what this rank has no place for may be another's: the caller judges.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import base64
 import importlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,51 +27,44 @@ from torch import nn
 
 from statehold import values
 from statehold.errors import ManifestError, StateMismatchError, UsageError
-from statehold.manifest import Manifest, TensorEntry
-from statehold.state import dtypes, modules, optimizers
+from statehold.saved import SavedStep
+from statehold.selection import EVERYTHING, RestoreReport, Selection
+from statehold.state import dtypes, groups, modules, nodes, optimizers, placements
 from statehold.state.capture import is_stateful, parts
+from statehold.state.destinations import Destination, Destinations
 from statehold.state.marks import Mark
+from statehold.state.placements import Placed
 from statehold.state.rng import Rng
-from statehold.state.tensors import (
-    Memory,
-    Strided,
-    check_storable,
-    is_external,
-    is_storable,
-    is_view_of_other_values,
-    memory_of,
-    overlaps_itself,
-    strides_of,
-)
+from statehold.state.tensors import check_storable, is_dtensor, local_of, overlaps_itself
 
 PROBLEMS_SHOWN = 20
 HOST = torch.device("cpu")
 ABSENT = object()
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Memory that takes the bytes of the saved tensor `name`."""
-
-    name: str
-    tensor: torch.Tensor
-    strided: Strided | None
-    external: bool
-
-    @property
-    def address(self) -> int:
-        return self.tensor.data_ptr()
-
-
 @dataclass(slots=True)
 class Restoration:
-    """Where the bytes go, and what is left to do once they have arrived."""
+    """Where the bytes go, and what is left to do once they have arrived.
 
+    `used`: the saved tensors that this rank takes. The other lists are of a RestoreReport.
+    """
+
+    step: int = 0
     destinations: list[Destination] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
     live: list[torch.Tensor] = field(default_factory=list)
     containers: list[Callable[[], Any]] = field(default_factory=list)
     objects: list[Callable[[], Any]] = field(default_factory=list)
     generators: list[Callable[[], Any]] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+
+    @property
+    def report(self) -> RestoreReport:
+        names = self.loaded, self.missing, self.unexpected, self.kept
+        return RestoreReport(self.step, *map(tuple, names))
 
     def finish(self) -> None:
         """Apply everything that is not tensor bytes."""
@@ -83,16 +77,27 @@ class Restoration:
         )
 
 
-def prepare(state: Mapping[str, Any], manifest: Manifest) -> Restoration:
-    """Match `state` with a step. Raises StateMismatchError that lists every difference."""
-    matcher = _Matcher(state, manifest)
-    matcher.top(state, manifest.state)
+def prepare(
+    state: Mapping[str, Any],
+    saved: SavedStep,
+    *,
+    selection: Selection = EVERYTHING,
+    rank: int | None = None,
+    alone: bool = True,
+) -> Restoration:
+    """Match `state`, of `rank` of several ranks or of one (None), with a step.
+
+    alone: what this rank has no place for is no other rank's. Raises StateMismatchError that lists
+    every difference.
+    """
+    matcher = _Matcher(state, saved, selection, rank, alone)
+    matcher.top(state, saved.state)
     if matcher.problems:
-        raise _mismatch(matcher.problems)
+        raise mismatch(matcher.problems)
     return matcher.restoration
 
 
-def _mismatch(problems: list[tuple[str, str]]) -> StateMismatchError:
+def mismatch(problems: list[tuple[str, str]]) -> StateMismatchError:
     facts = dict(problems[:PROBLEMS_SHOWN])
     if len(problems) > PROBLEMS_SHOWN:
         facts["..."] = f"{len(problems) - PROBLEMS_SHOWN} more"
@@ -106,22 +111,63 @@ def _mismatch(problems: list[tuple[str, str]]) -> StateMismatchError:
 class _Matcher:
     """One comparison of a live state with a saved tree."""
 
-    def __init__(self, state: Mapping[str, Any], manifest: Manifest) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        saved: SavedStep,
+        selection: Selection,
+        rank: int | None,
+        alone: bool,
+    ) -> None:
+        found = [(path, part) for path, part in parts(state) if isinstance(part, nn.Module)]
         self.problems: list[tuple[str, str]] = []
-        self.restoration = Restoration()
-        self._saved = manifest.tensors
-        self._filled: dict[Memory, str] = {}
-        self._made: dict[tuple[str, torch.device], torch.Tensor] = {}
-        self._names = modules.parameter_names(
-            (path, part) for path, part in parts(state) if isinstance(part, nn.Module)
+        self._saved = saved
+        self._selection = selection
+        self._alone = alone
+        self._memory = Destinations(
+            saved, placements.replicas_in((part for _, part in found), rank), rank
         )
+        self.restoration = Restoration(
+            saved.step, self._memory.found, self._memory.used, containers=self._memory.acts
+        )
+        self._names = modules.parameter_names(found)
+
+    # -- what is said of it ------------------------------------------------------------------
 
     def problem(self, path: str, expected: str, got: str) -> None:
         self.problems.append((path, f"expected {expected}, got {got}"))
 
+    def missing(self, path: str, expected: str, got: str = "nothing in the step") -> None:
+        """The live state has what the step lacks."""
+        self.restoration.missing.append(path)
+        if self._selection.strict:
+            self.problem(path, expected, got)
+
+    def unexpected(self, path: str, got: str) -> None:
+        """The step has what this process has no place for."""
+        if self._selection.takes(path):
+            self.restoration.unexpected.append(path)
+            if self._selection.strict and self._alone:
+                self.problem(path, "nothing", got)
+
+    def _takes(self, path: str) -> bool:
+        """Whether a leaf is restored; what is not is kept."""
+        taken = self._selection.takes(path)
+        (self.restoration.loaded if taken else self.restoration.kept).append(path)
+        return taken
+
+    def _differs(self, node: Any, path: str) -> bool:
+        """Whether ranks saved different values, of which none is meant here: a problem."""
+        found = nodes.differing(node) if self._saved.world_size > 1 else None
+        if found is not None:
+            saved = f"{self._saved.world_size} ranks saved their own ({found})"
+            advice = f'restore on as many ranks, or leave it out with skip=["{path}"]'
+            self.problems.append((path, f"{saved}, none of which is this rank's: {advice}"))
+        return found is not None
+
     def top(self, state: Mapping[str, Any], node: Any) -> None:
         """The state itself: its names are the step's, no more and no fewer."""
-        saved = _members(node)
+        saved = nodes.members(node)
         if saved is None:
             raise ManifestError("the state of the manifest is not an object")
         if not isinstance(state, MutableMapping):
@@ -129,8 +175,10 @@ class _Matcher:
                 "a state that is restored has to take values",
                 facts={"expected": "a dict", "got": type(state).__name__},
             )
+        saved = nodes.renamed(saved, state, self._selection)
         for key in _missing(saved, state):
-            self.problem(str(key), "nothing", "an entry of the step")
+            if self._selection.reaches(str(key)):
+                self.unexpected(str(key), "an entry of the step")
         present = {key: item for key, item in saved.items() if key in state}
         self._mapping(state, present, "")
 
@@ -138,6 +186,9 @@ class _Matcher:
 
     def match(self, live: Any, node: Any, path: str) -> Any:
         """What belongs in the place of `live`: itself where it is restored in place."""
+        if not self._selection.reaches(path):
+            self.restoration.kept.append(path)
+            return live
         if isinstance(live, Mark):
             return self._marked(live, node, path)
         if isinstance(live, torch.Tensor):
@@ -148,11 +199,11 @@ class _Matcher:
             return self._optimizer(live, node, path)
         if is_stateful(live):
             return self._object(live, node, path)
-        if type(live) in (dict, OrderedDict) and (saved := _members(node)) is not None:
+        if type(live) in (dict, OrderedDict) and (saved := nodes.members(node)) is not None:
             return self._mapping(live, saved, path)
         if type(live) is list and type(node) is list:
             return self._list(live, node, path)
-        if type(live) is tuple and (items := _payload(node, "$tuple")) is not None:
+        if type(live) is tuple and (items := nodes.payload(node, "$tuple")) is not None:
             return self._tuple(live, items, path)
         return self._plain(live, node, path)
 
@@ -165,68 +216,90 @@ class _Matcher:
     def _mapping(self, live: MutableMapping[Any, Any], saved: Mapping[Any, Any], path: str) -> Any:
         content = {}
         for key, node in saved.items():
-            where = f"{path}.{key}" if path else str(key)
+            where = _below(path, key)
             if key in live:
                 content[key] = self.match(live[key], node, where)
-            else:
-                content[key] = self.rebuild(ABSENT, node)
+            elif self._selection.takes(where):
+                content[key] = self._new(node, where)
         for key in _missing(live, saved):
-            self.problem(f"{path}.{key}" if path else str(key), "an entry of the step", "nothing")
+            where = _below(path, key)
+            if self._selection.reaches(where):
+                self.missing(where, "an entry of the step", "nothing")
+            else:
+                self.restoration.kept.append(where)
+            content[key] = live[key]
         self.restoration.containers.append(lambda: _replace(live, content))
         return live
 
-    def _list(self, live: list[Any], nodes: list[Any], path: str) -> list[Any]:
-        content = self._items(live, nodes, path)
+    def _list(self, live: list[Any], items: list[Any], path: str) -> list[Any]:
+        content = self._items(live, items, path)
         self.restoration.containers.append(lambda: live.__setitem__(slice(None), content))
         return live
 
-    def _tuple(self, live: tuple[Any, ...], nodes: list[Any], path: str) -> tuple[Any, ...]:
-        content = self._items(live, nodes, path)
+    def _tuple(self, live: tuple[Any, ...], items: list[Any], path: str) -> tuple[Any, ...]:
+        content = self._items(live, items, path)
         unchanged = len(live) == len(content) and all(map(_is, live, content))
         return live if unchanged else tuple(content)
 
-    def _items(self, live: list[Any] | tuple[Any, ...], nodes: list[Any], path: str) -> list[Any]:
-        for index in range(len(nodes), len(live)):
-            if holds_state(live[index]):
-                self.problem(f"{path}.{index}", "an entry of the step", "nothing")
-        return [
+    def _items(self, live: list[Any] | tuple[Any, ...], items: list[Any], path: str) -> list[Any]:
+        content = [
             self.match(live[index], node, f"{path}.{index}")
             if index < len(live)
-            else self.rebuild(ABSENT, node)
-            for index, node in enumerate(nodes)
+            else self._new(node, f"{path}.{index}")
+            for index, node in enumerate(items)
         ]
+        for index in range(len(items), len(live)):
+            if holds_state(live[index]):
+                self.missing(f"{path}.{index}", "an entry of the step", "nothing")
+                content.append(live[index])
+        return content
 
     def _plain(self, live: Any, node: Any, path: str) -> Any:
+        if not self._takes(path) or self._differs(node, path):
+            return live
         if holds_state(live):
             self.problem(path, f"state of a {type(live).__name__}", "a value of another kind")
             return live
-        if _payload(node, "$tensor") is not None and live is not None:
+        if nodes.payload(node, "$tensor") is not None and live is not None:
             self.problem(path, "a plain value", "a tensor")
             return live
         return self.rebuild(live, node)
 
+    def _new(self, node: Any, path: str) -> Any:
+        """The saved value for a place where nothing is."""
+        self.restoration.loaded.append(path)
+        return None if self._differs(node, path) else self.rebuild(ABSENT, node)
+
     def _module(self, live: nn.Module, node: Any, path: str) -> nn.Module:
-        saved = _members(node)
+        saved = nodes.members(node)
         if saved is None:
             self.problem(path, "the state of a module", "a value of another kind")
             return live
         entries, own = modules.entries(live), modules.own_tensors(live)
         for name in _missing(saved, entries):
-            self.problem(f"{path}.{name}", "nothing", self._described(saved[name]))
+            self.unexpected(f"{path}.{name}", self._described(saved[name]))
         handed: dict[str, Any] = {}
         for name, value in entries.items():
             where = f"{path}.{name}"
             if name not in saved:
-                self.problem(where, _describe(value), "nothing in the step")
+                if self._selection.takes(where):
+                    self.missing(where, _describe(value))
+                else:
+                    self.restoration.kept.append(where)
             elif id(value) in own:
                 self._tensor(value, saved[name], where)
-            else:
+            elif self._takes(where) and not self._differs(saved[name], where):
                 handed[name] = self.rebuild(ABSENT, saved[name])
         if handed:
             self.restoration.objects.append(lambda: modules.hand_over(live, handed))
         return live
 
     def _object(self, live: Any, node: Any, path: str) -> Any:
+        if isinstance(live, Rng) and nodes.differing(node) is not None:
+            self.restoration.kept.append(path)  # a generator that goes on is as good as another
+            return live
+        if not self._takes(path) or self._differs(node, path):
+            return live
         value = self.rebuild(live.state_dict(), node)
         acts = self.restoration.generators if isinstance(live, Rng) else self.restoration.objects
         acts.append(lambda: live.load_state_dict(value))
@@ -235,149 +308,168 @@ class _Matcher:
     # -- optimizers ------------------------------------------------------------------------
 
     def _optimizer(self, live: torch.optim.Optimizer, node: Any, path: str) -> Any:
-        whole = _members(node) or {}
-        states = _members(whole.get("state"))
-        nodes = whole.get("param_groups")
-        if states is None or type(nodes) is not list:
+        whole = nodes.members(node) or {}
+        states = nodes.members(whole.get("state"))
+        saved_groups = whole.get("param_groups")
+        if self._differs(saved_groups, f"{path}.param_groups"):
+            return live
+        if states is None or type(saved_groups) is not list:
             self.problem(path, "the state of an optimizer", "a value of another kind")
             return live
-        groups = [_members(group) or {} for group in nodes]
-        if not _is_by_name(groups):
+        saved = [self._named(nodes.members(group) or {}) for group in saved_groups]
+        if not groups.is_by_name(saved):
             return self._object(live, node, path)
-        live_names: list[list[str]] = [[] for _ in live.param_groups]
-        for index, name, _ in optimizers.parameters(live, self._names):
-            live_names[index].append(name)
-        saved_names = [group.get(optimizers.PARAMS, []) for group in groups]
-        if saved_names != live_names:
-            self._compare_groups(saved_names, live_names, path)
-            return live
-        state: dict[Any, Any] = {}
+        owners = groups.owners_of(saved)
+        states = {self._selection.renamed(name): each for name, each in states.items()}
+        options = self._options(live, saved, owners, path)
+        content: dict[Any, Any] = {}
         for index, name, parameter in optimizers.parameters(live, self._names):
-            saved = _members(states.get(name)) or {}
-            # The step's options are those that the next update will run with.
-            options = {**live.param_groups[index], **groups[index]}
-            state[parameter] = self._parameter_state(live, options, parameter, saved)
-        others = self.rebuild(optimizers.other_state(live), whole.get("other", {}))
-        self.restoration.containers.append(lambda: _set_optimizer_state(live, state, others))
-        for group, saved in zip(live.param_groups, groups, strict=True):
-            self._group(group, saved)
+            where = f"{path}.state.{name}"
+            if not self._selection.reaches(where):
+                self.restoration.kept.append(where)
+            elif name not in owners:
+                self.missing(where, "a parameter of the step's optimizer", "nothing")
+            elif not self._differs(states.get(name), where):
+                known = nodes.members(states.get(name)) or {}
+                merged = {**live.param_groups[index], **options[index]}
+                content[parameter] = self._parameter_state(live, merged, parameter, known, where)
+        ours = {name for _, name, _ in optimizers.parameters(live, self._names)}
+        for name in _missing(owners, ours):
+            self.unexpected(f"{path}.state.{name}", "a parameter of the step's optimizer")
+        others = optimizers.other_state(live)
+        if not self._differs(whole.get("other"), f"{path}.other") and self._selection.takes(path):
+            others = self.rebuild(others, whole.get("other", {}))
+        self.restoration.containers.append(lambda: _set_optimizer_state(live, content, others))
         return live
 
+    def _named(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A saved group with its parameters' live names."""
+        names = group.get(optimizers.PARAMS, [])
+        if not self._selection.rename or not groups.is_by_name([group]):
+            return group
+        return {**group, optimizers.PARAMS: [self._selection.renamed(name) for name in names]}
+
+    def _options(
+        self,
+        live: torch.optim.Optimizer,
+        saved: list[Mapping[str, Any]],
+        owners: Mapping[str, Mapping[str, Any]],
+        path: str,
+    ) -> list[Mapping[str, Any]]:
+        """The saved options for each live group, which they will replace."""
+        names: list[list[str]] = [[] for _ in live.param_groups]
+        for index, name, _ in optimizers.parameters(live, self._names):
+            names[index].append(name)
+        found: list[Mapping[str, Any]] = []
+        for index, group in enumerate(live.param_groups):
+            where = f"{path}.param_groups.{index}"
+            options = groups.options_for(names[index], index, owners, saved)
+            if options is None:
+                differing = ", ".join(groups.differing_options(names[index], owners))
+                got = f"parameters of several groups, which differ in {differing}"
+                self.problem(where, "the options of one group of the step", got)
+            found.append(options or {})
+            self._group(group, options or {}, where)
+        return found
+
+    def _group(self, live: dict[str, Any], saved: Mapping[str, Any], path: str) -> None:
+        """The saved options replace the live ones; those the step lacks stay."""
+        options = {}
+        for key, node in saved.items():
+            where = f"{path}.{key}"
+            if key == optimizers.PARAMS or not self._takes(where) or self._differs(node, where):
+                continue
+            options[key] = self.rebuild(live.get(key, ABSENT), node)
+        self.restoration.containers.append(lambda: live.update(options))
+
     def _parameter_state(
-        self, live: Any, options: Any, parameter: torch.Tensor, saved: Mapping[str, Any]
+        self,
+        live: torch.optim.Optimizer,
+        options: Mapping[str, Any],
+        parameter: torch.Tensor,
+        saved: Mapping[str, Any],
+        path: str,
     ) -> dict[str, Any]:
         current = live.state.get(parameter, {})
+        beside = self._memory.place(parameter, path)
         content = {}
-        for key, node in saved.items():
-            device = optimizers.state_device(options, key, parameter)
-            value = current.get(key, ABSENT)
-            if key == "step" and isinstance(value, torch.Tensor) and value.device != device:
-                value = ABSENT
-            content[key] = self.rebuild(value, node, device)
+        for key in dict.fromkeys((*saved, *current)):
+            where = f"{path}.{key}"
+            if not self._selection.takes(where):
+                self.restoration.kept.append(where)
+                if key in current:
+                    content[key] = current[key]
+            elif key in saved:
+                self.restoration.loaded.append(where)
+                device = optimizers.state_device(options, key, parameter)
+                value = current.get(key, ABSENT)
+                content[key] = self._beside(value, saved[key], parameter, beside, key, device)
         return content
 
-    def _compare_groups(self, saved: list[Any], live: list[list[str]], path: str) -> None:
-        if len(saved) != len(live):
-            what = "parameter groups"
-            self.problem(f"{path}.param_groups", f"{len(live)} {what}", f"{len(saved)} in the step")
-        for index, (theirs, ours) in enumerate(zip(saved, live, strict=False)):
-            for position in range(max(len(theirs), len(ours))):
-                got = theirs[position] if position < len(theirs) else "nothing"
-                expected = ours[position] if position < len(ours) else "nothing"
-                if got != expected:
-                    where = f"{path}.param_groups.{index}.params.{position}"
-                    self.problem(where, expected, f"{got} in the step")
-
-    def _group(self, live: dict[str, Any], saved: Mapping[str, Any]) -> None:
-        """The saved options, which replace the live ones; those the step lacks stay."""
-        options = {
-            key: self.rebuild(live.get(key, ABSENT), node)
-            for key, node in saved.items()
-            if key != optimizers.PARAMS
-        }
-        self.restoration.containers.append(lambda: live.update(options))
+    def _beside(
+        self,
+        live: Any,
+        node: Any,
+        parameter: torch.Tensor,
+        beside: Placed,
+        key: str,
+        device: torch.device,
+    ) -> Any:
+        """One entry of the state of a parameter, which lies where `beside` says."""
+        name = nodes.payload(node, "$tensor")
+        if name is None:
+            return self.rebuild(live, node, device)
+        if isinstance(live, torch.Tensor) and not (key == "step" and live.device != device):
+            place = None if is_dtensor(live) else placements.beside(live, parameter, beside)
+            if self._memory.usable(live, name, place):
+                return live
+        is_sharded = is_dtensor(parameter) and self._memory.has_shape_of(parameter, name)
+        return self._memory.make(name, device, parameter if is_sharded else None)
 
     # -- tensors ---------------------------------------------------------------------------
 
     def _tensor(self, live: torch.Tensor, node: Any, path: str) -> torch.Tensor:
-        name = _payload(node, "$tensor")
+        if not self._takes(path) or self._differs(node, path):
+            return live
+        name = nodes.payload(node, "$tensor")
         if name is None:
             self.problem(path, _describe(live), "a plain value")
             return live
         check_storable(live, path)
-        if not self._fits(live, name):
+        place = self._memory.place(live, path)
+        if not self._memory.fits(live, name, place):
             self.problem(path, _describe(live), self._described(node))
-        elif overlaps_itself(live):
+        elif overlaps_itself(local_of(live)):
             self.problem(path, "a tensor that can be written", "an expanded one")
-        elif (other := self._fill(live, name)) is not None:
+        elif (other := self._memory.fill(live, name, place)) is not None:
             self.problem(path, "one tensor, as it is tied", f"other values than {other}")
         else:
-            self.restoration.live.append(live)
+            self.restoration.live += [live] if (local := local_of(live)) is live else [live, local]
         return live
 
-    def _fits(self, live: torch.Tensor, name: str) -> bool:
-        saved = self._saved[name]
-        dtype = dtypes.dtype_of(saved.dtype, name)
-        return live.dtype == dtype and live.shape == dtypes.torch_shape(dtype, saved.shape)
-
-    def _fill(self, live: torch.Tensor, name: str) -> str | None:
-        """Make `live` a destination; the name of another tensor that already goes there."""
-        target = live.detach()
-        if is_view_of_other_values(live) or (is_external(target) and strides_of(target)):
-            staged = torch.empty(live.shape, dtype=live.dtype, device=live.device)
-            self.restoration.containers.append(lambda: live.detach().copy_(staged))
-            target = staged
-        memory = memory_of(target)
-        other = self._filled.get(memory) if target.numel() else None
-        if other == name:
-            return None
-        if other is not None:
-            return None if self._same_bytes(name, other) else other
-        self._filled[memory] = name
-        self.restoration.destinations.append(
-            Destination(name, target, strides_of(target), is_external(target))
-        )
-        return None
-
-    def _same_bytes(self, name: str, other: str) -> bool:
-        return _whole(self._saved[name]) == _whole(self._saved[other])
-
-    def _make(self, name: str, device: torch.device) -> torch.Tensor:
-        """A new tensor for `name`; one for all places that were tied."""
-        if (name, device) not in self._made:
-            saved = self._saved[name]
-            dtype = dtypes.dtype_of(saved.dtype, name)
-            shape = dtypes.torch_shape(dtype, saved.shape)
-            self._made[name, device] = torch.empty(shape, dtype=dtype, device=device)
-            self._fill(self._made[name, device], name)
-        return self._made[name, device]
-
     def _described(self, node: Any) -> str:
-        name = _payload(node, "$tensor")
-        if name is None:
-            return "a plain value in the step"
-        saved = self._saved[name]
-        return f"{saved.dtype} {list(saved.shape)} in the step"
+        name = nodes.payload(node, "$tensor")
+        return "a plain value in the step" if name is None else self._memory.described(name)
 
     # -- values without a live counterpart of their own --------------------------------------
 
     def rebuild(self, live: Any, node: Any, device: torch.device = HOST) -> Any:
         """The saved value; tensors that `live` has in the same place are filled and used."""
-        name = _payload(node, "$tensor")
+        name = nodes.payload(node, "$tensor")
         if name is not None:
-            if isinstance(live, torch.Tensor) and self._usable(live, name):
+            if isinstance(live, torch.Tensor) and self._memory.usable(live, name):
                 return live
-            return self._make(name, device)
-        if (array := _payload(node, "$ndarray")) is not None:
+            return self._memory.make(name, device)
+        if (array := nodes.payload(node, "$ndarray")) is not None:
             return self._array(live, array)
-        if (members := _members(node)) is not None:
+        if (members := nodes.members(node)) is not None:
             content = live if isinstance(live, Mapping) else {}
             built = {
                 key: self.rebuild(content.get(key, ABSENT), item, device)
                 for key, item in members.items()
             }
             return OrderedDict(built) if "$ordered" in node else built
-        is_tuple = _payload(node, "$tuple") is not None
+        is_tuple = nodes.payload(node, "$tuple") is not None
         if is_tuple or type(node) is list:
             items = live if isinstance(live, list | tuple) else ()
             made = [
@@ -387,26 +479,18 @@ class _Matcher:
             return tuple(made) if is_tuple else made
         return values.decode(node, lambda tag, payload: self._leaf(tag, payload, device))
 
-    def _usable(self, live: torch.Tensor, name: str) -> bool:
-        return (
-            is_storable(live)
-            and not overlaps_itself(live)
-            and self._fits(live, name)
-            and self._fill(live, name) is None
-        )
-
     def _array(self, live: Any, name: str) -> Any:
         if type(live).__name__ == "ndarray" and live.flags.writeable and live.flags.c_contiguous:
             tensor = torch.from_numpy(live)
-            if self._usable(tensor, name):
+            if self._memory.usable(tensor, name):
                 return live
-        return self._make(name, HOST).numpy()
+        return self._memory.make(name, HOST).numpy()
 
     def _leaf(self, tag: str, payload: Any, device: torch.device) -> Any:
         if tag == "$tensor":
-            return self._make(payload, device)
+            return self._memory.make(payload, device)
         if tag == "$ndarray":
-            return self._make(payload, HOST).numpy()
+            return self._memory.make(payload, HOST).numpy()
         if tag == "$npscalar":
             return _numpy_scalar(payload["dtype"], base64.b64decode(payload["bytes"]))
         if "size" in payload:
@@ -444,12 +528,11 @@ def _numpy_scalar(name: str, raw: bytes) -> Any:
     return numpy.frombuffer(raw, dtype=numpy.dtype(name).newbyteorder("<")).astype(name)[0]
 
 
-def _is_by_name(groups: Iterable[Mapping[Any, Any]]) -> bool:
-    """Whether an optimizer was saved by the names of its parameters, not as its state_dict()."""
-    return all(type(name) is str for group in groups for name in group.get(optimizers.PARAMS, []))
+def _below(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
 
 
-def _missing(these: Mapping[Any, Any], others: Mapping[Any, Any]) -> list[Any]:
+def _missing(these: Iterable[Any], others: Container[Any]) -> list[Any]:
     """The keys of `these` that `others` lack, in order."""
     return [key for key in these if key not in others]
 
@@ -473,30 +556,6 @@ def _set_optimizer_state(
             optimizer.state.pop(parameter, None)
             continue
         _replace(optimizer.state[parameter], saved)
-
-
-def _members(node: Any) -> dict[Any, Any] | None:
-    """The members of a saved dict, whichever way it was encoded; None for anything else."""
-    if type(node) is not dict:
-        return None
-    if not _tag(node):
-        return node
-    pairs = node.get("$dict", node.get("$ordered"))
-    if pairs is None:
-        return None
-    return {values.decode(key): item for key, item in pairs}
-
-
-def _tag(node: dict[str, Any]) -> str | None:
-    return next((key for key in node if key.startswith("$")), None)
-
-
-def _payload(node: Any, tag: str) -> Any | None:
-    return node.get(tag) if type(node) is dict else None
-
-
-def _whole(saved: TensorEntry) -> tuple[Any, ...]:
-    return saved.dtype, saved.shape, [chunk.sums for chunk in saved.chunks]
 
 
 def _describe(value: Any) -> str:

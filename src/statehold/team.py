@@ -1,0 +1,202 @@
+"""From durable files to a committed step: D3 to D7, by one rank alone or by all ranks together.
+
+    Alone      manifest -> commit
+    Together   record -> D3 sealed -> D4 arrive -> rank 0: gather, judge, commit, conclude
+                                                -> the others: wait for what rank 0 concludes
+
+Holds: rank 0 commits only when the records of all ranks are durable, of one step, and planned with
+the same knowledge (claims); a rank that fails says so, and the others fail with its reason.
+Runs on the commit thread: no collective, and the training thread waits for nothing here.
+Not here: how ranks talk (peers), what is on disk (record, manifest), the files (store).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from statehold.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
+from statehold.errors import PeerFailedError, PeerLostError, StateholdError
+from statehold.layout import Ranks
+from statehold.manifest import Commit, RecordEntry, Shared, groups_of, record_name
+from statehold.share import Balance, Spread, balance
+from statehold.writes import build_manifest, build_record, now, writer_name
+
+if TYPE_CHECKING:
+    from statehold.peers import Peers
+    from statehold.pipeline import Work
+    from statehold.store import Store
+
+logger = logging.getLogger("statehold")
+
+
+class Publisher(Protocol):
+    """How a save becomes a step. `leads`: this rank commits and retires steps."""
+
+    leads: bool
+
+    def attempt(self, number: int) -> str | None:
+        """What tells the directory of this attempt from others; None where one is at work."""
+
+    def publish(self, work: Work, sums: bytes) -> None:
+        """D3 to D7, once this rank's file is durable; `sums` are its checksums."""
+
+    def announce(self, work: Work) -> None:
+        """The step is committed, and what is no longer kept was retired."""
+
+    def give_up(self, number: int, error: StateholdError) -> None:
+        """The save has failed on this rank."""
+
+    def clean_up(self, work: Work) -> None:
+        """Remove what a failed save has written."""
+
+
+class Alone:
+    """One rank, which has nobody to ask or to tell."""
+
+    leads = True
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def attempt(self, number: int) -> str | None:
+        return None
+
+    def publish(self, work: Work, sums: bytes) -> None:
+        self._store.commit(build_manifest(work.plan.save, work.tree, sums))
+
+    def announce(self, work: Work) -> None: ...
+
+    def give_up(self, number: int, error: StateholdError) -> None: ...
+
+    def clean_up(self, work: Work) -> None:
+        self._store.abandon(work.save.step)
+
+
+class Together:
+    """One of several ranks that save into one run directory; rank 0 commits."""
+
+    def __init__(self, store: Store, peers: Peers, claims: Claims) -> None:
+        self._store = store
+        self._peers = peers
+        self._claims = claims
+        self.leads = peers.rank == 0
+        self._arrived = -1  # the newest save of which this rank's part is durable
+        self._outcome = b""
+
+    def attempt(self, number: int) -> str | None:
+        return self._peers.attempt(number)
+
+    def publish(self, work: Work, sums: bytes) -> None:
+        assert work.attempt is not None
+        record = build_record(work.plan, work.tree, sums, work.attempt, work.fingerprints)
+        raw = record.encode()
+        name = record_name(self._peers.rank, self._peers.world_size)
+        self._store.seal(work.save.step, work.attempt, name, raw)  # D3
+        self._peers.arrive(work.number, self._told(work, record.said(), raw))  # D4
+        self._arrived = work.number
+        if self.leads:
+            self._commit(work, work.attempt)
+        else:
+            self._wait(work, work.attempt)
+
+    def announce(self, work: Work) -> None:
+        if not self.leads:
+            return
+        try:
+            self._peers.conclude(work.number, self._outcome)
+        except StateholdError as error:  # the step is safe: the others look for it themselves
+            logger.warning("could not tell the other ranks of step %d\n%s", work.save.step, error)
+
+    def give_up(self, number: int, error: StateholdError) -> None:
+        self._claims.forget(number)
+        try:
+            if self.leads:
+                self._peers.conclude(number, error)
+            elif number > self._arrived:
+                self._peers.fail(number, error)
+        except StateholdError as fault:  # they find out when their deadline passes
+            logger.warning("could not tell the other ranks of a failure\n%s", fault)
+
+    def clean_up(self, work: Work) -> None:
+        if self.leads and work.attempt is not None:
+            self._store.abandon(work.save.step, work.attempt)
+
+    # -- rank 0 ----------------------------------------------------------------------------
+
+    def _commit(self, work: Work, attempt: str) -> None:
+        told = [json.loads(each) for each in self._peers.gather(work.number)]
+        _check_alike(told, "step", "a rank saves another step than rank 0")
+        _check_alike(told, "version", "a rank knows other things of earlier saves than rank 0")
+        lesson = judge([each["claims"] for each in told])
+        commit = Commit(
+            step=work.save.step,
+            world_size=len(told),
+            created=now(),
+            writer=writer_name(),
+            attempt=attempt,
+            records=tuple(
+                RecordEntry(record_name(rank, len(told)), *each["record"])
+                for rank, each in enumerate(told)
+            ),
+            state=groups_of([each["said"] for each in told]),
+            shared=_shared(lesson),
+        )
+        self._store.commit(commit, attempt)
+        spread = balance([each["bytes"] for each in told], [each["host"] for each in told])
+        outcome = {"lesson": lesson_document(lesson), "balance": asdict(spread)}
+        self._outcome = json.dumps(outcome).encode()
+        self._take(work, outcome)
+
+    # -- the others ------------------------------------------------------------------------
+
+    def _wait(self, work: Work, attempt: str) -> None:
+        try:
+            self._take(work, json.loads(self._peers.outcome(work.number)))
+        except PeerLostError:
+            # Rank 0 may have been lost after it committed, before it could say so.
+            if not self._store.confirm(work.save.step, attempt):
+                raise
+            self._claims.forget(work.number)
+
+    # -- all -------------------------------------------------------------------------------
+
+    def _told(self, work: Work, said: Mapping[str, str], raw: bytes) -> bytes:
+        """What this rank tells rank 0 when its part is durable."""
+        told = {
+            "step": work.save.step,
+            "bytes": work.plan.save.file_bytes,
+            "host": socket.gethostname(),
+            "record": [len(raw), hashlib.sha256(raw).hexdigest()],
+            "said": said,
+            "version": work.version,
+            "claims": message(self._peers.rank, work.comparisons, work.fingerprints),
+        }
+        return json.dumps(told).encode()
+
+    def _take(self, work: Work, outcome: Mapping[str, Any]) -> None:
+        self._claims.learn(work.number, lesson_of(outcome["lesson"]))
+        spreads = (Spread(**outcome["balance"][which]) for which in ("ranks", "nodes"))
+        work.save._record(balance=Balance(*spreads))
+
+
+def _check_alike(told: Sequence[Mapping[str, Any]], key: str, summary: str) -> None:
+    for rank, each in enumerate(told):
+        if each[key] != told[0][key]:
+            raise PeerFailedError(rank, summary).with_fact(
+                key, f"expected {told[0][key]}, as on rank 0, got {each[key]}"
+            )
+
+
+def _shared(lesson: Lesson) -> tuple[Shared, ...]:
+    """The tensors that all siblings saved in this step, though they are equal."""
+    return tuple(
+        Shared(Ranks.of(rank for mesh in found.meshes for rank in mesh.ranks), found.equal)
+        for found in lesson.values()
+        if len(found.meshes) > 1 and found.equal
+    )

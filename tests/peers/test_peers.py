@@ -1,0 +1,321 @@
+"""Rounds of ranks: who is missing, who failed, and what a round costs and leaves behind."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from statehold.board import DirectoryBoard, StoreBoard
+from statehold.errors import (
+    InvariantError,
+    PeerFailedError,
+    PeerLostError,
+    StateholdError,
+    StorageError,
+)
+from statehold.peers import Peers
+from statehold.testing import MemoryBoard
+from support.boards import DEADLINE_S, KINDS, Maker, peers_of, together
+
+SHORT_S = 0.2
+SIZE = 5
+
+
+@pytest.fixture(params=sorted(KINDS))
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Maker:
+    return KINDS[request.param](tmp_path)
+
+
+def save(one: Peers, seq: int) -> bytes:
+    """A round as a save does it."""
+    one.arrive(seq, b"from %d" % one.rank)
+    if one.rank:
+        return one.outcome(seq)
+    try:
+        result = b", ".join(one.gather(seq))
+    except StateholdError as error:
+        one.conclude(seq, error)
+        raise
+    one.conclude(seq, result)
+    return result
+
+
+def everybody(size: int = SIZE) -> bytes:
+    return b", ".join(b"from %d" % rank for rank in range(size))
+
+
+def test_rounds_go_well_on_every_board(make: Maker) -> None:
+    peers = peers_of(make, SIZE)
+    tokens = together(peers, lambda one: one.open())
+    assert len(set(tokens)) == 1
+    assert {one.attempt(3) for one in peers} == {f"{tokens[0]}-3"}
+    for seq in range(4):
+        assert together(peers, lambda one, seq=seq: save(one, seq)) == [everybody()] * SIZE
+
+
+def test_a_world_of_one(make: Maker) -> None:
+    (alone,) = peers_of(make, 1)
+    assert save(alone, 0) == everybody(1)
+    assert alone.agree("x", b"m", lambda messages: messages[0] * 2) == b"mm"
+
+
+def test_the_committer_waits_for_the_slowest(make: Maker) -> None:
+    peers = peers_of(make, 3)
+    together(peers, lambda one: one.open())
+    with ThreadPoolExecutor(2) as pool:
+        rounds = [pool.submit(save, one, 0) for one in peers[:2]]
+        while make().peek(f"{peers[0].open()}/save-0/1") is None:
+            pass
+        assert not any(each.done() for each in rounds)
+        assert save(peers[2], 0) == everybody(3)
+        assert [each.result(DEADLINE_S) for each in rounds] == [everybody(3)] * 2
+
+
+def test_missing_ranks_are_named_on_all_ranks(make: Maker) -> None:
+    peers = peers_of(make, SIZE, DEADLINE_S)
+    together(peers, lambda one: one.open())
+    peers[0]._timeout_s = SHORT_S
+    present = [peers[0], peers[2], peers[4]]
+    for error in together(present, lambda one: save(one, 0)):
+        assert isinstance(error, PeerLostError)
+        assert error.ranks == (1, 3)
+        assert "1, 3" in str(error)
+
+
+def test_a_lost_committer_is_named(make: Maker) -> None:
+    peers = peers_of(make, 3, SHORT_S)
+    for one in peers:
+        one._timeout_s = DEADLINE_S
+    together(peers, lambda one: one.open())
+    for one in peers:
+        one._timeout_s = SHORT_S
+    for error in together(peers[1:], lambda one: save(one, 0)):
+        assert isinstance(error, PeerLostError)
+        assert error.ranks == (0,)
+
+
+def test_a_committer_that_arrived_is_given_time_to_name_the_missing(make: Maker) -> None:
+    peers = peers_of(make, 2, DEADLINE_S)
+    together(peers, lambda one: one.open())
+    peers[1]._timeout_s = SHORT_S
+    peers[0].arrive(0, b"")
+    with pytest.raises(PeerLostError) as caught:
+        save(peers[1], 0)
+    assert caught.value.ranks == (0,)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(peers[1].outcome, 0)
+        peers[0].conclude(0, PeerLostError("gone", ranks=[7, 8], hint="look"))
+        with pytest.raises(PeerLostError) as caught:
+            waiting.result(DEADLINE_S)
+    assert caught.value.ranks == (7, 8)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_failure_reaches_all_at_once(make: Maker, failing: int) -> None:
+    """Long deadlines, and ranks that never come: only the failure can end the round."""
+    peers = peers_of(make, SIZE)
+    together(peers, lambda one: one.open())
+    present = [one for one in peers if one.rank in {0, 1, 2}]
+
+    def act(one: Peers) -> object:
+        if one.rank == failing:
+            return one.fail(0, StorageError("cannot write a block", path="/disk"))
+        return save(one, 0)
+
+    for one, result in zip(present, together(present, act), strict=True):
+        if one.rank == failing:
+            assert result is None
+        else:
+            assert isinstance(result, PeerFailedError)
+            assert result.rank == failing
+            assert "cannot write a block" in result.reason
+            assert "/disk" in str(result)
+
+
+def test_the_round_after_a_failure_goes_well(make: Maker) -> None:
+    peers = peers_of(make, SIZE)
+
+    def act(one: Peers) -> bytes:
+        if one.rank == 3:
+            one.fail(0, StorageError("no"))
+        else:
+            with pytest.raises(PeerFailedError):
+                save(one, 0)
+        return save(one, 1)
+
+    assert together(peers, act) == [everybody()] * SIZE
+
+
+def test_a_late_rank_learns_that_it_was_given_up(make: Maker) -> None:
+    peers = peers_of(make, 3)
+    together(peers, lambda one: one.open())
+    peers[0]._timeout_s = SHORT_S
+    together(peers[:2], lambda one: save(one, 0))
+    with pytest.raises(PeerLostError) as caught:
+        save(peers[2], 0)
+    assert caught.value.ranks == (2,)
+    peers[0]._timeout_s = DEADLINE_S
+    assert together(peers, lambda one: save(one, 1)) == [everybody(3)] * 3
+
+
+def test_errors_of_the_committer_reach_the_others(make: Maker) -> None:
+    peers = peers_of(make, 2)
+
+    def act(one: Peers) -> bytes:
+        one.arrive(0, b"")
+        if one.rank == 0:
+            one.gather(0)
+            one.conclude(0, StorageError("cannot rename", path="/runs/x"))
+        return one.outcome(0)
+
+    for error in together(peers, act):
+        assert isinstance(error, PeerFailedError)
+        assert error.rank == 0
+        assert "/runs/x" in error.reason
+
+
+def test_a_failure_after_arriving_changes_nothing(make: Maker) -> None:
+    peers = peers_of(make, 2)
+
+    def act(one: Peers) -> bytes:
+        one.arrive(0, b"")
+        if one.rank == 1:
+            one.fail(0, StorageError("too late"))
+            return one.outcome(0)
+        one.gather(0)
+        one.conclude(0, b"committed")
+        return b"committed"
+
+    assert together(peers, act) == [b"committed"] * 2
+
+
+# -- agreements ----------------------------------------------------------------------------
+
+
+def test_ranks_agree_while_a_save_is_under_way(make: Maker) -> None:
+    """An agreement must not queue behind the waits of a background save."""
+    peers = peers_of(make, 3)
+    together(peers, lambda one: one.open())
+    with ThreadPoolExecutor(3) as pool:
+        saves = [pool.submit(save, one, 0) for one in peers[:2]]
+        for turn in range(3):
+            decided = together(peers, lambda one: one.agree("step", b"%d" % one.rank, max))
+            assert decided == [b"2"] * 3, turn
+        assert not any(each.done() for each in saves)
+        saves.append(pool.submit(save, peers[2], 0))
+        assert [each.result(DEADLINE_S) for each in saves] == [everybody(3)] * 3
+
+
+@pytest.mark.parametrize("error", [StorageError("no such step"), ValueError("no such step")])
+def test_what_the_decider_raises_is_raised_everywhere(error: Exception) -> None:
+    make = KINDS["memory"](Path())
+
+    def decide(_messages: list[bytes]) -> bytes:
+        raise error
+
+    results = together(peers_of(make, 3), lambda one: one.agree("step", b"", decide))
+    assert results[0] is error
+    for other in results[1:]:
+        assert isinstance(other, PeerFailedError)
+        assert other.rank == 0
+        assert "no such step" in other.reason
+
+
+# -- reopening, and what is left -----------------------------------------------------------
+
+
+def test_a_run_opened_again_starts_afresh(make: Maker) -> None:
+    tokens = set()
+    for _ in range(3):
+        peers = peers_of(make, 3)
+        assert together(peers, lambda one: save(one, 0)) == [everybody(3)] * 3
+        tokens.add(peers[0].open())
+        for one in peers:
+            one.close()
+    assert len(tokens) == 3
+
+
+def test_old_rounds_leave_nothing_behind() -> None:
+    board = MemoryBoard()
+    peers = peers_of(lambda: board, SIZE)
+    counts = []
+    for seq in range(6):
+        together(peers, lambda one, seq=seq: save(one, seq))
+        together(peers, lambda one: one.agree("step", b"", max))
+        counts.append(len(board.store.keys()))
+    assert len(set(counts[2:])) == 1, counts
+    old = [key for key in board.store.keys() if "save-2/" in key or "step-2/" in key]
+    assert not old
+
+
+def test_failed_rounds_leave_nothing_behind_either() -> None:
+    board = MemoryBoard()
+    peers = peers_of(lambda: board, SIZE)
+
+    def act(one: Peers, seq: int) -> None:
+        if one.rank == seq % SIZE and seq % 2:
+            one.fail(seq, StorageError("no"))
+        else:
+            save(one, seq)
+
+    for seq in range(12):
+        together(peers, lambda one, seq=seq: act(one, seq))
+    for seq in range(12, 15):
+        assert together(peers, lambda one, seq=seq: save(one, seq)) == [everybody()] * SIZE
+    left = {key.split("/")[-2] for key in board.store.keys() if "/save-" in key}
+    assert left == {"save-13", "save-14"}
+
+
+def test_a_directory_is_left_with_the_last_rounds_only(tmp_path: Path) -> None:
+    peers = peers_of(KINDS["directory"](tmp_path), 3)
+    for seq in range(5):
+        together(peers, lambda one, seq=seq: save(one, seq))
+    folder = tmp_path / "peers" / peers[0].open()
+    assert sorted(path.name for path in folder.glob("save-*")) == ["save-3", "save-4"]
+
+
+@pytest.mark.parametrize("size", [2, 8, 64])
+def test_a_round_costs_every_rank_a_few_calls(size: int) -> None:
+    store = MemoryBoard().store
+    boards = [StoreBoard(store, "runs/x") for _ in range(size)]
+    peers = [Peers(board, rank, size, DEADLINE_S) for rank, board in enumerate(boards)]
+    for seq in range(3):
+        together(peers, lambda one, seq=seq: save(one, seq))
+    before = [board.operations for board in boards]
+    together(peers, lambda one: save(one, 3))
+    calls = [board.operations - first for board, first in zip(boards, before, strict=True)]
+    assert max(calls[1:]) <= 7, calls  # one of them also rings for the full group
+    assert calls[0] <= 13, calls
+
+
+def test_a_directory_costs_a_leader_one_file_for_each_rank(tmp_path: Path) -> None:
+    boards = [DirectoryBoard(tmp_path) for _ in range(2)]
+    peers = [Peers(board, rank, 2, DEADLINE_S) for rank, board in enumerate(boards)]
+    together(peers, lambda one: save(one, 0))
+    peers[1].arrive(1, b"")
+    peers[0].arrive(1, b"")
+    before = boards[0].operations
+    peers[0].gather(1)
+    assert boards[0].operations - before <= 6
+
+
+def test_a_rank_outside_its_world_is_refused() -> None:
+    with pytest.raises(InvariantError):
+        Peers(MemoryBoard(), 2, 2, 1.0)
+
+
+def test_threads_that_open_together_open_once() -> None:
+    board = MemoryBoard()
+    (alone,) = peers_of(lambda: board, 1)
+    gate = threading.Barrier(4)
+
+    def open_it() -> str:
+        gate.wait()
+        return alone.open()
+
+    with ThreadPoolExecutor(4) as pool:
+        tokens = {each.result() for each in [pool.submit(open_it) for _ in range(4)]}
+    assert len(tokens) == 1
