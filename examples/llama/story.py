@@ -1,7 +1,8 @@
 """What both demos share: where they put things, how a process dies in a save, how losses compare.
 
 Owns Demo, DemoError, the output directory, and the comparison bit for bit. Holds: nothing is
-removed but what an earlier demo left. Leaves the order of events to story_alone.py and story_ranks.py.
+removed but what an earlier demo left. Leaves the order of events to story_alone.py and
+story_ranks.py.
 """
 
 from __future__ import annotations
@@ -60,17 +61,18 @@ def die_in_save(
     *,
     kill_at: int,
     run: Path,
-    before: Literal["written", "committed"],
+    between: tuple[Literal["begun", "staged"], Literal["written", "committed"]],
 ) -> None:
-    """Die by SIGKILL as soon as a save from `kill_at` on is staged, and `before` it is more.
+    """Die by SIGKILL as soon as a save from `kill_at` on has got between two events.
 
     The training thread looks as often as it can, because a save of this size is committed within
     some tens of milliseconds. A save that was faster than this thread lets the run go on.
     """
+    after, before = between
     if save.step < kill_at:
         return
     while not save.done(before) and save.error is None:
-        if save.done("staged") and unfinished(run, save.step):
+        if (after == "begun" or save.done(after)) and unfinished(run, save.step):
             reached = ", ".join(
                 f"{event} {'yes' if save.done(event) else 'no'}"
                 for event in ("staged", "written", "committed")
@@ -85,14 +87,6 @@ def die_in_save(
 def unfinished(run: Path, step: int) -> bool:
     """Whether a save of this step has begun, and the step is not visible yet."""
     return any(run.glob(f"step-{step:012d}.*partial"))
-
-
-def unfinished_step(run: Path) -> int:
-    """The step whose save was cut off; there must be one, and only one."""
-    partials = sorted(run.glob("step-*.partial"))
-    if len(partials) != 1:
-        raise DemoError(f"expected one unfinished step in {run}, found {len(partials)}")
-    return int(partials[0].name.removeprefix("step-").split(".")[0])
 
 
 def compare(demo: Demo) -> None:

@@ -32,7 +32,6 @@ from story import (
     heading,
     prepare,
     show_run,
-    unfinished_step,
 )
 
 HERE = Path(__file__).resolve().parent
@@ -50,7 +49,7 @@ def train_until_killed(kill_at: int, arguments: Sequence[str]) -> None:
     train(
         start,
         lambda save, display: die_in_save(
-            save, display, kill_at=kill_at, run=start.run, before="committed"
+            save, display, kill_at=kill_at, run=start.run, between=("staged", "committed")
         ),
     )
 
@@ -76,8 +75,11 @@ def run_killed(demo: Demo) -> int:
     code = call("demo.py", arguments)
     if code != -signal.SIGKILL:
         raise DemoError(f"the run should have died by SIGKILL in a save, and ended with {code}")
+    partials = sorted(demo.run.glob("step-*.partial"))
+    if len(partials) != 1:
+        raise DemoError(f"expected one unfinished step in {demo.run}, found {len(partials)}")
     show_run(demo.run)
-    return unfinished_step(demo.run)
+    return int(partials[0].name.removeprefix("step-").removesuffix(".partial"))
 
 
 def run_resumed(demo: Demo, killed_in: int) -> int:

@@ -144,19 +144,21 @@ class Run:
     def _step(self, step: int) -> None:
         began = time.perf_counter()
         loss = self._trainer.step()
+        step_s = time.perf_counter() - began
+        self._log_checksum(step)
         saving = time.perf_counter()
         save = self._save(step)
-        ended = time.perf_counter()
+        blocked_s = time.perf_counter() - saving
+        step_s += blocked_s
         self._journal.write(
             "step",
             step=step,
             loss=loss.hex(),
-            step_s=ended - began,
-            blocked_s=ended - saving if save else 0.0,
+            step_s=step_s,
+            blocked_s=blocked_s if save else 0.0,
         )
-        self._log_checksum(step)
         status = self._watch.poll()
-        self._display.step(step, loss, self._trainer.tokens_per_step, ended - began, status)
+        self._display.step(step, loss, self._trainer.tokens_per_step, step_s, status)
         if save and self._after_save:
             self._after_save(save, self._display)
 
