@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import json
 import operator
@@ -106,6 +107,7 @@ class StoreBoard:
         self._guard = threading.Lock()
         self._idle: list[Any] = []
         self._private = hasattr(store, "clone")
+        self._failed = False
 
     # -- single notes ----------------------------------------------------------------------
 
@@ -193,6 +195,10 @@ class StoreBoard:
     def _connect(self) -> Any:
         if not self._private:
             return self._store
+        if self._failed:
+            # Connecting to a server that is gone takes torch many minutes; a client that it has
+            # lost notices at once.
+            self._store.check([self._prefix])
         try:
             connection = self._store.clone()
         except (RuntimeError, OSError):
@@ -210,6 +216,7 @@ class StoreBoard:
         except StateholdError:
             raise
         except (RuntimeError, OSError, EOFError) as error:  # what torch raises, by release
+            self._failed = True
             raise PeerLostError(
                 "the store through which the ranks talk does not answer",
                 ranks=(0,),
@@ -241,20 +248,13 @@ class StoreBoard:
 
     def _block(self, keys: list[str], until: float) -> bool:
         """Sleep on the server until the keys are there."""
-        pauses = _pauses(until)
-        while (left := until - time.monotonic()) > 0:
+        for _ in _pauses(until):
             # One wait for all the time left: each that runs out makes torch print two warnings.
             # Never below a millisecond: that is 0 to torch, and 0 means for ever.
-            timeout = datetime.timedelta(seconds=max(left, WAIT_MIN_S))
-            with contextlib.suppress(RuntimeError, OSError), self._connection() as store:
-                store.wait(keys, timeout)
+            left_s = max(until - time.monotonic(), WAIT_MIN_S)
+            if self._call(functools.partial(_waited, keys=keys, timeout_s=left_s)):
                 return True
-            # Time over, or the store is gone: asking tells them apart, by whatever class or text
-            # this release of torch says it.
-            if self._call(lambda store: store.check(keys)):
-                return True
-            next(pauses, None)
-        return bool(self._call(lambda store: store.check(keys)))
+        return False
 
     def _poll(self, keys: list[str], until: float) -> bool:
         return any(self._call(lambda store: store.check(keys)) for _ in _pauses(until))
@@ -407,6 +407,17 @@ class DirectoryBoard:
             yield
         except OSError as error:
             raise storage_error(operation, error.errno or 0, path) from error
+
+
+def _waited(store: Any, keys: list[str], timeout_s: float) -> bool:
+    """Whether the keys are there, now or within `timeout_s`."""
+    try:
+        store.wait(keys, datetime.timedelta(seconds=timeout_s))
+    except (RuntimeError, OSError):
+        # Time over, or the store is gone: asking tells them apart, by whatever class or text this
+        # release of torch says it.
+        return bool(store.check(keys))
+    return True
 
 
 def _write(temporary: str, path: str, value: bytes) -> None:

@@ -14,7 +14,7 @@ What holds:
   `timeout_s` to arrive and, if it did, as much again to gather and conclude;
 - who is missing is named (PeerLostError), and who failed is quoted (PeerFailedError), on all ranks;
 - a failure ends the round at once for everybody, whoever is still on the way;
-- a round costs a rank five calls to the board, and rank 0 a few more and one for every
+- a round costs a rank five to seven calls to a store, and rank 0 a few more and two for every
   board.KEYS_PER_CALL ranks; nothing is left of a round when two more have succeeded.
 
 Thread-safe for rounds of different kinds: a save in the background, `agree` in front of it.

@@ -30,7 +30,10 @@ LAYERS: list[list[set[str]]] = [
     [{"record"}],
     [{"saved"}],
     [{"state"}, {"store", "lock"}],
-    [{"checkpointer", "joining", "restoring", "save", "gate", "pipeline", "reads", "team", "writes"}],
+    [
+        {"checkpointer", "save", "gate", "pipeline", "team", "joining"}
+        | {"restoring", "reads", "writes"},
+    ],
     [{"testing"}, {"integrations"}, {"dcp"}],
     [{"cli", "__main__"}],
 ]

@@ -151,7 +151,9 @@ def test_closed_checkpointers_say_so(run) -> None:
 @pytest.mark.parametrize(
     "options",
     [{"keep": 0}, {"keep": True}, {"backend": "aio"}, {"staging_bytes": "1MiB"},
-     {"buffer_bytes": 4096}, {"queue_depth": 0}, {"copy_threads": -1}],
+     {"buffer_bytes": 4096}, {"queue_depth": 0}, {"copy_threads": -1},
+     {"coordination": "mpi"}, {"peer_timeout_s": 0}, {"peer_timeout_s": float("nan")},
+     {"peer_timeout_s": float("inf")}, {"peer_timeout_s": True}, {"peer_timeout_s": "60"}],
 )  # fmt: skip
 def test_bad_options_are_refused_at_once(run, options: dict[str, object]) -> None:
     with pytest.raises(UsageError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from statehold.errors import (
 from statehold.layout import Box, ExplicitLayout, Layout, Mesh, Ranks
 from statehold.manifest import Commit, Manifest, RecordEntry, Shared
 from statehold.record import Record
+from statehold.saved import _check_cover
 from statehold.share import Held
 from support.records import DIRECTORY, World, example, rewritten
 from support.steps import changed
@@ -185,11 +187,13 @@ def test_a_manifest_of_another_step() -> None:
 
 def test_records_with_other_grids() -> None:
     own = Held("own", "I64", (0,), None)
-    world = recommitted(lambda r: replace(r, files=(), held=(own,), chunks={}, block_bytes=4096), 1)
+    other = {"files": (), "held": (own,), "chunks": {}, "state": {}, "block_bytes": 4096}
+    world = recommitted(lambda record: replace(record, **other), 1)
     step = world.open(0, 4)
     with pytest.raises(ManifestError) as caught:
         step.chunks("uneven", Box.whole((5,)))
     assert caught.value.facts["file"] == path_of(1)
+    assert caught.value.facts["expected"] == "block_bytes 1048576"
 
 
 def test_records_that_disagree_about_a_tensor() -> None:
@@ -295,3 +299,16 @@ def test_two_layouts_of_one_name() -> None:
 
 def test_commits_are_typed() -> None:
     assert isinstance(Manifest.decode(RAW, "m"), Commit)
+
+
+def test_many_boxes_in_the_worst_order() -> None:
+    count = 4000
+    boxes = [(Box((at,), (1,)), 0) for at in range(count)]
+    placed = tuple(boxes[::2] + boxes[1::2])
+    held = Held("free", "U8", (count,), ExplicitLayout(placed))
+    cut = [each for each, _ in placed]
+    begin = time.process_time()
+    _check_cover(held.name, Box.whole(held.shape), cut, disjoint=False)
+    with pytest.raises(CorruptionError, match="do not cover"):
+        _check_cover(held.name, Box.whole(held.shape), [*cut[1:], cut[1]], disjoint=False)
+    assert time.process_time() - begin < 5  # 50 ms where this was written

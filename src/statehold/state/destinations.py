@@ -56,9 +56,7 @@ class Destination:
 class Destinations:
     """The destinations of one restore. `acts` are left to do once their bytes have arrived."""
 
-    def __init__(
-        self, saved: SavedStep, replicas: Mapping[int, Layout], rank: int | None
-    ) -> None:
+    def __init__(self, saved: SavedStep, replicas: Mapping[int, Layout], rank: int | None) -> None:
         self.found: list[Destination] = []
         self.acts: list[Callable[[], Any]] = []
         self.used: set[str] = set()

@@ -310,13 +310,11 @@ class _Matcher:
     def _optimizer(self, live: torch.optim.Optimizer, node: Any, path: str) -> Any:
         whole = nodes.members(node) or {}
         states = nodes.members(whole.get("state"))
-        saved_groups = whole.get("param_groups")
-        if self._differs(saved_groups, f"{path}.param_groups"):
-            return live
-        if states is None or type(saved_groups) is not list:
+        found = groups.saved_groups(whole.get("param_groups"))
+        if states is None or found is None:
             self.problem(path, "the state of an optimizer", "a value of another kind")
             return live
-        saved = [self._named(nodes.members(group) or {}) for group in saved_groups]
+        saved = [self._named(group) for group in found]
         if not groups.is_by_name(saved):
             return self._object(live, node, path)
         owners = groups.owners_of(saved)
@@ -353,7 +351,7 @@ class _Matcher:
         self,
         live: torch.optim.Optimizer,
         saved: list[Mapping[str, Any]],
-        owners: Mapping[str, Mapping[str, Any]],
+        owners: groups.Owners,
         path: str,
     ) -> list[Mapping[str, Any]]:
         """The saved options for each live group, which they will replace."""

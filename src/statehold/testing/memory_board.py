@@ -57,7 +57,7 @@ class MemoryStore:
         with self._changed:
             return self._values.pop(key, None) is not None
 
-    def keys(self) -> list[str]:
+    def keys_left(self) -> list[str]:
         """Every key there is, for tests of what is left over."""
         with self._changed:
             return sorted(self._values)

@@ -1,0 +1,273 @@
+"""Checks that run on every rank of a job of four: a step of any layout into a state of any."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import statehold
+from statehold.errors import StateMismatchError
+from statehold.layout import Box, Ranks
+from statehold.saved import SavedTensor
+from statehold.selection import Selection
+from statehold.state.capture import capture
+from statehold.state.restore import Restoration, prepare
+from statehold.trees import merge
+from support.capture_checks import Mlp, live_tensors, piece, trained, two_dimensional
+from support.jobs import Job
+
+
+class SharedStep:
+    """What all ranks captured, put together in the memory of each."""
+
+    def __init__(self, job: Job, state: Mapping[str, Any], world_size: int = 4) -> None:
+        found = capture(state)
+        boxes = [(each.spec, each.tensor.clone()) for each in found.tensors]
+        everything = job.gather((boxes, found.tree))
+        self.whole: dict[str, torch.Tensor] = {}
+        for spec, tensor in (each for boxes, _ in everything for each in boxes):
+            shape = spec.global_shape or spec.shape
+            whole = self.whole.setdefault(spec.name, torch.zeros(shape, dtype=tensor.dtype))
+            piece(whole, Box(spec.offsets or (0,) * len(shape), spec.shape)).copy_(tensor)
+            self.dtypes = {**getattr(self, "dtypes", {}), spec.name: spec.dtype}
+        trees = [(Ranks.of([rank]), tree) for rank, (_, tree) in enumerate(everything)]
+        self.saved = types.SimpleNamespace(
+            step=7,
+            world_size=world_size,
+            tensors={
+                n: SavedTensor(n, self.dtypes[n], tuple(w.shape)) for n, w in self.whole.items()
+            },
+            state=merge(trees, job.rank, world_size == job.size),
+        )
+
+    def prepare(self, state: Any, **options: Any) -> Restoration:
+        return prepare(state, self.saved, selection=Selection(**options))
+
+    def restore(self, state: Any, **options: Any) -> Restoration:
+        restoration = self.prepare(state, **options)
+        for target in restoration.destinations:
+            target.tensor.copy_(piece(self.whole[target.name], target.box))
+        restoration.finish()
+        return restoration
+
+
+def wholes(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Every tensor as one rank would have it; all ranks call this."""
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in live_tensors(model, optimizer).items()
+    }
+
+
+def sharded() -> nn.Module:
+    model = Mlp()
+    for part in (model.up, model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (4,)))
+    return model
+
+
+def replicated() -> nn.Module:
+    return nn.parallel.DistributedDataParallel(Mlp())
+
+
+MODELS = {"fsdp": sharded, "fsdp x tp": two_dimensional, "plain": Mlp, "ddp": replicated}
+
+
+def bare(model: nn.Module) -> nn.Module:
+    return model.module if hasattr(model, "module") else model
+
+
+def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def check_every_layout_into_every_other(job: Job) -> None:
+    for source, make in MODELS.items():
+        torch.manual_seed(1)
+        model = make()
+        optimizer = trained(model, torch.optim.AdamW(model.parameters(), lr=0.5))
+        expected = wholes(bare(model), optimizer)
+        step = SharedStep(job, {"m": model, "o": optimizer})
+        for target, remake in MODELS.items():
+            torch.manual_seed(2)
+            other = remake()
+            fresh = torch.optim.AdamW(other.parameters())
+            restoration = step.restore({"m": other, "o": fresh})
+            assert same(wholes(bare(other), fresh), expected), (source, target)
+            assert fresh.param_groups[0]["lr"] == 0.5
+            assert restoration.used == step.saved.tensors.keys()
+            assert not restoration.unexpected
+            trained(other, fresh)  # what was allocated works with the parameters
+
+
+def check_boxes_of_destinations(job: Job) -> None:
+    step = SharedStep(job, {"m": Mlp(), "t": torch.ones(2)})
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    hybrid = fully_shard(Mlp(), mesh=mesh)
+    for model, expected in ((sharded(), False), (hybrid, True), (replicated(), True)):
+        found = {
+            target.name: target
+            for target in step.prepare({"m": model, "t": torch.ones(2)}).destinations
+        }
+        weight = bare(model).up.weight
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        assert found["m.up.weight"].box.shape == local.shape
+        assert found["m.up.weight"].shared is expected
+        assert found["m.up.weight"].address == local.data_ptr()
+        assert found["t"].shared
+        assert found["t"].box == Box.whole((2,))
+
+
+def check_filled_in_place(job: Job) -> None:
+    model = two_dimensional()
+    optimizer = trained(model)
+    step = SharedStep(job, {"m": model, "o": optimizer})
+    before = live_tensors(model, optimizer)
+    places = {
+        name: each.to_local().data_ptr() for name, each in before.items() if "step" not in name
+    }
+    versions = model.up.weight._version
+    step.restore({"m": model, "o": optimizer})
+    after = live_tensors(model, optimizer)
+    assert all(after[name] is value for name, value in before.items())
+    assert {name: after[name].to_local().data_ptr() for name in places} == places
+    assert model.up.weight._version > versions
+
+
+def check_global_shapes_are_compared(job: Job) -> None:
+    step = SharedStep(job, {"m": nn.Linear(5, 8)})
+    model = fully_shard(nn.Linear(5, 7), mesh=init_device_mesh("cpu", (4,)))
+    with pytest.raises(StateMismatchError) as caught:
+        step.prepare({"m": model})
+    assert caught.value.facts["m.weight"] == "expected F32 [7, 5], got F32 [8, 5] in the step"
+
+
+def check_stages_move_between_ranks(job: Job) -> None:
+    def stage(rank: int) -> dict[str, Any]:
+        model = nn.ModuleDict({f"stage{rank}": nn.Linear(2, rank + 1)})
+        return {"m": model, "o": trained(model, torch.optim.AdamW(model.parameters(), lr=0.5))}
+
+    step = SharedStep(job, stage(job.rank))
+    step.saved.state = merge_of_all(job, step, stage(job.rank))
+    fresh = stage((job.rank + 1) % 4)
+    fresh["o"] = torch.optim.AdamW(fresh["m"].parameters())
+    restoration = step.restore(fresh)
+    names = {each for each in step.whole if f"stage{(job.rank + 1) % 4}." in each}
+    assert restoration.used == names
+    assert set.union(*job.gather(restoration.used)) == set(step.whole)
+    assert fresh["o"].param_groups[0]["lr"] == 0.5
+    nowhere = set.intersection(*map(set, job.gather(restoration.unexpected)))
+    assert restoration.unexpected
+    assert not nowhere
+
+
+def check_groups_of_stages(job: Job) -> None:
+    """Ranks with different numbers of groups; parameters that move into another one."""
+
+    def stage(rank: int, lr: float) -> dict[str, Any]:
+        model = nn.ModuleDict({f"stage{rank}": nn.Linear(2, 2)})
+        weight, bias = model.parameters()
+        found = [{"params": [weight], "lr": lr}, {"params": [bias], "lr": lr / 2}]
+        return {"m": model, "o": torch.optim.SGD(found if rank else [weight, bias], lr)}
+
+    step = SharedStep(job, stage(job.rank, 0.5), world_size=8)
+    fresh = stage(job.rank, 9.0)
+    step.restore(fresh)
+    rates = [group["lr"] for group in fresh["o"].param_groups]
+    assert rates == ([0.5, 0.25] if job.rank else [0.5])
+
+    both = nn.ModuleDict({"stage0": nn.Linear(2, 2), "stage1": nn.Linear(2, 2)})
+    loose = {"m": both, "o": torch.optim.SGD(both.parameters(), 9.0)}
+    with pytest.raises(StateMismatchError) as caught:
+        step.prepare(loose)
+    assert caught.value.facts["o.param_groups.0"].endswith("which differ in lr")
+
+    step = SharedStep(job, stage(0, job.rank + 1.0), world_size=8)
+    with pytest.raises(StateMismatchError) as caught:
+        step.prepare(stage(0, 9.0))
+    assert caught.value.facts.keys() >= {"o.param_groups.0.lr"}
+
+
+def check_extra_state_of_sharded_modules(job: Job) -> None:
+    class Counting(nn.Linear):
+        calls = 3
+
+        def get_extra_state(self) -> Any:
+            return {"calls": self.calls}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.calls = state["calls"]
+
+    mesh = init_device_mesh("cpu", (4,))
+    saved, live = (fully_shard(nn.Sequential(Counting(3, 3)), mesh=mesh) for _ in range(2))
+    saved[0].calls = 5
+    step = SharedStep(job, {"m": saved})
+    step.restore({"m": live})
+    assert live[0].calls == 5
+    assert torch.equal(live[0].weight.full_tensor(), saved[0].weight.full_tensor())
+
+
+def check_ties_of_empty_boxes(job: Job) -> None:
+    def tied() -> nn.Module:
+        model = nn.Module()
+        model.one, model.other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        model.other.weight = model.one.weight
+        return fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+
+    saved, live = tied(), tied()
+    step = SharedStep(job, {"m": saved})
+    step.restore({"m": live})
+    assert step.whole.keys() == {"m.one.weight"}
+    assert torch.equal(live.other.weight.full_tensor(), saved.one.weight.full_tensor())
+
+
+def merge_of_all(job: Job, step: SharedStep, state: Mapping[str, Any]) -> Any:
+    """The tree that a job of another size sees: nobody is at its place again."""
+    trees = job.gather(capture(state).tree)
+    return merge([(Ranks.of([rank]), tree) for rank, tree in enumerate(trees)], 0, False)
+
+
+def check_own_values_come_back_to_their_ranks(job: Job) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        return {"seed": rank, "where": {"shard": [rank, 9]}, "rng": statehold.Rng(), "same": 3}
+
+    torch.manual_seed(job.rank)
+    step = SharedStep(job, state(job.rank))
+    live = state(99)
+    step.restore(live)
+    assert (live["seed"], live["where"]["shard"]) == (job.rank, [job.rank, 9])
+
+    other = SharedStep(job, state(job.rank), world_size=8)
+    with pytest.raises(StateMismatchError) as caught:
+        other.prepare(state(99))
+    assert caught.value.facts.keys() == {"seed", "where.shard"}
+    assert "saved by 8 ranks and is restored on 4" in caught.value.facts["seed"]
+    assert 'skip=["seed"]' in caught.value.facts["seed"]
+
+    live = state(99)
+    drawn = copy.deepcopy(torch.get_rng_state())
+    report = other.restore(live, skip=["seed", "where.shard"]).report
+    assert report.kept == ("seed", "where.shard", "rng")
+    assert report.loaded == ("same",)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def check_weights_only(job: Job) -> None:
+    model = sharded()
+    optimizer = trained(model)
+    step = SharedStep(job, {"m": model, "o": optimizer})
+    other = two_dimensional()
+    fresh = torch.optim.AdamW(other.parameters())
+    restoration = step.restore({"m": other, "o": fresh}, only=["m"])
+    assert not fresh.state
+    assert restoration.report.kept == ("o",)
+    assert restoration.used == {name for name in step.whole if name.startswith("m.")}

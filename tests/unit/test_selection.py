@@ -1,0 +1,66 @@
+"""Patterns on names: what they match, reach and rename; the report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from statehold.errors import UsageError
+from statehold.selection import RestoreReport, Selection
+
+
+@pytest.mark.parametrize(
+    ("options", "taken", "left"),
+    [
+        ({}, ["a", "a.b"], []),
+        ({"only": ["model"]}, ["model", "model.a.weight"], ["models", "optimizer.state.model.a"]),
+        ({"only": ["model.*.weight"]}, ["model.a.b.weight"], ["model.weight", "model.a.weight.x"]),
+        ({"only": ["a.b", "c?"]}, ["a.b.c", "cd"], ["a", "a.bc", "cd.e"]),
+        ({"skip": ["model.head"]}, ["model.header", "model"], ["model.head", "model.head.bias"]),
+        ({"only": ["m"], "skip": ["*.bias"]}, ["m.a.weight"], ["m.a.bias", "n.weight"]),
+        ({"skip": ["[ab].x"]}, ["c.x"], ["a.x", "b.x"]),
+    ],
+)
+def test_what_is_taken(options: dict[str, Any], taken: list[str], left: list[str]) -> None:
+    selection = Selection(**options)
+    assert [name for name in taken + left if selection.takes(name)] == taken
+    for name in taken:  # whoever descends to it passes all that is above
+        parts = name.split(".")
+        above = [".".join(parts[:count]) for count in range(len(parts) + 1)]
+        assert all(map(selection.reaches, above))
+
+
+def test_whole_branches_are_not_reached() -> None:
+    selection = Selection(only=["model.layers.*.weight", "data"], skip=["model.layers.0"])
+    assert not selection.reaches("optimizer")
+    assert not selection.reaches("model.head")
+    assert not selection.reaches("model.layers.0.weight")
+    assert selection.reaches("model.layers.1")
+    assert selection.reaches("data.position")
+
+
+def test_the_longest_prefix_renames() -> None:
+    selection = Selection(rename={"ema": "model", "ema.old": "model.new"})
+    assert selection.renamed("ema") == "model"
+    assert selection.renamed("ema.a.weight") == "model.a.weight"
+    assert selection.renamed("ema.old.weight") == "model.new.weight"
+    assert selection.renamed("emac.weight") == "emac.weight"
+    assert selection.renames_below("ema")
+    assert not selection.renames_below("ema.old")
+
+
+@pytest.mark.parametrize("options", [{"only": "model"}, {"skip": [1]}, {"rename": {"": "a"}}])
+def test_what_is_no_list_of_names_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        Selection(**options)
+
+
+def test_a_report_can_be_read() -> None:
+    names = tuple(f"n{index}" for index in range(10))
+    text = str(RestoreReport(7, loaded=names, kept=("rng",), unexpected=names))
+    assert text.splitlines() == [
+        "step 7: 10 loaded",
+        "  unexpected 10: n0, n1, n2, n3, n4, n5, n6, n7, and 2 more",
+        "  kept 1: rng",
+    ]
