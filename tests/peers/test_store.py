@@ -66,6 +66,18 @@ def check(fs: Any, step: int) -> None:
         assert fs.stat_bytes(f"{path}/data-{rank}") is not None
 
 
+def test_a_rank_may_begin_before_rank_0_clears_the_run() -> None:
+    fs = SimFs(seed=1)
+    ranks = stores(fs)
+    ranks[2].create()
+    assert not write(ranks[2], 2, 1, f"{TOKEN}-0")
+    ranks[0].recover(TOKEN)
+    for rank in (0, 1):
+        write(ranks[rank], rank, 1, f"{TOKEN}-0")
+    ranks[0].commit(Sealed(1), f"{TOKEN}-0")
+    check(fs, 1)
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_ranks_fill_one_directory_in_any_order(order: tuple[int, ...]) -> None:
     fs = SimFs(seed=1)
