@@ -130,8 +130,13 @@ def show_run(run: Path) -> None:
     """Print what the killed process left behind."""
     print(f"   what it left in {run}:")
     for directory in sorted(run.glob("step-*")):
-        files = [f"{p.name} ({p.stat().st_size / 1e6:.1f} MB)" for p in sorted(directory.iterdir())]
-        print(f"     {directory.name:<26} {', '.join(files)}", flush=True)
+        megabytes = {path.name: path.stat().st_size / 1e6 for path in sorted(directory.iterdir())}
+        if len(megabytes) > 3:  # several ranks
+            listed = f"{len(megabytes)} files, {sum(megabytes.values()):.1f} MB: "
+            listed += ", ".join(list(megabytes)[:3]) + ", ..."
+        else:
+            listed = ", ".join(f"{name} ({size:.1f} MB)" for name, size in megabytes.items())
+        print(f"     {directory.name:<26} {listed}", flush=True)
 
 
 def prepare(demo: Demo) -> None:

@@ -22,15 +22,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import differences
 import job
 import report
 import statehold
+from differences import Difference, difference
 from display import Display
-from journal import Journal, read_events, read_steps
+from journal import Journal, read_events
 from story import (
     Demo,
     DemoError,
@@ -42,12 +43,18 @@ from story import (
     show_run,
 )
 
-PEER_TIMEOUT_S = 4
+# Until a rank is lost; short only in the job that shall lose one: elsewhere ranks may be slow.
+PEER_TIMEOUT_S = 5
 LOST_A_PEER = 3  # exit status of a rank that gave up because another one was lost
+LOG = "log.jsonl"
 FAILURES = "failures.jsonl"
 # Small, because this is about ranks, which share few cores here: (name, value) for train.py.
 SIZES = ("--dim", "128", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--seq", "64")
-SAVING = ("--staging", "64MiB", "--peer-timeout-s", str(PEER_TIMEOUT_S), "--checksums")
+SAVING = ("--staging", "64MiB", "--checksums", "--threads", "1")
+OTHER_ORDER = """
+   The state is equal. What is trained from it on other ranks is not: sums over the batch, and over
+   the columns of a matrix, are taken in another order. By how much ("=" is bit for bit):
+"""
 # Rounding moves the losses of a small run by far less, a wrong state by far more.
 LARGEST_DIFFERENCE = 1e-3
 
@@ -122,9 +129,9 @@ def options(demo: Demo, run: Path, label: str, ranks: int) -> list[str]:
     fewer = demo.ranks - 1
     shares = (size // tensor_parallel(size) for size in (demo.ranks, fewer))
     batch = math.lcm(12, *shares)  # one batch, whoever divides it
-    own = [*SIZES, "--batch", str(batch), "--threads", "1"]
-    given = demo.train_options(run, label)
-    return [*own, *given, *SAVING, "--tp", str(tensor_parallel(ranks))]
+    tp = str(tensor_parallel(ranks))
+    sizes = [*SIZES, "--batch", str(batch)]
+    return [*sizes, *demo.train_options(run, label), *SAVING, "--tp", tp]
 
 
 def start(ranks: int, body: Callable[..., None], *arguments: Any) -> None:
@@ -148,6 +155,7 @@ def run_killed(demo: Demo) -> int:
         2, f"the same, saving at every step; rank {victim} dies in a save (from {demo.kill_at})"
     )
     arguments = options(demo, demo.run, "killed", demo.ranks)
+    arguments += ["--peer-timeout-s", str(PEER_TIMEOUT_S)]
     codes = job.run(demo.ranks, train_until_lost, demo.kill_at, arguments)
     if codes != [LOST_A_PEER] * victim + [-signal.SIGKILL]:
         raise DemoError(
@@ -178,7 +186,7 @@ def run_resumed(demo: Demo, run: Path, ranks: int, killed_in: int) -> int:
     """Resume `run` on so many ranks and finish it; the step it resumed from."""
     newest = committed_steps(run)[-1]
     start(ranks, train_rank, options(demo, run, f"on {ranks}", ranks))
-    starts = [(each["step"], each["ranks"]) for each in read_events(run / "log.jsonl", "start")]
+    starts = [(each["step"], each["ranks"]) for each in read_events(run / LOG, "start")]
     if starts != [(0, demo.ranks), (newest, ranks)] or newest >= killed_in:
         raise DemoError(f"killed in {killed_in}, newest committed {newest}, starts at {starts}")
     compare_state(demo, run, ranks, newest)
@@ -189,7 +197,7 @@ def compare_state(demo: Demo, run: Path, ranks: int, step: int) -> None:
     """The restored state, whole, against the reference's after the same step."""
     expected = checksums(demo.reference)[step]
     # The log has this step twice: as it was trained, and as it was restored.
-    found = [each["sha256"] for each in read_events(run / "log.jsonl", "state")
+    found = [each["sha256"] for each in read_events(run / LOG, "state")
              if each["step"] == step]  # fmt: skip
     if found != [expected, expected]:
         raise DemoError(
@@ -202,49 +210,25 @@ def compare_state(demo: Demo, run: Path, ranks: int, step: int) -> None:
 
 def checksums(run: Path) -> dict[int, str]:
     """The state after each step, by its checksum."""
-    return {each["step"]: each["sha256"] for each in read_events(run / "log.jsonl", "state")}
+    return {each["step"]: each["sha256"] for each in read_events(run / LOG, "state")}
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How far the losses of a resumed run are from the reference's."""
-
-    ranks: int
-    steps: int
-    equal: int
-    largest: float
-    at: int
-
-    def __str__(self) -> str:
-        return (
-            f"   on {self.ranks}: {self.equal} of {self.steps} losses are equal bit for bit; the "
-            f"largest difference is {self.largest:.2e} nats, at step {self.at}"
-        )
-
-
-def difference(demo: Demo, run: Path, ranks: int, resumed_from: int) -> Difference:
-    """Compare what was trained after the restore."""
-    expected = {each.step: each.loss for each in read_steps(demo.reference / "log.jsonl")}
-    found = {each.step: each.loss for each in read_steps(run / "log.jsonl")}
-    after = [step for step in found if step > resumed_from]
-    apart = {step: abs(found[step] - expected[step]) for step in after}
-    worst = max(apart, key=apart.__getitem__)
-    equal = sum(value == 0.0 for value in apart.values())
-    return Difference(ranks, len(after), equal, apart[worst], worst)
-
-
-def run_on_fewer(demo: Demo, runs: dict[int, Path], killed_in: int) -> None:
-    """Phase 4."""
+def run_on_fewer(demo: Demo, runs: dict[int, Path], killed_in: int) -> list[Difference]:
+    """Phase 4; how far these runs are from the reference."""
     heading(4, f"from the same step on {' and on '.join(map(str, runs))}: another layout")
-    found = []
     for ranks, run in runs.items():
-        resumed_from = run_resumed(demo, run, ranks, killed_in)
-        found.append(difference(demo, run, ranks, resumed_from))
-    print("   The state is equal; what is trained from it is not, because sums over the batch and "
-          "over\n   the columns of a matrix are taken in another order. By how much:")  # fmt: skip
-    print("\n".join(map(str, found)), flush=True)
+        run_resumed(demo, run, ranks, killed_in)
+    all_runs = {demo.ranks: demo.run, **runs}
+    found = [
+        difference(f"on {ranks}", demo.reference / LOG, run / LOG)
+        for ranks, run in all_runs.items()
+    ]
+    print(OTHER_ORDER)
+    print(differences.table(found))
+    print("\n" + "\n".join(f"   {each}" for each in found), flush=True)
     if any(each.largest > LARGEST_DIFFERENCE for each in found):
         raise DemoError(f"a loss is further than {LARGEST_DIFFERENCE} from the reference")
+    return found
 
 
 def carry_out(demo: Demo) -> None:
@@ -261,13 +245,16 @@ def carry_out(demo: Demo) -> None:
     heading(3, f"resumed on {demo.ranks} ranks from the newest committed step")
     resumed_from = run_resumed(demo, demo.run, demo.ranks, killed_in)
     compare(demo)
-    run_on_fewer(demo, runs, killed_in)
-    heading(5, "what the saves cost (rank 0)")
-    measured = report.measure(demo.reference / "log.jsonl", demo.run / "log.jsonl")
+    if checksums(demo.run) != checksums(demo.reference):
+        raise DemoError("the losses are equal, but not all states are")
+    print("   and so is the state after every step", flush=True)
+    found = run_on_fewer(demo, runs, killed_in)
+    heading(5, f"what the saves cost rank 0 of {demo.ranks}, on {os.cpu_count()} processors")
+    measured = report.measure(demo.reference / LOG, demo.run / LOG)
     print(report.table(measured))
     print()
     print(report.ascii_plot(measured, killed_in))
-    print(report.save_plot(measured, killed_in, resumed_from, demo.out / "losses.png"))
+    print(differences.save_plot(measured.reference, found, killed_in, demo.out / "losses.png"))
     print(f"\nrank {demo.ranks - 1} killed in the save of step {killed_in}; resumed from step "
           f"{resumed_from} on {', '.join(map(str, [demo.ranks, *runs]))}; "
           f"{time.monotonic() - began:.0f} s")  # fmt: skip

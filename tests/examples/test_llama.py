@@ -191,12 +191,12 @@ def test_a_run_keeps_its_settings(llama, tmp_path, capsys):
 # -- the programs ------------------------------------------------------------------------------
 
 
-def run_demo(out: Path) -> subprocess.CompletedProcess[str]:
+def run_demo(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
     program = [sys.executable, EXAMPLES / "llama/demo.py", "--out", out, "--data", EXAMPLES]
     words = ["--steps=6", "--kill-at=3", "--staging=32MiB", "--batch=4", "--accumulate=2"]
     return subprocess.run(
-        [*program, *words, *sizes],
+        [*program, *words, *sizes, *options],
         capture_output=True,
         text=True,
         timeout=120,
