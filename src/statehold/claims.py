@@ -133,21 +133,22 @@ class Claims:
 
     def _resolve(self, specs: list[TensorSpec]) -> Resolved:
         comparisons = []
-        joined: dict[tuple[Mesh, str], Siblings] = {}
+        joined: dict[tuple[Mesh, str], Mesh] = {}
         for claim in self._claims(specs):
             known = self._known.get(claim.key)
             if known is None:
                 comparisons.append(Comparison(claim, claim.names, 0))
             elif len(known.meshes) > 1 and known.equal and claim.mesh in known.meshes:
                 comparisons.append(Comparison(claim, known.equal, len(known.meshes)))
-                joined.update({(claim.mesh, name): known for name in known.equal})
+                mesh = _joined(known.meshes)  # once: meshes are long, and known by identity
+                joined.update({(claim.mesh, name): mesh for name in known.equal})
         if not joined:
             return Resolved(specs, tuple(comparisons))
         found = [joined.get((self._mesh_of(spec), spec.name)) for spec in specs]
         return Resolved(
             [
-                replace(spec, layout=_joined(spec, siblings)) if siblings else spec
-                for spec, siblings in zip(specs, found, strict=True)
+                replace(spec, layout=_layout_on(mesh, spec)) if mesh else spec
+                for spec, mesh in zip(specs, found, strict=True)
             ],
             tuple(comparisons),
         )
@@ -176,11 +177,14 @@ def _splits(spec: TensorSpec) -> tuple[tuple[int, int], ...]:
     return spec.layout.splits if spec.layout else ()
 
 
-def _joined(spec: TensorSpec, siblings: Siblings) -> Layout:
-    """The layout over all siblings: one more axis in front, along which they replicate."""
-    shape = (len(siblings.meshes), *siblings.meshes[0].shape)
-    ranks = tuple(rank for mesh in siblings.meshes for rank in mesh.ranks)
-    return Layout(Mesh(shape, ranks), tuple((axis + 1, dim) for axis, dim in _splits(spec)))
+def _joined(meshes: Sequence[Mesh]) -> Mesh:
+    """All siblings' meshes as one: a new axis in front, along which they replicate."""
+    ranks = tuple(rank for mesh in meshes for rank in mesh.ranks)
+    return Mesh((len(meshes), *meshes[0].shape), ranks)
+
+
+def _layout_on(mesh: Mesh, spec: TensorSpec) -> Layout:
+    return Layout(mesh, tuple((axis + 1, dim) for axis, dim in _splits(spec)))
 
 
 # -- what the ranks tell each other --------------------------------------------------------

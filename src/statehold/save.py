@@ -130,7 +130,8 @@ class Save:
 
     def _reach(self, event: Event) -> None:
         with self._changed:
-            self._stats = replace(self._stats, **{f"{event}_s": self._elapsed()})  # type: ignore[arg-type]
+            reached = {f"{event}_s": self._elapsed()}
+            self._stats = replace(self._stats, **reached)  # type: ignore[arg-type]
             self._changed.notify_all()
 
     def _fail(self, error: StateholdError) -> None:

@@ -25,7 +25,9 @@ PUBLIC = [
 SIGNATURES = {
     statehold.Checkpointer.__init__: "(self, run, **options)",
     statehold.Checkpointer.save: "(self, step, state)",
-    statehold.Checkpointer.restore: "(self, state, step=None)",
+    statehold.Checkpointer.restore: (
+        "(self, state, step=None, *, only=None, skip=None, rename=None, strict=True)"
+    ),
     statehold.Checkpointer.gate: "(self, timeout=None)",
     statehold.Checkpointer.steps: "(self)",
     statehold.Checkpointer.rewind: "(self, step)",

@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import (
 
 from statehold.errors import UnsupportedValueError
 from statehold.layout import Box, Layout, Mesh
-from statehold.state.capture import CapturedTensor, capture
-from support.jobs import Job
+from statehold.state.capture import CapturedTensor
+from support.jobs import Job, captured
 
 
 class Mlp(nn.Module):
@@ -62,7 +62,7 @@ def two_dimensional() -> nn.Module:
 
 
 def found(state: Mapping[str, Any]) -> dict[str, CapturedTensor]:
-    return {each.spec.name: each for each in capture(state).tensors}
+    return {each.spec.name: each for each in captured(state).tensors}
 
 
 def live_tensors(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -107,6 +107,17 @@ def check_fsdp2(job: Job) -> None:
         assert_boxes(job, captured, live_tensors(model, optimizer))
         assert not any(each.spec.eager for each in captured.values())
     assert captured["m.down.weight"].spec.shape == ((0, 7) if job.rank == 3 else (1, 7))
+
+
+def check_computing_is_no_change(job: Job) -> None:
+    model = Mlp()
+    for part in (model.up, model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (4,)))
+    optimizer = trained(model)
+    result = captured({"m": model, "o": optimizer})
+    model(torch.ones(4, 5)).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert result.moved(eager=False) is None
 
 
 def check_tensor_parallel(job: Job) -> None:
@@ -200,7 +211,7 @@ def check_ties_are_the_same_on_all_ranks(job: Job) -> None:
     model.one, model.other = nn.Linear(2, 2), nn.Linear(2, 2)
     model.other.weight = model.one.weight
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-    result = capture({"m": model, "again": model.one.weight})
+    result = captured({"m": model, "again": model.one.weight})
     trees = job.gather(result.tree)
     assert trees == [trees[0]] * 4
     assert result.tree["m"]["other.weight"] == {"$tensor": "m.one.weight"}
@@ -223,14 +234,14 @@ def check_changed_boxes_are_torn(job: Job) -> None:
         trained(model, optimizer)
 
     for change in (in_place, on_the_local_tensor, step):
-        result = capture({"m": model, "o": optimizer})
+        result = captured({"m": model, "o": optimizer})
         assert result.moved(eager=False) is None
         change()
         assert result.moved(eager=False) == "m.up.weight", change.__name__
 
     foreach = torch.optim.AdamW(model.parameters(), foreach=True)
     trained(model, foreach)
-    result = capture({"m": model, "o": foreach})
+    result = captured({"m": model, "o": foreach})
     trained(model, foreach)
     assert str(result.moved(eager=False)).endswith(".step"), "a foreach update shows there only"
 
@@ -262,14 +273,14 @@ def check_different_parameters_on_every_rank(job: Job) -> None:
 def check_refusals(job: Job) -> None:
     mesh = init_device_mesh("cpu", (4,))
     with pytest.raises(UnsupportedValueError, match=r"x\.partial") as refused:
-        capture({"x": {"partial": DTensor.from_local(torch.ones(2), mesh, [Partial()])}})
+        captured({"x": {"partial": DTensor.from_local(torch.ones(2), mesh, [Partial()])}})
     assert "Partial" in str(refused.value)
     assert "redistribute" in str(refused.value)
     odd = torch.ones(7 if job.rank == 3 else 1)
     odd = DTensor.from_local(odd, mesh, [Shard(0)], shape=torch.Size([10]), stride=(1,))
     with pytest.raises(UnsupportedValueError, match="local tensor has the shape"):
-        capture({"odd": odd})
+        captured({"odd": odd})
     flat = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
     with pytest.raises(UnsupportedValueError, match=r"fully_shard") as refused:
-        capture({"m": nn.Sequential(flat)})
+        captured({"m": nn.Sequential(flat)})
     assert refused.value.facts["path"] == "m.0"

@@ -11,7 +11,7 @@ import importlib
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import distributed, multiprocessing
+
+from statehold.state.capture import Capture, capture
 
 TIMEOUT = timedelta(seconds=60)
 OK = "ok"
@@ -37,6 +39,11 @@ class Job:
         found: list[Any] = [None] * self.size
         distributed.all_gather_object(found, value)
         return found
+
+
+def captured(state: Mapping[str, Any]) -> Capture:
+    """This rank's part of a state."""
+    return capture(state, distributed.get_rank())
 
 
 def checks_of(module: str) -> dict[str, Callable[[Job], None]]:
@@ -62,7 +69,6 @@ def _read(path: Path) -> str:
 
 
 def _rank(rank: int, module: str, size: int, folder: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", f"file://{folder}/meeting", TIMEOUT, rank=rank, world_size=size

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -19,18 +19,17 @@ from statehold.errors import StateMismatchError
 from statehold.layout import Box, Ranks
 from statehold.saved import SavedTensor
 from statehold.selection import Selection
-from statehold.state.capture import capture
 from statehold.state.restore import Restoration, prepare
 from statehold.trees import merge
 from support.capture_checks import Mlp, live_tensors, piece, trained, two_dimensional
-from support.jobs import Job
+from support.jobs import Job, captured
 
 
 class SharedStep:
     """What all ranks captured, put together in the memory of each."""
 
     def __init__(self, job: Job, state: Mapping[str, Any], world_size: int = 4) -> None:
-        found = capture(state)
+        found = captured(state)
         boxes = [(each.spec, each.tensor.clone()) for each in found.tensors]
         everything = job.gather((boxes, found.tree))
         self.whole: dict[str, torch.Tensor] = {}
@@ -50,7 +49,13 @@ class SharedStep:
         )
 
     def prepare(self, state: Any, **options: Any) -> Restoration:
-        return prepare(state, self.saved, selection=Selection(**options))
+        return prepare(
+            state,
+            self.saved,
+            selection=Selection(**options),
+            rank=distributed.get_rank(),
+            alone=False,
+        )
 
     def restore(self, state: Any, **options: Any) -> Restoration:
         restoration = self.prepare(state, **options)
@@ -232,7 +237,7 @@ def check_ties_of_empty_boxes(job: Job) -> None:
 
 def merge_of_all(job: Job, step: SharedStep, state: Mapping[str, Any]) -> Any:
     """The tree that a job of another size sees: nobody is at its place again."""
-    trees = job.gather(capture(state).tree)
+    trees = job.gather(captured(state).tree)
     return merge([(Ranks.of([rank]), tree) for rank, tree in enumerate(trees)], 0, False)
 
 

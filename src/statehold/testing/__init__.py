@@ -1,9 +1,9 @@
 """Tools for testing what is built on statehold: a simulated disk, ranks as threads.
 
 `SimFs` is a file system in memory with seeded faults and crashes that lose what was not synced;
-`checkpointer_on` gives a Checkpointer that lives on it. A test that injects faults has to look at
-`fired`: a fault that did not fire tests nothing. `MemoryBoard` is where the ranks of a job that
-are threads of one process meet.
+`checkpointer_on` gives a Checkpointer that lives on it, `ranks_on` those of a job. A test that
+injects faults has to look at `fired`: a fault that did not fire tests nothing. `MemoryBoard` is
+where the ranks of a job that are threads of one process meet.
 """
 
 from __future__ import annotations
@@ -13,13 +13,31 @@ from typing import Any
 
 from statehold._core import Fs, SimFs
 from statehold.checkpointer import Checkpointer
+from statehold.options import Options
+from statehold.peers import Peers
 from statehold.testing.memory_board import MemoryBoard
 
-__all__ = ["MemoryBoard", "SimFs", "checkpointer_on"]
+__all__ = ["MemoryBoard", "SimFs", "checkpointer_on", "ranks_on"]
 
 
-def checkpointer_on(fs: Fs, run: str | os.PathLike[str], **options: Any) -> Checkpointer:
-    """A Checkpointer whose run directory lies on `fs`, which outlives it."""
+def checkpointer_on(
+    fs: Fs, run: str | os.PathLike[str], peers: Peers | None = None, **options: Any
+) -> Checkpointer:
+    """A Checkpointer whose run directory lies on `fs`, which outlives it; with `peers`, for one
+    rank of several."""
     ckpt = Checkpointer(run, **options)
     ckpt._borrowed_fs = fs
+    ckpt._borrowed_peers = peers
     return ckpt
+
+
+def ranks_on(
+    fs: Fs, run: str | os.PathLike[str], world_size: int, **options: Any
+) -> list[Checkpointer]:
+    """A Checkpointer for each rank of a job; each needs a thread of its own."""
+    board = MemoryBoard()
+    timeout_s = options.get("peer_timeout_s", Options().peer_timeout_s)
+    return [
+        checkpointer_on(fs, run, Peers(board, rank, world_size, timeout_s), **options)
+        for rank in range(world_size)
+    ]
