@@ -115,7 +115,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def joined(tp: int) -> Iterator[Ranks]:
+def joined(tp: int, device: str) -> Iterator[Ranks]:
     """Join the job that WORLD_SIZE and its like describe; `tp` ranks share each matrix."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -123,6 +123,8 @@ def joined(tp: int) -> Iterator[Ranks]:
         return
     if size % tp:
         raise ValueError(f"{size} ranks cannot be divided into groups of tp = {tp}")
+    if device != "cpu":
+        raise ValueError(f"this example trains on several ranks on the CPU only, not on {device}")
     _silence()
     distributed.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     try:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -51,6 +52,7 @@ FAILURES = "failures.jsonl"
 # Small, because this is about ranks, which share few cores here: (name, value) for train.py.
 SIZES = ("--dim", "128", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--seq", "64")
 SAVING = ("--staging", "64MiB", "--checksums", "--threads", "1")
+SOURCE_LINE = re.compile(r"\[\S+:\d+\] ")  # of Gloo, at the beginning of its errors
 OTHER_ORDER = """
    The state is equal. What is trained from it on other ranks is not: sums over the batch, and over
    the columns of a matrix, are taken in another order. By how much ("=" is bit for bit):
@@ -79,12 +81,10 @@ def train_until_lost(kill_at: int, arguments: Sequence[str]) -> None:
     logging.getLogger("statehold").addHandler(logging.NullHandler())
     start = settings.parse(arguments)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    saves: list[statehold.Save] = []
-    began: list[float] = []
+    saves: list[tuple[statehold.Save, float]] = []
 
     def after_save(save: statehold.Save, _: Display) -> None:
-        saves.append(save)
-        began.append(time.monotonic())
+        saves.append((save, time.monotonic()))
         if rank == size - 1:
             display = Display(f"rank {rank}", start.config.steps)
             between = ("begun", "written")  # once written, the others could commit without us
@@ -93,10 +93,11 @@ def train_until_lost(kill_at: int, arguments: Sequence[str]) -> None:
     try:
         train(start, after_save)
     except (RuntimeError, statehold.StateholdError) as error:
-        failed = next((i for i, save in enumerate(saves) if save.error), None)
-        if failed is None:
+        failed = [(save, began) for save, began in saves if save.error]
+        if not failed:
             raise
-        record_failure(start.run, rank, saves[failed], time.monotonic() - began[failed], error)
+        save, began = failed[0]
+        record_failure(start.run, rank, save, time.monotonic() - began, error)
         sys.exit(LOST_A_PEER)
 
 
@@ -104,7 +105,7 @@ def record_failure(
     run: Path, rank: int, save: statehold.Save, seconds: float, error: BaseException
 ) -> None:
     """Tell the watching process how a save failed; `error` is what ended the training."""
-    assert save.error is not None
+    reason = SOURCE_LINE.sub("", str(error)).partition(". ")[0].splitlines()[0]
     Journal(run / FAILURES).write(
         "failure",
         rank=rank,
@@ -112,7 +113,7 @@ def record_failure(
         lost=list(getattr(save.error, "ranks", ())),
         seconds=seconds,
         message=str(save.error),
-        training=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+        training=f"{type(error).__name__}: {reason}",
     )
 
 
@@ -174,7 +175,7 @@ def run_killed(demo: Demo) -> int:
 
 def show_failures(failures: Sequence[dict[str, Any]]) -> None:
     """Print what the survivors were told."""
-    print(f"   what ended the training of rank 0: {failures[0]['training'][:100]}")
+    print(f"   what ended the training of rank 0: {failures[0]['training']}")
     for each in failures:
         print(f"   rank {each['rank']}: the save of step {each['step']} failed "
               f"{each['seconds']:.1f} s after it began, lost ranks: {each['lost']}")  # fmt: skip

@@ -137,7 +137,7 @@ class Run:
         self._display.note(
             f"{parameters / 1e6:.1f}M parameters, {self._trainer.loader.corpus_bytes / 1e6:.1f} MB "
             f"of text, {config.steps} steps, {config.device}, {self._ranks}, "
-            f"{config.threads} threads"
+            f"{config.threads} thread{'s' if config.threads > 1 else ''}"
         )
         return begin
 
@@ -185,7 +185,7 @@ def train(start: settings.Start, after_save: AfterSave | None = None) -> None:
     """Carry out one start of a run."""
     make_deterministic(start.config)
     with contextlib.ExitStack() as stack:
-        ranks = stack.enter_context(joined(start.config.tp))
+        ranks = stack.enter_context(joined(start.config.tp, start.config.device))
         if ranks.rank == 0:
             settings.record(start.run, start.config)
         # Without saves nothing can be resumed, so the log begins anew with the run.

@@ -108,14 +108,15 @@ def test_every_number_of_ranks_divides_the_batch(llama, tmp_path, ranks):
 
 def test_a_process_without_a_job_is_alone(llama, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with llama.ranks.joined(tp=1) as ranks:
+    with llama.ranks.joined(1, "cpu") as ranks:
         assert (ranks.rank, ranks.size, ranks.shares, str(ranks)) == (0, 1, 1, "1 process")
         batch = torch.zeros(3, 4), torch.ones(3, 4)
         assert ranks.share(batch) is batch
         assert ranks.mean(0.1) == 0.1
 
 
-def test_ranks_that_do_not_fit_are_refused(llama, monkeypatch):
+@pytest.mark.parametrize(("tp", "device"), [(2, "cpu"), (1, "cuda")])
+def test_ranks_that_do_not_fit_are_refused(llama, monkeypatch, tp, device):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="tp = 2"), llama.ranks.joined(tp=2):
+    with pytest.raises(ValueError, match=f"tp = {tp}|{device}"), llama.ranks.joined(tp, device):
         pass
