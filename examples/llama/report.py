@@ -30,9 +30,9 @@ class Measured:
     starts: list[int]
 
     def settled(self, steps: Sequence[StepRecord], starts: Sequence[int]) -> list[StepRecord]:
-        """The steps that are not among the first of a process."""
+        """The steps that are not among the first of a process; all, where none is left."""
         warming = {start + nth for start in starts for nth in range(1, WARMUP_STEPS + 1)}
-        return [record for record in steps if record.step not in warming]
+        return [record for record in steps if record.step not in warming] or list(steps)
 
 
 def measure(reference: Path, run: Path) -> Measured:

@@ -24,7 +24,7 @@ MODULES = (
     "config", "data", "differences", "display", "job", "journal", "model", "ranks", "report",
     "story", "story_ranks", "trainer"
 )  # fmt: skip
-TINY = ("--dim=32", "--layers=1", "--heads=4", "--kv-heads=2", "--seq=16", "--batch=12")
+SMALL = ("--dim=64", "--layers=2", "--heads=4", "--kv-heads=2", "--seq=16", "--batch=12")
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ def trained(step: int, loss: float) -> dict[str, object]:
 
 def test_the_demo_loses_a_rank_and_resumes_on_the_others(llama, tmp_path):
     done = subprocess.run(
-        [sys.executable, LLAMA / "demo.py", "--ranks=2", "--steps=4", "--kill-at=2",
-         "--out", tmp_path / "demo", "--data", LLAMA, *TINY],
+        [sys.executable, LLAMA / "demo.py", "--ranks=2", "--steps=8", "--kill-at=2",
+         "--out", tmp_path / "demo", "--data", LLAMA, *SMALL],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,7 +67,7 @@ def test_the_demo_loses_a_rank_and_resumes_on_the_others(llama, tmp_path):
     assert "the state restored on 1 is that of the reference" in done.stdout
     assert "equal the reference in every bit" in done.stdout
 
-    options = {"out": tmp_path / "demo", "steps": 4, "kill_at": 2, "options": (), "ranks": 2}
+    options = {"out": tmp_path / "demo", "steps": 8, "kill_at": 2, "options": (), "ranks": 2}
     starts = list(llama.journal.read_events(tmp_path / "demo/run-on-1/log.jsonl", "start"))
     assert [each["ranks"] for each in starts] == [2, 1]
     demo = llama.story.Demo(**options)
@@ -104,6 +104,13 @@ def test_every_number_of_ranks_divides_the_batch(llama, tmp_path, ranks):
         assert config.batch % (size // config.tp) == 0
         batches.add(config.batch)
     assert len(batches) == 1
+
+
+def test_a_run_too_short_to_settle_is_still_measured(llama):
+    measured = llama.report.Measured([], [], [], starts=[0, 2])
+    steps = [llama.journal.StepRecord(step, (1.0).hex(), 0.1, 0.0) for step in (1, 2, 3, 4)]
+    assert measured.settled(steps, measured.starts) == steps
+    assert [each.step for each in measured.settled(steps, [0])] == [3, 4]
 
 
 def test_a_process_without_a_job_is_alone(llama, monkeypatch):
