@@ -170,7 +170,8 @@ class _Builder:
 
     def add(self, destination: Destination) -> None:
         """Read what lies in the destination's box."""
-        for chunk in self._saved.chunks(destination.name, destination.box):
+        chunks = self._saved.chunks(destination.name, destination.box, destination.among)
+        for chunk in chunks:
             self._asked.append(chunk)
             common = chunk.box.intersection(destination.box)
             if chunk.box == destination.box:

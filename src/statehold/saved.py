@@ -10,7 +10,7 @@ Not here: the disk (`read` is handed in), what is done with the bytes (transfer)
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeGuard
@@ -24,7 +24,7 @@ from statehold.errors import (
     StateMismatchError,
     StorageError,
 )
-from statehold.layout import AnyLayout, Box, Layout, Ranks
+from statehold.layout import AnyLayout, Box, ExplicitLayout, Layout, Ranks
 from statehold.manifest import Commit, Manifest
 from statehold.record import Record
 from statehold.share import Held
@@ -114,9 +114,10 @@ class SavedStep:
         """How many records were read so far."""
         return 0
 
-    def chunks(self, name: str, box: Box) -> list[PlacedChunk]:
+    def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
         """The chunks that meet `box` of a tensor: together they hold each element of it once.
 
+        among: the ranks of this job that hold the tensor together; None: this rank has its own.
         Raises CorruptionError where they do not, StateMismatchError where ranks saved different
         tensors of this name and no one of them is meant.
         """
@@ -169,7 +170,7 @@ class _WholeStep(SavedStep):
     def files(self) -> tuple[FileEntry, ...]:
         return self._manifest.files
 
-    def chunks(self, name: str, box: Box) -> list[PlacedChunk]:
+    def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
         entry = self._manifest.tensors[name]
         _check_inside(name, box, entry.shape)
         return _placed(self.files, entry.chunks) if box.numel else []
@@ -342,8 +343,8 @@ class _SharedStep(SavedStep):
 
     # -- where it is -------------------------------------------------------------------------
 
-    def chunks(self, name: str, box: Box) -> list[PlacedChunk]:
-        version = self._version(name)
+    def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
+        version = self._version(name, among)
         held = version.held
         _check_inside(name, box, held.shape)
         if not box.numel:
@@ -359,12 +360,20 @@ class _SharedStep(SavedStep):
         _check_cover(name, box, [chunk.box for chunk in chunks], isinstance(held.layout, Layout))
         return chunks
 
-    def _version(self, name: str) -> _Version:
-        """The version of a tensor that is meant: the only one, this rank's, or any of equals."""
+    def _version(self, name: str, among: Sequence[int] | None) -> _Version:
+        """The version of a tensor that is meant: the only one, this rank's, or any of equals.
+
+        This rank's own is meant only where the tensor is not one with ranks that saved another.
+        """
         versions = self._versions[name]
         own = self._own_version(versions)
-        if own is not None:
+        if own is not None and (among is None or _covers(own.held.layout, among)):
             return own
+        if self._narrow:
+            raise StateMismatchError(
+                "ranks hold a tensor together that each of them saved for itself",
+                facts={"tensor": name, "saved here": _described(versions[0].held)},
+            )
         first, *others = versions
         if first.held.layout is None:
             alone = len(Ranks.union(each.ranks for each in versions)) == 1
@@ -401,11 +410,15 @@ class _SharedStep(SavedStep):
     def _written_by(self, rank: int, held: Held) -> list[PlacedChunk]:
         record = self._records[rank]
         other = record.tensors.get(held.name)
-        if other != held:
+        if other is None or not _agrees(other, held, rank):
             got = "nothing" if other is None else _described(other)
             expected = f"{held.name}: {_described(held)}, as other ranks say"
             raise _record_error(self._records.path(rank), expected, got)
-        return _placed(record.files, record.chunks.get(held.name, ()))
+        chunks = record.chunks.get(held.name, ())
+        if isinstance(held.layout, ExplicitLayout):
+            boxes = set(held.layout.boxes_of(rank))
+            chunks = tuple(chunk for chunk in chunks if chunk.box in boxes)
+        return _placed(record.files, chunks)
 
     def _own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
         if self._own is not None:
@@ -416,6 +429,22 @@ class _SharedStep(SavedStep):
 
 def _is_box_of(layout: AnyLayout, shape: tuple[int, ...], rank: int, box: Box) -> TypeGuard[Layout]:
     return isinstance(layout, Layout) and rank in layout.mesh and layout.box(shape, rank) == box
+
+
+def _covers(layout: AnyLayout | None, ranks: Sequence[int]) -> bool:
+    """Whether all of these ranks saved a tensor together."""
+    if isinstance(layout, Layout):
+        return all(rank in layout.mesh for rank in ranks)
+    return layout is not None
+
+
+def _agrees(other: Held, held: Held, rank: int) -> bool:
+    """Whether the record of `rank` says `other` where another says `held`. Of boxes that a planner
+    chose, a rank need only know its own: the list of all would be in the record of each."""
+    if not isinstance(held.layout, ExplicitLayout) or not isinstance(other.layout, ExplicitLayout):
+        return other == held
+    wrote = set(held.layout.boxes_of(rank)) <= set(other.layout.boxes_of(rank))
+    return wrote and _kind(other) == _kind(held)
 
 
 def _kind(held: Held) -> tuple[str, tuple[int, ...]]:

@@ -489,16 +489,21 @@ class _Matcher:
             return self._memory.make(payload, device)
         if tag == "$ndarray":
             return self._memory.make(payload, HOST).numpy()
-        if tag == "$npscalar":
-            return _numpy_scalar(payload["dtype"], base64.b64decode(payload["bytes"]))
-        if "size" in payload:
-            return torch.Size(payload["size"])
-        if "device" in payload:
-            return torch.device(payload["device"])
-        dtype = getattr(torch, payload["dtype"], None)
-        if not isinstance(dtype, torch.dtype):
-            raise ManifestError("no such torch dtype", facts={"got": payload["dtype"]})
-        return dtype
+        return foreign(tag, payload)
+
+
+def foreign(tag: str, payload: Any) -> Any:
+    """The value of a node of NumPy or torch that is not a tensor."""
+    if tag == "$npscalar":
+        return _numpy_scalar(payload["dtype"], base64.b64decode(payload["bytes"]))
+    if "size" in payload:
+        return torch.Size(payload["size"])
+    if "device" in payload:
+        return torch.device(payload["device"])
+    dtype = getattr(torch, payload["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ManifestError("no such torch dtype", facts={"got": payload["dtype"]})
+    return dtype
 
 
 def holds_state(value: Any) -> bool:
