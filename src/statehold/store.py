@@ -168,16 +168,21 @@ class Store:
         """Make the run directory, its parents included, and make their names durable."""
         make_directories(self._fs, self._root)
 
-    def recover(self) -> None:
-        """Clear away what a crash left behind. Call once, holding the run's lock."""
+    def recover(self, token: str | None = None) -> None:
+        """Clear away what a crash left behind. Call once, holding the run's lock.
+
+        Other ranks of the job `token` may be ahead: its attempts are left alone.
+        """
         self._lead("clear a run")
         with self._guard:
             if self._fs.is_dir(f"{self._root}/{SPARE_NAME}"):
                 delete(self._fs, f"{self._root}/{SPARE_NAME}")
             for name in self._leftovers():
+                attempted = _ATTEMPTED.fullmatch(name)
+                if attempted and attempted["token"] == token:
+                    continue
                 # Where ranks on other hosts may be outliving their job, nothing they might still
                 # be writing to is used again.
-                attempted = _ATTEMPTED.fullmatch(name)
                 if attempted:
                     delete(self._fs, f"{self._root}/{name}")
                 else:
