@@ -176,8 +176,11 @@ class Store:
             self._fs.mkdir(path)
             self._fs.sync_dir(path.rpartition("/")[0] or ("/" if path[0] == "/" else "."))
 
-    def recover(self) -> None:
-        """Clear away what a crash left behind. Call once, holding the run's lock."""
+    def recover(self, job: str | None = None) -> None:
+        """Clear away what a crash left behind. Call once, holding the run's lock.
+
+        Other ranks of `job`, the token of this one, may be at work already: theirs stays.
+        """
         self._lead("clear a run")
         with self._guard:
             if self._fs.is_dir(f"{self._root}/{SPARE_NAME}"):
@@ -186,6 +189,8 @@ class Store:
                 # Where ranks on other hosts may be outliving their job, nothing they might still
                 # be writing to is used again.
                 attempted = _ATTEMPTED.fullmatch(name)
+                if attempted and attempted["token"] == job:
+                    continue
                 (self._delete if attempted else self._discard)(f"{self._root}/{name}")
 
     def _leftovers(self) -> list[str]:
