@@ -168,12 +168,14 @@ class Store:
         """Make the run directory, its parents included, and make their names durable."""
         missing, path = [], self._root
         while path and not self._fs.is_dir(path):
-            if self._fs.stat_bytes(path) is not None:
+            # Another rank may make it between the two questions.
+            if self._fs.stat_bytes(path) is not None and not self._fs.is_dir(path):
                 raise storage_error("create the run directory", errno.ENOTDIR, path)
             missing.append(path)
             path = path.rpartition("/")[0]
         for path in reversed(missing):
-            self._fs.mkdir(path)
+            with _unless(errno.EEXIST):  # another rank made it
+                self._fs.mkdir(path)
             self._fs.sync_dir(path.rpartition("/")[0] or ("/" if path[0] == "/" else "."))
 
     def recover(self, job: str | None = None) -> None:

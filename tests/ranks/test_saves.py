@@ -19,43 +19,23 @@ from statehold.errors import (
 )
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, must, spy_on
+from support.rank_states import OWN_BYTES, SAME_BYTES, blank, check, state
 from support.ranks import RUN, Ranks
 
 SIZE = 4
-W, OWN = 1000, 10
-SAME_BYTES, OWN_BYTES = 4 * W, 4 * OWN
-
-
-def state(rank: int, step: int = 0) -> dict[str, Any]:
-    """A tensor that is the same on all ranks, one that is not, and values of both kinds."""
-    return {
-        "w": torch.arange(W, dtype=torch.int32) * 31 + step,
-        "own": torch.full((OWN,), rank + 100 * step, dtype=torch.int32),
-        "seed": {"rank": rank},
-        "step": step,
-    }
-
-
-def blank() -> dict[str, Any]:
-    return {
-        "w": torch.zeros(W, dtype=torch.int32),
-        "own": torch.zeros(OWN, dtype=torch.int32),
-        "seed": {"rank": None},
-        "step": None,
-    }
-
-
-def check(found: dict[str, Any], rank: int, step: int) -> None:
-    expected = state(rank, step)
-    assert torch.equal(found["w"], expected["w"])
-    assert torch.equal(found["own"], expected["own"])
-    assert (found["seed"], found["step"]) == ({"rank": rank}, step)
 
 
 def check_step(ranks: Ranks, step: int) -> None:
     """The newest step is `step`, and every rank gets its own state back."""
     found = [blank() for _ in range(ranks.size)]
     assert ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank])) == [step] * ranks.size
+    for rank, each in enumerate(found):
+        check(each, rank, step)
+
+
+def check_old_step(ranks: Ranks, step: int) -> None:
+    found = [blank() for _ in range(ranks.size)]
+    ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank], step))
     for rank, each in enumerate(found):
         check(each, rank, step)
 
@@ -86,10 +66,7 @@ def test_what_all_ranks_hold_alike_is_written_once_from_the_third_save_on(ranks:
             assert save.stats.state_bytes == SAME_BYTES + OWN_BYTES
             assert save.stats.balance == saves[0].stats.balance
     for step in range(1, 6):
-        found = [blank() for _ in range(SIZE)]
-        ranks.each(lambda rank, step=step: ranks.ckpts[rank].restore(found[rank], step))
-        for rank, each in enumerate(found):
-            check(each, rank, step)
+        check_old_step(ranks, step)
 
 
 def test_a_late_rank_holds_up_no_training_thread(ranks: Ranks) -> None:
@@ -315,3 +292,20 @@ def test_the_run_goes_on_with_another_number_of_ranks(ranks: Ranks) -> None:
         parts = {"only": ["w", "step"]}
         fewer.each(lambda rank: fewer.ckpts[rank].restore(found if rank else blank(), 4, **parts))
         assert torch.equal(found["w"], state(0, 4)["w"])
+
+
+def test_ranks_make_the_run_directory_together() -> None:
+    """One comes between two questions of another, and makes what that is about to make."""
+    with Ranks(SimFs(seed=5), 2, run="/a/b/c") as ranks:
+        first, second = (ckpt._opened().store for ckpt in ranks.ckpts)
+        asked = threading.Event()
+
+        def between(operation: str, _args: tuple[Any, ...]) -> None:
+            if operation == "stat_bytes" and not asked.is_set():
+                asked.set()
+                second.create()
+
+        spy_on(ranks.ckpts[0], between)
+        first.create()
+        assert asked.is_set()
+        assert ranks.fs.is_dir("/a/b/c")

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
 
-from statehold import Checkpointer, Save
+from statehold import Save
 from statehold._core import Fs
 from statehold.testing import ranks_on
 from support.faults import DEADLINE_S, SMALL
