@@ -23,7 +23,7 @@ from support.ranks import Ranks
 
 SEEDS = int(os.environ.get("STATEHOLD_SIM_SEEDS", "2"))
 SIZE, SAVES = 2, 3
-NUMEL = 300_000
+NUMEL = 30_000
 
 
 class Outlet:
