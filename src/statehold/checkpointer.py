@@ -331,7 +331,7 @@ class _Opened:
         self.store.create()
         if self.leads:
             self._lock = RunLock(self._run, in_memory=self.fs.backend == "sim")
-            self.store.recover(self.peers.open() if self.peers else None)
+            self.store.recover(self.peers.token if self.peers else None)
         self._is_prepared = True
 
     def close(self) -> None:

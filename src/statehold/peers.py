@@ -59,6 +59,11 @@ class Peers:
                 self._token = self._board.open(self.rank, self.world_size, until)
             return self._token
 
+    @property
+    def token(self) -> str | None:
+        """The job's token once it is known; never waits."""
+        return self._token
+
     def attempt(self, seq: int) -> str:
         """A name for the seq-th save of this job, the same on all ranks and never used before."""
         return f"{self.open()}-{seq}"
@@ -91,6 +96,15 @@ class Peers:
     def outcome(self, seq: int) -> bytes:
         """The others, having arrived: what rank 0 concluded; raises if it concluded an error."""
         return self._outcome("save", seq)
+
+    def failure(self, seq: int) -> StateholdError | None:
+        """Why the round has failed, if somebody has said so by now."""
+        told = self._board.peek(f"{self._group('save', seq)}/outcome")
+        try:
+            _decode(told or _CONCLUDED)
+        except StateholdError as error:
+            return error
+        return None
 
     def agree(self, what: str, message: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """All ranks: post a message, let rank 0 decide over all of them, return the decision."""

@@ -141,7 +141,8 @@ class Pipeline:
                 raise work.error
             self._publish(work)
         except BaseException as error:
-            self._stop(work, error)  # no thread writes into what is removed next
+            # No thread may write into what is removed next.
+            self._stop(work, self._publisher.cause(work, error))
             assert work.error is not None
             self._publisher.give_up(work.number, work.error)
             self._publisher.clean_up(work)

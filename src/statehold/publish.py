@@ -39,12 +39,14 @@ def make_directories(fs: Fs, path: str) -> None:
     """Make a directory, its parents included, and make their names durable."""
     missing = []
     while path and not fs.is_dir(path):
-        if fs.stat_bytes(path) is not None:
+        # Another rank may make it between the two questions.
+        if fs.stat_bytes(path) is not None and not fs.is_dir(path):
             raise storage_error("create the run directory", errno.ENOTDIR, path)
         missing.append(path)
         path = path.rpartition("/")[0]
     for path in reversed(missing):
-        fs.mkdir(path)
+        with unless(errno.EEXIST):  # another rank made it
+            fs.mkdir(path)
         fs.sync_dir(parent_of(path))
 
 

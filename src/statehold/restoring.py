@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from statehold.store import Store
 
 _ROUND = "restore"
-# What went wrong, the worst first: what one rank found decides for all.
-_OTHER, _MISMATCH, _DAMAGE = "other", "mismatch", "damage"
+# What went wrong, the worst first: what one rank found decides for all. Damage before a mismatch:
+# to look again at a step that does not match, every rank has to have read it.
+_OTHER, _DAMAGE, _MISMATCH = "other", "damage", "mismatch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +196,9 @@ class Restorer:
         result, failure = None, None
         try:
             result = act()
-        except StateholdError as error:
+        except Exception as error:  # whatever it is, the others must not wait for this rank
             failure = error
-        told = json.dumps(None if failure is None else [_kind(failure), str(failure)])
+        told = json.dumps(None if failure is None else [_kind(failure), _text(failure)])
         worst = json.loads(self._peers.agree(_ROUND, told.encode(), _worst))
         if worst is None:
             return result
@@ -213,7 +214,11 @@ def listed(steps: Iterable[int]) -> str:
     return ", ".join(map(str, shown[-8:])) + (f" ({len(shown)} in all)" if shown else "none")
 
 
-def _kind(error: StateholdError) -> str:
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, StateholdError) else f"{type(error).__name__}: {error}"
+
+
+def _kind(error: Exception) -> str:
     if isinstance(error, StateMismatchError):
         return _MISMATCH
     return _DAMAGE if isinstance(error, CorruptionError) else _OTHER
@@ -226,7 +231,7 @@ def _is_about_layouts(error: StateholdError) -> bool:
 def _worst(told: Sequence[bytes]) -> bytes:
     """[rank, kind, text] of the worst failure, the lowest rank first; null if there is none."""
     failures = [(rank, *found) for rank, each in enumerate(told) if (found := json.loads(each))]
-    for kind in (_OTHER, _MISMATCH, _DAMAGE):
+    for kind in (_OTHER, _DAMAGE, _MISMATCH):
         for failure in failures:
             if failure[1] == kind:
                 return json.dumps(failure).encode()

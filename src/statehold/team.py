@@ -12,6 +12,8 @@ Not here: how ranks talk (peers), what is on disk (record, manifest), the files 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -21,7 +23,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from statehold.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
-from statehold.errors import PeerFailedError, PeerLostError, StateholdError
+from statehold.errors import PeerFailedError, PeerLostError, StateholdError, StorageError
 from statehold.layout import Ranks
 from statehold.manifest import Commit, RecordEntry, Shared, groups_of, record_name
 from statehold.share import Balance, Spread, balance
@@ -52,6 +54,9 @@ class Publisher(Protocol):
     def give_up(self, number: int, error: StateholdError) -> None:
         """The save has failed on this rank."""
 
+    def cause(self, work: Work, error: BaseException) -> BaseException:
+        """Why a save failed on this rank: `error`, or what another rank did before it."""
+
     def clean_up(self, work: Work) -> None:
         """Remove what a failed save has written."""
 
@@ -73,6 +78,9 @@ class Alone:
     def announce(self, work: Work) -> None: ...
 
     def give_up(self, number: int, error: StateholdError) -> None: ...
+
+    def cause(self, work: Work, error: BaseException) -> BaseException:
+        return error
 
     def clean_up(self, work: Work) -> None:
         self._store.abandon(work.save.step)
@@ -122,6 +130,14 @@ class Together:
                 self._peers.fail(number, error)
         except StateholdError as fault:  # they find out when their deadline passes
             logger.warning("could not tell the other ranks of a failure\n%s", fault)
+
+    def cause(self, work: Work, error: BaseException) -> BaseException:
+        # Once a save has failed, rank 0 removes its directory under those who still write there.
+        if self.leads or not isinstance(error, StorageError) or error.errno != errno.ENOENT:
+            return error
+        with contextlib.suppress(StateholdError):
+            return self._peers.failure(work.number) or error
+        return error
 
     def clean_up(self, work: Work) -> None:
         if self.leads and work.attempt is not None:
