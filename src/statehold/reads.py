@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from statehold.errors import ChecksumError
-from statehold.layout import Box
-from statehold.ranges import Range, ranges
+from statehold.planning.layout import Box
+from statehold.planning.ranges import Range, ranges
 from statehold.state.landing import Landing, region
 
 if TYPE_CHECKING:
     import torch
 
     from statehold._core import BoxTarget, Engine, Mismatch, ReadJob, Strided
-    from statehold.saved import PlacedChunk, SavedStep
     from statehold.state.destinations import Destination
+    from statehold.steps.saved import PlacedChunk, SavedStep
 
 FLAG_EXTERNAL = 2
 FLAG_SHARED = 4

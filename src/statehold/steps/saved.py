@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeGuard
 
-from statehold.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry, sha256
+from statehold.encoding.strictjson import show
 from statehold.errors import (
     CorruptionError,
     InvariantError,
@@ -24,12 +24,12 @@ from statehold.errors import (
     StateMismatchError,
     StorageError,
 )
-from statehold.layout import AnyLayout, Box, ExplicitLayout, Layout, Ranks
-from statehold.manifest import Commit, Manifest
-from statehold.record import Record
-from statehold.share import Held
-from statehold.strictjson import show
-from statehold.trees import Differs, members_of, merge, tensors_of
+from statehold.planning.layout import AnyLayout, Box, ExplicitLayout, Layout, Ranks
+from statehold.planning.share import Held
+from statehold.steps.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry, sha256
+from statehold.steps.manifest import Commit, Manifest
+from statehold.steps.record import Record
+from statehold.steps.trees import Differs, members_of, merge, tensors_of
 
 __all__ = ["PlacedChunk", "Read", "SavedStep", "SavedTensor", "open_step"]
 

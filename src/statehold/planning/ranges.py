@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from statehold.layout import Box
+from statehold.planning.layout import Box
 
 __all__ = ["Range", "ranges"]
 

@@ -15,9 +15,9 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from statehold import header
+from statehold.encoding import header
 from statehold.errors import InvariantError, UsageError
-from statehold.layout import Layout
+from statehold.planning.layout import Layout
 from statehold.units import MiB
 
 __all__ = [
