@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.claims import Claims
-from statehold.errors import ClosedError, CorruptionError, RunBusyError, StateholdError, UsageError
+from statehold.errors import (
+    ClosedError,
+    CorruptionError,
+    PeerFailedError,
+    RunBusyError,
+    StateholdError,
+    UsageError,
+)
 from statehold.gate import Gate
 from statehold.joining import join
 from statehold.lock import RunLock
@@ -90,7 +97,7 @@ class Checkpointer:
             work, captured = self._begin(number, step, state)
         except BaseException as error:
             if self._open is not None:
-                self._open.pipeline.give_up(number, error)
+                self._open.pipeline.give_up(number, self._told_of(error))
             raise
         assert self._open is not None
         self._open.pipeline.wait_eager(work, captured)
@@ -278,6 +285,12 @@ class Checkpointer:
         opened = self._opened()
         opened.prepare_saving()
         return opened
+
+    def _told_of(self, error: BaseException) -> BaseException:
+        """What the other ranks are told of a save that did not begin."""
+        if any(save.error is error for save in self._watched):
+            return PeerFailedError(self._opened().rank or 0, str(error), follows=True)
+        return error
 
     def _raise_failures(self) -> None:
         for save in self._watched:
