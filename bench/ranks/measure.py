@@ -136,9 +136,7 @@ def _loop(task: Task, state: RankState, compute: Compute, peer: RankPeer | None)
     for _ in range(task.steps):
         compute(task.work)
         dist.barrier()
-        if peer is not None:
-            peer.wait_mutable()
-        step = state.step()
+        step = state.step()  # statehold's gate is in it; DCP has copied before save returned
         if peer is not None:
             peer.save(step)
     if peer is not None:

@@ -2,9 +2,9 @@
 
 Holds: as in bench/peers, `save` returns when the trainer may go on, `wait_durable` when the newest
 save survives a power cut, for everyone: DCP writes into a `.partial` directory, each rank fsyncs
-its files, and rank 0 fsyncs the directory, renames it and fsyncs the parent in the background, where
-it also removes the previous step. DCP gets live tensors in one flat dict, and loads in place into
-it: what get_state_dict and set_state_dict cost on top is not counted.
+its files, and rank 0 fsyncs the directory, renames it and fsyncs the parent in the background,
+where it also removes the previous step. DCP gets live tensors in one flat dict, and loads in place
+into it: what get_state_dict and set_state_dict cost on top is not counted.
 Not here: timing; meeting the other ranks after a wait (measure.py).
 """
 
@@ -56,15 +56,13 @@ class RankPeer(ABC):
     def save(self, step: int) -> None:
         """Start saving; waits first for the previous save where the library needs that."""
 
-    def wait_mutable(self) -> None:
-        """Until the optimizer may change the state; where the optimizer itself waits, nothing."""
-
     @abstractmethod
     def wait_durable(self) -> None:
         """Until what this rank has to do for the newest save is done."""
 
     def settle(self) -> None:
         """Until nothing runs in the background any more."""
+        return
 
     def statistics(self) -> dict[str, Any]:
         """What the library says about its newest save."""
@@ -76,6 +74,7 @@ class RankPeer(ABC):
 
     def close(self) -> None:
         """Stop threads and processes."""
+        return
 
 
 def open_peer(task: Task, state: RankState) -> RankPeer:

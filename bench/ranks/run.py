@@ -19,7 +19,7 @@ from bench import harness
 from bench.case import Case
 from bench.ranks import report
 from bench.ranks.job import run_job
-from bench.ranks.task import LAYOUTS, Task
+from bench.ranks.task import Task
 from bench.run import run_process
 from bench.state import SHAPES
 from bench.train import NO_SAVES, Compute
