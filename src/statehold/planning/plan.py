@@ -6,7 +6,7 @@ Holds: the same specs give the same plan; tensors tile [data_begin, file_bytes) 
 aligned to its dtype; two plans that differ only in the step have the same size and offsets; a
 piece lies in one tensor (or the header) and in one grid block.
 Not here: who writes what (share), the bytes, the disk, the checksums' values (manifest), what to
-read (transfer).
+read (reads).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ can only be verified whole.
 Holds: the ranges are sorted and disjoint, cover every wanted element, begin and end where pieces
 do, and leave out what lies at least one piece away from all that is wanted. Where the wanted bytes
 lie together, the pieces of which all is wanted are a range of their own.
-Not here: who has the chunk (saved), where the elements go (transfer), the reading (engine).
+Not here: who has the chunk (saved), where the elements go (reads), the reading (engine).
 """
 
 from __future__ import annotations
