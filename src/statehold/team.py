@@ -38,8 +38,10 @@ logger = logging.getLogger("statehold")
 
 
 class Publisher(Protocol):
-    """How a save becomes a step. `leads`: this rank commits and retires steps."""
+    """How a save becomes a step. `rank` is None for a process that is alone; `leads`: this one
+    commits and retires steps."""
 
+    rank: int | None
     leads: bool
 
     def attempt(self, number: int) -> str | None:
@@ -64,6 +66,7 @@ class Publisher(Protocol):
 class Alone:
     """One rank, which has nobody to ask or to tell."""
 
+    rank: int | None = None
     leads = True
 
     def __init__(self, store: Store) -> None:
@@ -93,6 +96,7 @@ class Together:
         self._store = store
         self._peers = peers
         self._claims = claims
+        self.rank: int | None = peers.rank
         self.leads = peers.rank == 0
         self._arrived = -1  # the newest save of which this rank's part is durable
         self._outcome = b""
