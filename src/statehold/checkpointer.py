@@ -23,7 +23,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from statehold import _core
-from statehold.claims import Claims
 from statehold.errors import (
     ClosedError,
     CorruptionError,
@@ -33,25 +32,26 @@ from statehold.errors import (
     UsageError,
 )
 from statehold.gate import Gate
-from statehold.joining import join
-from statehold.lock import RunLock
 from statehold.options import Options
 from statehold.pipeline import Pipeline, Work, logger
-from statehold.plan import STEP_MAX
+from statehold.planning.claims import Claims
+from statehold.planning.plan import STEP_MAX
+from statehold.planning.share import PlanCache
+from statehold.ranks.joining import join
 from statehold.restoring import Restorer
 from statehold.save import Save
 from statehold.selection import RestoreReport, Selection
-from statehold.share import PlanCache
 from statehold.state import fingerprints
 from statehold.state.capture import Capture, capture
 from statehold.state.device import Devices
-from statehold.store import Store
+from statehold.storage.lock import RunLock
+from statehold.storage.store import Store
 from statehold.team import Alone, Together
 from statehold.writes import in_file_order, start_write
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.peers import Peers
+    from statehold.ranks.peers import Peers
 
 
 class Checkpointer:

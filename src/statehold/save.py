@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from statehold.errors import PeerFailedError, StateholdError, UsageError, WaitTimeout
-from statehold.share import Balance
+from statehold.planning.share import Balance
 from statehold.units import format_bytes, format_seconds
 
 Event = Literal["staged", "written", "committed"]

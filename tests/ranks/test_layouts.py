@@ -20,16 +20,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from statehold import _core, reads, share, writes
-from statehold.entries import record_file
-from statehold.layout import Box, Layout
-from statehold.manifest import Commit, RecordEntry, groups_of, record_name
-from statehold.saved import PlacedChunk, SavedStep
-from statehold.share import PlanCache
+from statehold import _core, reads, writes
+from statehold.planning import share
+from statehold.planning.layout import Box, Layout
+from statehold.planning.share import PlanCache
 from statehold.state.capture import CapturedTensor
 from statehold.state.destinations import Destination
 from statehold.state.tensors import strides_of
-from statehold.store import Store
+from statehold.steps.entries import record_file
+from statehold.steps.manifest import Commit, RecordEntry, groups_of, record_name
+from statehold.steps.saved import PlacedChunk, SavedStep
+from statehold.storage.store import Store
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S
 from support.layouts import layouts

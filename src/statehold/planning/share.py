@@ -25,10 +25,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from statehold import header
+from statehold.encoding import header
 from statehold.errors import InvariantError
-from statehold.layout import AnyLayout, Box, Layout, Mesh
-from statehold.plan import SavePlan, TensorSpec, plan_save
+from statehold.planning.layout import AnyLayout, Box, Layout, Mesh
+from statehold.planning.plan import SavePlan, TensorSpec, plan_save
 from statehold.units import MiB
 
 __all__ = [
@@ -181,8 +181,8 @@ def _replicated(specs: Sequence[TensorSpec]) -> Iterable[list[int]]:
     groups: defaultdict[tuple[Mesh, tuple[int, ...]], list[int]] = defaultdict(list)
     for index, spec in enumerate(specs):
         layout = spec.layout
-        # Eager tensors stay with the first replica: DistributedDataParallel takes rank 0's buffers for
-        # the true ones, whatever the others computed meanwhile.
+        # Eager tensors stay with the first replica: DistributedDataParallel takes the buffers of
+        # rank 0 for the true ones, whatever the others have computed meanwhile.
         if layout is not None and layout.replica_count > 1 and not spec.eager:
             groups[layout.mesh, layout.replica_axes].append(index)
     return groups.values()

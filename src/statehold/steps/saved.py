@@ -4,18 +4,18 @@ Owns: which records are read, when, and whether they belong together; which chun
 Holds: a record is believed only if it is the one that was committed (size, sha256, step, attempt,
 rank); the chunks of a box cover it, each element once. A restore into the layout that was saved
 reads this rank's record, and those of the ranks that wrote what it holds: never all of them.
-Not here: the disk (`read` is handed in), what is done with the bytes (transfer), live objects.
+Not here: the disk (`read` is handed in), what is done with the bytes (reads), live objects.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeGuard
 
-from statehold.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry, sha256
+from statehold.encoding.strictjson import show
 from statehold.errors import (
     CorruptionError,
     InvariantError,
@@ -24,16 +24,20 @@ from statehold.errors import (
     StateMismatchError,
     StorageError,
 )
-from statehold.layout import AnyLayout, Box, Layout, Ranks
-from statehold.manifest import Commit, Manifest
-from statehold.record import Record
-from statehold.share import Held
-from statehold.strictjson import show
-from statehold.trees import members_of, merge, tensors_of
+from statehold.planning.layout import AnyLayout, Box, ExplicitLayout, Layout, Ranks
+from statehold.planning.share import Held
+from statehold.steps.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry, sha256
+from statehold.steps.manifest import Commit, Manifest
+from statehold.steps.record import Record
+from statehold.steps.trees import Differs, members_of, merge, tensors_of
 
 __all__ = ["PlacedChunk", "Read", "SavedStep", "SavedTensor", "open_step"]
 
 MANIFEST_NAME = "manifest.json"
+
+# With more groups than these, values of which every group has its own are not compared one by one:
+# a reader in another world would have to read the records of all ranks, only to refuse the values.
+COMPARED_MAX = 64
 
 # (path, at most so many bytes) -> the content of a file.
 Read = Callable[[str, int], bytes]
@@ -114,9 +118,10 @@ class SavedStep:
         """How many records were read so far."""
         return 0
 
-    def chunks(self, name: str, box: Box) -> list[PlacedChunk]:
+    def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
         """The chunks that meet `box` of a tensor: together they hold each element of it once.
 
+        among: the ranks of this job that hold the tensor together; None: this rank has its own.
         Raises CorruptionError where they do not, StateMismatchError where ranks saved different
         tensors of this name and no one of them is meant.
         """
@@ -169,7 +174,7 @@ class _WholeStep(SavedStep):
     def files(self) -> tuple[FileEntry, ...]:
         return self._manifest.files
 
-    def chunks(self, name: str, box: Box) -> list[PlacedChunk]:
+    def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
         entry = self._manifest.tensors[name]
         _check_inside(name, box, entry.shape)
         return _placed(self.files, entry.chunks) if box.numel else []
@@ -293,6 +298,18 @@ class _SharedStep(SavedStep):
                     groups.setdefault(key, []).append((ranks, ranks.lowest))
         return groups
 
+    @cached_property
+    def _looked_at(self) -> dict[str, list[tuple[Ranks, int]]]:
+        """The groups whose records are read: one of those that only have values of their own."""
+        return {key: self._sampled(key, groups) for key, groups in self._groups.items()}
+
+    def _sampled(self, key: str, groups: list[tuple[Ranks, int]]) -> list[tuple[Ranks, int]]:
+        if len(groups) <= COMPARED_MAX:
+            return groups
+        sample = next((each for each in groups if each[1] == self._own), groups[0])
+        has_tensors = any(tensors_of(self._said(key, sample[1])[1]))
+        return groups if has_tensors else [sample]
+
     def _said(self, key: str, rank: int) -> tuple[Any, Any]:
         """(key node, node) of a name at the top of the state, as a record has it."""
         members = members_of(self._records[rank].state) or {}
@@ -304,11 +321,14 @@ class _SharedStep(SavedStep):
     @cached_property
     def state(self) -> Any:
         nodes, keys = {}, {}
-        for key, groups in self._groups.items():
+        for key, groups in self._looked_at.items():
             said = [(ranks, *self._said(key, rank)) for ranks, rank in groups]
             keys[key] = said[0][1]
             trees = [(ranks, node) for ranks, _, node in said]
-            nodes[key] = merge(trees, self._own or 0, self._own is not None)
+            if len(trees) < len(self._groups[key]) and self._own is None:
+                nodes[key] = Differs((trees[0][1],), (trees[0][0],))
+            else:
+                nodes[key] = merge(trees, self._own or 0, self._own is not None)
         if all(key == name for name, key in keys.items()):
             return nodes
         return {"$dict": [[keys[name], node] for name, node in nodes.items()]}
@@ -317,7 +337,7 @@ class _SharedStep(SavedStep):
     def _versions(self) -> dict[str, list[_Version]]:
         """What was saved under each name, in the records that are looked at."""
         found: dict[str, dict[tuple[Held, int], list[Ranks]]] = {}
-        for key, groups in self._groups.items():
+        for key, groups in self._looked_at.items():
             for ranks, rank in groups:
                 record = self._records[rank]
                 for name in tensors_of(self._said(key, rank)[1]):
@@ -342,8 +362,8 @@ class _SharedStep(SavedStep):
 
     # -- where it is -------------------------------------------------------------------------
 
-    def chunks(self, name: str, box: Box) -> list[PlacedChunk]:
-        version = self._version(name)
+    def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
+        version = self._version(name, among)
         held = version.held
         _check_inside(name, box, held.shape)
         if not box.numel:
@@ -359,12 +379,20 @@ class _SharedStep(SavedStep):
         _check_cover(name, box, [chunk.box for chunk in chunks], isinstance(held.layout, Layout))
         return chunks
 
-    def _version(self, name: str) -> _Version:
-        """The version of a tensor that is meant: the only one, this rank's, or any of equals."""
+    def _version(self, name: str, among: Sequence[int] | None) -> _Version:
+        """The version of a tensor that is meant: the only one, this rank's, or any of equals.
+
+        This rank's own is meant only where the tensor is not one with ranks that saved another.
+        """
         versions = self._versions[name]
         own = self._own_version(versions)
-        if own is not None:
+        if own is not None and (among is None or _covers(own.held.layout, among)):
             return own
+        if self._narrow:
+            raise StateMismatchError(
+                "ranks hold a tensor together that each of them saved for itself",
+                facts={"tensor": name, "saved here": _described(versions[0].held)},
+            )
         first, *others = versions
         if first.held.layout is None:
             alone = len(Ranks.union(each.ranks for each in versions)) == 1
@@ -401,11 +429,15 @@ class _SharedStep(SavedStep):
     def _written_by(self, rank: int, held: Held) -> list[PlacedChunk]:
         record = self._records[rank]
         other = record.tensors.get(held.name)
-        if other != held:
+        if other is None or not _agrees(other, held, rank):
             got = "nothing" if other is None else _described(other)
             expected = f"{held.name}: {_described(held)}, as other ranks say"
             raise _record_error(self._records.path(rank), expected, got)
-        return _placed(record.files, record.chunks.get(held.name, ()))
+        chunks = record.chunks.get(held.name, ())
+        if isinstance(held.layout, ExplicitLayout):
+            boxes = set(held.layout.boxes_of(rank))
+            chunks = tuple(chunk for chunk in chunks if chunk.box in boxes)
+        return _placed(record.files, chunks)
 
     def _own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
         if self._own is not None:
@@ -416,6 +448,22 @@ class _SharedStep(SavedStep):
 
 def _is_box_of(layout: AnyLayout, shape: tuple[int, ...], rank: int, box: Box) -> TypeGuard[Layout]:
     return isinstance(layout, Layout) and rank in layout.mesh and layout.box(shape, rank) == box
+
+
+def _covers(layout: AnyLayout | None, ranks: Sequence[int]) -> bool:
+    """Whether all of these ranks saved a tensor together."""
+    if isinstance(layout, Layout):
+        return all(rank in layout.mesh for rank in ranks)
+    return layout is not None
+
+
+def _agrees(other: Held, held: Held, rank: int) -> bool:
+    """Whether the record of `rank` says `other` where another says `held`. Of boxes that a planner
+    chose, a rank need only know its own: the list of all would be in the record of each."""
+    if not isinstance(held.layout, ExplicitLayout) or not isinstance(other.layout, ExplicitLayout):
+        return other == held
+    wrote = set(held.layout.boxes_of(rank)) <= set(other.layout.boxes_of(rank))
+    return wrote and _kind(other) == _kind(held)
 
 
 def _kind(held: Held) -> tuple[str, tuple[int, ...]]:

@@ -28,8 +28,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from statehold.board import Board, lost_leader
 from statehold.errors import InvariantError, PeerFailedError, PeerLostError, StateholdError
+from statehold.ranks.board import Board, lost_leader
 
 _CONCLUDED, _FAILED = b"+", b"-"
 

@@ -47,9 +47,9 @@ from statehold.errors import (
     StepNotFoundError,
     StepOrderError,
     StorageError,
-    storage_error,
 )
-from statehold.saved import MANIFEST_NAME, SavedStep, open_step
+from statehold.steps.saved import SavedStep, open_step
+from statehold.storage.publish import delete, make_directories, publish, unless
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
@@ -166,34 +166,27 @@ class Store:
 
     def create(self) -> None:
         """Make the run directory, its parents included, and make their names durable."""
-        missing, path = [], self._root
-        while path and not self._fs.is_dir(path):
-            # Another rank may make it between the two questions.
-            if self._fs.stat_bytes(path) is not None and not self._fs.is_dir(path):
-                raise storage_error("create the run directory", errno.ENOTDIR, path)
-            missing.append(path)
-            path = path.rpartition("/")[0]
-        for path in reversed(missing):
-            with _unless(errno.EEXIST):  # another rank made it
-                self._fs.mkdir(path)
-            self._fs.sync_dir(path.rpartition("/")[0] or ("/" if path[0] == "/" else "."))
+        make_directories(self._fs, self._root)
 
-    def recover(self, job: str | None = None) -> None:
+    def recover(self, token: str | None = None) -> None:
         """Clear away what a crash left behind. Call once, holding the run's lock.
 
-        Other ranks of `job`, the token of this one, may be at work already: theirs stays.
+        Other ranks of the job `token` may be ahead: its attempts are left alone.
         """
         self._lead("clear a run")
         with self._guard:
             if self._fs.is_dir(f"{self._root}/{SPARE_NAME}"):
-                self._delete(f"{self._root}/{SPARE_NAME}")
+                delete(self._fs, f"{self._root}/{SPARE_NAME}")
             for name in self._leftovers():
+                attempted = _ATTEMPTED.fullmatch(name)
+                if attempted and attempted["token"] == token:
+                    continue
                 # Where ranks on other hosts may be outliving their job, nothing they might still
                 # be writing to is used again.
-                attempted = _ATTEMPTED.fullmatch(name)
-                if attempted and attempted["token"] == job:
-                    continue
-                (self._delete if attempted else self._discard)(f"{self._root}/{name}")
+                if attempted:
+                    delete(self._fs, f"{self._root}/{name}")
+                else:
+                    self._discard(f"{self._root}/{name}")
 
     def _leftovers(self) -> list[str]:
         return [name for name, is_dir in self._entries() if is_dir and _LEFTOVER.fullmatch(name)]
@@ -222,7 +215,7 @@ class Store:
                 return
             if self._rank == 0:
                 self._clear_attempts(attempt)
-            with _unless(errno.EEXIST):  # another rank made it
+            with unless(errno.EEXIST):  # another rank made it
                 self._fs.mkdir(partial)
 
     def data_file(
@@ -243,18 +236,8 @@ class Store:
         """D3 to D7: publish a step whose data files, and ranks' records, are durable."""
         self._lead("commit")
         partial = self.partial(manifest.step, attempt)
-        final = self.path(manifest.step)
-        self._fs.sync_dir(partial)  # D3
-        self._fs.write_file(f"{partial}/{MANIFEST_NAME}", manifest.encode())  # D5
-        self._fs.sync_dir(partial)  # D5: the manifest's name as well
         with self._guard:
-            replaced = self._fs.is_dir(final)
-            if replaced:
-                self._fs.exchange(partial, final)  # D6: both names change at once
-            else:
-                self._fs.rename(partial, final)  # D6
-            self._fs.sync_dir(self._root)  # D7
-            if replaced:
+            if publish(self._fs, partial, self.path(manifest.step), manifest.encode()):
                 self._discard(partial)
 
     def abandon(self, step: int, attempt: str | None = None) -> None:
@@ -265,7 +248,7 @@ class Store:
         with self._guard, contextlib.suppress(StorageError):
             partial = self.partial(step, attempt)
             if self._rank == 0 and self._fs.is_dir(partial):
-                self._delete(partial)
+                delete(self._fs, partial)
 
     def _clear_attempts(self, under_way: str) -> None:
         """Delete attempts that have ended: those of other jobs, and older ones of this job."""
@@ -275,7 +258,7 @@ class Store:
             # Other ranks may be ahead, where one of them has ended an attempt by failing.
             if match and not (match["token"] == token and int(match["number"]) >= int(number)):
                 with contextlib.suppress(StorageError):  # a rank still writes there: next time
-                    self._delete(f"{self._root}/{name}")
+                    delete(self._fs, f"{self._root}/{name}")
 
     def _lead(self, action: str) -> None:
         if self._rank:
@@ -310,7 +293,7 @@ class Store:
         self._lead("set a step aside")
         with self._guard:
             if self._fs.is_dir(self.path(step, ".corrupt")):
-                self._delete(self.path(step, ".corrupt"))
+                delete(self._fs, self.path(step, ".corrupt"))
             self._retire(step, ".corrupt")
             return self.path(step, ".corrupt")
 
@@ -318,13 +301,13 @@ class Store:
         """Delete the files held back for reuse."""
         with self._guard:
             if self._spare is not None:
-                self._delete(self._spare)
+                delete(self._fs, self._spare)
                 self._spare = None
 
     def _retire(self, step: int, suffix: str) -> None:
         hidden = self.path(step, suffix)
         if self._fs.is_dir(hidden):
-            self._delete(hidden)
+            delete(self._fs, hidden)
         self._fs.rename(self.path(step), hidden)  # R1
         self._fs.sync_dir(self._root)  # R2
         if suffix == ".retired":
@@ -335,7 +318,7 @@ class Store:
         if self._shared:
             self.drop_spare()  # what no rank has taken until now
         if not self._reuse or self._spare is not None:
-            self._delete(directory)
+            delete(self._fs, directory)
             return
         self._fs.rename(directory, f"{self._root}/{SPARE_NAME}")
         self._spare = f"{self._root}/{SPARE_NAME}"
@@ -354,26 +337,7 @@ class Store:
     def _take(self, spare_file: str, path: str) -> bool:
         if self._fs.stat_bytes(spare_file) is None or not self._fs.can_reuse(spare_file):
             return False
-        with _unless(errno.ENOENT):  # rank 0 deleted it meanwhile
+        with unless(errno.ENOENT):  # rank 0 deleted it meanwhile
             self._fs.rename(spare_file, path)
             return True
         return False
-
-    def _delete(self, directory: str) -> None:
-        for name, is_dir in self._fs.listdir(directory):
-            if is_dir:
-                self._delete(f"{directory}/{name}")
-            else:
-                with _unless(errno.ENOENT):  # another rank took it meanwhile
-                    self._fs.unlink(f"{directory}/{name}")
-        self._fs.rmdir(directory)
-
-
-@contextlib.contextmanager
-def _unless(expected: int) -> Iterator[None]:
-    """Pass over a storage error with this errno."""
-    try:
-        yield
-    except StorageError as error:
-        if error.errno != expected:
-            raise

@@ -6,7 +6,7 @@ Holds: the same specs give the same plan; tensors tile [data_begin, file_bytes) 
 aligned to its dtype; two plans that differ only in the step have the same size and offsets; a
 piece lies in one tensor (or the header) and in one grid block.
 Not here: who writes what (share), the bytes, the disk, the checksums' values (manifest), what to
-read (transfer).
+read (reads).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from statehold import header
+from statehold.encoding import header
 from statehold.errors import InvariantError, UsageError
-from statehold.layout import Layout
+from statehold.planning.layout import Layout
 from statehold.units import MiB
 
 __all__ = [
@@ -74,10 +74,11 @@ class SavePlan:
     header: bytes
     data_begin: int
     file_bytes: int
+    part: int = 0  # of a rank with several files
 
     @property
     def file_name(self) -> str:
-        return file_name(self.rank, self.world_size)
+        return file_name(self.rank, self.world_size, self.part)
 
     def header_for(self, step: int) -> bytes:
         """The header of the same plan at another step: only twelve digits differ."""
@@ -88,8 +89,10 @@ class SavePlan:
         return replace(self, step=step, header=self.header_for(step))
 
 
-def file_name(rank: int, world_size: int) -> str:
-    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+def file_name(rank: int, world_size: int, part: int = 0) -> str:
+    """A file holds a name once: a rank with several boxes of one tensor has more, with a number."""
+    number = f"-{part}" if part else ""
+    return f"rank-{rank:05d}-of-{world_size:05d}{number}.safetensors"
 
 
 def piece_count(begin: int, nbytes: int, block_bytes: int) -> int:
@@ -109,9 +112,9 @@ def pieces(begin: int, nbytes: int, block_bytes: int) -> Iterator[tuple[int, int
 
 
 def plan_save(
-    specs: Sequence[TensorSpec], *, step: int, world_size: int = 1, rank: int = 0
+    specs: Sequence[TensorSpec], *, step: int, world_size: int = 1, rank: int = 0, part: int = 0
 ) -> SavePlan:
-    """Plan the data file of `rank`.
+    """Plan the data file of `rank`, or number `part` of its files.
 
     Widest dtypes first, so that every tensor is aligned to its dtype without holes; among equals
     the eager ones, so that they share blocks; then the order of the input. Raises UsageError for a
@@ -136,6 +139,7 @@ def plan_save(
         header=raw,
         data_begin=len(raw),
         file_bytes=len(raw) + at,
+        part=part,
     )
 
 
