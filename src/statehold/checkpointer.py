@@ -213,7 +213,7 @@ class Checkpointer:
         for (step, error), kept in zip(failed.items(), places, strict=True):
             text = f"step {step} is damaged; step {restored} was restored instead. "
             warnings.warn(
-                f"{text}The damaged step was kept as {kept}.\n{error}", RuntimeWarning, stacklevel=4
+                f"{text}The damaged step was kept as {kept}.\n{error}", RuntimeWarning, stacklevel=3
             )
 
     def _quarantined(self, opened: _Opened, step: int) -> str:

@@ -71,6 +71,7 @@ def test_damage_that_one_rank_finds_makes_all_fall_back(fs, ranks, finder: int) 
     for rank, each in enumerate(found):
         check(each, rank, 2)
     assert len(caught) == SIZE
+    assert {each.filename for each in caught} == {__file__}, "not where restore() was called"
     texts = [str(each.message) for each in caught]
     assert all("own" in text and "checksum" in text for text in texts)
     assert sum(f"rank {finder} found damage" in text for text in texts) == SIZE - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import threading
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from statehold.errors import (
+    NoSpaceError,
     PeerFailedError,
     ReplicasDifferError,
+    RunBusyError,
     StateholdError,
     StepOrderError,
     StorageError,
@@ -333,3 +336,61 @@ def test_ranks_that_go_on_after_a_failure_save_again(ranks: Ranks, failing: int)
     for rank, told in enumerate(ranks.each(train)):
         assert told == (([3], [4]) if rank == failing else ([4], [3]))
     assert ranks.ckpts[0].steps() == [1, 2, 5, 6, 7, 8]
+
+
+def test_a_step_saved_again_replaces_it_on_all_ranks(ranks: Ranks) -> None:
+    saved(ranks, 1, 2)
+    ranks.save(2, lambda rank: {**state(rank, 2), "seed": "second"})
+    found = [{**blank(), "seed": None} for _ in range(SIZE)]
+    ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank]))
+    assert [each["seed"] for each in found] == ["second"] * SIZE
+    assert ranks.ckpts[0].steps() == [1, 2]
+    saved(ranks, 3, 3)
+    check_step(ranks, 3)
+
+
+def test_a_run_that_another_job_saves_into_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    saved(ranks, 1, 2)
+    with Ranks(ranks.fs, SIZE) as others:
+        first, *rest = others.failures(3, lambda rank: state(rank, 3))
+        assert type(first) is RunBusyError
+        for error in rest:
+            assert type(error) is PeerFailedError
+            assert "already being saved into" in error.reason
+        check_step(others, 2)  # reading is for everybody
+    saved(ranks, 3, 5)
+    check_step(ranks, 5)
+    assert ranks.names() == [f"step-{step:012d}" for step in range(1, 6)]
+
+
+def test_a_restore_beside_a_save_under_way(ranks: Ranks) -> None:
+    """The training thread's rounds and the background's do not disturb each other."""
+    saved(ranks, 1, 2)
+    go_on = threading.Event()
+
+    def hold(operation: str, _args: tuple[Any, ...]) -> None:
+        if operation == "write_file":
+            must(go_on.wait(DEADLINE_S))
+
+    spy_on(ranks.ckpts[3], hold)
+    saves = ranks.begin(3, lambda rank: state(rank, 3))
+    check_step(ranks, 2)
+    go_on.set()
+    for save in saves:
+        save.wait("committed", DEADLINE_S)
+    check_step(ranks, 3)
+
+
+def test_a_full_disk_fails_all_ranks_and_spares_the_older_steps() -> None:
+    fs = SimFs(seed=6)
+    with Ranks(fs, SIZE) as ranks:
+        saved(ranks, 1, 2)
+        fs.fail_next("open_write", errno.ENOSPC)
+        failures = ranks.failures(3, lambda rank: state(rank, 3))
+        assert fs.fired
+        kinds = [type(error) for error in failures]
+        assert kinds.count(NoSpaceError) == 1
+        assert kinds.count(PeerFailedError) == SIZE - 1
+        check_step(ranks, 2)
+        saved(ranks, 4, 4)
+        check_step(ranks, 4)
