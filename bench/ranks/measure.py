@@ -79,9 +79,11 @@ def _save_once(peer: RankPeer, state: RankState) -> dict[str, Any]:
     dist.barrier()
     parts.take_seconds()
     cpu = _cpu_seconds()
+    thread = time.thread_time()
     begin = time.perf_counter()
     peer.save(step)
     blocked = time.perf_counter()
+    thread = time.thread_time() - thread
     found = parts.take_seconds()
     peer.wait_durable()
     durable = time.perf_counter()
@@ -93,6 +95,7 @@ def _save_once(peer: RankPeer, state: RankState) -> dict[str, Any]:
         "blocked": blocked,
         "durable": durable,
         "cpu_s": cpu,
+        "blocked_cpu_s": thread,
         "parts_s": found,
         "statistics": peer.statistics(),
     }

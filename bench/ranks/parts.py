@@ -7,23 +7,23 @@ are not there any more are left out, so that the benchmark outlives a change of 
 from __future__ import annotations
 
 import functools
-import importlib
+import sys
 import time
+import types
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-# What save() does on the caller's thread: label -> module, object, attribute.
+# What save() does on the caller's thread: label -> class ("" for a function) and name.
 _SAVE_PARTS = {
-    "capture": ("statehold.checkpointer", "", "capture"),
-    "claims": ("statehold.planning.claims", "Claims", "resolve"),
-    "plan": ("statehold.planning.share", "PlanCache", "get"),
-    "fingerprints": ("statehold.state.fingerprints", "", "begin"),
-    "order": ("statehold.checkpointer", "", "in_file_order"),
-    "start_write": ("statehold.checkpointer", "", "start_write"),
-    "version": ("statehold.planning.claims", "Claims", "version"),
-    "check_order": ("statehold.storage.store", "Store", "check_order"),
-    "eager": ("statehold.pipeline", "Pipeline", "wait_eager"),
+    "check_order": ("Store", "check_order"),
+    "capture": ("", "capture"),
+    "claims": ("Claims", "resolve"),
+    "plan": ("PlanCache", "get"),
+    "order": ("", "in_file_order"),
+    "start_write": ("", "start_write"),
+    "version": ("Claims", "version"),
+    "eager": ("Pipeline", "wait_eager"),
 }
 
 _seconds: defaultdict[str, float] = defaultdict(float)
@@ -31,10 +31,10 @@ _jobs: list[Any] = []
 
 
 def install() -> None:
-    """Wrap everything; once a process."""
-    for label, where in _SAVE_PARTS.items():
-        _wrap(*where, functools.partial(_timed, label))
-    _wrap("statehold.reads", "ReadPlan", "start", _counted)
+    """Wrap everything; once a process, when all of statehold is imported."""
+    for label, (owner, name) in _SAVE_PARTS.items():
+        _wrap(owner, name, functools.partial(_timed, label))
+    _wrap("ReadPlan", "start", _counted)
 
 
 def take_seconds() -> dict[str, float]:
@@ -54,15 +54,16 @@ def take_reads() -> dict[str, int]:
     return dict(found)
 
 
-def _wrap(module: str, owner: str, name: str, wrapper: Callable[[Any], Any]) -> None:
-    holder = importlib.import_module(module)
-    if owner:
-        holder = getattr(holder, owner, None)
-    found = vars(holder).get(name) if holder else None
-    if isinstance(found, property) and found.fget is not None:
-        setattr(holder, name, property(wrapper(found.fget)))
-    elif found is not None:
-        setattr(holder, name, wrapper(found))
+def _wrap(owner: str, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """In the class `owner`, or wherever a function of that name was imported to."""
+    modules = [each for key, each in sys.modules.items() if key.startswith("statehold")]
+    holders = {vars(each).get(owner) for each in modules} - {None} if owner else modules
+    for holder in holders:
+        found = vars(holder).get(name)
+        if isinstance(found, property) and found.fget is not None:
+            setattr(holder, name, property(wrapper(found.fget)))
+        elif isinstance(found, types.FunctionType):
+            setattr(holder, name, wrapper(found))
 
 
 def _timed(label: str, function: Callable[..., Any]) -> Callable[..., Any]:

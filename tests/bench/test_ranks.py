@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 300
+DEADLINE_S = 600
 
 pytest.importorskip("torch")
 
