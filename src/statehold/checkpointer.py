@@ -14,15 +14,15 @@ there (the engine), when a step counts (store, team), what happens in the backgr
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from statehold import _core
+from statehold.agreeing import led, together
 from statehold.errors import (
     ClosedError,
     CorruptionError,
@@ -107,9 +107,10 @@ class Checkpointer:
     def _begin(self, number: int, step: int, state: Mapping[str, Any]) -> tuple[Work, Capture]:
         """Everything up to handing the save over: what fails here has not begun."""
         save = Save(step, time.perf_counter())
+        opened = self._opened()  # before anything can fail: other ranks have to be told
         self._raise_failures()
         _check_step(step)
-        opened = self._opened_for_saving()
+        opened.prepare_saving()
         opened.pipeline.wait_for_room()
         save._record(waited_s=save._elapsed())
         self._raise_failures()
@@ -186,11 +187,11 @@ class Checkpointer:
         overwritten, so restore another step before training on. PeerLostError, PeerFailedError: the
         same, because of another rank.
         """
-        self._raise_failures()
         if step is not None:
             _check_step(step)
         selection = Selection(only, skip, rename, strict)
         opened = self._opened()
+        together(opened.peers, self._raise_failures)
         self._gate.wait()
         restorer = Restorer(
             opened.store, opened.engine, opened.devices, opened.peers, state, selection
@@ -209,7 +210,7 @@ class Checkpointer:
         self, opened: _Opened, failed: Mapping[int, CorruptionError], restored: int
     ) -> None:
         # No rank goes on before: it would find the damaged step newer than what it saves next.
-        places = opened.led("aside", lambda: [self._quarantined(opened, step) for step in failed])
+        places = led(opened.peers, lambda: [self._quarantined(opened, step) for step in failed])
         for (step, error), kept in zip(failed.items(), places, strict=True):
             text = f"step {step} is damaged; step {restored} was restored instead. "
             warnings.warn(
@@ -230,11 +231,13 @@ class Checkpointer:
 
     def rewind(self, step: int) -> list[int]:
         """Give up every committed step newer than `step`, to go on from there; returns them."""
+        opened = self._opened()
+        together(opened.peers, self._ready_to_rewind)
+        return led(opened.peers, lambda: opened.store.rewind(step))
+
+    def _ready_to_rewind(self) -> None:
         self._raise_failures()
-        opened = self._opened_for_saving()
-        opened.pipeline.drain()
-        given_up: list[int] = opened.led("rewind", lambda: opened.store.rewind(step))
-        return given_up
+        self._opened_for_saving().pipeline.drain()
 
     @property
     def backend(self) -> str:
@@ -335,12 +338,6 @@ class _Opened:
     def leads(self) -> bool:
         """Whether this rank commits, retires and sets aside, for all ranks."""
         return not self.rank
-
-    def led(self, what: str, act: Callable[[], Any]) -> Any:
-        """What `act` returns on the rank that leads, when it has done it; all ranks call this."""
-        if self.peers is None:
-            return act()
-        return json.loads(self.peers.agree(what, b"", lambda _: json.dumps(act()).encode()))
 
     def prepare_saving(self) -> None:
         """Create the run directory; the rank that leads locks it and clears what a crash left."""

@@ -27,7 +27,8 @@ LAYERS: list[list[set[str]]] = [
     [{"steps"}],
     [{"state"}, {"storage"}],
     [
-        {"checkpointer", "save", "gate", "pipeline", "team"} | {"restoring", "reads", "writes"},
+        {"checkpointer", "save", "gate", "pipeline", "team", "agreeing"}
+        | {"restoring", "reads", "writes"},
     ],
     # Beside the Checkpointer stands what torch.distributed.checkpoint calls: it plans, so dcp only
     # stores, with the same engine and the same commit.

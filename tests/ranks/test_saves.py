@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from statehold import Save
 from statehold.errors import (
     NoSpaceError,
     PeerFailedError,
@@ -20,6 +21,7 @@ from statehold.errors import (
     StepOrderError,
     StorageError,
     UnsupportedValueError,
+    UsageError,
 )
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, must, spy_on
@@ -394,3 +396,29 @@ def test_a_full_disk_fails_all_ranks_and_spares_the_older_steps() -> None:
         check_step(ranks, 2)
         saved(ranks, 4, 4)
         check_step(ranks, 4)
+
+
+def test_a_failure_that_one_rank_has_yet_to_hear_of_ends_a_restore_on_all(ranks: Ranks) -> None:
+    saved(ranks, 1, 2)
+    saves = ranks.begin(3, lambda rank: state(rank, 3))
+    ranks.each(lambda rank: saves[rank].wait("committed", DEADLINE_S))
+    fake = StorageError("the disk of rank 2 is gone")
+    late = Save(4, 0.0)
+    late._fail(fake)
+    ranks.ckpts[2]._watched.append(late)
+    found = [blank() for _ in range(SIZE)]
+    outcomes = ranks.outcomes(lambda rank: ranks.ckpts[rank].restore(found[rank]))
+    assert outcomes[2] is fake
+    assert all(type(outcomes[rank]) is PeerFailedError for rank in (0, 1, 3))
+    assert all(torch.equal(each["w"], blank()["w"]) for each in found)
+    assert ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank])) == [3] * SIZE
+
+
+def test_a_step_that_is_no_number_in_the_first_save_of_one_rank_is_told(ranks: Ranks) -> None:
+    def begin(rank: int) -> Save:
+        step: Any = "one" if rank == 1 else 1
+        return ranks.ckpts[rank].save(step, state(rank, 1)).wait("committed", DEADLINE_S)
+
+    outcomes = ranks.outcomes(begin)
+    assert type(outcomes[1]) is UsageError
+    assert all(type(outcomes[rank]) is PeerFailedError for rank in (0, 2, 3))
