@@ -2,6 +2,7 @@
 # make test ARGS="-k torn".
 
 ARGS ?=
+RANKS ?= 1
 bin := .venv/bin
 native_sources := $(wildcard native/*.h native/*.cpp native/test/*.h native/test/*.cpp)
 
@@ -16,8 +17,8 @@ setup:  ## .venv, system packages where you may install them, native module
 
 build: setup  ## the same; after a change in native/ it takes seconds
 
-demo: setup  ## train a small Llama, kill it during a save, resume, compare
-	@$(bin)/python examples/llama/demo.py $(ARGS)
+demo: setup  ## train a small Llama, kill it during a save, resume, compare; RANKS=4: on ranks
+	@$(bin)/python examples/llama/demo.py --ranks $(RANKS) $(ARGS)
 
 test:  ## the C++ and the Python tests
 	@tools/setup_env.sh --tests

@@ -18,9 +18,12 @@ from typing import Any
 
 from model import ModelConfig
 
-# These change how long a run goes on and how it is saved, not what it computes. (`steps` also
-# places the end of the learning rate schedule: training on means a new schedule from here.)
-ADJUSTABLE = frozenset({"steps", "save_every", "keep", "staging", "validate_every"})
+# These change how long a run goes on, on what, and how it is saved, not what it computes. (`steps`
+# also places the end of the learning rate schedule: training on means a new schedule from here.
+# `tp`, as the number of ranks, changes the order of sums, and with it their last bits.)
+ADJUSTABLE = frozenset(
+    {"steps", "save_every", "keep", "staging", "peer_timeout_s", "validate_every", "tp"}
+)
 
 
 def _option(default: Any, help: str) -> Any:
@@ -48,13 +51,15 @@ class RunConfig:
     save_every: int = _option(1, "steps between two saves")
     keep: int = _option(3, "committed steps to keep")
     staging: str = _option("1GiB", "host memory for copies in flight")
+    peer_timeout_s: float = _option(600.0, "seconds until a rank that does not answer is lost")
     validate_every: int = _option(100, "steps between two validations")
     seed: int = _option(0, "of the initial parameters and the order of the data")
     device: str = _option("cpu", "torch device")
-    threads: int = _option(0, "of torch on the CPU (all processors)")
+    threads: int = _option(0, "of torch on the CPU (all processors, divided among the ranks)")
+    tp: int = _option(1, "ranks that share each matrix, under torchrun; the others are FSDP2's")
 
     def __post_init__(self) -> None:
-        for name in ("batch", "accumulate", "steps", "save_every", "keep", "validate_every"):
+        for name in ("batch", "accumulate", "steps", "save_every", "keep", "validate_every", "tp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
@@ -67,24 +72,26 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """One start of a run: where it lives, what it is, and whether it saves."""
+    """One start of a run: where it lives, what it is, and whether it saves and logs checksums."""
 
     run: Path
     config: RunConfig
     saves: bool
     label: str
+    checksums: bool
 
 
 def parse(arguments: Sequence[str] | None = None) -> Start:
     """Read the command line, and the settings the run already has; exits with a usage error."""
     parser = _parser()
     values = vars(parser.parse_args(arguments))
-    run, saves, label = Path(values.pop("run")), values.pop("saves"), values.pop("label")
+    run = Path(values.pop("run"))
+    flags = {name: values.pop(name) for name in ("saves", "label", "checksums")}
     try:
         config = _settle(run, values)
     except ValueError as error:
         parser.error(str(error))
-    return Start(run=run, config=config, saves=saves, label=label)
+    return Start(run=run, config=config, **flags)
 
 
 def record(run: Path, config: RunConfig) -> None:
@@ -110,7 +117,8 @@ def _settle(run: Path, given: dict[str, Any]) -> RunConfig:
     config = RunConfig(**{**recorded, **given})
     _ = config.model  # refuses a shape that cannot be, before anything is written
     # Sums are split over the threads, so their number is part of the numbers of a run.
-    threads = config.threads or len(os.sched_getaffinity(0))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = config.threads or max(1, len(os.sched_getaffinity(0)) // ranks_here)
     return dataclasses.replace(config, threads=threads)
 
 
@@ -122,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run", required=True, metavar="DIR", help="directory of the run")
     parser.add_argument("--no-save", dest="saves", action="store_false", help="only train and log")
     parser.add_argument("--label", default="train", help="name at the left of the display")
+    parser.add_argument("--checksums", action="store_true", help="log a checksum of every state")
     # An option that is not given leaves no value, so that it can be told from a default.
     options = parser.add_argument_group("settings of the run", argument_default=argparse.SUPPRESS)
     for setting in dataclasses.fields(RunConfig):

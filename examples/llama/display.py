@@ -12,11 +12,17 @@ from typing import TextIO
 
 
 class Display:
-    """Shows where a run is. `label` names the run at the left of the line."""
+    """Shows where a run is. `label` names the run at the left of the line.
 
-    def __init__(self, label: str, steps: int, output: TextIO | None = None) -> None:
+    Of several ranks one is enough to be seen: a quiet display shows nothing.
+    """
+
+    def __init__(
+        self, label: str, steps: int, output: TextIO | None = None, *, quiet: bool = False
+    ) -> None:
         self._label = label
         self._steps = steps
+        self._quiet = quiet
         self._output = output or sys.stdout
         self._updates = self._output.isatty()
         self._line_open = False
@@ -48,5 +54,7 @@ class Display:
         self._line_open = False
 
     def _print(self, text: str) -> None:
+        if self._quiet:
+            return
         self._output.write(text)
         self._output.flush()

@@ -1,7 +1,8 @@
 """The log of a run: one JSON object a line, appended, so that runs can be compared afterwards.
 
 Records, by "event":
-    start       step (trained so far), threads, torch, device, parameters
+    start       step (trained so far), threads, torch, device, parameters, ranks
+    state       step, sha256 of all tensors, whole, of model and optimizer   (with --checksums)
     step        step, loss, step_s (the whole iteration, save() included), blocked_s (save() alone)
     save        step, bytes, blocked_s, gate_s, staged_s, written_s, committed_s   (once committed)
     validation  step, loss

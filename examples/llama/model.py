@@ -90,7 +90,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.group, self.head_dim = config.heads // config.kv_heads, config.head_dim
         kv_dim = config.kv_heads * config.head_dim
         self.wq = nn.Linear(config.dim, config.dim, bias=False)
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
@@ -98,18 +98,18 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x_BLD: Tensor, cos_LR: Tensor, sin_LR: Tensor) -> Tensor:
-        q_BLHE = self.wq(x_BLD).unflatten(-1, (self.heads, self.head_dim))
-        k_BLKE = self.wk(x_BLD).unflatten(-1, (self.kv_heads, self.head_dim))
-        v_BLKE = self.wv(x_BLD).unflatten(-1, (self.kv_heads, self.head_dim))
+        # -1: with tensor parallel, H and K are the heads of this rank only.
+        q_BLHE = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
+        k_BLKE = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
+        v_BLKE = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
         q_BLHE = rotate(q_BLHE, cos_LR, sin_LR)
         k_BLKE = rotate(k_BLKE, cos_LR, sin_LR)
         # Repeating the key/value heads here, not inside the kernel, keeps one code path on every
         # device: not all attention kernels of PyTorch know grouped queries.
-        group = self.heads // self.kv_heads
         out_BHLE = functional.scaled_dot_product_attention(
             q_BLHE.transpose(1, 2),
-            k_BLKE.repeat_interleave(group, dim=2).transpose(1, 2),
-            v_BLKE.repeat_interleave(group, dim=2).transpose(1, 2),
+            k_BLKE.repeat_interleave(self.group, dim=2).transpose(1, 2),
+            v_BLKE.repeat_interleave(self.group, dim=2).transpose(1, 2),
             is_causal=True,
         )
         out_BLD: Tensor = self.wo(out_BHLE.transpose(1, 2).flatten(2))

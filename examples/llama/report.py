@@ -17,6 +17,7 @@ from journal import StepRecord, read_events, read_steps
 # The first steps of a process warm up caches and allocators; their times say nothing.
 WARMUP_STEPS = 2
 PLOT_COLUMNS, PLOT_ROWS = 72, 14
+NO_PLOT = "   no plot: matplotlib is not installed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,9 @@ class Measured:
     starts: list[int]
 
     def settled(self, steps: Sequence[StepRecord], starts: Sequence[int]) -> list[StepRecord]:
-        """The steps that are not among the first of a process."""
+        """The steps that are not among the first of a process; all, where none is left."""
         warming = {start + nth for start in starts for nth in range(1, WARMUP_STEPS + 1)}
-        return [record for record in steps if record.step not in warming]
+        return [record for record in steps if record.step not in warming] or list(steps)
 
 
 def measure(reference: Path, run: Path) -> Measured:
@@ -101,18 +102,14 @@ def ascii_plot(measured: Measured, killed_in: int) -> str:
 
 def save_plot(measured: Measured, killed_in: int, resumed_from: int, path: Path) -> str:
     """Draw both loss curves, and the seconds of both runs' steps, as a PNG; says where."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "   no plot: matplotlib is not installed"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_or_none()
+    if pyplot is None:
+        return NO_PLOT
     figure, (losses, seconds) = pyplot.subplots(
         2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
     )
-    restart = _restart(measured.run)
-    before, after = measured.run[:restart], measured.run[restart:]
+    after = after_restart(measured.run)
+    before = measured.run[: len(measured.run) - len(after)]
     for axes, value in ((losses, "loss"), (seconds, "step_s")):
         for records, style in (
             (measured.reference, {"label": "uninterrupted", "color": "0.75", "linewidth": 6}),
@@ -132,6 +129,19 @@ def save_plot(measured: Measured, killed_in: int, resumed_from: int, path: Path)
     return f"   plot: {path}"
 
 
-def _restart(run: Sequence[StepRecord]) -> int:
-    """The index of the first step after the restart: where the step number goes back."""
-    return next((i for i in range(1, len(run)) if run[i].step <= run[i - 1].step), len(run))
+def pyplot_or_none() -> Any:
+    """Where plots are drawn, without a screen; None where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def after_restart(run: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """The steps after the restart, where the step number goes back; none without a restart."""
+    backwards = (i for i in range(1, len(run)) if run[i].step <= run[i - 1].step)
+    return run[next(backwards, len(run)) :]

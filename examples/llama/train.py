@@ -1,6 +1,7 @@
 """Train a run, saving while it trains; started again, it goes on where it was.
 
     python examples/llama/train.py --run runs/mine --data ~/books --steps 2000
+    torchrun --nproc-per-node 4 -- examples/llama/train.py --run runs/mine --tp 2
 
 Owns the loop: restore, step, save, log, show. Holds: nothing is called saved before it is
 committed, and a save that failed ends the run with its error. The settings are in config.py, the
@@ -10,9 +11,11 @@ arithmetic in trainer.py.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -21,6 +24,7 @@ import config as settings
 import statehold
 from display import Display
 from journal import Journal
+from ranks import Ranks, joined
 from trainer import Trainer, make_deterministic
 
 NEWEST_EVENT_FIRST: tuple[Literal["committed", "written", "staged"], ...] = (
@@ -85,14 +89,17 @@ class Run:
         checkpointer: statehold.Checkpointer | None,
         journal: Journal,
         after_save: AfterSave | None,
+        ranks: Ranks,
     ) -> None:
         self._config = start.config
+        self._checksums = start.checksums
+        self._ranks = ranks
         self._checkpointer = checkpointer
         self._journal = journal
         self._after_save = after_save
         self._watch = SaveWatch(journal)
-        self._trainer = Trainer(start.config)
-        self._display = Display(start.label, start.config.steps)
+        self._trainer = Trainer(start.config, ranks)
+        self._display = Display(start.label, start.config.steps, quiet=ranks.rank > 0)
 
     def train(self) -> None:
         """Train from the newest committed step, or from the beginning, to the last step."""
@@ -124,28 +131,34 @@ class Run:
             torch=torch.__version__,
             device=config.device,
             parameters=parameters,
+            ranks=self._ranks.size,
         )
+        self._log_checksum(begin)
         self._display.note(
             f"{parameters / 1e6:.1f}M parameters, {self._trainer.loader.corpus_bytes / 1e6:.1f} MB "
-            f"of text, {config.steps} steps, {config.device}, {config.threads} threads"
+            f"of text, {config.steps} steps, {config.device}, {self._ranks}, "
+            f"{config.threads} thread{'s' if config.threads > 1 else ''}"
         )
         return begin
 
     def _step(self, step: int) -> None:
         began = time.perf_counter()
         loss = self._trainer.step()
+        step_s = time.perf_counter() - began
+        self._log_checksum(step)
         saving = time.perf_counter()
         save = self._save(step)
-        ended = time.perf_counter()
+        blocked_s = time.perf_counter() - saving
+        step_s += blocked_s
         self._journal.write(
             "step",
             step=step,
             loss=loss.hex(),
-            step_s=ended - began,
-            blocked_s=ended - saving if save else 0.0,
+            step_s=step_s,
+            blocked_s=blocked_s if save else 0.0,
         )
         status = self._watch.poll()
-        self._display.step(step, loss, self._trainer.tokens_per_step, ended - began, status)
+        self._display.step(step, loss, self._trainer.tokens_per_step, step_s, status)
         if save and self._after_save:
             self._after_save(save, self._display)
 
@@ -158,6 +171,10 @@ class Run:
         self._watch.add(save)
         return save
 
+    def _log_checksum(self, step: int) -> None:
+        if self._checksums:
+            self._journal.write("state", step=step, sha256=self._trainer.checksum())
+
     def _validate(self, step: int) -> None:
         loss = self._trainer.validate()
         self._journal.write("validation", step=step, loss=loss.hex())
@@ -166,20 +183,27 @@ class Run:
 
 def train(start: settings.Start, after_save: AfterSave | None = None) -> None:
     """Carry out one start of a run."""
-    settings.record(start.run, start.config)
     make_deterministic(start.config)
     with contextlib.ExitStack() as stack:
+        ranks = stack.enter_context(joined(start.config.tp, start.config.device))
+        if ranks.rank == 0:
+            settings.record(start.run, start.config)
         # Without saves nothing can be resumed, so the log begins anew with the run.
-        journal = Journal(start.run / "log.jsonl", fresh=not start.saves)
+        log = start.run / "log.jsonl" if ranks.rank == 0 else Path(os.devnull)
+        journal = Journal(log, fresh=not start.saves)
         stack.callback(journal.close)
-        checkpointer = None
-        if start.saves:
-            checkpointer = stack.enter_context(
-                statehold.Checkpointer(
-                    start.run, keep=start.config.keep, staging_bytes=start.config.staging
-                )
-            )
-        Run(start, checkpointer, journal, after_save).train()
+        checkpointer = stack.enter_context(_checkpointer(start)) if start.saves else None
+        Run(start, checkpointer, journal, after_save, ranks).train()
+
+
+def _checkpointer(start: settings.Start) -> statehold.Checkpointer:
+    """One on every rank, for the same directory; they find each other through torch.distributed."""
+    return statehold.Checkpointer(
+        start.run,
+        keep=start.config.keep,
+        staging_bytes=start.config.staging,
+        peer_timeout_s=start.config.peer_timeout_s,
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ and needs nothing from it: `state` is all there is to save.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from typing import Any
@@ -19,6 +20,7 @@ import statehold
 from config import RunConfig
 from data import TextLoader, read_corpus
 from model import Llama
+from ranks import Ranks, whole
 
 VALIDATION_BATCHES = 8
 
@@ -54,11 +56,14 @@ def warmup_cosine(step: int, warmup: int, steps: int) -> float:
 class Trainer:
     """A run in memory. Call make_deterministic first: building it draws random numbers."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+        if config.batch % ranks.shares:
+            raise ValueError(f"a batch of {config.batch} cannot be divided by {ranks.shares}")
         self._config = config
+        self._ranks = ranks
         corpus = read_corpus(config.data)
         self.loader = TextLoader(corpus, seq=config.seq, batch=config.batch, seed=config.seed)
-        self.model = Llama(config.model).to(config.device)
+        self.model = ranks.shard(Llama(config.model).to(config.device))
         self.optimizer = adamw(self.model, config)
         self.scheduler = LambdaLR(
             self.optimizer, lambda step: warmup_cosine(step, config.warmup, config.steps)
@@ -82,13 +87,14 @@ class Trainer:
         self.optimizer.zero_grad()
         total = 0.0
         for _ in range(self._config.accumulate):
-            loss = self._loss(*next(self.loader)) / self._config.accumulate
+            batch = self._ranks.share(next(self.loader))
+            loss = self._loss(*batch) / self._config.accumulate
             loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip)
         self.optimizer.step()
         self.scheduler.step()
-        return total
+        return self._ranks.mean(total)
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -96,6 +102,17 @@ class Trainer:
         self.model.eval()
         batches = self.loader.validation(VALIDATION_BATCHES)
         return sum(self._loss(*batch).item() for batch in batches) / len(batches)
+
+    @torch.no_grad()
+    def checksum(self) -> str:
+        """Of every tensor of the model and its optimizer, whole: the same on however many ranks."""
+        found = hashlib.sha256()
+        for name, parameter in self.model.named_parameters():
+            of_optimizer = self.optimizer.state.get(parameter, {})
+            for key, tensor in [("", parameter), *sorted(of_optimizer.items())]:
+                found.update(f"{name} {key}\n".encode())
+                found.update(whole(tensor).contiguous().cpu().numpy().tobytes())
+        return found.hexdigest()
 
     def _loss(self, tokens_BL: torch.Tensor, targets_BL: torch.Tensor) -> torch.Tensor:
         device = self._config.device

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from statehold.errors import ChecksumError
-from statehold.layout import Box
-from statehold.ranges import ranges
+from statehold.planning.layout import Box
+from statehold.planning.ranges import ranges
 from statehold.state.landing import Landing, region
 
 if TYPE_CHECKING:
     import torch
 
     from statehold._core import BoxTarget, Engine, Mismatch, ReadJob, Strided
-    from statehold.saved import PlacedChunk, SavedStep
     from statehold.state.destinations import Destination
+    from statehold.steps.saved import PlacedChunk, SavedStep
 
 FLAG_EXTERNAL = 2
 FLAG_SHARED = 4
@@ -172,7 +172,8 @@ class _Builder:
     def add(self, destination: Destination) -> None:
         """Read what lies in the destination's box."""
         self._names.add(destination.name)
-        for chunk in self._saved.chunks(destination.name, destination.box):
+        chunks = self._saved.chunks(destination.name, destination.box, destination.among)
+        for chunk in chunks:
             self._asked.append(chunk)
             common = chunk.box.intersection(destination.box)
             if chunk.box == destination.box:

@@ -19,7 +19,7 @@ Not here: matching (state/restore), which bytes (reads), the steps (store), mess
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,14 +36,15 @@ from statehold.state.restore import Restoration, mismatch, prepare
 
 if TYPE_CHECKING:
     from statehold._core import Engine
-    from statehold.peers import Peers
-    from statehold.saved import SavedStep
+    from statehold.ranks.peers import Peers
     from statehold.state.device import Devices
-    from statehold.store import Store
+    from statehold.steps.saved import SavedStep
+    from statehold.storage.store import Store
 
 _ROUND = "restore"
-# What went wrong, the worst first: what one rank found decides for all.
-_OTHER, _MISMATCH, _DAMAGE = "other", "mismatch", "damage"
+# What went wrong, the worst first: what one rank found decides for all. Damage before a mismatch:
+# to look again at a step that does not match, every rank has to have read it.
+_OTHER, _DAMAGE, _MISMATCH = "other", "damage", "mismatch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +152,20 @@ class Restorer:
         return Matched(restoration, reading, tuple(restoration.unexpected))
 
     def _judged(self, matched: Matched, saved: SavedStep | None) -> Matched:
-        """Which tensors of the step no rank has a place for, where no rank alone can tell."""
+        """What in the step no rank has a place for, where no rank alone can tell."""
         if self._peers is None or saved is None or saved.is_narrow:
             return matched
         names = sorted(saved.tensors)
         unused = [name not in matched.restoration.used for name in names]
-        told = self._peers.agree(_ROUND, _bits(unused), _common_bits)
-        unexpected = tuple(
+        values = [name for name in matched.unexpected if name not in saved.tensors]
+        told = json.dumps([_bits(unused).hex(), values]).encode()
+        common, values = json.loads(self._peers.agree(_ROUND, told, _in_common))
+        tensors = (
             name
-            for name, is_unused in zip(names, _of_bits(told, len(names)), strict=True)
+            for name, is_unused in zip(names, _of_bits(bytes.fromhex(common)), strict=False)
             if is_unused and self._selection.takes(self._selection.renamed(name))
         )
+        unexpected = (*tensors, *values)
         if unexpected and self._selection.strict:
             raise mismatch([(name, "no rank has a place for it") for name in unexpected])
         return replace(matched, unexpected=unexpected)
@@ -192,9 +196,9 @@ class Restorer:
         result, failure = None, None
         try:
             result = act()
-        except StateholdError as error:
+        except Exception as error:  # whatever it is, the others must not wait for this rank
             failure = error
-        told = json.dumps(None if failure is None else [_kind(failure), str(failure)])
+        told = json.dumps(None if failure is None else [_kind(failure), _text(failure)])
         worst = json.loads(self._peers.agree(_ROUND, told.encode(), _worst))
         if worst is None:
             return result
@@ -210,7 +214,11 @@ def listed(steps: Iterable[int]) -> str:
     return ", ".join(map(str, shown[-8:])) + (f" ({len(shown)} in all)" if shown else "none")
 
 
-def _kind(error: StateholdError) -> str:
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, StateholdError) else f"{type(error).__name__}: {error}"
+
+
+def _kind(error: Exception) -> str:
     if isinstance(error, StateMismatchError):
         return _MISMATCH
     return _DAMAGE if isinstance(error, CorruptionError) else _OTHER
@@ -223,7 +231,7 @@ def _is_about_layouts(error: StateholdError) -> bool:
 def _worst(told: Sequence[bytes]) -> bytes:
     """[rank, kind, text] of the worst failure, the lowest rank first; null if there is none."""
     failures = [(rank, *found) for rank, each in enumerate(told) if (found := json.loads(each))]
-    for kind in (_OTHER, _MISMATCH, _DAMAGE):
+    for kind in (_OTHER, _DAMAGE, _MISMATCH):
         for failure in failures:
             if failure[1] == kind:
                 return json.dumps(failure).encode()
@@ -246,13 +254,16 @@ def _bits(flags: Sequence[bool]) -> bytes:
     return value.to_bytes(-(-len(flags) // 8), "little")
 
 
-def _of_bits(raw: bytes, count: int) -> list[bool]:
-    value = int.from_bytes(raw, "little")
-    return [bool(value >> index & 1) for index in range(count)]
+def _of_bits(raw: bytes) -> Iterator[bool]:
+    return (bool(byte >> bit & 1) for byte in raw for bit in range(8))
 
 
-def _common_bits(told: Sequence[bytes]) -> bytes:
-    common = int.from_bytes(told[0], "little")
-    for each in told[1:]:
-        common &= int.from_bytes(each, "little")
-    return common.to_bytes(len(told[0]), "little")
+def _in_common(told: Sequence[bytes]) -> bytes:
+    """The tensors that no rank uses, and the values for which none has a place."""
+    unused, values = zip(*map(json.loads, told), strict=True)
+    common = int.from_bytes(bytes.fromhex(unused[0]), "little")
+    for each in unused[1:]:
+        common &= int.from_bytes(bytes.fromhex(each), "little")
+    bits = common.to_bytes(len(unused[0]) // 2, "little")
+    nowhere = set(values[0]).intersection(*values[1:])
+    return json.dumps([bits.hex(), sorted(nowhere)]).encode()

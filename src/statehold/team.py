@@ -12,6 +12,8 @@ Not here: how ranks talk (peers), what is on disk (record, manifest), the files 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -20,24 +22,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from statehold.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
-from statehold.errors import PeerFailedError, PeerLostError, StateholdError
-from statehold.layout import Ranks
-from statehold.manifest import Commit, RecordEntry, Shared, groups_of, record_name
-from statehold.share import Balance, Spread, balance
+from statehold.errors import PeerFailedError, PeerLostError, StateholdError, StorageError
+from statehold.planning.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
+from statehold.planning.layout import Ranks
+from statehold.planning.share import Balance, Spread, balance
+from statehold.steps.manifest import Commit, RecordEntry, Shared, groups_of, record_name
 from statehold.writes import build_manifest, build_record, now, writer_name
 
 if TYPE_CHECKING:
-    from statehold.peers import Peers
     from statehold.pipeline import Work
-    from statehold.store import Store
+    from statehold.ranks.peers import Peers
+    from statehold.storage.store import Store
 
 logger = logging.getLogger("statehold")
 
 
 class Publisher(Protocol):
-    """How a save becomes a step. `leads`: this rank commits and retires steps."""
+    """How a save becomes a step. `rank` is None for a process that is alone; `leads`: this one
+    commits and retires steps."""
 
+    rank: int | None
     leads: bool
 
     def attempt(self, number: int) -> str | None:
@@ -52,6 +56,9 @@ class Publisher(Protocol):
     def give_up(self, number: int, error: StateholdError) -> None:
         """The save has failed on this rank."""
 
+    def cause(self, work: Work, error: BaseException) -> BaseException:
+        """Why a save failed on this rank: `error`, or what another rank did before it."""
+
     def clean_up(self, work: Work) -> None:
         """Remove what a failed save has written."""
 
@@ -59,6 +66,7 @@ class Publisher(Protocol):
 class Alone:
     """One rank, which has nobody to ask or to tell."""
 
+    rank: int | None = None
     leads = True
 
     def __init__(self, store: Store) -> None:
@@ -74,6 +82,9 @@ class Alone:
 
     def give_up(self, number: int, error: StateholdError) -> None: ...
 
+    def cause(self, work: Work, error: BaseException) -> BaseException:
+        return error
+
     def clean_up(self, work: Work) -> None:
         self._store.abandon(work.save.step)
 
@@ -85,6 +96,7 @@ class Together:
         self._store = store
         self._peers = peers
         self._claims = claims
+        self.rank: int | None = peers.rank
         self.leads = peers.rank == 0
         self._arrived = -1  # the newest save of which this rank's part is durable
         self._outcome = b""
@@ -122,6 +134,14 @@ class Together:
                 self._peers.fail(number, error)
         except StateholdError as fault:  # they find out when their deadline passes
             logger.warning("could not tell the other ranks of a failure\n%s", fault)
+
+    def cause(self, work: Work, error: BaseException) -> BaseException:
+        # Once a save has failed, rank 0 removes its directory under those who still write there.
+        if self.leads or not isinstance(error, StorageError) or error.errno != errno.ENOENT:
+            return error
+        with contextlib.suppress(StateholdError):
+            return self._peers.failure(work.number) or error
+        return error
 
     def clean_up(self, work: Work) -> None:
         if self.leads and work.attempt is not None:

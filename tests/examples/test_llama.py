@@ -24,7 +24,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("statehold._core", reason="the native module is not built")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-MODULES = ("config", "data", "demo", "display", "journal", "model", "report", "train", "trainer")
+MODULES = (
+    "config", "data", "display", "journal", "model", "ranks", "report", "story", "train", "trainer"
+)  # fmt: skip
 TEXT = bytes(range(1, 256)) * 40
 TINY = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seq": 16}
 
@@ -189,12 +191,12 @@ def test_a_run_keeps_its_settings(llama, tmp_path, capsys):
 # -- the programs ------------------------------------------------------------------------------
 
 
-def run_demo(out: Path) -> subprocess.CompletedProcess[str]:
+def run_demo(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
     program = [sys.executable, EXAMPLES / "llama/demo.py", "--out", out, "--data", EXAMPLES]
     words = ["--steps=6", "--kill-at=3", "--staging=32MiB", "--batch=4", "--accumulate=2"]
     return subprocess.run(
-        [*program, *words, *sizes],
+        [*program, *words, *sizes, *options],
         capture_output=True,
         text=True,
         timeout=120,
@@ -210,22 +212,22 @@ def test_the_demo_dies_in_a_save_and_loses_nothing(llama, tmp_path):
     assert "equal the reference in every bit" in done.stdout
     assert "durable throughput" in done.stdout
 
-    demo = llama.demo.Demo(out=tmp_path / "demo", steps=6, kill_at=3, options=())
-    llama.demo.compare(demo)
+    demo = llama.story.Demo(out=tmp_path / "demo", steps=6, kill_at=3, options=())
+    llama.story.compare(demo)
     last = llama.journal.read_steps(demo.run / "log.jsonl")[-1]
     other = float.fromhex(last.loss_hex) * (1 + 2**-52)
     with (demo.run / "log.jsonl").open("a") as log:
         record = {"event": "step", "step": last.step, "loss": other.hex()}
         log.write(json.dumps({**record, "step_s": 0.1, "blocked_s": 0.0}) + "\n")
-    with pytest.raises(llama.demo.DemoError, match="1 of 8 losses differ"):
-        llama.demo.compare(demo)
+    with pytest.raises(llama.story.DemoError, match="1 of 8 losses differ"):
+        llama.story.compare(demo)
 
 
 def test_the_demo_removes_nothing_but_demos(llama, tmp_path):
     (tmp_path / "thesis.tex").touch()
-    demo = llama.demo.Demo(out=tmp_path, steps=6, kill_at=3, options=())
-    with pytest.raises(llama.demo.DemoError, match="not a demo"):
-        llama.demo.prepare(demo)
+    demo = llama.story.Demo(out=tmp_path, steps=6, kill_at=3, options=())
+    with pytest.raises(llama.story.DemoError, match="not a demo"):
+        llama.story.prepare(demo)
     assert (tmp_path / "thesis.tex").exists()
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from statehold.errors import InvariantError, StateholdError, StorageError
-from statehold.store import MANIFEST_NAME, Store
+from statehold.steps.saved import MANIFEST_NAME
+from statehold.storage.store import Store
 from statehold.testing import SimFs
 
 RUN, RANKS, TOKEN, OTHER = "/runs/x", 3, "5f3a09c1", "00000000"
@@ -64,6 +65,18 @@ def check(fs: Any, step: int) -> None:
     for rank in range(RANKS):
         assert fs.read_file(f"{path}/record-{rank}", 99) == b"%d of %d" % (rank, step)
         assert fs.stat_bytes(f"{path}/data-{rank}") is not None
+
+
+def test_a_rank_may_begin_before_rank_0_clears_the_run() -> None:
+    fs = SimFs(seed=1)
+    ranks = stores(fs)
+    ranks[2].create()
+    assert not write(ranks[2], 2, 1, f"{TOKEN}-0")
+    ranks[0].recover(TOKEN)
+    for rank in (0, 1):
+        write(ranks[rank], rank, 1, f"{TOKEN}-0")
+    ranks[0].commit(Sealed(1), f"{TOKEN}-0")
+    check(fs, 1)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])

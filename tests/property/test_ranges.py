@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from statehold.layout import Box
-from statehold.plan import piece_count
-from statehold.ranges import SUM_DIGITS, ranges
+from statehold.planning.layout import Box
+from statehold.planning.plan import piece_count
+from statehold.planning.ranges import SUM_DIGITS, ranges
 
 BLOCK = 64
 

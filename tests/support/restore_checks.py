@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 import statehold
 from statehold.errors import StateMismatchError
-from statehold.layout import Box, Ranks
-from statehold.saved import SavedTensor
+from statehold.planning.layout import Box, Ranks
 from statehold.selection import Selection
 from statehold.state.restore import Restoration, prepare
-from statehold.trees import merge
+from statehold.steps.saved import SavedTensor
+from statehold.steps.trees import merge
 from support.capture_checks import Mlp, live_tensors, piece, trained, two_dimensional
 from support.jobs import Job, captured
 
@@ -255,7 +255,7 @@ def check_own_values_come_back_to_their_ranks(job: Job) -> None:
     with pytest.raises(StateMismatchError) as caught:
         other.prepare(state(99))
     assert caught.value.facts.keys() == {"seed", "where.shard"}
-    assert "saved by 8 ranks and is restored on 4" in caught.value.facts["seed"]
+    assert "8 ranks saved their own" in caught.value.facts["seed"]
     assert 'skip=["seed"]' in caught.value.facts["seed"]
 
     live = state(99)

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statehold.entries import record_file
-from statehold.errors import InvariantError, ManifestError
-from statehold.layout import Box, Layout, Mesh, Ranks
-from statehold.manifest import groups_of, shared_of
-from statehold.plan import TensorSpec, plan_save
-from statehold.record import Record
-from statehold.saved import PlacedChunk, SavedTensor, open_step
-from statehold.share import Held
-from statehold.trees import Differs
+from statehold.errors import InvariantError, ManifestError, StateMismatchError
+from statehold.planning.layout import Box, Layout, Mesh, Ranks
+from statehold.planning.plan import TensorSpec, plan_save
+from statehold.planning.share import Held
+from statehold.steps.entries import record_file
+from statehold.steps.manifest import groups_of, shared_of
+from statehold.steps.record import Record
+from statehold.steps.saved import PlacedChunk, SavedTensor, open_step
+from statehold.steps.trees import Differs
 from support.records import DIRECTORY, World, example
 from support.steps import SPECS, manifest_of, sums_for
 
@@ -252,3 +252,28 @@ def test_the_example_in_the_document_is_a_record() -> None:
     raw = world.files[f"{DIRECTORY}/manifest.json"].decode()
     (state,) = re.findall(r"of the manifest: `(.*?)`", document)
     assert state in raw
+
+
+def test_values_that_thousands_of_ranks_have_each_are_not_read_to_be_refused() -> None:
+    ranks = 70
+    mesh = Mesh((ranks,), tuple(range(ranks)))
+    held = [Held("w", "I64", (ranks,), Layout(mesh, ((0, 0),)), 0)]
+    extra = [{"seed": rank, "lr": 0.5} for rank in range(ranks)]
+    world = World([held] * ranks, {"w": np.arange(ranks)}, extra=extra)
+    step = world.open(0, 1)
+    assert isinstance(step.state["seed"], Differs)
+    assert step.state["lr"] == 0.5
+    assert list(step.tensors) == ["w"]
+    assert step.records_read <= 2
+    assert world.open(69, ranks).widened().state["seed"] == 69
+
+
+def test_a_rank_s_own_version_is_not_one_that_it_shares_with_others() -> None:
+    held = [Held("w", "I64", (2,), None, 0)]
+    own = [{"w": np.full(2, rank)} for rank in range(2)]
+    world = World([held, held], {}, own)
+    step, box = world.open(1, 2), Box.whole((2,))
+    assert len(step.chunks("w", box)) == 1
+    for view in (step, step.widened()):
+        with pytest.raises(StateMismatchError):
+            view.chunks("w", box, among=(0, 1))

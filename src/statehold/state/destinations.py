@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from statehold.errors import InvariantError
-from statehold.layout import Box, Layout
-from statehold.saved import SavedStep, SavedTensor
+from statehold.planning.layout import Box, Layout
 from statehold.state import dtypes, placements
 from statehold.state.placements import Placed
 from statehold.state.tensors import (
@@ -32,13 +31,15 @@ from statehold.state.tensors import (
     overlaps_itself,
     strides_of,
 )
+from statehold.steps.saved import SavedStep, SavedTensor
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
     """Memory that takes the elements `box` (global coordinates) of the saved tensor `name`.
 
-    `shared`: other ranks of this job may want the same bytes.
+    `shared`: other ranks of this job may want the same bytes. `among`: the ranks that hold the
+    tensor together; None for a rank's own.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Destination:
     external: bool
     box: Box
     shared: bool
+    among: tuple[int, ...] | None = None
 
     @property
     def address(self) -> int:
@@ -136,7 +138,9 @@ class Destinations:
         # Ranks that hold a tensor of the same name without a layout may well read the same bytes.
         alone = place.layout is not None and place.layout.replica_count == 1
         shared = self._rank is not None and not alone
-        return Destination(name, target, strides_of(target), is_external(target), box, shared)
+        among = place.layout.mesh.ranks if place.layout else None
+        strided, external = strides_of(target), is_external(target)
+        return Destination(name, target, strided, external, box, shared, among)
 
     def _same_bytes(self, name: str, other: str) -> bool:
         one, two = self._saved.tensors[name], self._saved.tensors[other]

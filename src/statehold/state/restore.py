@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from statehold import values
+from statehold.encoding import values
 from statehold.errors import ManifestError, StateMismatchError, UsageError
-from statehold.saved import SavedStep
 from statehold.selection import EVERYTHING, RestoreReport, Selection
 from statehold.state import dtypes, groups, modules, nodes, optimizers, placements
 from statehold.state.capture import is_stateful, parts
@@ -36,6 +35,7 @@ from statehold.state.marks import Mark
 from statehold.state.placements import Placed
 from statehold.state.rng import Rng
 from statehold.state.tensors import check_storable, is_dtensor, local_of, overlaps_itself
+from statehold.steps.saved import SavedStep
 
 PROBLEMS_SHOWN = 20
 HOST = torch.device("cpu")
@@ -489,16 +489,21 @@ class _Matcher:
             return self._memory.make(payload, device)
         if tag == "$ndarray":
             return self._memory.make(payload, HOST).numpy()
-        if tag == "$npscalar":
-            return _numpy_scalar(payload["dtype"], base64.b64decode(payload["bytes"]))
-        if "size" in payload:
-            return torch.Size(payload["size"])
-        if "device" in payload:
-            return torch.device(payload["device"])
-        dtype = getattr(torch, payload["dtype"], None)
-        if not isinstance(dtype, torch.dtype):
-            raise ManifestError("no such torch dtype", facts={"got": payload["dtype"]})
-        return dtype
+        return foreign(tag, payload)
+
+
+def foreign(tag: str, payload: Any) -> Any:
+    """The value of a node of NumPy or torch that is not a tensor."""
+    if tag == "$npscalar":
+        return _numpy_scalar(payload["dtype"], base64.b64decode(payload["bytes"]))
+    if "size" in payload:
+        return torch.Size(payload["size"])
+    if "device" in payload:
+        return torch.device(payload["device"])
+    dtype = getattr(torch, payload["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ManifestError("no such torch dtype", facts={"got": payload["dtype"]})
+    return dtype
 
 
 def holds_state(value: Any) -> bool:

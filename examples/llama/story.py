@@ -1,0 +1,149 @@
+"""What both demos share: where they put things, how a process dies in a save, how losses compare.
+
+Owns Demo, DemoError, the output directory, and the comparison bit for bit. Holds: nothing is
+removed but what an earlier demo left. Leaves the order of events to story_alone.py and
+story_ranks.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from journal import read_events, read_steps
+
+if TYPE_CHECKING:
+    import statehold
+    from display import Display
+
+MARKER = "this-is-a-demo"  # says that a directory may be removed by the next demo
+RUN_OPTIONS = ("--save-every", "1", "--keep", "3", "--staging", "256MiB", "--warmup", "10")
+
+
+class DemoError(Exception):
+    """The demo did not show what it claims."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demo:
+    """What to do: where, how many steps, when to die, and further options of train.py."""
+
+    out: Path
+    steps: int
+    kill_at: int
+    options: tuple[str, ...]
+    ranks: int = 1
+
+    @property
+    def reference(self) -> Path:
+        """The directory of the uninterrupted run."""
+        return self.out / "reference"
+
+    @property
+    def run(self) -> Path:
+        """The directory of the run that is killed and resumed."""
+        return self.out / "run"
+
+    def train_options(self, run: Path, label: str) -> list[str]:
+        """The command line of train.py for one of the runs; later options win."""
+        steps = ("--steps", str(self.steps), "--validate-every", str(self.steps))
+        return ["--run", str(run), "--label", label, *steps, *RUN_OPTIONS, *self.options]
+
+
+def die_in_save(
+    save: statehold.Save,
+    display: Display,
+    *,
+    kill_at: int,
+    run: Path,
+    between: tuple[Literal["begun", "staged"], Literal["written", "committed"]],
+) -> None:
+    """Die by SIGKILL as soon as a save from `kill_at` on has got between two events.
+
+    The training thread looks as often as it can, because a save of this size is committed within
+    some tens of milliseconds. A save that was faster than this thread lets the run go on.
+    """
+    after, before = between
+    if save.step < kill_at:
+        return
+    while not save.done(before) and save.error is None:
+        if (after == "begun" or save.done(after)) and unfinished(run, save.step):
+            reached = ", ".join(
+                f"{event} {'yes' if save.done(event) else 'no'}"
+                for event in ("staged", "written", "committed")
+            )
+            display.note(f"in the save of step {save.step}: {reached}; now SIGKILL")
+            # The note took time; do not claim what is no longer true.
+            if unfinished(run, save.step) and not save.done(before):
+                os.kill(os.getpid(), signal.SIGKILL)
+            display.note(f"step {save.step} was {before} first; trying the next save")
+
+
+def unfinished(run: Path, step: int) -> bool:
+    """Whether a save of this step has begun, and the step is not visible yet."""
+    return any(run.glob(f"step-{step:012d}.*partial"))
+
+
+def compare(demo: Demo) -> None:
+    """Every loss against the reference, as text of its exact bits."""
+    expected = {record.step: record.loss_hex for record in read_steps(demo.reference / "log.jsonl")}
+    found = read_steps(demo.run / "log.jsonl")
+    threads = {
+        record["threads"]
+        for run in (demo.reference, demo.run)
+        for record in read_events(run / "log.jsonl", "start")
+    }
+    if len(threads) != 1:
+        raise DemoError(f"the runs used different numbers of threads: {sorted(threads)}")
+    every_step = set(range(1, demo.steps + 1))
+    if set(expected) != every_step or {record.step for record in found} != every_step:
+        raise DemoError("a run did not log every step")
+    different = [record for record in found if record.loss_hex != expected[record.step]]
+    for record in different[:8]:
+        print(f"   step {record.step}: expected {expected[record.step]}, got {record.loss_hex}")
+    if different:
+        raise DemoError(f"{len(different)} of {len(found)} losses differ from the reference")
+    again = len(found) - demo.steps
+    print(
+        f"   all {len(found)} losses equal the reference in every bit "
+        f"({demo.steps} steps, {again} of them trained twice: before the kill and after it)"
+    )
+
+
+def heading(number: int, text: str) -> None:
+    """Announce a phase, in order with what child processes print."""
+    print(f"\n{number}. {text}", flush=True)
+
+
+def committed_steps(run: Path) -> list[int]:
+    """The committed steps of a run, oldest first, read off the directory names."""
+    names = (re.fullmatch(r"step-(\d{12})", path.name) for path in run.iterdir())
+    return sorted(int(name[1]) for name in names if name)
+
+
+def show_run(run: Path) -> None:
+    """Print what the killed process left behind."""
+    print(f"   what it left in {run}:")
+    for directory in sorted(run.glob("step-*")):
+        megabytes = {path.name: path.stat().st_size / 1e6 for path in sorted(directory.iterdir())}
+        if len(megabytes) > 3:  # several ranks
+            listed = f"{len(megabytes)} files, {sum(megabytes.values()):.1f} MB: "
+            listed += ", ".join(list(megabytes)[:3]) + ", ..."
+        else:
+            listed = ", ".join(f"{name} ({size:.1f} MB)" for name, size in megabytes.items())
+        print(f"     {directory.name:<26} {listed}", flush=True)
+
+
+def prepare(demo: Demo) -> None:
+    """An empty output directory; nothing but an earlier demo is ever removed."""
+    if demo.out.exists() and any(demo.out.iterdir()):
+        if not (demo.out / MARKER).exists():
+            raise DemoError(f"{demo.out} holds something that is not a demo; choose another --out")
+        shutil.rmtree(demo.out)
+    demo.out.mkdir(parents=True, exist_ok=True)
+    (demo.out / MARKER).touch()

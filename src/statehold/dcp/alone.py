@@ -1,0 +1,110 @@
+"""Saves with use_collectives=False: the ranks meet in the store of the process group instead.
+
+torch then runs the whole save on each rank by itself: every planner makes a "global" plan of its
+own rank, and every rank calls finish(). Nobody has shared out who writes what, so a plain tensor
+or a value belongs to the rank that saved it, as with the stock writer, and a DTensor's boxes to
+the lowest rank that wrote them.
+
+Holds: one attempt, made by rank 0 before any rank writes; the step is published once every rank has
+written all of its part, or not at all; a rank that fails, or does not come within `timeout_s`,
+fails the save on all ranks, by its number.
+Not here: how notes travel (board), rounds (peers), records (commit).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from statehold.dcp.commit import Sent
+from statehold.dcp.writing import Piece, Place
+from statehold.errors import InvariantError, StateholdError
+from statehold.planning.layout import Box
+from statehold.ranks.board import StoreBoard
+from statehold.ranks.peers import Peers
+from statehold.steps.manifest import RecordEntry
+
+_SAVE = 1  # the only round of its Peers
+
+
+def is_among_others() -> bool:
+    """Whether there are other ranks at all."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+class Meeting:
+    """The ranks of one save, from its begin to its end."""
+
+    def __init__(self, final: str, timeout_s: float) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._board = StoreBoard(_get_default_store(), f"dcp:{final}")
+        self._peers = Peers(self._board, self.rank, self.world_size, timeout_s)
+
+    def begin(self, make: Callable[[], Place]) -> Place:
+        """What `make` makes on rank 0, on every rank."""
+        raw = self._peers.agree("begin", b"", lambda _: json.dumps(_place_to(make())).encode())
+        return _place_from(json.loads(raw), self.rank)
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the others that this rank will not come."""
+        known = error if isinstance(error, StateholdError) else InvariantError(repr(error))
+        self._peers.fail(_SAVE, known)
+
+    def end(self, place: Place, sent: Sent, publish: Callable[[list[Sent]], None]) -> None:
+        """Hand over what this rank wrote; returns once rank 0 has published it with the rest."""
+        try:
+            self._peers.arrive(_SAVE, json.dumps(_sent_to(sent)).encode())
+            if self.rank:
+                self._peers.outcome(_SAVE)
+                return
+            others = self._peers.gather(_SAVE)[1:]
+            self._conclude(publish, [sent, *(_sent_from(place, raw) for raw in others)])
+        finally:
+            self._board.close()
+
+    def _conclude(self, publish: Callable[[list[Sent]], None], sents: list[Sent]) -> None:
+        try:
+            publish(sents)
+        except StateholdError as error:
+            self._peers.conclude(_SAVE, error)
+            raise
+        self._peers.conclude(_SAVE, b"")
+
+
+# -- notes -----------------------------------------------------------------------------------------
+
+
+def _place_to(place: Place) -> list[Any]:
+    return [place.final, place.partial, place.step, place.world_size, place.attempt]
+
+
+def _place_from(note: list[Any], rank: int) -> Place:
+    final, partial, step, world_size, attempt = note
+    return Place(final, partial, step, rank, world_size, attempt)
+
+
+def _sent_to(sent: Sent) -> dict[str, Any]:
+    """Without the files and values, which a rank leaves in its own record."""
+    entry = sent.entry and [sent.entry.name, sent.entry.bytes, sent.entry.sha256]
+    pieces = [
+        [piece.name, piece.dtype, piece.shape, piece.box.offsets, piece.box.shape]
+        for piece in sent.pieces
+        if not piece.local
+    ]
+    return {"rank": sent.place.rank, "pieces": pieces, "entry": entry, "said": dict(sent.said)}
+
+
+def _sent_from(place: Place, raw: bytes) -> Sent:
+    note = json.loads(raw)
+    pieces = tuple(
+        Piece(name, dtype, tuple(shape), Box(tuple(offsets), tuple(sizes)), local=False)
+        for name, dtype, shape, offsets, sizes in note["pieces"]
+    )
+    own = Place(
+        place.final, place.partial, place.step, note["rank"], place.world_size, place.attempt
+    )
+    return Sent(own, pieces, {}, RecordEntry(*note["entry"]), note["said"], None)

@@ -1,0 +1,49 @@
+"""What moves the bytes of one save or load: a file system and an engine, opened for it alone.
+
+Holds: nothing is open between two calls, so writers and readers can be pickled, forked around and
+thrown away without close(); the staging memory is never larger than what the call moves.
+Not here: what is moved (writing, reading).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from statehold import _core
+from statehold.options import Options
+
+if TYPE_CHECKING:
+    from statehold._core import Engine, Fs
+
+
+class Machine:
+    """Opens engines as `options` (fields of statehold.options.Options) say."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = Options(**options)
+        self.borrowed_fs: Fs | None = None  # for tests
+
+    @contextlib.contextmanager
+    def storage(self) -> Iterator[Fs]:
+        if self.borrowed_fs is not None:
+            yield self.borrowed_fs
+            return
+        fs = _core.open_fs(self.options.backend, self.options.queue_depth)
+        try:
+            yield fs
+        finally:
+            fs.close()
+
+    @contextlib.contextmanager
+    def engine(self, fs: Fs, nbytes: int) -> Iterator[Engine]:
+        """An engine for moving `nbytes`."""
+        buffer = self.options.buffer_size
+        needed = (max(0, nbytes) // buffer + 2) * buffer
+        staging = min(self.options.staging_size, needed)
+        engine = _core.Engine(fs, staging, buffer, self.options.copy_thread_count)
+        try:
+            yield engine
+        finally:
+            engine.close()

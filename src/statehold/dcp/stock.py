@@ -1,0 +1,375 @@
+"""Checkpoints that others wrote -> a live state: stock DCP, safetensors, Hugging Face.
+
+Owns: which kind a path is, how live parts are called there, and the report.
+Holds: everything is matched before anything is changed; no pickle is trusted: metadata by a list of
+classes, data with weights_only; safetensors that should be there and are not are an error, unlike
+with torch's reader, which loads zeros.
+Not here: our own steps (Checkpointer.restore, StorageReader).
+
+What goes by several names is tried in this order, for a module "model" and an optimizer "optim":
+    model.layers.0.weight         layers.0.weight
+    optim.state.<p>.exp_avg       state.<p>.exp_avg          <p>: layers.0.weight, or its index
+    optim.param_groups.0.lr       param_groups.0.lr          or by <p>, as flattened ones are
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from functools import partial
+from operator import setitem
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+
+from statehold.dcp.unpickle import load_metadata
+from statehold.errors import (
+    CorruptionError,
+    MissingFileError,
+    StateMismatchError,
+    UnsupportedValueError,
+    UsageError,
+)
+from statehold.state import modules, optimizers
+from statehold.state.capture import is_stateful
+
+INDEX = "model.safetensors.index.json"
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class StockReport:
+    """Live names that were loaded, live names that the checkpoint lacks, and its names that
+    nothing in the state took."""
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def restore_stock(
+    path: str | os.PathLike[str],
+    state: MutableMapping[str, Any],
+    *,
+    strict: bool = True,
+    rename: Callable[[str], str] | None = None,
+) -> StockReport:
+    """Load a checkpoint of others into `state`, in place: modules, optimizers (also fresh ones),
+    tensors, plain values; plain or sharded. With several ranks, all of them call it.
+
+    path: a directory that dcp.FileSystemWriter or dcp.HuggingFaceStorageWriter wrote, a directory
+        of safetensors, with or without model.safetensors.index.json, or one safetensors file.
+    strict: raise StateMismatchError, before anything is changed, if the state has what the
+        checkpoint lacks. What the checkpoint has beyond the state is only reported.
+    rename: from names in the checkpoint to those they should have had.
+    """
+    reader = _reader(os.fspath(path))
+    matcher = _Matcher(reader.read_metadata(), rename or str)
+    for key, part in state.items():
+        matcher.match(state, key, part, str(key))
+    matcher.check(os.fspath(path), strict)
+    planner = _Planner()
+    _load(dict(matcher.targets), reader, planner)
+    with torch.no_grad():
+        for act in matcher.acts:
+            act(planner.objects)
+    return matcher.report()
+
+
+def _load(targets: dict[str, Any], reader: Any, planner: _Planner) -> None:
+    try:
+        load(targets, storage_reader=reader, planner=planner)
+    except CheckpointException as error:  # a BaseException, that wraps those of the ranks
+        raise next(fault for fault, _ in error.failures.values()) from error
+
+
+# -- readers that believe nothing ----------------------------------------------------------------
+
+
+class _StockReader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = os.path.join(self.path, ".metadata")
+        with open(path, "rb") as file:
+            return load_metadata(file.read(), path)
+
+
+class _Listed(FileSystem):
+    """A file system of which only some files are seen."""
+
+    def __init__(self, files: list[str]) -> None:
+        self._files = files
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return self._files
+
+
+class _HuggingFaceReader(HuggingFaceStorageReader):
+    def __init__(self, directory: str, files: list[str], names: Mapping[str, str]) -> None:
+        super().__init__(directory)
+        self.fs = _Listed(files)
+        self._names = names
+
+    def read_metadata(self) -> Metadata:
+        for file in self.fs.ls(self.path):
+            if not os.path.isfile(file):
+                raise MissingFileError("a checkpoint lacks a file", facts={"file": file})
+        found: Metadata = super().read_metadata()
+        for name, file in self._names.items():
+            if name not in found.state_dict_metadata:
+                facts = {"tensor": name, "file": file}
+                raise CorruptionError("a checkpoint lacks a tensor that its index has", facts=facts)
+        for name, entry in found.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if held != math.prod(entry.size):
+                facts = {"tensor": name, "shape": str([*entry.size]), "elements there": str(held)}
+                hint = "a shard is missing, or one of another checkpoint lies beside them"
+                raise CorruptionError("the shards do not make a tensor", facts=facts, hint=hint)
+        return found
+
+
+def _reader(path: str) -> _StockReader | _HuggingFaceReader:
+    if os.path.isfile(path):
+        return _HuggingFaceReader(os.path.dirname(path), [path], {})
+    if os.path.isfile(os.path.join(path, ".metadata")):
+        return _StockReader(path)
+    names: dict[str, str] = {}
+    files = sorted(
+        os.path.join(path, name)
+        for name in (os.listdir(path) if os.path.isdir(path) else ())
+        if name.endswith(".safetensors")
+    )
+    index = os.path.join(path, INDEX)
+    if os.path.isfile(index):
+        with open(index, encoding="utf-8") as file:
+            names = dict(json.load(file)["weight_map"])
+        files = sorted({os.path.join(path, os.path.basename(name)) for name in names.values()})
+    if not files:
+        raise UsageError(
+            "this is no checkpoint of torch or Hugging Face",
+            facts={"path": path, "expected": ".metadata, or *.safetensors"},
+            hint="a step of statehold is restored with Checkpointer.restore or StorageReader",
+        )
+    return _HuggingFaceReader(path, files, names)
+
+
+class _Planner(DefaultLoadPlanner):
+    """Takes flat names, and keeps values; reads them without trusting their pickles."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.objects: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            self.objects[name] = torch.load(value, map_location="cpu", weights_only=True)
+        except Exception as fault:
+            raise UnsupportedValueError(
+                "a value of the checkpoint cannot be read without trusting its pickle",
+                facts={"path": name, "cause": str(fault).splitlines()[0][:200]},
+                hint="load it with torch where it is from, and save it as plain values",
+            ) from fault
+
+
+# -- matching -----------------------------------------------------------------------------------
+
+Act = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(slots=True)
+class _Found:
+    names: dict[str, str]  # live name -> name in the checkpoint
+    missing: list[str] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+class _Matcher:
+    """What of a state is where in a checkpoint."""
+
+    def __init__(self, metadata: Metadata, rename: Callable[[str], str]) -> None:
+        self._saved = metadata.state_dict_metadata
+        self._names = {rename(name): name for name in self._saved}
+        self._fields: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        for name in self._names:
+            base, _, last = name.rpartition(".")
+            self._fields[base][last] = name
+        self._found = _Found({})
+        self._parameters: dict[int, str] = {}
+        self.targets: dict[str, Any] = {}
+        self.acts: list[Act] = []
+
+    def report(self) -> StockReport:
+        used = set(self._found.names.values())
+        rest = [name for name, own in self._names.items() if own not in used]
+        return StockReport(tuple(self._found.names), tuple(self._found.missing), tuple(rest))
+
+    def check(self, path: str, strict: bool) -> None:
+        problems = dict(self._found.problems)
+        if strict:
+            problems |= dict.fromkeys(self._found.missing, "not in the checkpoint")
+        if problems:
+            facts = {"checkpoint": path, **dict(list(problems.items())[:_SHOWN])}
+            if len(problems) > _SHOWN:
+                facts["..."] = f"{len(problems) - _SHOWN} more"
+            raise StateMismatchError(
+                f"the state and the checkpoint differ in {len(problems)} places; nothing was "
+                "changed",
+                facts=facts,
+                hint="rename= maps names; strict=False leaves what is missing as it is",
+            )
+
+    def match(self, holder: Any, key: Any, live: Any, path: str) -> None:
+        if isinstance(live, torch.Tensor):
+            self._tensor(live, path, [path])
+        elif isinstance(live, nn.Module):
+            self._module(live, path)
+        elif isinstance(live, torch.optim.Optimizer):
+            self._optimizer(live, path)
+        elif is_stateful(live):
+            self._object(live, path)
+        elif isinstance(live, MutableMapping):
+            for inner, part in live.items():
+                self.match(live, inner, part, f"{path}.{inner}")
+        else:
+            self._value(path, [path], partial(setitem, holder, key))
+
+    def _name(self, path: str, candidates: list[str]) -> str | None:
+        """The name in the checkpoint; noted as loaded, or as missing."""
+        found = next((name for name in candidates if name in self._names), None)
+        if found is None:
+            self._found.missing.append(path)
+            return None
+        self._found.names[path] = self._names[found]
+        return self._names[found]
+
+    def _tensor(self, live: torch.Tensor, path: str, candidates: list[str]) -> None:
+        name = self._name(path, candidates)
+        if name is None:
+            return
+        saved = self._saved[name]
+        got = list(saved.size) if isinstance(saved, TensorStorageMetadata) else "a value"
+        if got != list(live.shape):
+            self._found.problems[path] = f"expected shape {list(live.shape)}, got {got}"
+        elif name in self.targets and self.targets[name] is not live:
+            self.acts.append(partial(_copy, live, self.targets[name]))
+        else:
+            self.targets[name] = live
+
+    def _value(self, path: str, candidates: list[str], put: Callable[[Any], Any]) -> None:
+        name = self._name(path, candidates)
+        if name is None:
+            return
+        saved = self._saved[name]
+        if isinstance(saved, TensorStorageMetadata):
+            made = self.targets.setdefault(name, torch.empty(saved.size, dtype=_dtype(saved)))
+            self.acts.append(lambda _: put(made))
+        else:
+            self.targets[name] = None
+            self.acts.append(lambda objects: put(objects[name]))
+
+    def _module(self, live: nn.Module, path: str) -> None:
+        self._parameters |= modules.parameter_names([(path, live)])
+        own = modules.own_tensors(live)
+        handed: dict[str, Any] = {}
+        for name, value in modules.entries(live).items():
+            where = f"{path}.{name}"
+            if isinstance(value, torch.Tensor) and id(value) in own:
+                self._tensor(value, where, [where, name])
+            else:
+                self._value(where, [where, name], partial(setitem, handed, name))
+        self.acts.append(lambda _: modules.hand_over(live, handed) if handed else None)
+
+    def _object(self, live: Any, path: str) -> None:
+        state = live.state_dict()
+        for key, part in state.items():
+            self.match(state, key, part, f"{path}.{key}")
+        self.acts.append(lambda _: live.load_state_dict(state))
+
+    # -- optimizers ------------------------------------------------------------------------------
+
+    def _optimizer(self, live: torch.optim.Optimizer, path: str) -> None:
+        ids: dict[int, list[list[str]]] = defaultdict(list)
+        for running, (place, full, parameter) in enumerate(
+            optimizers.parameters(live, self._parameters)
+        ):
+            names = [full.partition(".")[2], full, str(running)]
+            ids[place].append(names)
+            self._parameter(live, live.param_groups[place], parameter, path, names)
+        for index, group in enumerate(live.param_groups):
+            places = [str(index), *(name for names in ids[index][:1] for name in names[:2])]
+            self._options(group, f"{path}.param_groups.{index}", path, places)
+
+    def _parameter(
+        self,
+        live: torch.optim.Optimizer,
+        group: Mapping[str, Any],
+        parameter: torch.Tensor,
+        path: str,
+        names: list[str],
+    ) -> None:
+        bases = [f"{head}state.{name}" for name in names for head in (f"{path}.", "")]
+        fields = next((self._fields[base] for base in bases if base in self._fields), {})
+        where, state = f"{path}.state.{names[0]}", live.state.get(parameter, {})
+        self._found.missing += [f"{where}.{key}" for key in state if key not in fields]
+        for key, name in fields.items():
+            saved = self._saved[self._names[name]]
+            if not isinstance(saved, TensorStorageMetadata):
+                put = partial(_set_state, live, parameter, key)
+                self._value(f"{where}.{key}", [name], put)
+                continue
+            tensor = state.get(key)
+            if not isinstance(tensor, torch.Tensor) or tensor.shape != saved.size:
+                tensor = _made(saved, key, group, parameter)
+                self.acts.append(partial(_set_made, live, parameter, key, tensor))
+            self._tensor(tensor, f"{where}.{key}", [name])
+
+    def _options(self, group: dict[str, Any], where: str, path: str, places: list[str]) -> None:
+        for key in group:
+            if key == optimizers.PARAMS:
+                continue
+            heads = (f"{path}.param_groups", "param_groups")
+            candidates = [f"{head}.{place}.{key}" for place in places for head in heads]
+            if any(name in self._names for name in candidates):  # other options stay as they are
+                self._value(f"{where}.{key}", candidates, partial(setitem, group, key))
+
+
+def _set_state(live: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any) -> None:
+    live.state[parameter][key] = value
+
+
+def _set_made(
+    live: torch.optim.Optimizer, parameter: torch.Tensor, key: str, made: torch.Tensor, _: object
+) -> None:
+    live.state[parameter][key] = made
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, _: object) -> None:
+    target.copy_(source)
+
+
+def _made(
+    saved: TensorStorageMetadata, key: str, group: Mapping[str, Any], parameter: torch.Tensor
+) -> torch.Tensor:
+    """A new state tensor, sharded as its parameter if it has the shape of it."""
+    if isinstance(parameter, DTensor) and saved.size == parameter.shape:
+        return torch.empty_like(parameter, dtype=_dtype(saved), requires_grad=False)
+    device = optimizers.state_device(group, key, parameter)
+    return torch.empty(saved.size, dtype=_dtype(saved), device=device)
+
+
+def _dtype(saved: TensorStorageMetadata) -> torch.dtype:
+    return saved.properties.dtype

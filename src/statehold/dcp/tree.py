@@ -1,0 +1,124 @@
+"""The flat names of torch.distributed.checkpoint <-> the tree of a step.
+
+Owns: the nesting of leaves by the paths that a planner recorded, and the flattening of a tree into
+the names that the planners of torch (2.4 and later) give to the same state.
+Holds: `leaves(nest(x))` has the names of x; a mapping is always entered, a list only where it holds
+mappings or tensors, a tuple never; keys are joined with dots.
+Not here: tensors and values themselves; this module sees the nodes of `values`. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from statehold.encoding import values
+
+Path = tuple[str | int, ...]
+_MAPPINGS = ("$dict", "$ordered", "$counter")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor or a value at `path` in the tree."""
+
+    path: Path
+    node: Any
+
+    @property
+    def tensor(self) -> str | None:
+        """The name of the tensor that this leaf is, or None for a value."""
+        return tensor_of(self.node)
+
+
+def tensor_of(node: Any) -> str | None:
+    """The name in a $tensor node; None for any other."""
+    return node.get("$tensor") if type(node) is dict else None
+
+
+def name_of(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def nest(nodes: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
+    """The tree with each node at its path; flat where there is no path, or where paths collide."""
+    tree: dict[str | int, Any] = {}
+    for name, node in nodes.items():
+        if not _put(tree, paths.get(name, (name,)), node):
+            return values.mapping_of(dict(nodes))
+    return values.mapping_of({key: _closed(item) for key, item in tree.items()})
+
+
+class _Open(dict[str | int, Any]):
+    """A container being filled: not to be mistaken for a node, which may be a dict as well."""
+
+
+def _put(tree: dict[str | int, Any], path: Path, node: Any) -> bool:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, _Open())
+        if type(tree) is not _Open:
+            return False
+    if path[-1] in tree:
+        return False
+    tree[path[-1]] = node
+    return True
+
+
+def _closed(item: Any) -> Any:
+    if type(item) is not _Open:
+        return item
+    places = [key for key in item if isinstance(key, int)]
+    if len(places) == len(item):
+        return [_closed(item.get(index)) for index in range(max(places) + 1)]
+    return values.mapping_of({key: _closed(member) for key, member in item.items()})
+
+
+def leaves(tree: Any) -> dict[str, Leaf]:
+    """Every leaf by its name, in the order of the tree."""
+    return {name_of(path): Leaf(path, node) for path, node in _walk((), tree) if path}
+
+
+def containers(tree: Any) -> dict[str, Any]:
+    """Every mapping and list that `leaves` enters, by its name."""
+    found: dict[str, Any] = {}
+    left: list[tuple[Path, Any]] = [((), tree)]
+    while left:
+        path, node = left.pop()
+        for key, item in _members(node) or ():
+            if _members(item) is not None:
+                found[name_of((*path, key))] = item
+                left.append(((*path, key), item))
+    return found
+
+
+def _walk(path: Path, node: Any) -> Iterator[tuple[Path, Any]]:
+    members = _members(node)
+    if members is None:
+        yield path, node
+        return
+    for key, item in members:
+        yield from _walk((*path, key), item)
+
+
+def _members(node: Any) -> list[tuple[str | int, Any]] | None:
+    """What a planner would enter below a node, or None for a leaf."""
+    if type(node) is list:
+        return list(enumerate(node)) if any(map(_is_entered, node)) else None
+    if type(node) is not dict:
+        return None
+    tag = next((key for key in node if key.startswith("$")), None)
+    if tag is None:
+        return list(node.items())
+    if tag in _MAPPINGS:
+        return [(_key(values.decode(key, lambda *_: None)), item) for key, item in node[tag]]
+    return None
+
+
+def _key(key: Any) -> str:
+    return key if type(key) is str else str(key)
+
+
+def _is_entered(item: Any) -> bool:
+    """Whether a list is entered because of this item."""
+    return tensor_of(item) is not None or _members(item) is not None

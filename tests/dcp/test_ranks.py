@@ -1,0 +1,41 @@
+"""dcp.save and dcp.load on several ranks: the checks of support/dcp_checks.py, run once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import statehold
+from support import dcp_checks
+from support.gloo import run_ranks
+
+WORLD_SIZE = 4
+CHECKS = sorted(name for name in vars(dcp_checks) if name.startswith("check_"))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def outcomes(directory: Path) -> list[dict[str, str]]:
+    return run_ranks(dcp_checks.outcomes, WORLD_SIZE, directory, str(directory))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_every_rank(outcomes: list[dict[str, str]], check: str) -> None:
+    failed = [f"rank {rank}: {found[check]}" for rank, found in enumerate(outcomes) if found[check]]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.usefixtures("outcomes")
+def test_a_checkpointer_of_one_rank_restores_it(directory: Path) -> None:
+    run = directory / "check_for_one"
+    live = {"model": dcp_checks.Net(2), "n": 0}
+    with statehold.Checkpointer(run, staging_bytes="32MiB") as ckpt:
+        assert ckpt.restore(live) == 7
+    assert live["n"] == 5
+    torch.testing.assert_close(live["model"].state_dict(), torch.load(run / "whole.pt"))

@@ -1,0 +1,106 @@
+"""Loss of power before every storage operation of a job of two ranks.
+
+At operation k, whichever rank makes it, the machine stops: every later operation of both fails.
+Then the disk drops, keeps or tears what was not synced, seeded. The next job must find a committed
+step whole on both ranks, and no step that any rank was told is committed may be missing.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from statehold.errors import StateholdError, StorageError
+from statehold.testing import SimFs
+from support.faults import DEADLINE_S, spy_on
+from support.ranks import Ranks
+
+SEEDS = int(os.environ.get("STATEHOLD_SIM_SEEDS", "2"))
+SIZE, SAVES = 2, 3
+NUMEL = 30_000
+
+
+class Outlet:
+    """Counts the operations of all ranks; from `stop_at` on none happens any more."""
+
+    def __init__(self, stop_at: int | None) -> None:
+        self.count = 0
+        self.stopped = threading.Event()
+        self._stop_at = stop_at
+        self._guard = threading.Lock()
+
+    def before(self, operation: str, _args: tuple[Any, ...]) -> None:
+        with self._guard:
+            self.count += 1
+            if self._stop_at is not None and self.count >= self._stop_at:
+                self.stopped.set()
+                raise StorageError(f"the machine is off before {operation}", errno=errno.EIO)
+
+
+def content(rank: int, step: int) -> torch.Tensor:
+    return torch.arange(NUMEL, dtype=torch.int32) * 31 + step + 1000 * rank
+
+
+def blank() -> dict[str, Any]:
+    zeros = torch.zeros(NUMEL, dtype=torch.int32)
+    return {"own": zeros, "same": torch.zeros_like(zeros), "rank": None, "step": 0}
+
+
+def train(ranks: Ranks, rank: int, outlet: Outlet) -> int:
+    """Restore and save on; the newest step that this rank was told is committed."""
+    committed, state = 0, blank()
+    try:
+        start = ranks.ckpts[rank].restore(state) or 0
+        spy_on(ranks.ckpts[rank], outlet.before)
+        for step in range(start + 1, start + 1 + SAVES):
+            state["own"].copy_(content(rank, step))
+            state["same"].copy_(content(9, step))
+            state |= {"rank": rank, "step": step}
+            committed = ranks.ckpts[rank].save(step, state).wait("committed", DEADLINE_S).step
+    except StateholdError:
+        assert outlet.stopped.is_set()
+    return committed
+
+
+def save_until(fs: SimFs, stop_at: int | None) -> tuple[int, Outlet]:
+    """Save SAVES steps, stopping dead before operation `stop_at`."""
+    outlet = Outlet(stop_at)
+    with Ranks(fs, SIZE, keep=1) as ranks:
+        committed = ranks.each(lambda rank: train(ranks, rank, outlet))
+    return max(committed), outlet
+
+
+def check(fs: SimFs, committed: int) -> None:
+    """Both ranks restore the same step, bit for bit, and it is not older than `committed`."""
+    with Ranks(fs, SIZE) as ranks:
+        found = [blank() for _ in range(SIZE)]
+        newest = ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank]) or 0)
+        assert newest[0] == newest[1]
+        assert newest[0] >= committed, f"committed step {committed} was lost"
+        for step in ranks.ckpts[0].steps():
+            ranks.each(lambda rank, step=step: ranks.ckpts[rank].restore(found[rank], step))
+            for rank, state in enumerate(found):
+                assert (state["rank"], state["step"]) == (rank, step)
+                assert torch.equal(state["own"], content(rank, step))
+                assert torch.equal(state["same"], content(9, step))
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.filterwarnings("error")
+def test_power_loss_before_every_operation_of_two_ranks(seed: int) -> None:
+    for stop_at in itertools.count(1):
+        fs = SimFs(seed=seed * 1000 + stop_at, short_io=0.2, torn=0.5)
+        committed, outlet = save_until(fs, stop_at)
+        fs.crash()
+        check(fs, committed)
+        if not outlet.stopped.is_set():
+            break
+        committed, _ = save_until(fs, None)
+        check(fs, committed)
+    assert stop_at > 50

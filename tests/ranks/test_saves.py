@@ -1,0 +1,396 @@
+"""Saves by several ranks, as threads: who writes what, who waits for whom, and how they fail."""
+
+from __future__ import annotations
+
+import errno
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from statehold.errors import (
+    NoSpaceError,
+    PeerFailedError,
+    ReplicasDifferError,
+    RunBusyError,
+    StateholdError,
+    StepOrderError,
+    StorageError,
+    UnsupportedValueError,
+)
+from statehold.testing import SimFs
+from support.faults import DEADLINE_S, must, spy_on
+from support.rank_states import OWN_BYTES, SAME_BYTES, blank, check, state
+from support.ranks import RUN, Ranks
+
+SIZE = 4
+
+
+def check_step(ranks: Ranks, step: int) -> None:
+    """The newest step is `step`, and every rank gets its own state back."""
+    found = [blank() for _ in range(ranks.size)]
+    assert ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank])) == [step] * ranks.size
+    for rank, each in enumerate(found):
+        check(each, rank, step)
+
+
+def check_old_step(ranks: Ranks, step: int) -> None:
+    found = [blank() for _ in range(ranks.size)]
+    ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank], step))
+    for rank, each in enumerate(found):
+        check(each, rank, step)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with Ranks(SimFs(seed=1), SIZE) as ranks:
+        yield ranks
+
+
+def saved(ranks: Ranks, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        ranks.save(step, lambda rank, step=step: state(rank, step))
+
+
+def test_what_all_ranks_hold_alike_is_written_once_from_the_third_save_on(ranks: Ranks) -> None:
+    for step in range(1, 6):
+        saves = ranks.save(step, lambda rank, step=step: state(rank, step))
+        written = ranks.data_bytes(step)
+        if step < 3:
+            assert written == [SAME_BYTES + OWN_BYTES] * SIZE
+        else:
+            assert sorted(written) == [OWN_BYTES] * (SIZE - 1) + [SAME_BYTES + OWN_BYTES]
+        for rank, save in enumerate(saves):
+            name = f"rank-{rank:05d}-of-{SIZE:05d}.safetensors"
+            size = ranks.fs.stat_bytes(f"{RUN}/step-{step:012d}/{name}")
+            assert save.stats.written_bytes == size
+            assert save.stats.state_bytes == SAME_BYTES + OWN_BYTES
+            assert save.stats.balance == saves[0].stats.balance
+    for step in range(1, 6):
+        check_old_step(ranks, step)
+
+
+def test_a_late_rank_holds_up_no_training_thread(ranks: Ranks) -> None:
+    for late in (SIZE - 1, 0):
+        step = 10 - late
+        early = [rank for rank in range(SIZE) if rank != late]
+
+        def train(rank: int, step: int = step) -> Any:
+            save = ranks.ckpts[rank].save(step, state(rank, step))
+            ranks.ckpts[rank].gate(DEADLINE_S)
+            return save.wait("staged", DEADLINE_S)
+
+        saves = ranks.outcomes(lambda rank, late=late: None if rank == late else train(rank))
+        # All of them are back, though the late rank has not even called save().
+        for rank in early:
+            assert saves[rank].done("staged")
+            assert not saves[rank].done("committed")
+        assert step not in ranks.ckpts[early[0]].steps()
+        ranks.outcomes(lambda rank, late=late: train(rank) if rank == late else None)
+        for rank in early:
+            saves[rank].wait("committed", DEADLINE_S)
+        check_step(ranks, step)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_value_that_one_rank_cannot_save_fails_all_at_once(ranks: Ranks, failing: int) -> None:
+    saved(ranks, 1, 3)
+
+    def bad(rank: int) -> dict[str, Any]:
+        return {**state(rank, 4), "step": object() if rank == failing else 4}
+
+    failures = ranks.failures(4, bad)
+    for rank, error in enumerate(failures):
+        if rank == failing:
+            assert type(error) is UnsupportedValueError
+        else:
+            assert type(error) is PeerFailedError
+            assert error.rank == failing
+            assert "step" in error.reason
+            assert "object" in error.reason
+            assert error.facts["still safe"] == "step 3 and older"
+    assert ranks.ckpts[0].steps() == [1, 2, 3]
+    check_step(ranks, 3)
+    saved(ranks, 4, 8)
+    check_step(ranks, 8)
+    assert sorted(ranks.data_bytes(8))[0] == OWN_BYTES
+
+
+def test_ranks_that_save_different_steps_are_told(ranks: Ranks) -> None:
+    saved(ranks, 1, 1)
+
+    def act(rank: int) -> Any:
+        step = 3 if rank == 2 else 2
+        return ranks.ckpts[rank].save(step, state(rank, step)).wait("committed", DEADLINE_S)
+
+    for error in ranks.outcomes(act):
+        assert type(error) is PeerFailedError
+        assert error.rank == 2
+    assert ranks.ckpts[0].steps() == [1]
+    saved(ranks, 4, 4)
+    check_step(ranks, 4)
+    assert ranks.names() == ["step-000000000001", "step-000000000004"]
+
+
+def test_an_older_step_is_refused_on_all_ranks_and_the_next_save_goes_on(ranks: Ranks) -> None:
+    saved(ranks, 1, 2)
+    assert {type(error) for error in ranks.failures(1, state)} == {StepOrderError}
+    saved(ranks, 3, 3)
+    check_step(ranks, 3)
+
+
+def test_replicas_that_drift_apart_fail_the_save_and_are_kept_apart(ranks: Ranks) -> None:
+    saved(ranks, 1, 4)
+    assert min(ranks.data_bytes(4)) == OWN_BYTES
+
+    def drifted(rank: int, step: int) -> dict[str, Any]:
+        found = state(rank, step)
+        found["w"][7] += rank == 1
+        return found
+
+    first, *others = ranks.failures(5, lambda rank: drifted(rank, 5))
+    assert type(first) is ReplicasDifferError
+    assert "w" in first.facts["tensor"]
+    assert all(type(other) is PeerFailedError and other.rank == 0 for other in others)
+    assert ranks.ckpts[0].steps() == [1, 2, 3, 4]
+    # Save 6 was planned with what save 4 taught, so it is noticed there as well.
+    ranks.failures(6, lambda rank: drifted(rank, 6))
+    for step in range(7, 10):
+        ranks.save(step, lambda rank, step=step: drifted(rank, step))
+        assert ranks.data_bytes(step) == [SAME_BYTES + OWN_BYTES] * SIZE
+    found = [blank() for _ in range(SIZE)]
+    ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank]))
+    assert [int(each["w"][7]) - 7 * 31 - 9 for each in found] == [0, 1, 0, 0]
+
+
+def test_after_a_failed_save_all_is_learned_anew(ranks: Ranks) -> None:
+    saved(ranks, 1, 4)
+    ranks.failures(5, lambda rank: {**state(rank, 5), "step": object() if rank == 1 else 5})
+    written = []
+    for step in range(6, 11):
+        saved(ranks, step, step)
+        written.append(max(ranks.data_bytes(step)) + min(ranks.data_bytes(step)))
+    once, many = SAME_BYTES + 2 * OWN_BYTES, 2 * (SAME_BYTES + OWN_BYTES)
+    assert written == [once, many, many, once, once]
+
+
+def test_a_storage_error_of_one_rank_fails_all_with_its_reason(ranks: Ranks) -> None:
+    saved(ranks, 1, 2)
+    fired = threading.Event()
+
+    def before(operation: str, args: tuple[Any, ...]) -> None:
+        if operation == "open_write":
+            fired.set()
+            raise StorageError("the disk of rank 3 is gone", path=str(args[0]))
+
+    spied = ranks.ckpts[3]._opened().store
+    fs = spied._fs
+    spy_on(ranks.ckpts[3], before)
+    failures = ranks.failures(3, lambda rank: state(rank, 3))
+    assert fired.is_set()
+    assert type(failures[3]) is StorageError
+    for error in failures[:3]:
+        assert type(error) is PeerFailedError
+        assert (error.rank, "the disk of rank 3 is gone" in error.reason) == (3, True)
+    spied._fs = fs
+    saved(ranks, 4, 4)
+    check_step(ranks, 4)
+
+
+def test_a_slow_rank_is_told_the_reason_and_not_what_came_of_it(ranks: Ranks) -> None:
+    """Rank 0 gives up and clears the directory while rank 1 has not opened its file."""
+    saved(ranks, 1, 2)
+    cleared = threading.Event()
+
+    def wait(operation: str, _args: tuple[Any, ...]) -> None:
+        if operation == "open_write":
+            must(cleared.wait(DEADLINE_S))
+
+    spy_on(ranks.ckpts[1], wait)
+
+    def act(rank: int) -> Any:
+        found = {**state(rank, 3), "step": object() if rank == 2 else 3}
+        save = ranks.ckpts[rank].save(3, found)
+        if rank == 0:
+            save._wait_ended("committed", DEADLINE_S)
+            ranks.ckpts[0]._opened().pipeline.drain()
+            cleared.set()
+        return save.wait("committed", DEADLINE_S)
+
+    failures = ranks.outcomes(act)
+    assert type(failures[2]) is UnsupportedValueError
+    for rank in (0, 1, 3):
+        assert type(failures[rank]) is PeerFailedError, failures[rank]
+        assert failures[rank].rank == 2
+    saved(ranks, 4, 4)
+    check_step(ranks, 4)
+
+
+def test_a_rank_that_saves_early_after_a_restore_is_not_swept_away(ranks: Ranks) -> None:
+    """Rank 0 clears what a crash left when it first saves; others may be at work by then."""
+    saved(ranks, 1, 2)
+    with Ranks(ranks.fs, SIZE, run=RUN) as others:
+        ranks.outcomes(lambda rank: ranks.ckpts[rank].close())
+        check_step(others, 2)
+        early = others.outcomes(
+            lambda rank: others.ckpts[rank].save(3, state(rank, 3)) if rank else None
+        )
+        for save in early[1:]:
+            save.wait("written", DEADLINE_S)
+        others.outcomes(lambda rank: None if rank else others.ckpts[0].save(3, state(0, 3)))
+        for save in early[1:]:
+            save.wait("committed", DEADLINE_S)
+        check_step(others, 3)
+
+
+def test_retired_files_are_overwritten_by_the_rank_that_wrote_them() -> None:
+    fs = SimFs(seed=2)
+    with Ranks(fs, SIZE, keep=2) as ranks:
+        reused = []
+        for step in range(1, 9):
+            saves = ranks.save(step, lambda rank, step=step: state(rank, step))
+            reused.append([save.stats.reused for save in saves])
+            assert ranks.ckpts[0].steps() == list(range(max(1, step - 1), step + 1))
+        assert reused[:3] == [[False] * SIZE] * 3
+        assert reused[4:] == [[True] * SIZE] * 4
+        check_step(ranks, 8)
+        pattern = r"step-\d{12}|\.spare"
+        assert all(re.fullmatch(pattern, name) for name in ranks.names()), ranks.names()
+    assert fs.listdir(RUN) == [("step-000000000007", True), ("step-000000000008", True)]
+
+
+def test_rewind_gives_up_newer_steps_once_for_all_ranks(ranks: Ranks) -> None:
+    saved(ranks, 1, 5)
+    given_up = ranks.each(lambda rank: ranks.ckpts[rank].rewind(3))
+    assert given_up == [[4, 5]] * SIZE
+    assert ranks.each(lambda rank: ranks.ckpts[rank].steps()) == [[1, 2, 3]] * SIZE
+    check_step(ranks, 3)
+    ranks.save(4, lambda rank: state(rank, 4))
+    check_step(ranks, 4)
+
+
+def test_many_saves_in_a_row_without_waiting(ranks: Ranks) -> None:
+    def train(rank: int) -> list[int]:
+        saves = []
+        for step in range(1, 13):
+            saves.append(ranks.ckpts[rank].save(step, state(rank, step)))
+            ranks.ckpts[rank].gate(DEADLINE_S)
+        return [save.wait("committed", DEADLINE_S).step for save in saves]
+
+    assert ranks.each(train) == [list(range(1, 13))] * SIZE
+    check_step(ranks, 12)
+    assert ranks.data_bytes(12).count(OWN_BYTES) == SIZE - 1
+
+
+def test_the_run_goes_on_with_another_number_of_ranks(ranks: Ranks) -> None:
+    saved(ranks, 1, 4)
+    ranks.outcomes(lambda rank: ranks.ckpts[rank].close())
+    with Ranks(ranks.fs, 2) as fewer:
+        saved(fewer, 5, 7)
+        check_step(fewer, 7)
+        assert fewer.ckpts[0].steps() == list(range(1, 8))
+        found = blank()
+        parts = {"only": ["w", "step"]}
+        fewer.each(lambda rank: fewer.ckpts[rank].restore(found if rank else blank(), 4, **parts))
+        assert torch.equal(found["w"], state(0, 4)["w"])
+
+
+def test_ranks_make_the_run_directory_together() -> None:
+    """One comes between two questions of another, and makes what that is about to make."""
+    with Ranks(SimFs(seed=5), 2, run="/a/b/c") as ranks:
+        first, second = (ckpt._opened().store for ckpt in ranks.ckpts)
+        asked = threading.Event()
+
+        def between(operation: str, _args: tuple[Any, ...]) -> None:
+            if operation == "stat_bytes" and not asked.is_set():
+                asked.set()
+                second.create()
+
+        spy_on(ranks.ckpts[0], between)
+        first.create()
+        assert asked.is_set()
+        assert ranks.fs.is_dir("/a/b/c")
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_ranks_that_go_on_after_a_failure_save_again(ranks: Ranks, failing: int) -> None:
+    """Who is told of an earlier failure does not begin, and so fails the save of the others: that
+    must not be told again, or the ranks would fail one another's saves for ever."""
+
+    def train(rank: int) -> tuple[list[int], list[int]]:
+        raised, failed = [], []
+        for step in range(1, 9):
+            found = {**state(rank, step), "step": object() if (rank, step) == (failing, 3) else 0}
+            try:
+                save = ranks.ckpts[rank].save(step, found)
+            except StateholdError:
+                raised.append(step)
+                continue
+            must(save._wait_ended("committed", DEADLINE_S))
+            failed += [step] if save.error else []
+        return raised, failed
+
+    for rank, told in enumerate(ranks.each(train)):
+        assert told == (([3], [4]) if rank == failing else ([4], [3]))
+    assert ranks.ckpts[0].steps() == [1, 2, 5, 6, 7, 8]
+
+
+def test_a_step_saved_again_replaces_it_on_all_ranks(ranks: Ranks) -> None:
+    saved(ranks, 1, 2)
+    ranks.save(2, lambda rank: {**state(rank, 2), "seed": "second"})
+    found = [{**blank(), "seed": None} for _ in range(SIZE)]
+    ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank]))
+    assert [each["seed"] for each in found] == ["second"] * SIZE
+    assert ranks.ckpts[0].steps() == [1, 2]
+    saved(ranks, 3, 3)
+    check_step(ranks, 3)
+
+
+def test_a_run_that_another_job_saves_into_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    saved(ranks, 1, 2)
+    with Ranks(ranks.fs, SIZE) as others:
+        first, *rest = others.failures(3, lambda rank: state(rank, 3))
+        assert type(first) is RunBusyError
+        for error in rest:
+            assert type(error) is PeerFailedError
+            assert "already being saved into" in error.reason
+        check_step(others, 2)  # reading is for everybody
+    saved(ranks, 3, 5)
+    check_step(ranks, 5)
+    assert ranks.names() == [f"step-{step:012d}" for step in range(1, 6)]
+
+
+def test_a_restore_beside_a_save_under_way(ranks: Ranks) -> None:
+    """The training thread's rounds and the background's do not disturb each other."""
+    saved(ranks, 1, 2)
+    go_on = threading.Event()
+
+    def hold(operation: str, _args: tuple[Any, ...]) -> None:
+        if operation == "write_file":
+            must(go_on.wait(DEADLINE_S))
+
+    spy_on(ranks.ckpts[3], hold)
+    saves = ranks.begin(3, lambda rank: state(rank, 3))
+    check_step(ranks, 2)
+    go_on.set()
+    for save in saves:
+        save.wait("committed", DEADLINE_S)
+    check_step(ranks, 3)
+
+
+def test_a_full_disk_fails_all_ranks_and_spares_the_older_steps() -> None:
+    fs = SimFs(seed=6)
+    with Ranks(fs, SIZE) as ranks:
+        saved(ranks, 1, 2)
+        fs.fail_next("open_write", errno.ENOSPC)
+        failures = ranks.failures(3, lambda rank: state(rank, 3))
+        assert fs.fired
+        kinds = [type(error) for error in failures]
+        assert kinds.count(NoSpaceError) == 1
+        assert kinds.count(PeerFailedError) == SIZE - 1
+        check_step(ranks, 2)
+        saved(ranks, 4, 4)
+        check_step(ranks, 4)

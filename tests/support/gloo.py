@@ -1,0 +1,66 @@
+"""Several ranks with Gloo on this host, started once for many checks: importing torch is slow.
+
+A worker is a module-level function of an importable module: worker(rank, world_size, *args). What
+it returns comes back by rank; an exception comes back as its traceback, and ends the test.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+JOIN_S = 150
+
+
+def run_ranks(
+    worker: Callable[..., Any], world_size: int, directory: Path, *args: Any
+) -> list[Any]:
+    """The results of worker(rank, world_size, *args) on `world_size` ranks, by rank."""
+    context = multiprocessing.get_context("spawn")
+    own = directory / f"ranks-{os.urandom(4).hex()}"
+    own.mkdir()
+    ranks = [
+        context.Process(target=_rank, args=(worker, rank, world_size, str(own), args))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(JOIN_S)
+    finally:
+        for process in ranks:
+            process.kill()
+    return [_result(own / str(rank), ranks[rank]) for rank in range(world_size)]
+
+
+def _result(path: Path, process: Any) -> Any:
+    assert path.exists(), f"{process.name} ended with {process.exitcode} and no result"
+    is_good, value = pickle.loads(path.read_bytes())
+    assert is_good, value
+    return value
+
+
+def _rank(
+    worker: Callable[..., Any], rank: int, world_size: int, own: str, args: tuple[Any, ...]
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    faulthandler.dump_traceback_later(JOIN_S - 10, exit=True)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{own}/store", rank=rank, world_size=world_size
+    )
+    try:
+        result = True, worker(rank, world_size, *args)
+    except BaseException:  # CheckpointException is one
+        result = False, traceback.format_exc()
+    Path(own, str(rank)).write_bytes(pickle.dumps(result))
+    dist.destroy_process_group()
