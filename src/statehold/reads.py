@@ -166,10 +166,12 @@ class _Builder:
         self.files: dict[str, int] = {}  # name -> bytes, in the order of their numbers
         self._places: dict[str, int] = {}
         self._asked: list[PlacedChunk] = []
+        self._names: set[str] = set()
         self.landings: list[Landing] = []
 
     def add(self, destination: Destination) -> None:
         """Read what lies in the destination's box."""
+        self._names.add(destination.name)
         chunks = self._saved.chunks(destination.name, destination.box, destination.among)
         for chunk in chunks:
             self._asked.append(chunk)
@@ -180,9 +182,14 @@ class _Builder:
                 self._add_box(chunk, common, destination)
 
     def add_rest(self) -> None:
-        """Read, only to verify it, what else is this rank's to verify."""
+        """Read, only to verify it, what else is this rank's to verify.
+
+        Of a tensor that this rank has a place for, in another layout, the other ranks ask for the
+        rest: to verify here what this rank once wrote would have the device read it twice.
+        """
         for name, chunk in self._saved.unread(self._asked):
-            self._append(chunk, chunk.begin, chunk.end, chunk.sums, name)
+            if name not in self._names:
+                self._append(chunk, chunk.begin, chunk.end, chunk.sums, name)
 
     def finish(self) -> list[ReadSegment]:
         """All segments in order, the headers among them."""
