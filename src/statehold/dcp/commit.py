@@ -32,12 +32,6 @@ if TYPE_CHECKING:
 Placed = tuple[Piece, int]  # and the rank that wrote it
 
 
-def is_simple(place: Place, written: Written) -> bool:
-    """Whether version 1 can hold the step."""
-    is_whole = all(piece.box == Box.whole(piece.shape) for piece in written.pieces)
-    return place.world_size == 1 and len(written.files) == 1 and is_whole
-
-
 @dataclass(frozen=True, slots=True)
 class Sent:
     """What the committer learns from one rank: its record, or its files where it is rank 0."""

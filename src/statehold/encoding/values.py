@@ -101,6 +101,7 @@ _HINTS: dict[str, str] = {
     "defaultdict": "store dict(value)",
     "bytearray": "store bytes(value)",
     "memoryview": "store bytes(value)",
+    "BytesIO": "store value.getvalue()",
     "mappingproxy": "store dict(value)",
     "Namespace": "store vars(value)",
     "PosixPath": "store str(value)",
