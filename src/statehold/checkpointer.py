@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.claims import Claims
-from statehold.errors import ClosedError, CorruptionError, RunBusyError, StateholdError, UsageError
+from statehold.errors import (
+    ClosedError,
+    CorruptionError,
+    RunBusyError,
+    StateholdError,
+    StorageError,
+    UsageError,
+)
 from statehold.gate import Gate
 from statehold.joining import join
 from statehold.lock import RunLock
@@ -203,7 +210,8 @@ class Checkpointer:
         for step, error in failed.items():
             kept = opened.store.path(step)
             if opened.leads:
-                with contextlib.suppress(RunBusyError):
+                # Another job may hold the run, or it may not be ours to change: the state is restored.
+                with contextlib.suppress(RunBusyError, StorageError):
                     kept = self._opened_for_saving().store.quarantine(step)
             text = f"step {step} is damaged; step {restored} was restored instead. "
             warnings.warn(
@@ -302,9 +310,10 @@ class _Opened:
         self.fs = borrowed_fs or _core.open_fs(options.backend, options.queue_depth)
         _say_once(self.fs.note)
         rank, ranks = (self.peers.rank, self.peers.world_size) if self.peers else (0, 1)
+        # The run directory may be reached through links; below it, nothing is a link.
         self.store = Store(
             self.fs,
-            run,
+            os.path.realpath(run),
             keep=options.keep,
             reuse=options.reuse_files,
             rank=rank,
