@@ -210,7 +210,7 @@ class Checkpointer:
         for step, error in failed.items():
             kept = opened.store.path(step)
             if opened.leads:
-                # Another job may hold the run, or it may not be ours to change: the state is restored.
+                # Another job may hold the run, or it is not ours to change: the state is restored.
                 with contextlib.suppress(RunBusyError, StorageError):
                     kept = self._opened_for_saving().store.quarantine(step)
             text = f"step {step} is damaged; step {restored} was restored instead. "
