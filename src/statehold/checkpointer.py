@@ -18,40 +18,41 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from statehold import _core
-from statehold.claims import Claims
 from statehold.errors import (
     ClosedError,
     CorruptionError,
+    PeerFailedError,
     RunBusyError,
     StateholdError,
     StorageError,
     UsageError,
 )
 from statehold.gate import Gate
-from statehold.joining import join
-from statehold.lock import RunLock
 from statehold.options import Options
 from statehold.pipeline import Pipeline, Work, logger
-from statehold.plan import STEP_MAX
+from statehold.planning.claims import Claims
+from statehold.planning.plan import STEP_MAX
+from statehold.planning.share import PlanCache
+from statehold.ranks.joining import join
 from statehold.restoring import Restorer
 from statehold.save import Save
 from statehold.selection import RestoreReport, Selection
-from statehold.share import PlanCache
 from statehold.state import fingerprints
 from statehold.state.capture import Capture, capture
 from statehold.state.device import Devices
-from statehold.store import Store
+from statehold.storage.lock import RunLock
+from statehold.storage.store import Store
 from statehold.team import Alone, Together
 from statehold.writes import in_file_order, start_write
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.peers import Peers
+    from statehold.ranks.peers import Peers
 
 
 class Checkpointer:
@@ -97,7 +98,7 @@ class Checkpointer:
             work, captured = self._begin(number, step, state)
         except BaseException as error:
             if self._open is not None:
-                self._open.pipeline.give_up(number, error)
+                self._open.pipeline.give_up(number, self._told_of(error))
             raise
         assert self._open is not None
         self._open.pipeline.wait_eager(work, captured)
@@ -201,22 +202,27 @@ class Checkpointer:
         self.restored, failed = restorer.newest()
         if self.restored is None:
             return None
-        self._set_aside(opened, failed, self.restored.step)
+        if failed:
+            self._set_aside(opened, failed, self.restored.step)
         return self.restored.step
 
     def _set_aside(
         self, opened: _Opened, failed: Mapping[int, CorruptionError], restored: int
     ) -> None:
-        for step, error in failed.items():
-            kept = opened.store.path(step)
-            if opened.leads:
-                # Another job may hold the run, or it is not ours to change: the state is restored.
-                with contextlib.suppress(RunBusyError, StorageError):
-                    kept = self._opened_for_saving().store.quarantine(step)
+        # No rank goes on before: it would find the damaged step newer than what it saves next.
+        places = opened.led("aside", lambda: [self._quarantined(opened, step) for step in failed])
+        for (step, error), kept in zip(failed.items(), places, strict=True):
             text = f"step {step} is damaged; step {restored} was restored instead. "
             warnings.warn(
                 f"{text}The damaged step was kept as {kept}.\n{error}", RuntimeWarning, stacklevel=4
             )
+
+    def _quarantined(self, opened: _Opened, step: int) -> str:
+        """Where the damaged step is now; where it was if the run is another job's, or not ours to
+        change: the state is restored all the same."""
+        with contextlib.suppress(RunBusyError, StorageError):
+            return self._opened_for_saving().store.quarantine(step)
+        return opened.store.path(step)
 
     # -- the run ---------------------------------------------------------------------------
 
@@ -229,13 +235,7 @@ class Checkpointer:
         self._raise_failures()
         opened = self._opened_for_saving()
         opened.pipeline.drain()
-        if opened.peers is None:
-            return opened.store.rewind(step)
-
-        def give_up(told: list[bytes]) -> bytes:
-            return json.dumps(opened.store.rewind(step)).encode()
-
-        given_up: list[int] = json.loads(opened.peers.agree("rewind", b"", give_up))
+        given_up: list[int] = opened.led("rewind", lambda: opened.store.rewind(step))
         return given_up
 
     @property
@@ -287,6 +287,12 @@ class Checkpointer:
         opened.prepare_saving()
         return opened
 
+    def _told_of(self, error: BaseException) -> BaseException:
+        """What the other ranks are told of a save that did not begin."""
+        if any(save.error is error for save in self._watched):
+            return PeerFailedError(self._opened().rank or 0, str(error), follows=True)
+        return error
+
     def _raise_failures(self) -> None:
         for save in self._watched:
             error = save._unraised_error()
@@ -332,6 +338,12 @@ class _Opened:
     def leads(self) -> bool:
         """Whether this rank commits, retires and sets aside, for all ranks."""
         return not self.rank
+
+    def led(self, what: str, act: Callable[[], Any]) -> Any:
+        """What `act` returns on the rank that leads, when it has done it; all ranks call this."""
+        if self.peers is None:
+            return act()
+        return json.loads(self.peers.agree(what, b"", lambda _: json.dumps(act()).encode()))
 
     def prepare_saving(self) -> None:
         """Create the run directory; the rank that leads locks it and clears what a crash left."""

@@ -149,12 +149,16 @@ class PeerLostError(StateholdError):
 
 
 class PeerFailedError(StateholdError):
-    """Another rank of this job failed: `rank`; `reason` is the text of its error."""
+    """Another rank of this job failed: `rank`; `reason` is the text of its error.
 
-    def __init__(self, rank: int, reason: str) -> None:
+    follows: that rank only had the failure of an earlier save to tell, and so began no other.
+    """
+
+    def __init__(self, rank: int, reason: str, *, follows: bool = False) -> None:
         super().__init__(f"rank {rank} failed, so the others give up", facts={"its error": reason})
         self.rank = rank
         self.reason = reason
+        self.follows = follows
 
 
 class StorageError(StateholdError):

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 from statehold.errors import InvariantError, StateholdError, TornSnapshot
 from statehold.save import Save
-from statehold.store import Store
+from statehold.storage.store import Store
 
 if TYPE_CHECKING:
     from statehold._core import WriteJob
-    from statehold.claims import Comparison
-    from statehold.share import RankPlan
+    from statehold.planning.claims import Comparison
+    from statehold.planning.share import RankPlan
     from statehold.state.capture import Capture
     from statehold.team import Publisher
 

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from statehold.errors import ChecksumError
-from statehold.layout import Box
-from statehold.ranges import Range, ranges
+from statehold.planning.layout import Box
+from statehold.planning.ranges import ranges
 from statehold.state.landing import Landing, region
 
 if TYPE_CHECKING:
     import torch
 
     from statehold._core import BoxTarget, Engine, Mismatch, ReadJob, Strided
-    from statehold.saved import PlacedChunk, SavedStep
     from statehold.state.destinations import Destination
+    from statehold.steps.saved import PlacedChunk, SavedStep
 
 FLAG_EXTERNAL = 2
 FLAG_SHARED = 4
@@ -207,7 +207,6 @@ class _Builder:
         wanted = common.relative_to(chunk.box)
         shape, block_bytes = chunk.box.shape, self._saved.block_bytes
         found = ranges(chunk.begin, chunk.sums, shape, wanted, item_bytes, block_bytes)
-        shared = destination.shared or self._is_mostly_for_others(common.numel * item_bytes, found)
         if destination.external:
             low, high = found[0].begin - chunk.begin, found[-1].end - chunk.begin
             landing = Landing(destination, common, chunk.box, low, high)
@@ -215,17 +214,16 @@ class _Builder:
         place = region(destination.tensor, destination.box, common)
         for each in found:
             begin, end = each.begin - chunk.begin, each.end - chunk.begin
+            # Of pieces that are not wanted whole, other ranks want the rest.
+            shared = destination.shared or (self._ranks > 1 and each.box_begin is None)
             if destination.external:
                 target = Target(landing=landing.part(begin, end), shared=shared)
+            elif each.box_begin is not None and place.is_contiguous():
+                target = Target(place.data_ptr() + each.box_begin, shared=shared)
             else:
                 box = (item_bytes, shape, wanted.offsets, wanted.shape, place.stride(), begin)
                 target = Target(place.data_ptr(), box=box, shared=shared)
             self._append(chunk, each.begin, each.end, each.sums, destination.name, target)
-
-    def _is_mostly_for_others(self, wanted_bytes: int, found: list[Range]) -> bool:
-        """Whether whole pieces have to be read for a part of them: others read the rest."""
-        read_bytes = sum(each.end - each.begin for each in found)
-        return self._ranks > 1 and 10 * read_bytes > 11 * wanted_bytes
 
     def _append(
         self,

@@ -36,10 +36,10 @@ from statehold.state.restore import Restoration, mismatch, prepare
 
 if TYPE_CHECKING:
     from statehold._core import Engine
-    from statehold.peers import Peers
-    from statehold.saved import SavedStep
+    from statehold.ranks.peers import Peers
     from statehold.state.device import Devices
-    from statehold.store import Store
+    from statehold.steps.saved import SavedStep
+    from statehold.storage.store import Store
 
 _ROUND = "restore"
 # What went wrong, the worst first: what one rank found decides for all. Damage before a mismatch:

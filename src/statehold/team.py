@@ -22,17 +22,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from statehold.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
 from statehold.errors import PeerFailedError, PeerLostError, StateholdError, StorageError
-from statehold.layout import Ranks
-from statehold.manifest import Commit, RecordEntry, Shared, groups_of, record_name
-from statehold.share import Balance, Spread, balance
+from statehold.planning.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
+from statehold.planning.layout import Ranks
+from statehold.planning.share import Balance, Spread, balance
+from statehold.steps.manifest import Commit, RecordEntry, Shared, groups_of, record_name
 from statehold.writes import build_manifest, build_record, now, writer_name
 
 if TYPE_CHECKING:
-    from statehold.peers import Peers
     from statehold.pipeline import Work
-    from statehold.store import Store
+    from statehold.ranks.peers import Peers
+    from statehold.storage.store import Store
 
 logger = logging.getLogger("statehold")
 

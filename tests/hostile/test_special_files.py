@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 import statehold
 import statehold.dcp
 from statehold import errors
-from statehold.board import DirectoryBoard
+from statehold.ranks.board import DirectoryBoard
 from support.faults import DEADLINE_S, SMALL
 
 DATA = "rank-00000-of-00001.safetensors"

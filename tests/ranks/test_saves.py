@@ -13,6 +13,7 @@ import torch
 from statehold.errors import (
     PeerFailedError,
     ReplicasDifferError,
+    StateholdError,
     StepOrderError,
     StorageError,
     UnsupportedValueError,
@@ -309,3 +310,26 @@ def test_ranks_make_the_run_directory_together() -> None:
         first.create()
         assert asked.is_set()
         assert ranks.fs.is_dir("/a/b/c")
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_ranks_that_go_on_after_a_failure_save_again(ranks: Ranks, failing: int) -> None:
+    """Who is told of an earlier failure does not begin, and so fails the save of the others: that
+    must not be told again, or the ranks would fail one another's saves for ever."""
+
+    def train(rank: int) -> tuple[list[int], list[int]]:
+        raised, failed = [], []
+        for step in range(1, 9):
+            found = {**state(rank, step), "step": object() if (rank, step) == (failing, 3) else 0}
+            try:
+                save = ranks.ckpts[rank].save(step, found)
+            except StateholdError:
+                raised.append(step)
+                continue
+            must(save._wait_ended("committed", DEADLINE_S))
+            failed += [step] if save.error else []
+        return raised, failed
+
+    for rank, told in enumerate(ranks.each(train)):
+        assert told == (([3], [4]) if rank == failing else ([4], [3]))
+    assert ranks.ckpts[0].steps() == [1, 2, 5, 6, 7, 8]

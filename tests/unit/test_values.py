@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from statehold import values
+from statehold.encoding import values
 from statehold.errors import ManifestError, UnsupportedValueError
 
 

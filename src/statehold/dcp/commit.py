@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from statehold.dcp.tree import Path, nest
 from statehold.dcp.writing import Piece, Place, Written
-from statehold.entries import TensorEntry, sha256
 from statehold.errors import InvariantError, UsageError
-from statehold.layout import Box, ExplicitLayout, Ranks
-from statehold.manifest import Commit, Manifest, RecordEntry, record_name
-from statehold.plan import BLOCK_BYTES
-from statehold.record import Record
-from statehold.share import Held
-from statehold.trees import tensors_of
+from statehold.planning.layout import Box, ExplicitLayout, Ranks
+from statehold.planning.plan import BLOCK_BYTES
+from statehold.planning.share import Held
+from statehold.steps.entries import TensorEntry, sha256
+from statehold.steps.manifest import Commit, Manifest, RecordEntry, record_name
+from statehold.steps.record import Record
+from statehold.steps.trees import tensors_of
 from statehold.writes import now, writer_name
 
 if TYPE_CHECKING:

@@ -27,17 +27,17 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
 from torch.futures import Future
 
-from statehold import values
 from statehold.dcp.machine import Machine
 from statehold.dcp.reading import Wanted, read
 from statehold.dcp.tree import containers, leaves, tensor_of
+from statehold.encoding import values
 from statehold.errors import StateMismatchError, UsageError
-from statehold.layout import Box
-from statehold.manifest import MANIFEST_BYTES_MAX, Manifest
-from statehold.saved import MANIFEST_NAME, PlacedChunk, SavedStep, open_step
+from statehold.planning.layout import Box
 from statehold.state import dtypes
 from statehold.state.restore import foreign
-from statehold.trees import Differs, tensors_of
+from statehold.steps.manifest import MANIFEST_BYTES_MAX, Manifest
+from statehold.steps.saved import MANIFEST_NAME, PlacedChunk, SavedStep, open_step
+from statehold.steps.trees import Differs, tensors_of
 
 
 class StorageReader(_StorageReader):

@@ -21,14 +21,14 @@ import torch
 from statehold import _core
 from statehold.dcp.machine import Machine
 from statehold.errors import ChecksumError
-from statehold.layout import Box
-from statehold.ranges import ranges
+from statehold.planning.layout import Box
+from statehold.planning.ranges import ranges
 from statehold.state.tensors import is_external, is_view_of_other_values, overlaps_itself
 from statehold.units import MiB
 
 if TYPE_CHECKING:
     from statehold._core import BoxTarget, Fs
-    from statehold.saved import PlacedChunk
+    from statehold.steps.saved import PlacedChunk
 
 WAVE_BYTES = 256 * MiB
 FLAG_SHARED = 4

@@ -34,8 +34,8 @@ from statehold.dcp.staging import StagingPool
 from statehold.dcp.tree import Path
 from statehold.dcp.writing import Place, write_items
 from statehold.errors import UsageError
-from statehold.plan import STEP_MAX
-from statehold.publish import delete, make_directories, parent_of, publish
+from statehold.planning.plan import STEP_MAX
+from statehold.storage.publish import delete, make_directories, parent_of, publish
 
 if TYPE_CHECKING:
     from statehold._core import Fs

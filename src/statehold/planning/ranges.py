@@ -3,18 +3,19 @@
 Owns: the ranges of a file that hold the wanted elements, widened to whole pieces, because a piece
 can only be verified whole.
 Holds: the ranges are sorted and disjoint, cover every wanted element, begin and end where pieces
-do, and leave out what lies at least one piece away from all that is wanted.
-Not here: who has the chunk (saved), where the elements go (transfer), the reading (engine).
+do, and leave out what lies at least one piece away from all that is wanted. Where the wanted bytes
+lie together, the pieces of which all is wanted are a range of their own.
+Not here: who has the chunk (saved), where the elements go (reads), the reading (engine).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from statehold.layout import Box
+from statehold.planning.layout import Box
 
 __all__ = ["Range", "ranges"]
 
@@ -23,11 +24,15 @@ SUM_DIGITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The bytes [begin, end) of a file, and the checksums of their pieces."""
+    """The bytes [begin, end) of a file, and the checksums of their pieces.
+
+    box_begin: where they begin in the dense image of the wanted box, if all of them belong to it.
+    """
 
     begin: int
     end: int
     sums: str
+    box_begin: int | None = None
 
 
 def ranges(
@@ -39,13 +44,26 @@ def ranges(
     """
     end = begin + math.prod(shape) * item_bytes
     first_block = begin // block_bytes
-    found: list[Range] = []
-    for low, high in _joined(_extents(shape, wanted, item_bytes, block_bytes), begin, block_bytes):
-        low, high = max(low, begin), min(high, end)
+
+    def cut(low: int, high: int, box_begin: int | None = None) -> Range:
         first = low // block_bytes - first_block
         last = (high - 1) // block_bytes - first_block + 1
-        found.append(Range(low, high, sums[SUM_DIGITS * first : SUM_DIGITS * last]))
-    return found
+        return Range(low, high, sums[SUM_DIGITS * first : SUM_DIGITS * last], box_begin)
+
+    extents = list(_extents(shape, wanted, item_bytes, block_bytes))
+    found = [
+        (max(low, begin), min(high, end)) for low, high in _joined(extents, begin, block_bytes)
+    ]
+    if len(extents) != 1 or extents[0][1] - extents[0][0] != wanted.numel * item_bytes:
+        return [cut(low, high) for low, high in found]
+    ((low, high),) = found
+    first, last = (begin + at for at in extents[0])
+    inner = first if first == low else -(-first // block_bytes) * block_bytes
+    outer = last if last == high else last // block_bytes * block_bytes
+    if inner >= outer:
+        return [cut(low, high)]
+    edges = [cut(low, inner)] * (low < inner), [cut(outer, high)] * (outer < high)
+    return [*edges[0], cut(inner, outer, inner - first), *edges[1]]
 
 
 def _extents(
@@ -73,7 +91,7 @@ def _extents(
 
 
 def _joined(
-    extents: Iterator[tuple[int, int]], begin: int, block_bytes: int
+    extents: Iterable[tuple[int, int]], begin: int, block_bytes: int
 ) -> Iterator[tuple[int, int]]:
     """The extents as file ranges widened to the grid, those that meet as one."""
     current: tuple[int, int] | None = None

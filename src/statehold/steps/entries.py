@@ -17,11 +17,11 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statehold import header, values
+from statehold.encoding import header, values
+from statehold.encoding.strictjson import Checker, show
 from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError
-from statehold.layout import Box
-from statehold.plan import BLOCK_BYTES, WORLD_MAX, SavePlan, piece_count
-from statehold.strictjson import Checker, show
+from statehold.planning.layout import Box
+from statehold.planning.plan import BLOCK_BYTES, WORLD_MAX, SavePlan, piece_count
 from statehold.units import GiB, KiB, MiB, format_bytes
 
 __all__ = [

@@ -25,10 +25,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from statehold import header
+from statehold.encoding import header
 from statehold.errors import InvariantError
-from statehold.layout import AnyLayout, Box, Layout, Mesh
-from statehold.plan import SavePlan, TensorSpec, plan_save
+from statehold.planning.layout import AnyLayout, Box, Layout, Mesh
+from statehold.planning.plan import SavePlan, TensorSpec, plan_save
 from statehold.units import MiB
 
 __all__ = [

@@ -31,8 +31,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from statehold.errors import ReplicasDifferError
-from statehold.layout import Layout, Mesh
-from statehold.plan import TensorSpec
+from statehold.planning.layout import Layout, Mesh
+from statehold.planning.plan import TensorSpec
 
 __all__ = [
     "Claim",

@@ -4,7 +4,7 @@ Owns: which records are read, when, and whether they belong together; which chun
 Holds: a record is believed only if it is the one that was committed (size, sha256, step, attempt,
 rank); the chunks of a box cover it, each element once. A restore into the layout that was saved
 reads this rank's record, and those of the ranks that wrote what it holds: never all of them.
-Not here: the disk (`read` is handed in), what is done with the bytes (transfer), live objects.
+Not here: the disk (`read` is handed in), what is done with the bytes (reads), live objects.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeGuard
 
-from statehold.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry, sha256
+from statehold.encoding.strictjson import show
 from statehold.errors import (
     CorruptionError,
     InvariantError,
@@ -24,12 +24,12 @@ from statehold.errors import (
     StateMismatchError,
     StorageError,
 )
-from statehold.layout import AnyLayout, Box, ExplicitLayout, Layout, Ranks
-from statehold.manifest import Commit, Manifest
-from statehold.record import Record
-from statehold.share import Held
-from statehold.strictjson import show
-from statehold.trees import Differs, members_of, merge, tensors_of
+from statehold.planning.layout import AnyLayout, Box, ExplicitLayout, Layout, Ranks
+from statehold.planning.share import Held
+from statehold.steps.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry, sha256
+from statehold.steps.manifest import Commit, Manifest
+from statehold.steps.record import Record
+from statehold.steps.trees import Differs, members_of, merge, tensors_of
 
 __all__ = ["PlacedChunk", "Read", "SavedStep", "SavedTensor", "open_step"]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from statehold.errors import StorageError, storage_error
-from statehold.saved import MANIFEST_NAME
+from statehold.steps.saved import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from statehold._core import Fs

@@ -10,10 +10,10 @@ import os
 import sys
 from typing import Any
 
-from statehold.board import DirectoryBoard, StoreBoard
 from statehold.errors import UsageError
 from statehold.options import Options
-from statehold.peers import Peers
+from statehold.ranks.board import DirectoryBoard, StoreBoard
+from statehold.ranks.peers import Peers
 
 PEERS_NAME = ".peers"
 

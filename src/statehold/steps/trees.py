@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statehold.layout import Ranks
-from statehold.strictjson import show
+from statehold.encoding.strictjson import show
+from statehold.planning.layout import Ranks
 
 __all__ = ["Differs", "members_of", "merge", "tensors_of"]
 

@@ -28,8 +28,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from statehold.board import Board, lost_leader
 from statehold.errors import InvariantError, PeerFailedError, PeerLostError, StateholdError
+from statehold.ranks.board import Board, lost_leader
 
 _CONCLUDED, _FAILED = b"+", b"-"
 
@@ -207,7 +207,7 @@ def _encode(error: StateholdError, rank: int) -> bytes:
     if isinstance(error, PeerLostError):
         told = {"lost": error.ranks, "summary": error.summary, "hint": error.hint}
     elif isinstance(error, PeerFailedError):
-        told = {"rank": error.rank, "reason": error.reason}
+        told = {"rank": error.rank, "reason": error.reason, "follows": error.follows}
     return _FAILED + json.dumps(told).encode()
 
 
@@ -217,4 +217,4 @@ def _decode(told: bytes) -> bytes:
     error = json.loads(told[1:])
     if "lost" in error:
         raise PeerLostError(error["summary"], ranks=error["lost"], hint=error["hint"])
-    raise PeerFailedError(error["rank"], error["reason"])
+    raise PeerFailedError(error["rank"], error["reason"], follows=error.get("follows", False))

@@ -48,8 +48,8 @@ from statehold.errors import (
     StepOrderError,
     StorageError,
 )
-from statehold.publish import delete, make_directories, publish, unless
-from statehold.saved import SavedStep, open_step
+from statehold.steps.saved import SavedStep, open_step
+from statehold.storage.publish import delete, make_directories, publish, unless
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs

@@ -17,7 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statehold.entries import (
+from statehold.encoding.strictjson import Checker, show
+from statehold.errors import ManifestError
+from statehold.planning.layout import Box, Ranks
+from statehold.planning.plan import STEP_MAX, WORLD_MAX, file_name
+from statehold.steps.entries import (
     DOCUMENT_BYTES_MAX,
     Chunk,
     EntryReader,
@@ -30,10 +34,6 @@ from statehold.entries import (
     seal,
     unseal,
 )
-from statehold.errors import ManifestError
-from statehold.layout import Box, Ranks
-from statehold.plan import STEP_MAX, WORLD_MAX, file_name
-from statehold.strictjson import Checker, show
 
 __all__ = [
     "MANIFEST_BYTES_MAX",

@@ -6,7 +6,7 @@ Holds: the same specs give the same plan; tensors tile [data_begin, file_bytes) 
 aligned to its dtype; two plans that differ only in the step have the same size and offsets; a
 piece lies in one tensor (or the header) and in one grid block.
 Not here: who writes what (share), the bytes, the disk, the checksums' values (manifest), what to
-read (transfer).
+read (reads).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from statehold import header
+from statehold.encoding import header
 from statehold.errors import InvariantError, UsageError
-from statehold.layout import Layout
+from statehold.planning.layout import Layout
 from statehold.units import MiB
 
 __all__ = [

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from statehold.encoding.strictjson import INT_MAX, Checker, show
 from statehold.errors import HeaderError, InvariantError, UsageError
-from statehold.strictjson import INT_MAX, Checker, show
 
 __all__ = [
     "DTYPE_BITS",

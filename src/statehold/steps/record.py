@@ -19,7 +19,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from statehold.entries import (
+from statehold.encoding.strictjson import Checker, show
+from statehold.errors import ManifestError, UsageError
+from statehold.planning.layout import AnyLayout, Box, ExplicitLayout, Layout, Mesh
+from statehold.planning.plan import STEP_MAX
+from statehold.planning.share import Held
+from statehold.steps.entries import (
     Chunk,
     EntryReader,
     FileEntry,
@@ -29,13 +34,8 @@ from statehold.entries import (
     seal,
     unseal,
 )
-from statehold.errors import ManifestError, UsageError
-from statehold.layout import AnyLayout, Box, ExplicitLayout, Layout, Mesh
-from statehold.manifest import check_attempt
-from statehold.plan import STEP_MAX
-from statehold.share import Held
-from statehold.strictjson import Checker, show
-from statehold.trees import members_of, tensors_of
+from statehold.steps.manifest import check_attempt
+from statehold.steps.trees import members_of, tensors_of
 
 __all__ = ["VERSION", "Record"]
 

@@ -20,8 +20,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
+from statehold.encoding.strictjson import Checker, show
 from statehold.errors import ManifestError, UnsupportedValueError
-from statehold.strictjson import Checker, show
 
 __all__ = ["DEPTH_MAX", "Leaf", "LeafReader", "decode", "encode", "mapping_of", "well_formed"]
 
