@@ -29,6 +29,7 @@ from statehold.errors import (
     PeerFailedError,
     RunBusyError,
     StateholdError,
+    StorageError,
     UsageError,
 )
 from statehold.gate import Gate
@@ -218,8 +219,9 @@ class Checkpointer:
             )
 
     def _quarantined(self, opened: _Opened, step: int) -> str:
-        """Where the damaged step is now; where it was if another job is saving into the run."""
-        with contextlib.suppress(RunBusyError):
+        """Where the damaged step is now; where it was if the run is another job's, or not ours to
+        change: the state is restored all the same."""
+        with contextlib.suppress(RunBusyError, StorageError):
             return self._opened_for_saving().store.quarantine(step)
         return opened.store.path(step)
 
@@ -317,9 +319,10 @@ class _Opened:
         self.fs = borrowed_fs or _core.open_fs(options.backend, options.queue_depth)
         _say_once(self.fs.note)
         rank, ranks = (self.peers.rank, self.peers.world_size) if self.peers else (0, 1)
+        # The run directory may be reached through links; below it, nothing is a link.
         self.store = Store(
             self.fs,
-            run,
+            os.path.realpath(run),
             keep=options.keep,
             reuse=options.reuse_files,
             rank=rank,

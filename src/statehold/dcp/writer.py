@@ -205,8 +205,11 @@ class StorageWriter(_StorageWriter, AsyncStager):
     # -- the attempt ---------------------------------------------------------------------------
 
     def _begin(self, world_size: int) -> Place:
-        """An empty directory for the files of all ranks; clears what a failed attempt left."""
-        final = self._destination()
+        """An empty directory for the files of all ranks; clears what a failed attempt left.
+
+        A link to the checkpoint stays a link: what it leads to is replaced.
+        """
+        final = os.path.realpath(self._destination())
         attempt = secrets.token_hex(8)
         place = Place(final, f"{final}.{attempt}.partial", _step(final), 0, world_size, attempt)
         with self._machine.storage() as fs:
@@ -252,7 +255,7 @@ class StorageWriter(_StorageWriter, AsyncStager):
                 facts={"got": type(place).__name__},
                 hint="keep it in finish_plan: dataclasses.replace(plan, items=...)",
             )
-        final = self._destination()
+        final = os.path.realpath(self._destination())
         with self._machine.storage() as fs:
             # What a failed save to another directory left is still there.
             if place.final == final and fs.is_dir(place.partial):

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import functools
 import hashlib
 import json
@@ -30,6 +31,7 @@ import operator
 import os
 import secrets
 import shutil
+import stat
 import threading
 import time
 import urllib.parse
@@ -287,7 +289,7 @@ class DirectoryBoard:
         path = self._path(key)
         with self._doing("read a note of another rank", path):
             try:
-                with open(path, "rb") as file:
+                with open(path, "rb", opener=_open_note) as file:
                     return file.read()
             except FileNotFoundError:
                 return None
@@ -341,6 +343,9 @@ class DirectoryBoard:
 
     def open(self, rank: int, size: int, until: float) -> str:
         """Rank 0 calls with a new token, the others answer it with a nonce, rank 0 lists them."""
+        if os.path.islink(self._root):
+            # What is in there is deleted, and who knows where it leads?
+            raise storage_error("keep the notes of the ranks in a link", errno.ELOOP, self._root)
         return self._lead(size, until) if rank == 0 else self._follow(rank, size, until)
 
     def _lead(self, size: int, until: float) -> str:
@@ -418,6 +423,15 @@ def _waited(store: Any, keys: list[str], timeout_s: float) -> bool:
         # release of torch says it.
         return bool(store.check(keys))
     return True
+
+
+def _open_note(path: str, flags: int) -> int:
+    """Of a regular file: a FIFO would keep its reader waiting for ever."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return fd
 
 
 def _write(temporary: str, path: str, value: bytes) -> None:

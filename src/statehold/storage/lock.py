@@ -10,9 +10,11 @@ Readers take no lock: a committed step never changes under its name.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
+import stat
 import threading
 
 from statehold.errors import RunBusyError, storage_error
@@ -39,10 +41,15 @@ class RunLock:
             _held.add(self._path)
 
     def _lock(self, run: str) -> int:
+        # Its content is overwritten: never that of a file elsewhere, to which a link might lead.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = os.open(self._path, flags, 0o644)
         except OSError as error:
             raise storage_error("open the run's lock", error.errno or 0, self._path) from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise storage_error("lock what is no regular file", errno.EINVAL, self._path)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
