@@ -65,13 +65,16 @@ class Net(nn.Module):
 
 
 def trained(seed: int, world_size: int, kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A sharded model after one step: "fsdp", or "2d" for FSDP over tensor parallelism."""
+    """A sharded model after one step: "fsdp", "hsdp", or "2d" for FSDP over tensor parallelism."""
     net: nn.Module = Net(seed)
     if kind == "2d":
         mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         net = parallelize_module(net, mesh["tp"], plan)
         fully_shard(net, mesh=mesh["dp"])
+    elif kind == "hsdp":
+        names = ("replicate", "shard")
+        fully_shard(net, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names))
     else:
         fully_shard(net, mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01 * seed)
@@ -153,6 +156,15 @@ def check_2d(rank: int, world_size: int, directory: Path) -> None:
         "2d",
         lambda state: dcp.save(state, storage_writer=StorageWriter(where)),
         lambda state: dcp.load(state, storage_reader=StorageReader(where)),
+    )
+
+
+def check_hsdp(rank: int, world_size: int, directory: Path) -> None:
+    save_and_load(
+        world_size,
+        "hsdp",
+        lambda state: dcp.save(state, storage_writer=StorageWriter(directory)),
+        lambda state: dcp.load(state, storage_reader=StorageReader(directory)),
     )
 
 
