@@ -466,6 +466,28 @@ def check_no_collectives(rank: int, world_size: int, directory: Path) -> None:
     assert os.listdir(directory) == ["step-7"]
 
 
+def check_no_collectives_again(rank: int, world_size: int, directory: Path) -> None:
+    """The notes of an earlier save to the same place, good or failed, are not taken for new ones."""
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def state(value: int) -> dict[str, Any]:
+        whole = torch.full((8,), float(value))
+        return {"w": distribute_tensor(whole, mesh, [Shard(0)]), "n": value + rank}
+
+    for value, culprit in ((1, None), (2, 1), (3, None), (4, None)):
+        planner = dcp.DefaultSavePlanner() if culprit is None else FailsOn(culprit)
+        writer = StorageWriter(directory / "step-7", timeout_s=60.0)
+        with failing() if culprit is not None else contextlib.nullcontext():
+            dcp.save(state(value), storage_writer=writer, planner=planner, use_collectives=False)
+        loaded = state(0)
+        dist.barrier()
+        dcp.load(loaded, storage_reader=StorageReader(directory / "step-7"))
+        expected = 1 if culprit is not None else value
+        assert_same(loaded, state(expected))
+        dist.barrier()
+    assert os.listdir(directory) == ["step-7"]
+
+
 def check_no_collectives_failed(rank: int, world_size: int, directory: Path) -> None:
     """A rank that fails fails the save on all ranks, and nothing is published."""
     state = state_of(*trained(1, world_size, "fsdp"), step=7)
