@@ -467,7 +467,7 @@ def check_no_collectives(rank: int, world_size: int, directory: Path) -> None:
 
 
 def check_no_collectives_again(rank: int, world_size: int, directory: Path) -> None:
-    """The notes of an earlier save to the same place, good or failed, are not taken for new ones."""
+    """What an earlier save to the same place left, good or failed, is not taken for new."""
     mesh = init_device_mesh("cpu", (world_size,))
 
     def state(value: int) -> dict[str, Any]:
