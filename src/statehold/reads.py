@@ -83,16 +83,9 @@ class StepRead:
     def mismatch(self, found: Mismatch) -> ChecksumError:
         """The error for a piece whose bytes do not match, naming the tensor it belongs to."""
         segment = self.segments[found.segment]
-        return ChecksumError(
-            "bytes on disk do not match their checksum",
-            facts={
-                "tensor": segment.name or "none: the header of the file",
-                "file": self.files[segment.file],
-                "bytes": f"[{found.begin}, {found.end})",
-                "xxh3-64": f"expected {found.expected:016x}, got {found.got:016x}",
-            },
-            hint="restore() without a step takes the newest intact one",
-        )
+        name = segment.name or "none: the header of the file"
+        hint = "restore() without a step takes the newest intact one"
+        return mismatch_error(found, name, self.files[segment.file], hint)
 
 
 class ReadPlan:
@@ -139,7 +132,7 @@ class ReadPlan:
             flags=bytes([_flags(target) for target in targets]),
             strided={i: each.strided for i, each in enumerate(targets) if each.strided},
             boxes={i: each.box for i, each in enumerate(targets) if each.box},
-            sums=_to_bytes("".join([segment.sums for segment in segments])),
+            sums=sums_to_bytes("".join([segment.sums for segment in segments])),
             first_segment=self._turn if any(target.shared for target in targets) else 0,
         )
         return StepRead(job, segments, files, self._landings)
@@ -149,7 +142,21 @@ def _flags(target: Target) -> int:
     return FLAG_EXTERNAL * (target.landing is not None) | FLAG_SHARED * target.shared
 
 
-def _to_bytes(sums: str) -> bytes:
+def mismatch_error(found: Mismatch, name: str, file: str, hint: str) -> ChecksumError:
+    """The error for a piece of a tensor whose bytes do not match."""
+    return ChecksumError(
+        "bytes on disk do not match their checksum",
+        facts={
+            "tensor": name,
+            "file": file,
+            "bytes": f"[{found.begin}, {found.end})",
+            "xxh3-64": f"expected {found.expected:016x}, got {found.got:016x}",
+        },
+        hint=hint,
+    )
+
+
+def sums_to_bytes(sums: str) -> bytes:
     """Hexadecimal sums as the engine takes them: 8 little-endian bytes each."""
     values = array("Q", bytes.fromhex(sums))
     values.byteswap()  # reverses each group of eight, whatever the byte order of this machine

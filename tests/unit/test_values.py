@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import io
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -82,6 +83,7 @@ def test_a_snapshot_shares_nothing() -> None:
         (defaultdict(list), "dict(value)"),
         (Point(1, 2), "_asdict"),
         (bytearray(b"x"), "bytes(value)"),
+        (io.BytesIO(b"x"), "value.getvalue()"),
         (PurePosixPath("/x"), "plain values"),
         (object(), "state_dict()"),
         (len, "plain values"),
