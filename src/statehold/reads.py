@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from statehold.entries import sums_to_bytes
 from statehold.errors import ChecksumError
 from statehold.layout import Box
 from statehold.ranges import Range, ranges
@@ -139,7 +140,7 @@ class ReadPlan:
             flags=bytes([_flags(target) for target in targets]),
             strided={i: each.strided for i, each in enumerate(targets) if each.strided},
             boxes={i: each.box for i, each in enumerate(targets) if each.box},
-            sums=_to_bytes("".join([segment.sums for segment in segments])),
+            sums=sums_to_bytes("".join([segment.sums for segment in segments])),
             first_segment=self._turn if any(target.shared for target in targets) else 0,
         )
         return StepRead(job, segments, files, self._landings)
@@ -147,13 +148,6 @@ class ReadPlan:
 
 def _flags(target: Target) -> int:
     return FLAG_EXTERNAL * (target.landing is not None) | FLAG_SHARED * target.shared
-
-
-def _to_bytes(sums: str) -> bytes:
-    """Hexadecimal sums as the engine takes them: 8 little-endian bytes each."""
-    values = array("Q", bytes.fromhex(sums))
-    values.byteswap()  # reverses each group of eight, whatever the byte order of this machine
-    return values.tobytes()
 
 
 class _Builder:

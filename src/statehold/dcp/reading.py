@@ -20,6 +20,7 @@ import torch
 
 from statehold import _core
 from statehold.dcp.machine import Machine
+from statehold.entries import sums_to_bytes
 from statehold.errors import ChecksumError
 from statehold.layout import Box
 from statehold.ranges import ranges
@@ -162,7 +163,7 @@ class _Job:
                 addresses=array("Q", [each.address for each in segments]),
                 flags=bytes([each.flags for each in segments]),
                 strided={},
-                sums=_to_bytes("".join([each.sums for each in segments])),
+                sums=sums_to_bytes("".join([each.sums for each in segments])),
                 boxes={index: each.box for index, each in enumerate(segments)},
             )
             try:
@@ -188,10 +189,3 @@ def _mismatch(found: Any, segment: _Segment, files: Sequence[str]) -> ChecksumEr
         },
         hint="load an older checkpoint; the state that was being loaded is incomplete",
     )
-
-
-def _to_bytes(sums: str) -> bytes:
-    """Hexadecimal sums as the engine takes them: 8 little-endian bytes each."""
-    values = array("Q", bytes.fromhex(sums))
-    values.byteswap()
-    return values.tobytes()
