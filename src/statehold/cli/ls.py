@@ -7,13 +7,11 @@ damaged is listed as such, and the others all the same.
 from __future__ import annotations
 
 import argparse
-import os
-import re
 from typing import TYPE_CHECKING, Any
 
 from statehold.cli import codes
 from statehold.cli.output import emit, table
-from statehold.cli.places import file_system, load_manifest, run_of, tree_bytes
+from statehold.cli.places import file_system, leftovers_of, load_manifest, run_of, tree_bytes
 from statehold.errors import CorruptionError, FormatVersionError, StorageError
 from statehold.manifest import Manifest
 from statehold.store import Store
@@ -24,19 +22,18 @@ if TYPE_CHECKING:
 
 # What a step that is not committed is called, for people.
 _KINDS = {
-    ".partial": "being written, or left by a crash",
-    ".retired": "given up",
-    ".corrupt": "set aside: did not verify",
-    ".spare": "to be overwritten by the next save",
+    "partial": "being written, or left by a crash",
+    "retired": "given up",
+    "corrupt": "set aside: did not verify",
+    "spare": "to be overwritten by the next save",
 }
-_OTHER = re.compile(r"step-\d{12}(?:\..*)?(\.partial|\.retired|\.corrupt)|(\.spare)")
 
 
 def run(args: argparse.Namespace) -> int:
     fs, path = file_system(), run_of(args.run)
     store = Store(fs, path)
     steps = [_step(fs, store, step) for step in store.steps()]
-    document = {"run": path, "steps": steps, "other": _others(fs, path)}
+    document = {"run": path, "steps": steps, "other": leftovers_of(fs, path)}
     if args.json:
         emit(document)
     else:
@@ -63,17 +60,6 @@ def _step(fs: Fs, store: Store, step: int) -> dict[str, Any]:
     }
 
 
-def _others(fs: Fs, path: str) -> list[dict[str, Any]]:
-    found = []
-    for name, is_dir in sorted(fs.listdir(path)):
-        match = _OTHER.fullmatch(name) if is_dir else None
-        if match:
-            kind = match[1] or match[2]
-            size, _ = tree_bytes(os.path.join(path, name))
-            found.append({"name": name, "kind": kind[1:], "bytes": size})
-    return found
-
-
 def _show(document: dict[str, Any]) -> None:
     steps = document["steps"]
     if steps:
@@ -83,7 +69,7 @@ def _show(document: dict[str, Any]) -> None:
         print("no committed step")
     if document["other"]:
         rows = (
-            (each["name"], format_bytes(each["bytes"]), _KINDS[f".{each['kind']}"])
+            (each["name"], format_bytes(each["bytes"]), _KINDS[each["kind"]])
             for each in document["other"]
         )
         print(f"\n{table(('OTHER', 'BYTES', 'WHAT IT IS'), rows, right='BYTES')}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.cli.codes import NotFoundError
@@ -23,9 +23,10 @@ from statehold.store import Store
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-__all__ = ["Place", "file_system", "find", "load_manifest", "run_of", "tree_bytes"]
+__all__ = ["Place", "file_system", "find", "leftovers_of", "load_manifest", "run_of", "tree_bytes"]
 
 _AT_STEP = re.compile(r"(?P<run>.*)@(?P<step>\d{1,12}|newest)", re.DOTALL)
+_LEFTOVER = re.compile(r"step-\d{12}(?:\..*)?\.(partial|retired|corrupt)|\.spare")
 _STEP_NAME = re.compile(r"step-(\d{12})")
 
 
@@ -92,6 +93,17 @@ def tree_bytes(directory: str) -> tuple[int, int]:
             total += os.lstat(os.path.join(parent, name)).st_size
             count += 1
     return total, count
+
+
+def leftovers_of(fs: Fs, run: str) -> list[dict[str, Any]]:
+    """What lies in a run besides committed steps: name, kind and bytes of each directory."""
+    found = []
+    for name, is_dir in sorted(fs.listdir(run)):
+        match = _LEFTOVER.fullmatch(name) if is_dir else None
+        if match:
+            size, _ = tree_bytes(f"{run}/{name}")
+            found.append({"name": name, "kind": match[1] or "spare", "bytes": size})
+    return found
 
 
 def _number_of(fs: Fs, directory: str) -> int:

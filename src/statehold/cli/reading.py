@@ -93,35 +93,36 @@ class BadPiece:
 
 def scan(span: Span) -> Iterator[BadPiece]:
     """The bad pieces of one span, read one after the other."""
+    return (bad for _, bad in scan_bytes(span) if bad is not None)
+
+
+def scan_bytes(span: Span) -> Iterator[tuple[bytes, BadPiece | None]]:
+    """The bytes of each piece, and what is wrong with it."""
     try:
         fd = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        yield from (
-            BadPiece(span, begin, end, expected, None, os.strerror(error.errno or 0))
-            for begin, end, expected in span.pieces()
-        )
+        why = os.strerror(error.errno or 0)
+        for begin, end, expected in span.pieces():
+            yield b"", BadPiece(span, begin, end, expected, None, why)
         return
     try:
         for begin, end, expected in span.pieces():
-            found = _look(fd, span, begin, end, expected)
-            if found is not None:
-                yield found
+            yield _look(fd, span, begin, end, expected)
     finally:
         os.close(fd)
 
 
-def _look(fd: int, span: Span, begin: int, end: int, expected: str) -> BadPiece | None:
-    data = bytearray()
+def _look(
+    fd: int, span: Span, begin: int, end: int, expected: str
+) -> tuple[bytes, BadPiece | None]:
     try:
-        while len(data) < end - begin:
-            more = os.pread(fd, end - begin - len(data), begin + len(data))
-            if not more:
-                return BadPiece(span, begin, end, expected, None, "the file ends before it")
-            data += more
+        data = os.pread(fd, end - begin, begin)  # a regular file is short at its end only
     except OSError as error:
-        return BadPiece(span, begin, end, expected, None, os.strerror(error.errno or 0))
-    got = f"{_core.xxh3_64(bytes(data)):016x}"
-    return None if got == expected else BadPiece(span, begin, end, expected, got)
+        return b"", BadPiece(span, begin, end, expected, None, os.strerror(error.errno or 0))
+    if len(data) < end - begin:
+        return data, BadPiece(span, begin, end, expected, None, "the file ends before it")
+    got = f"{_core.xxh3_64(data):016x}"
+    return data, None if got == expected else BadPiece(span, begin, end, expected, got)
 
 
 class SpanReader:
