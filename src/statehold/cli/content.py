@@ -70,7 +70,7 @@ class Content:
         np = numpy()
         dtype = self.saved.tensors[name].dtype
         item = DTYPE_BITS[dtype] // 8
-        found = np.empty(box.shape, f"<u{item}")
+        found: Array = np.empty(box.shape, f"<u{item}")
         for chunk in self.saved.chunks(name, box):
             common = chunk.box.intersection(box)
             if common is None:

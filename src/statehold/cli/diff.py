@@ -9,13 +9,14 @@ Not here: numbers (numbers), bytes (content).
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from typing import Any
 
 from statehold.cli import codes
 from statehold.cli.content import Content, parts_of
 from statehold.cli.numbers import Difference, bits_of, numpy
-from statehold.cli.output import Progress, emit, plain, table
+from statehold.cli.output import Progress, counted, emit, plain, table
 from statehold.cli.places import file_system, find
 from statehold.cli.reading import SUM_DIGITS
 from statehold.cli.values import leaves_of
@@ -32,8 +33,8 @@ _LOST = object()
 def run(args: argparse.Namespace) -> int:
     fs = file_system()
     first = find(fs, args.a)
-    run_of_first = args.a.rpartition("@")[0] or args.a
-    second = find(fs, f"{run_of_first}{args.b}" if args.b.startswith("@") else args.b)
+    same_run = os.path.dirname(first.directory) if args.b.startswith("@") else ""
+    second = find(fs, f"{same_run}{args.b}")
     pair = _Pair(
         Content(first.open(fs, args.rank), first.directory),
         Content(second.open(fs, args.rank), second.directory),
@@ -195,20 +196,16 @@ def _show(document: dict[str, Any]) -> None:
         print(f"not compared: {plain(each['name'])}: {each['why']}")
     differ = len(document["tensors"])
     verdict = "equal" if document["equal"] else "different"
-    print(f"{verdict}: {document['compared']} tensors compared, {differ} differ, "
-          f"{len(document['values'])} values differ")  # fmt: skip
+    compared = counted(document["compared"], "tensor")
+    values = counted(len(document["values"]), "value")
+    print(f"{verdict}: of {compared} {differ} differ; {values} differ")
 
 
 def _row(tensor: dict[str, Any]) -> tuple[object, ...]:
     if "differing" not in tensor:
         dtypes, shapes = tensor["dtype"], tensor["shape"]
-        return (
-            tensor["name"],
-            *(f"{each['a']} / {each['b']}" for each in (dtypes, shapes)),
-            "-",
-            "-",
-            "-",
-        )
+        sides = (f"{each['a']} / {each['b']}" for each in (dtypes, shapes))
+        return tensor["name"], *sides, "-", "-", "-"
     found = tensor["max_abs"]
     largest = "-" if found is None else f"{found:.6g}"
     return (tensor["name"], tensor["dtype"], tensor["shape"], tensor["differing"],

@@ -125,7 +125,7 @@ def _storage(path: str) -> Iterator[Check]:
     yield _file_system(path)
     info = os.statvfs(path)
     yield Check("free space", format_bytes(info.f_bavail * info.f_frsize),
-                means="a run needs keep + 1 steps, and one more while files are reused")  # fmt: skip
+                means="a run needs room for the steps it keeps, and two more")  # fmt: skip
     try:
         directory = tempfile.mkdtemp(prefix=".statehold-doctor-", dir=path)
     except OSError as error:
@@ -172,10 +172,10 @@ def _tried(fs: Fs, directory: str) -> Iterator[Check]:
     yield _try("renameat2 exchange", lambda: _exchange(fs, directory),
                "a step or a checkpoint can be replaced in one operation",
                "saving the same step again fails; new steps do not need it")  # fmt: skip
-    yield _try("fsync of a directory", lambda: fs.sync_dir(directory) is None,
+    yield _try("fsync of a directory", lambda: _sync(fs, directory),
                "a commit is durable", "nothing can be committed here", needed=True)  # fmt: skip
-    yield _try("POSIX locks", lambda: _lock(directory),
-               "only one job saves into a run", "nothing can be saved here", needed=True)  # fmt: skip
+    yield _try("POSIX locks", lambda: _lock(directory), "only one job saves into a run",
+               "nothing can be saved here", needed=True)  # fmt: skip
 
 
 def _try(name: str, act: Callable[[], bool], good: str, bad: str, *, needed: bool = False) -> Check:
@@ -203,6 +203,11 @@ def _exchange(fs: Fs, directory: str) -> bool:
     fs.write_file(f"{a}/x", b"")
     fs.exchange(a, b)
     return fs.stat_bytes(f"{b}/x") is not None
+
+
+def _sync(fs: Fs, directory: str) -> bool:
+    fs.sync_dir(directory)
+    return True
 
 
 def _lock(directory: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from statehold.units import format_bytes
 
-__all__ = ["Progress", "emit", "plain", "table"]
+__all__ = ["Progress", "counted", "emit", "plain", "table"]
 
 _REDRAW_S = 0.2
 _CLEAR = "\r\x1b[K"
@@ -30,6 +30,11 @@ def emit(document: Any) -> None:
 def plain(text: str) -> str:
     """`text` without control characters: names in a step are whatever somebody chose."""
     return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def counted(count: int, what: str) -> str:
+    """ "1 file", "2 files"."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]], right: str = "") -> str:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from statehold import _core
 from statehold.entries import sums_to_bytes
 from statehold.errors import StateholdError
+from statehold.plan import pieces
 from statehold.units import MiB
 
 if TYPE_CHECKING:
@@ -58,11 +59,9 @@ class Span:
 
     def pieces(self) -> Iterator[tuple[int, int, str]]:
         """(begin, end, sum) of each piece."""
-        at, digit = self.begin, 0
-        while at < self.end:
-            stop = min(self.end, (at // self.block_bytes + 1) * self.block_bytes)
-            yield at, stop, self.sums[digit : digit + SUM_DIGITS]
-            at, digit = stop, digit + SUM_DIGITS
+        cuts = pieces(self.begin, self.end - self.begin, self.block_bytes)
+        for i, (begin, end) in enumerate(cuts):
+            yield begin, end, self.sums[SUM_DIGITS * i : SUM_DIGITS * (i + 1)]
 
     def part(self, begin: int, end: int) -> Span:
         """What lies in [begin, end), where no piece may be cut."""

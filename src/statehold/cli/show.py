@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from statehold.cli import codes, numbers
 from statehold.cli.content import Content
-from statehold.cli.output import Progress, emit, plain, table
+from statehold.cli.output import Progress, counted, emit, plain, table
 from statehold.cli.places import Place, file_system, find, load_manifest, tree_bytes
 from statehold.cli.values import leaves_of
 from statehold.header import bytes_of
@@ -105,15 +105,15 @@ def _by_dtype(tensors: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 def _show_step(document: Mapping[str, Any]) -> None:
     print(f"step {document['step']} in {plain(document['path'])}")
-    print(f"saved {document['created']} by {document['writer']}, {document['world_size']} ranks, "
+    print(f"saved {document['created']} by {document['writer']}, {counted(document['world_size'], 'rank')}, "
           f"format {document['version']}")  # fmt: skip
     dtypes = ", ".join(
         f"{group['tensors']} {dtype} ({format_bytes(group['bytes'])})"
         for dtype, group in document["dtypes"].items()
     )
-    print(f"{len(document['tensors'])} tensors, {format_bytes(document['tensor_bytes'])}: "
+    print(f"{counted(len(document['tensors']), 'tensor')}, {format_bytes(document['tensor_bytes'])}: "
           f"{dtypes or 'none'}")  # fmt: skip
-    print(f"{document['files']} files, {format_bytes(document['bytes'])}")
+    print(f"{counted(document['files'], 'file')}, {format_bytes(document['bytes'])}")
     if document["tensors"]:
         rows = map(_row, document["tensors"])
         header = ("TENSOR", "DTYPE", "SHAPE", "BYTES", "LAYOUT", "RANKS")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from statehold.cli import codes
 from statehold.cli.checking import Finding, Report, check_step
-from statehold.cli.output import Progress, emit, plain, table
+from statehold.cli.output import Progress, counted, emit, plain, table
 from statehold.cli.places import Place, file_system, find, run_of, tree_bytes
 from statehold.cli.reading import SpanReader
 from statehold.errors import StepNotFoundError
@@ -81,11 +81,9 @@ def _document(report: Report, seconds: float) -> dict[str, Any]:
 def _show(report: Report, seconds: float) -> None:
     speed = format_bytes(int(report.bytes / max(seconds, 1e-9)))
     state = "intact" if report.is_intact else "DAMAGED"
-    print(
-        f"step {report.place.step}: {state}; {report.files} files, {len(report.names)} tensors, "
-        f"{report.pieces} pieces, {format_bytes(report.bytes)} in {format_seconds(seconds)} "
-        f"({speed}/s)"
-    )
+    counts = ((report.files, "file"), (len(report.names), "tensor"), (report.pieces, "piece"))
+    print(f"step {report.place.step}: {state}; {', '.join(counted(*each) for each in counts)}, "
+          f"{format_bytes(report.bytes)} in {format_seconds(seconds)} ({speed}/s)")  # fmt: skip
     if report.findings:
         header = ("DAMAGE", "TENSOR", "RANK", "FILE", "BYTES", "PIECES", "DETAIL")
         print(table(header, map(_row, report.findings), right="RANK PIECES"))
