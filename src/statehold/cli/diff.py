@@ -198,7 +198,7 @@ def _show(document: dict[str, Any]) -> None:
     verdict = "equal" if document["equal"] else "different"
     compared = counted(document["compared"], "tensor")
     values = counted(len(document["values"]), "value")
-    print(f"{verdict}: of {compared} {differ} differ; {values} differ")
+    print(f"{verdict}: {compared} compared, different: {differ} of them, {values}")
 
 
 def _row(tensor: dict[str, Any]) -> tuple[object, ...]:

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 __all__ = ["BadPiece", "Span", "SpanReader", "scan"]
 
 BUFFER_BYTES = 16 * MiB
-BUFFERS = 16
+BUFFERS = 24
 QUEUE_DEPTH = 32
-BATCH_BYTES = 128 * MiB
+BATCH_BYTES = 256 * MiB
 BATCH_FILES = 64
-BATCHES = 4
+BATCHES = 3
 SUM_DIGITS = 16
 _WAIT_S = 0.1  # between two looks at the progress, and at an interrupt
 

@@ -105,14 +105,15 @@ def _by_dtype(tensors: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 def _show_step(document: Mapping[str, Any]) -> None:
     print(f"step {document['step']} in {plain(document['path'])}")
-    print(f"saved {document['created']} by {document['writer']}, {counted(document['world_size'], 'rank')}, "
+    ranks = counted(document["world_size"], "rank")
+    print(f"saved {document['created']} by {document['writer']}, {ranks}, "
           f"format {document['version']}")  # fmt: skip
     dtypes = ", ".join(
         f"{group['tensors']} {dtype} ({format_bytes(group['bytes'])})"
         for dtype, group in document["dtypes"].items()
     )
-    print(f"{counted(len(document['tensors']), 'tensor')}, {format_bytes(document['tensor_bytes'])}: "
-          f"{dtypes or 'none'}")  # fmt: skip
+    tensors = counted(len(document["tensors"]), "tensor")
+    print(f"{tensors}, {format_bytes(document['tensor_bytes'])}: {dtypes or 'none'}")
     print(f"{counted(document['files'], 'file')}, {format_bytes(document['bytes'])}")
     if document["tensors"]:
         rows = map(_row, document["tensors"])
