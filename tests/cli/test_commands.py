@@ -21,14 +21,14 @@ Say = Callable[..., tuple[int, str]]
 
 LS = """\
 STEP  STATE      CREATED               RANKS  FILES     BYTES  WRITER
-   7  committed  2026-11-21T07:30:00Z      1      2  NNN  statehold 0.1.0
-   8  committed  2026-11-21T07:30:00Z      1      2  NNN  statehold 0.1.0
+   7  committed  2026-11-21T07:30:00Z      1      2  11.6 KiB  statehold 0.1.0
+   8  committed  2026-11-21T07:30:00Z      1      2     5 KiB  statehold 0.1.0
 """
 SHOW = """\
 step 8 in TMP/golden/step-000000000008
 saved 2026-11-21T07:30:00Z by statehold 0.1.0, 1 rank, format 1
 3 tensors, 12 B: 1 F6_E2M3 (6 B), 1 F6_E3M2 (3 B), 1 F4 (3 B)
-2 files, NNN
+2 files, 5 KiB
 
 TENSOR        DTYPE    SHAPE   BYTES  LAYOUT  RANKS
 rare.F6_E2M3  F6_E2M3  [4, 2]    6 B  whole   0
@@ -73,9 +73,9 @@ epoch  1  2
 different: 5 tensors compared, different: 1 of them, 1 value
 """
 PRUNE = """\
-GOES    BYTES
-step 1  NNN
-NNN in all; steps that stay: 2
+GOES       BYTES
+step 1  7.68 KiB
+7.68 KiB in all; steps that stay: 2
 nothing was changed: --yes does it
 """
 
