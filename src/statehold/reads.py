@@ -19,6 +19,7 @@ from statehold.errors import ChecksumError
 from statehold.planning.layout import Box
 from statehold.planning.ranges import ranges
 from statehold.state.landing import Landing, region
+from statehold.steps.entries import sums_to_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -154,13 +155,6 @@ def mismatch_error(found: Mismatch, name: str, file: str, hint: str) -> Checksum
         },
         hint=hint,
     )
-
-
-def sums_to_bytes(sums: str) -> bytes:
-    """Hexadecimal sums as the engine takes them: 8 little-endian bytes each."""
-    values = array("Q", bytes.fromhex(sums))
-    values.byteswap()  # reverses each group of eight, whatever the byte order of this machine
-    return values.tobytes()
 
 
 class _Builder:

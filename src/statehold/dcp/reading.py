@@ -22,8 +22,9 @@ from statehold import _core
 from statehold.dcp.machine import Machine
 from statehold.planning.layout import Box
 from statehold.planning.ranges import ranges
-from statehold.reads import FLAG_SHARED, mismatch_error, sums_to_bytes
+from statehold.reads import FLAG_SHARED, mismatch_error
 from statehold.state.tensors import is_external, is_view_of_other_values, overlaps_itself
+from statehold.steps.entries import sums_to_bytes
 from statehold.units import MiB
 
 if TYPE_CHECKING:

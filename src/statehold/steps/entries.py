@@ -36,6 +36,7 @@ __all__ = [
     "record_file",
     "seal",
     "sha256",
+    "sums_to_bytes",
     "unseal",
 ]
 
@@ -124,6 +125,13 @@ def _sums_to_hex(sums: bytes) -> str:
     swapped = array("Q", sums)
     swapped.byteswap()  # reverses each group of eight, whatever the byte order of this machine
     return swapped.tobytes().hex()
+
+
+def sums_to_bytes(sums: str) -> bytes:
+    """Hexadecimal sums as the engine takes them: 8 little-endian bytes each."""
+    values = array("Q", bytes.fromhex(sums))
+    values.byteswap()
+    return values.tobytes()
 
 
 def file_document(entry: FileEntry) -> dict[str, Any]:

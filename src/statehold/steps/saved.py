@@ -31,7 +31,7 @@ from statehold.steps.manifest import Commit, Manifest
 from statehold.steps.record import Record
 from statehold.steps.trees import Differs, members_of, merge, tensors_of
 
-__all__ = ["PlacedChunk", "Read", "SavedStep", "SavedTensor", "open_step"]
+__all__ = ["PlacedChunk", "Read", "SavedStep", "SavedTensor", "open_step", "read_record"]
 
 MANIFEST_NAME = "manifest.json"
 
@@ -81,6 +81,29 @@ def open_step(read: Read, directory: str, step: int, rank: int, world_size: int)
     return _SharedStep(_Records(read, directory, manifest), own, narrow=own is not None)
 
 
+def read_record(read: Read, directory: str, commit: Commit, rank: int) -> Record:
+    """The record of `rank`, if it is the one that was committed. Raises as `open_step` does."""
+    entry = commit.records[rank]
+    path = f"{directory}/{entry.name}"
+    raw = _read(read, path, DOCUMENT_BYTES_MAX)
+    if len(raw) != entry.bytes or sha256(raw) != entry.sha256:
+        raise _record_error(
+            path,
+            f"{entry.bytes} bytes with sha256 {entry.sha256}",
+            f"{len(raw)} bytes with sha256 {sha256(raw)}",
+        )
+    record = Record.decode(raw, path)
+    for name in ("world_size", "step", "attempt"):
+        _check_same(path, name, getattr(commit, name), getattr(record, name))
+    _check_same(path, "rank", rank, record.rank)
+    return record
+
+
+def _check_same(path: str, name: str, expected: object, got: object) -> None:
+    if got != expected:
+        raise _record_error(path, f"{name} {expected}", f"{got}")
+
+
 def _read(read: Read, path: str, max_bytes: int) -> bytes:
     try:
         return read(path, max_bytes)
@@ -117,6 +140,10 @@ class SavedStep:
     def records_read(self) -> int:
         """How many records were read so far."""
         return 0
+
+    def held(self, name: str) -> list[tuple[Ranks, Held]]:
+        """What was saved under a name, for people: the ranks that say so, and what they say."""
+        raise NotImplementedError
 
     def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
         """The chunks that meet `box` of a tensor: together they hold each element of it once.
@@ -174,6 +201,10 @@ class _WholeStep(SavedStep):
     def files(self) -> tuple[FileEntry, ...]:
         return self._manifest.files
 
+    def held(self, name: str) -> list[tuple[Ranks, Held]]:
+        entry = self._manifest.tensors[name]
+        return [(Ranks.of([0]), Held(name, entry.dtype, entry.shape, None))]
+
     def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
         entry = self._manifest.tensors[name]
         _check_inside(name, box, entry.shape)
@@ -208,33 +239,11 @@ class _Records:
         return f"{self._directory}/{self.commit.records[rank].name}"
 
     def _load(self, rank: int) -> Record:
-        entry, path = self.commit.records[rank], self.path(rank)
-        raw = _read(self._read, path, DOCUMENT_BYTES_MAX)
-        if len(raw) != entry.bytes or sha256(raw) != entry.sha256:
-            raise _record_error(
-                path,
-                f"{entry.bytes} bytes with sha256 {entry.sha256}",
-                f"{len(raw)} bytes with sha256 {sha256(raw)}",
-            )
-        record = Record.decode(raw, path)
-        self._check_kin(record, rank, path)
+        record = read_record(self._read, self._directory, self.commit, rank)
+        others = next(iter(self), record)
+        block_bytes = others.block_bytes
+        _check_same(self.path(rank), "block_bytes", block_bytes, record.block_bytes)
         return record
-
-    def _check_kin(self, record: Record, rank: int, path: str) -> None:
-        """A record of this step, of this attempt at it and of this rank, like the others."""
-        commit = self.commit
-        expected = {
-            "rank": rank,
-            "world_size": commit.world_size,
-            "step": commit.step,
-            "attempt": commit.attempt,
-        }
-        others = next(iter(self), None)
-        if others is not None:
-            expected["block_bytes"] = others.block_bytes
-        for name, value in expected.items():
-            if getattr(record, name) != value:
-                raise _record_error(path, f"{name} {value}", f"{getattr(record, name)}")
 
 
 def _record_error(path: str, expected: str, got: str) -> ManifestError:
@@ -359,6 +368,9 @@ class _SharedStep(SavedStep):
 
     def _own_version(self, versions: list[_Version]) -> _Version | None:
         return next((each for each in versions if each.rank == self._own), None)
+
+    def held(self, name: str) -> list[tuple[Ranks, Held]]:
+        return [(version.ranks, version.held) for version in self._versions[name]]
 
     # -- where it is -------------------------------------------------------------------------
 
