@@ -15,6 +15,7 @@ from statehold.errors import StorageError
 from statehold.planning.layout import Box, ExplicitLayout, Layout, Mesh
 from statehold.planning.plan import TensorSpec, plan_save
 from statehold.planning.share import Held
+from statehold.steps.entries import record_file
 from statehold.steps.manifest import Commit, RecordEntry, Shared, groups_of, record_name
 from statehold.steps.record import Record
 from statehold.steps.saved import SavedStep, open_step
