@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statehold.cli import reading
+from statehold.cli import reading, verify
 from statehold.cli.checking import Finding, Report, _Cover, check_step
 from statehold.cli.places import file_system, find
 from statehold.cli.reading import SpanReader
@@ -205,6 +205,23 @@ def test_chunks_that_do_not_make_a_tensor(reader: SpanReader, shared: Path) -> N
     (finding,) = cover.findings()
     assert (finding.what, finding.tensor) == ("cover", "free")
     assert (finding.expected, finding.got) == ("8", "5")
+
+
+def test_a_step_that_goes_meanwhile(
+    reader: SpanReader, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given up by its job, it is not damaged."""
+    fs = file_system()
+    place = find(fs, f"{run}@1")
+    begin = SpanReader.bad_pieces
+
+    def first_remove(self: SpanReader, *args: Any) -> Any:
+        shutil.rmtree(place.directory)
+        return begin(self, *args)
+
+    monkeypatch.setattr(SpanReader, "bad_pieces", first_remove)
+    assert verify._verify(fs, place, reader) is None
+    assert verify._verify(fs, place, reader) is None  # gone before it began
 
 
 def test_exit_codes(run: Path, shared: Path, say: Callable[..., tuple[int, str]]) -> None:
