@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statehold.cli import main, numbers
+from statehold.cli import main, numbers, output
 from statehold.errors import UsageError
 from statehold.lock import RunLock
 from support.runs import arrays_of, write_step
@@ -307,6 +308,22 @@ def test_names_cannot_move_the_cursor(run: Path, say: Say) -> None:
     _, text = say("show", run)
     assert "\x1b" not in text
     assert "a\\x1b[2Jb" in text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "_REDRAW_S", 0)
+    for stream, expected in ((io.StringIO(), ""), (Terminal(), "step 1   50%  1 KiB of 2 KiB")):
+        monkeypatch.setattr(sys, "stderr", stream)
+        progress = output.Progress("step 1", 2048)
+        progress.advance(1024)
+        progress.close()
+        assert expected in stream.getvalue()
+        assert bool(stream.getvalue()) == bool(expected)
 
 
 @pytest.mark.parametrize("words", ["", "nonsense", "ls", "prune x", "show x --rank x"])
