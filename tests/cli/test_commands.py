@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statehold.cli import main, numbers
+from statehold.cli import main, numbers, output
 from statehold.errors import UsageError
 from statehold.storage.lock import RunLock
 from support.runs import arrays_of, write_step
@@ -50,7 +51,7 @@ inf        0
 min        0
 max        599
 mean       299.5
-std        173.204838
+std        173.20484
 """
 SHOW_SHARED = """\
 TENSOR      DTYPE  SHAPE   BYTES  LAYOUT                RANKS
@@ -309,9 +310,23 @@ def test_names_cannot_move_the_cursor(run: Path, say: Say) -> None:
     assert "a\\x1b[2Jb" in text
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["nonsense"], ["ls"], ["prune", "x"], ["show", "--rank", "x"]]
-)
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "_REDRAW_S", 0)
+    for stream, expected in ((io.StringIO(), ""), (Terminal(), "step 1   50%  1 KiB of 2 KiB")):
+        monkeypatch.setattr(sys, "stderr", stream)
+        progress = output.Progress("step 1", 2048)
+        progress.advance(1024)
+        progress.close()
+        assert expected in stream.getvalue()
+        assert bool(stream.getvalue()) == bool(expected)
+
+
+@pytest.mark.parametrize("words", ["", "nonsense", "ls", "prune x", "show x --rank x"])
 def test_usage(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(words.split())

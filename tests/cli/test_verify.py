@@ -15,14 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statehold.cli import reading
+from statehold.cli import reading, verify
 from statehold.cli.checking import Finding, Report, _Cover, check_step
 from statehold.cli.places import file_system, find
 from statehold.cli.reading import SpanReader
 from statehold.encoding.header import decode
+from statehold.planning.plan import BLOCK_BYTES, plan_save
+from statehold.steps.manifest import Manifest, record_file
 from statehold.steps.record import Record
 from support.records import rewritten
-from support.runs import GOLDEN, write_step
+from support.runs import CREATED, GOLDEN, write_step
+from support.steps import spec, true_sums
 
 ALL_BYTES = "STATEHOLD_ALL_BYTES" in os.environ
 SAMPLES = 24
@@ -191,6 +194,34 @@ def _other_attempt(document: dict[str, Any]) -> None:
     document["attempt"] = "5eed-2"
 
 
+def test_a_header_that_says_something_else(reader: SpanReader, tmp_path: Path) -> None:
+    """All checksums are right: a writer has put another name into the file."""
+    array = np.arange(6, dtype="<f4")
+    says, means = (plan_save([spec(name, "F32", 6)], step=1) for name in ("wrong", "right"))
+    content = says.header + array.tobytes()
+    file, tensors = record_file(means, true_sums(means, content))
+    manifest = Manifest(1, 1, CREATED, "test", BLOCK_BYTES, (file,), tensors, {})
+    (tmp_path / file.name).write_bytes(content)
+    (tmp_path / "manifest.json").write_bytes(manifest.encode())
+    found = look(reader, tmp_path).findings
+    assert [(f.what, f.tensor, f.got) for f in found] == [
+        ("header", "right", "nothing"),
+        ("header", "wrong", "('F32', 4096, 4120)"),
+    ]
+
+
+def test_a_manifest_that_says_other_groups(reader: SpanReader, shared: Path) -> None:
+    path = shared / "step-000000000007" / "manifest.json"
+    path.write_bytes(rewritten(path.read_bytes(), _other_groups, "manifest"))
+    (finding,) = look(reader, path.parent).findings
+    assert (finding.what, finding.file) == ("manifest", "manifest.json")
+    assert "groups of ranks" in finding.detail
+
+
+def _other_groups(document: dict[str, Any]) -> None:
+    document["state"]["epoch"] = [[[0, 1]], [[2, 3]]]
+
+
 def test_chunks_that_do_not_make_a_tensor(reader: SpanReader, shared: Path) -> None:
     """Every record is valid by itself; together they lack two elements that nobody wrote."""
     cover = _Cover()
@@ -205,6 +236,23 @@ def test_chunks_that_do_not_make_a_tensor(reader: SpanReader, shared: Path) -> N
     (finding,) = cover.findings()
     assert (finding.what, finding.tensor) == ("cover", "free")
     assert (finding.expected, finding.got) == ("8", "5")
+
+
+def test_a_step_that_goes_meanwhile(
+    reader: SpanReader, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given up by its job, it is not damaged."""
+    fs = file_system()
+    place = find(fs, f"{run}@1")
+    begin = SpanReader.bad_pieces
+
+    def first_remove(self: SpanReader, *args: Any) -> Any:
+        shutil.rmtree(place.directory)
+        return begin(self, *args)
+
+    monkeypatch.setattr(SpanReader, "bad_pieces", first_remove)
+    assert verify._verify(fs, place, reader) is None
+    assert verify._verify(fs, place, reader) is None  # gone before it began
 
 
 def test_exit_codes(run: Path, shared: Path, say: Callable[..., tuple[int, str]]) -> None:

@@ -34,12 +34,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StateholdError as error:
         print(f"statehold: {error}", file=sys.stderr)
         return codes.code_of(error)
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return codes.FAILED
+    except OSError as error:
+        return _failed(error)
     except KeyboardInterrupt:
         print("statehold: interrupted", file=sys.stderr)
         return codes.INTERRUPTED
+
+
+def _failed(error: OSError) -> int:
+    if isinstance(error, BrokenPipeError):  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    else:
+        print(f"statehold: {error}", file=sys.stderr)
+    return codes.FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -130,9 +130,13 @@ class _Check:
             report.add(_bad(bad))
         for finding in self.cover.findings():
             report.add(finding)
-        names = [name for name, _ in self.fs.listdir(self.place.directory)]
-        report.foreign = sorted(set(names) - self.known)
+        report.foreign = sorted(self._names() - self.known)
         return report
+
+    def _names(self) -> set[str]:
+        """What lies in the directory; nothing if the step was given up meanwhile."""
+        is_there = self.fs.is_dir(self.place.directory)
+        return {name for name, _ in self.fs.listdir(self.place.directory)} if is_there else set()
 
     def _unsound(
         self, what: str, path: str, error: StateholdError, rank: int | None = None
@@ -174,8 +178,7 @@ class _Check:
         except StateholdError as error:
             # Its data files cannot be judged without it: they are not foreign for that.
             stem = commit.records[rank].name.removesuffix(".json")
-            names = (name for name, _ in self.fs.listdir(self.place.directory))
-            self.known.update(name for name in names if name.startswith(stem))
+            self.known.update(name for name in self._names() if name.startswith(stem))
             what = "missing" if self.fs.stat_bytes(path) is None else "record"
             self.report.add(self._unsound(what, path, error, rank))
             return None

@@ -7,6 +7,7 @@ Not here: what is in a step (saved), who may change a run (prune).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -90,8 +91,9 @@ def tree_bytes(directory: str) -> tuple[int, int]:
     total = count = 0
     for parent, _, names in os.walk(directory):
         for name in names:
-            total += os.lstat(os.path.join(parent, name)).st_size
-            count += 1
+            with contextlib.suppress(FileNotFoundError):  # its job gave it up meanwhile
+                total += os.lstat(os.path.join(parent, name)).st_size
+                count += 1
     return total, count
 
 

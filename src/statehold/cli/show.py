@@ -18,6 +18,7 @@ from statehold.cli.output import Progress, counted, emit, plain, table
 from statehold.cli.places import Place, file_system, find, load_manifest, tree_bytes
 from statehold.cli.values import leaves_of
 from statehold.encoding.header import bytes_of
+from statehold.errors import StateMismatchError
 from statehold.planning.layout import Layout
 from statehold.planning.share import Held
 from statehold.steps.manifest import Manifest
@@ -148,7 +149,11 @@ def _tensor(saved: SavedStep, place: Place, name: str) -> dict[str, Any]:
             hint=hint,
         )
     content = Content(saved, place.directory)
-    chunks = content.chunks(name)
+    try:
+        chunks = content.chunks(name)
+    except StateMismatchError as error:
+        error.hint = "--rank R shows it as one rank saved it"
+        raise
     document = _entry(saved, name)
     document["chunks"] = [
         {
