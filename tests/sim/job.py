@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from sim.oracle import RUN
 from statehold import Checkpointer
 from statehold._core import SimFs
-from statehold.board import StoreBoard
+from statehold.board import StoreBoard, lost_leader
 from statehold.errors import StateholdError
 from statehold.peers import Peers
 from statehold.testing import checkpointer_on
@@ -164,7 +164,10 @@ class RankBoard(StoreBoard):
         self._token = token
 
     def open(self, rank: int, size: int, until: float) -> str:
-        self._life.before("open")
+        if rank == 0:
+            self.post("token", self._token.encode())
+        elif self.wait(["token"], until):
+            raise lost_leader("the ranks met to open the run")
         return self._token
 
     def _call(self, action: Callable[[Any], T]) -> T:

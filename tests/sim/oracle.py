@@ -74,6 +74,7 @@ class Oracle:
     promised: dict[int, int] = field(default_factory=dict)
     suspect: set[int] = field(default_factory=set)
     committed: int = 0
+    _rewound: int = 0
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, step: int, serial: int, ranks: int) -> None:
@@ -82,20 +83,26 @@ class Oracle:
 
     def promise(self, step: int, serial: int) -> None:
         with self._guard:
+            if serial < self._rewound:  # told late: the rewind has settled what is there
+                return
             self.committed += self.promised.get(step) != serial
             self.promised[step] = max(serial, self.promised.get(step, 0))
 
-    def doubt(self, newer_than: int) -> None:
-        """A rewind was begun: newer steps may be there or not."""
+    def doubt(self, newer_than: int, serial: int) -> None:
+        """A rewind was begun: newer steps of saves before `serial` may be there or not."""
         with self._guard:
-            for step in [step for step in self.promised if step > newer_than]:
+            self._rewound = max(self._rewound, serial)
+            # What was there newer than a step has decided whether it was kept.
+            kept = self._kept(each for each, saves in self.begun.items() if min(saves, default=serial) < serial)
+            for step in [each for each in self.promised if each > newer_than or each not in kept]:
                 del self.promised[step]
 
-    def forget(self, newer_than: int) -> None:
-        """A rewind has succeeded: nothing newer may be there."""
+    def forget(self, newer_than: int, serial: int) -> None:
+        """A rewind has succeeded: nothing newer may be there of saves before `serial`."""
         with self._guard:
             for step in [step for step in self.begun if step > newer_than]:
-                del self.begun[step]
+                left = {each: size for each, size in self.begun[step].items() if each > serial}
+                self.begun[step] = left
 
     def look(self, fs: SimFs) -> None:
         """Note which steps hold damaged files now."""
@@ -104,18 +111,24 @@ class Oracle:
 
     def judge(self, visible: Sequence[int]) -> list[str]:
         """Which promises are broken if these are the steps that there are; forgets old ones."""
-        known = sorted({*self.promised, *visible, *self.suspect})
-        kept = known if self.keep is None else known[-self.keep :]
+        kept = self._kept({*self.promised, *visible, *self.suspect})
         wrong = [
             f"step {step} was committed and is not there"
             for step in kept
             if step in self.promised and step not in visible and step not in self.suspect
         ]
-        wrong += [f"step {step} was never saved" for step in visible if step not in self.begun]
+        wrong += [f"step {step} was never saved" for step in visible if not self.begun.get(step)]
         self.promised = {step: self.promised[step] for step in self.promised if step in visible}
         return wrong
 
-    def judge_content(self, step: int, rank: int, found: dict[str, Any], names: Iterable[str]) -> list[str]:
+    def _kept(self, steps: Iterable[int]) -> list[int]:
+        """The newest of these steps, as many as are kept."""
+        known = sorted(steps)
+        return known if self.keep is None else known[-self.keep :]
+
+    def judge_content(
+        self, step: int, rank: int, found: dict[str, Any], names: Iterable[str]
+    ) -> list[str]:
         """What is wrong with what `rank` has restored of `step`."""
         if found["step"] != step or found["serial"] not in self.begun.get(step, {}):
             return [f"step {step}: holds step {found['step']}, serial {found['serial']}"]
