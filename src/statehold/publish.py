@@ -48,8 +48,9 @@ def make_directories(fs: Fs, path: str) -> None:
         missing.append(path)
         path = path.rpartition("/")[0]
     # All that is above it was synced before it was made, and so was what lies in it.
-    with unless(errno.EACCES):  # a parent that we may not read was not made by us
-        fs.sync_dir(parent_of(path or "."))
+    if path:
+        with unless(errno.EACCES):  # a parent that we may not read was not made by us
+            fs.sync_dir(parent_of(path))
     for path in reversed(missing):
         with unless(errno.EEXIST):  # another rank made it
             fs.mkdir(path)
