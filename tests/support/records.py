@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from statehold.entries import record_file
 from statehold.errors import StorageError
-from statehold.layout import Box, ExplicitLayout, Layout, Mesh
-from statehold.manifest import Commit, RecordEntry, Shared, groups_of, record_name
-from statehold.plan import TensorSpec, plan_save
-from statehold.record import Record
-from statehold.saved import SavedStep, open_step
-from statehold.share import Held
-from support.steps import sums_for
+from statehold.planning.layout import Box, ExplicitLayout, Layout, Mesh
+from statehold.planning.plan import TensorSpec, plan_save
+from statehold.planning.share import Held
+from statehold.steps.entries import record_file
+from statehold.steps.manifest import Commit, RecordEntry, Shared, groups_of, record_name
+from statehold.steps.record import Record
+from statehold.steps.saved import SavedStep, open_step
+from support.steps import Sums, false_sums
 
 DTYPES = {"F64": np.float64, "I64": np.int64, "U8": np.uint8, "I16": np.int16}
 DIRECTORY, ATTEMPT = "run/step-000000000007", "5eed-1"
@@ -55,7 +55,9 @@ class World:
         own: Sequence[Mapping[str, np.ndarray[Any, Any]]] = (),
         extra: Sequence[Mapping[str, Any]] = (),
         shared: Sequence[Shared] = (),
+        sums: Sums = false_sums,
     ) -> None:
+        self.sums = sums
         self.size = len(held)
         self.arrays = arrays
         self.own = own
@@ -112,12 +114,12 @@ class World:
             specs.append(_placed_spec(spec, held, box))
             contents.append(raw)
         plan = plan_save(specs, step=7, world_size=self.size, rank=rank)
-        file, tensors = record_file(plan, sums_for(plan), index=index)
+        content = plan.header + b"".join(contents[i] for i in plan.source_index)
+        file, tensors = record_file(plan, self.sums(plan, content), index=index)
         if index:
             name = file.name.replace(".safetensors", f"-{index}.safetensors")
             file = type(file)(name, file.bytes, file.data_begin, file.header_sums, file.digest)
-        content = b"".join(contents[i] for i in plan.source_index)
-        self.files[f"{DIRECTORY}/{file.name}"] = plan.header + content
+        self.files[f"{DIRECTORY}/{file.name}"] = content
         return file, tensors
 
     def _commit(self, shared: Sequence[Shared]) -> Commit:
@@ -166,7 +168,7 @@ def rewritten(raw: bytes, change: Any, what: str) -> bytes:
     return body + b',"%s_sha256":"%s"}\n' % (what.encode(), digest)
 
 
-def example() -> World:
+def example(sums: Sums = false_sums) -> World:
     """Four ranks with a tensor of each kind: sharded, replicated, cut freely, a rank's own."""
     grid, row = Mesh((2, 2), (0, 1, 2, 3)), Mesh((4,), (3, 1, 0, 2))
     boxes = [(Box((0,), (3,)), 1), (Box((3,), (4,)), 0), (Box((7,), (1,)), 0)]
@@ -182,4 +184,5 @@ def example() -> World:
         for each in held
     }
     own = [{"own": np.array([rank, 5])} for rank in range(4)]
-    return World([held] * 4, arrays, own, [{"epoch": 3, "seed": rank} for rank in range(4)])
+    values = [{"epoch": 3, "seed": rank} for rank in range(4)]
+    return World([held] * 4, arrays, own, values, sums=sums)

@@ -5,12 +5,20 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from statehold.header import bytes_of
-from statehold.manifest import Manifest, record_file
-from statehold.plan import BLOCK_BYTES, SavePlan, TensorSpec, piece_count, plan_save
+from statehold._core import xxh3_64
+from statehold.encoding.header import bytes_of
+from statehold.planning.plan import (
+    BLOCK_BYTES,
+    SavePlan,
+    TensorSpec,
+    piece_count,
+    pieces,
+    plan_save,
+)
+from statehold.steps.manifest import Manifest, record_file
 
 
 def spec(name: str, dtype: str, *shape: int, eager: bool = False) -> TensorSpec:
@@ -35,6 +43,24 @@ def sums_for(plan: SavePlan) -> bytes:
     for tensor, begin in zip(plan.specs, plan.begins, strict=True):
         count += piece_count(begin, tensor.nbytes, BLOCK_BYTES)
     return b"".join(i.to_bytes(8, "little") for i in range(1, count + 1))
+
+
+Sums = Callable[[SavePlan, bytes], bytes]
+
+
+def false_sums(plan: SavePlan, content: bytes) -> bytes:
+    return sums_for(plan)
+
+
+def true_sums(plan: SavePlan, content: bytes) -> bytes:
+    """The checksums of a data file."""
+    segments = [(0, plan.data_begin)]
+    segments += [(begin, spec.nbytes) for spec, begin in zip(plan.specs, plan.begins, strict=True)]
+    return b"".join(
+        xxh3_64(content[begin:end]).to_bytes(8, "little")
+        for at, nbytes in segments
+        for begin, end in pieces(at, nbytes, BLOCK_BYTES)
+    )
 
 
 def manifest_of(specs: Sequence[TensorSpec] = SPECS, state: Any = None, step: int = 7) -> Manifest:

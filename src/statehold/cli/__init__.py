@@ -1,0 +1,99 @@
+"""The command `statehold`: look at runs, verify, compare and prune them (docs/cli.md).
+
+Owns: arguments, the choice of a command, and what becomes of errors: a message on stderr and an
+exit code.
+Holds: nothing here imports torch; NumPy is imported only by what needs numbers, and a command's
+module only when the command runs.
+Not here: what a command does (one module each), how output looks (output).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from statehold._version import __version__
+from statehold.cli import codes
+from statehold.errors import StateholdError
+
+__all__ = ["main"]
+
+_STEP_HELP = "RUN, RUN@STEP (a number or 'newest', the default), or the directory of a step"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    args = _parser().parse_args(argv)
+    command = importlib.import_module(f"statehold.cli.{args.module}")
+    try:
+        return int(command.run(args))
+    except StateholdError as error:
+        print(f"statehold: {error}", file=sys.stderr)
+        return codes.code_of(error)
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return codes.FAILED
+    except KeyboardInterrupt:
+        print("statehold: interrupted", file=sys.stderr)
+        return codes.INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="statehold",
+        description="Look at checkpoints, verify, compare and prune them.",
+        epilog=codes.TEXT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"statehold {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    ls = _command(commands, "ls", "the steps of a run, and what else lies there")
+    ls.add_argument("run", metavar="RUN", help="a run directory")
+
+    show = _command(commands, "show", "what a step holds, or one tensor of it")
+    show.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
+    show.add_argument("tensor", metavar="TENSOR", nargs="?", help="with statistics (needs NumPy)")
+    show.add_argument("--values", action="store_true", help="the plain values, too")
+    _add_rank(show)
+
+    verify = _command(commands, "verify", "read every byte of a step and check it")
+    verify.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
+    verify.add_argument("--all", action="store_true", help="all steps of the run")
+
+    diff = _command(
+        commands, "diff", "which tensors and values of two steps differ, and by how much"
+    )
+    diff.add_argument("a", metavar="A", help=_STEP_HELP)
+    diff.add_argument("b", metavar="B", help="the same, or @STEP: of the run of A")
+    _add_rank(diff)
+
+    prune = _command(commands, "prune", "give up old steps; shows them, and with --yes does it")
+    prune.add_argument("run", metavar="RUN", help="a run directory that no job saves into")
+    prune.add_argument("--keep", metavar="N", type=int, required=True, help="the newest N steps")
+    prune.add_argument("--leftovers", action="store_true", help="also what crashed saves left")
+    prune.add_argument("--yes", action="store_true", help="do it")
+
+    doctor = _command(commands, "doctor", "what this machine lets statehold do")
+    doctor.add_argument("path", metavar="PATH", nargs="?", default=".", help="where runs will lie")
+    return parser
+
+
+def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text.capitalize() + ".", epilog=codes.TEXT,
+        formatter_class=formatter,
+    )  # fmt: skip
+    command.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    command.set_defaults(module=name)
+    return command
+
+
+def _add_rank(command: argparse.ArgumentParser) -> None:
+    text = "as this rank saved it, where ranks have tensors or values of their own"
+    command.add_argument("--rank", metavar="R", type=int, help=text)

@@ -1,0 +1,318 @@
+"""A whole step against what its manifest says: documents, files, headers, pieces, and completeness.
+
+Owns: what counts as damage, and where it is: file, bytes, tensor, rank.
+Holds: goes on to the end whatever is found; of several ranks one record is in memory at a time, so
+that memory grows with tensors, not with ranks times tensors. Damage that is next to damage of the
+same tensor is one finding, so that a file full of it is still a short list.
+Not here: reading fast (reading), which step (places), how it is told (verify).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from statehold.cli.places import Place, load_manifest
+from statehold.cli.reading import BadPiece, Span, SpanReader, scan
+from statehold.encoding import header
+from statehold.errors import CorruptionError, StateholdError
+from statehold.planning.layout import ExplicitLayout, Layout
+from statehold.steps.entries import Chunk, FileEntry
+from statehold.steps.manifest import Commit, Manifest, groups_of
+from statehold.steps.record import Record
+from statehold.steps.saved import MANIFEST_NAME, read_record
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+__all__ = ["Finding", "Report", "check_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong. Half-open `begin`, `end` in the file, where it is about bytes.
+
+    what: "manifest", "record", "missing", "size", "header", "checksum", "unreadable" or "cover".
+    """
+
+    what: str
+    file: str | None = None
+    begin: int | None = None
+    end: int | None = None
+    tensor: str | None = None
+    rank: int | None = None
+    pieces: int = 0
+    expected: str | None = None
+    got: str | None = None
+    detail: str = ""
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Report:
+    """What was looked at, and what is wrong with it."""
+
+    place: Place
+    files: int = 0
+    bytes: int = 0
+    pieces: int = 0
+    world_size: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)  # of tensors
+
+    @property
+    def is_intact(self) -> bool:
+        return not self.findings
+
+    def add(self, finding: Finding) -> None:
+        last = self.findings[-1] if self.findings else None
+        if last is not None and _goes_on(last, finding):
+            joined = {**asdict(last), "end": finding.end, "pieces": last.pieces + finding.pieces}
+            self.findings[-1] = Finding(**joined)
+        else:
+            self.findings.append(finding)
+
+
+def _goes_on(last: Finding, finding: Finding) -> bool:
+    about = [(f.what, f.file, f.tensor, f.rank, f.detail) for f in (last, finding)]
+    return finding.pieces > 0 and about[0] == about[1] and last.end == finding.begin
+
+
+def check_step(
+    fs: Fs, place: Place, reader: SpanReader, done: Callable[[int], None] = lambda _: None
+) -> Report:
+    """Look at every byte of a step. `done` is told how many bytes more have been."""
+    return _Check(fs, place, reader, done).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one document, a manifest of version 1 or a record, says of data files."""
+
+    rank: int
+    block_bytes: int
+    files: tuple[FileEntry, ...]
+    chunks: Mapping[str, tuple[Chunk, ...]]
+    dtypes: Mapping[str, str]
+
+
+class _Check:
+    def __init__(
+        self, fs: Fs, place: Place, reader: SpanReader, done: Callable[[int], None]
+    ) -> None:
+        self.fs = fs
+        self.place = place
+        self.reader = reader
+        self.done = done
+        self.report = Report(place)
+        self.known = {MANIFEST_NAME}
+        self.cover = _Cover()
+
+    def run(self) -> Report:
+        report = self.report
+        try:
+            manifest = load_manifest(self.fs, self.place.directory)
+        except CorruptionError as error:
+            report.add(self._unsound("manifest", f"{self.place.directory}/{MANIFEST_NAME}", error))
+            return report
+        report.world_size = manifest.world_size
+        if manifest.step != self.place.step:
+            expected, got = str(self.place.step), str(manifest.step)
+            report.add(Finding("manifest", MANIFEST_NAME, expected=expected, got=got,
+                               detail="it belongs to another step"))  # fmt: skip
+        for bad in self.reader.bad_pieces(self._spans(self._parts(manifest)), self.done):
+            report.add(_bad(bad))
+        for finding in self.cover.findings():
+            report.add(finding)
+        names = [name for name, _ in self.fs.listdir(self.place.directory)]
+        report.foreign = sorted(set(names) - self.known)
+        return report
+
+    def _unsound(
+        self, what: str, path: str, error: StateholdError, rank: int | None = None
+    ) -> Finding:
+        """A finding for an error about a whole document."""
+        facts = {key: str(value) for key, value in error.facts.items()}
+        where = facts.get("where")
+        detail = f"{error.summary} ({where})" if where else error.summary
+        return Finding(what, os.path.basename(path), rank=rank, expected=facts.get("expected"),
+                       got=facts.get("got"), detail=detail)  # fmt: skip
+
+    # -- documents ---------------------------------------------------------------------------
+
+    def _parts(self, manifest: Manifest | Commit) -> Iterator[_Part]:
+        if isinstance(manifest, Manifest):
+            chunks = {name: entry.chunks for name, entry in manifest.tensors.items()}
+            dtypes = {name: entry.dtype for name, entry in manifest.tensors.items()}
+            yield _Part(0, manifest.block_bytes, manifest.files, chunks, dtypes)
+            return
+        said: list[dict[str, str]] = []
+        for rank in range(manifest.world_size):
+            record = self._record(manifest, rank)
+            if record is not None:
+                said.append(record.said())
+                self.cover.add(record)
+                dtypes = {name: record.tensors[name].dtype for name in record.chunks}
+                yield _Part(rank, record.block_bytes, record.files, record.chunks, dtypes)
+        if len(said) < manifest.world_size:
+            self.cover.is_complete = False  # what is missing has been reported
+        elif groups_of(said) != dict(manifest.state):
+            detail = "the groups of ranks in it are not those of the records"
+            self.report.add(Finding("manifest", MANIFEST_NAME, detail=detail))
+
+    def _record(self, commit: Commit, rank: int) -> Record | None:
+        path = f"{self.place.directory}/{commit.records[rank].name}"
+        self.known.add(commit.records[rank].name)
+        try:
+            return read_record(self.fs.read_file, self.place.directory, commit, rank)
+        except StateholdError as error:
+            # Its data files cannot be judged without it: they are not foreign for that.
+            stem = commit.records[rank].name.removesuffix(".json")
+            names = (name for name, _ in self.fs.listdir(self.place.directory))
+            self.known.update(name for name in names if name.startswith(stem))
+            what = "missing" if self.fs.stat_bytes(path) is None else "record"
+            self.report.add(self._unsound(what, path, error, rank))
+            return None
+
+    # -- files -------------------------------------------------------------------------------
+
+    def _spans(self, parts: Iterable[_Part]) -> Iterator[Span]:
+        """What to read, file after file; says on the way what is wrong with the files."""
+        for part in parts:
+            held: list[list[tuple[int, int, str, str]]] = [[] for _ in part.files]
+            for name, chunks in part.chunks.items():
+                self.report.names.add(name)
+                for chunk in chunks:
+                    held[chunk.file].append((chunk.begin, chunk.end, name, chunk.sums))
+            for file, ranges in zip(part.files, held, strict=True):
+                self.known.add(file.name)
+                yield from self._file_spans(part, file, sorted(ranges))
+
+    def _file_spans(
+        self, part: _Part, file: FileEntry, ranges: list[tuple[int, int, str, str]]
+    ) -> Iterator[Span]:
+        path = f"{self.place.directory}/{file.name}"
+        size = self.fs.stat_bytes(path)
+        self.report.files += 1
+        if size is None:
+            self.report.add(Finding("missing", file.name, rank=part.rank, detail=_listed(ranges)))
+            return
+        if size != file.bytes:
+            self.report.add(Finding("size", file.name, rank=part.rank, expected=f"{file.bytes}",
+                                    got=f"{size}", detail="bytes"))  # fmt: skip
+        header_range = (0, file.data_begin, "", file.header_sums)
+        for begin, end, name, sums in (header_range, *ranges):
+            if begin == end:
+                continue
+            span = Span(path, size, begin, end, sums, part.block_bytes, name, part.rank)
+            self.report.bytes += end - begin
+            self.report.pieces += len(sums) // 16
+            if not name and end <= size:
+                yield from self._check_header(span, part, file, ranges)
+            elif end <= size:
+                yield span
+            else:
+                yield from self._cut_off(span)
+
+    def _cut_off(self, span: Span) -> Iterator[Span]:
+        """Of a span that a file is too short for: the pieces that are there."""
+        whole = span.begin
+        for begin, end, _ in span.pieces():
+            if end <= span.file_bytes:
+                whole = end
+            else:
+                detail = "the file ends before it"
+                self.report.add(_about(span, "unreadable", begin, end, detail))
+        if whole > span.begin:
+            yield span.part(span.begin, whole)
+
+    # -- headers -----------------------------------------------------------------------------
+
+    def _check_header(
+        self, span: Span, part: _Part, file: FileEntry, ranges: list[tuple[int, int, str, str]]
+    ) -> Iterator[Span]:
+        """A header has to say what the manifest or the record says of the same bytes."""
+        bad = list(scan(span))
+        for each in bad:
+            self.report.add(_bad(each))
+        if bad:
+            return
+        yield span
+        with open(span.path, "rb") as stream:
+            raw = stream.read(span.end)
+        try:
+            entries, _, data_begin = header.decode(raw, file.bytes, file.name)
+        except CorruptionError as error:
+            self.report.add(self._unsound("header", file.name, error, part.rank))
+            return
+        base = data_begin
+        says = {
+            entry.name: (entry.dtype, entry.begin + base, entry.end + base) for entry in entries
+        }
+        expected = {name: (part.dtypes[name], begin, end) for begin, end, name, _ in ranges}
+        for name in sorted(says.keys() | expected.keys()):
+            if says.get(name) != expected.get(name):
+                self.report.add(Finding("header", file.name, tensor=name, rank=part.rank,
+                                        expected=str(expected.get(name, "nothing")),
+                                        got=str(says.get(name, "nothing")),
+                                        detail="not what the manifest says"))  # fmt: skip
+
+
+class _Cover:
+    """Whether what the ranks wrote of a tensor makes all of it, counted in elements.
+
+    A record holds exactly the boxes that its layout makes a rank write, so chunks of one layout do
+    not overlap; boxes that a planner chose freely might, which a count alone does not show.
+    """
+
+    def __init__(self) -> None:
+        self.is_complete = True
+        self._wrote: dict[object, int] = {}
+        self._shapes: dict[object, tuple[str, tuple[int, ...]]] = {}
+
+    def add(self, record: Record) -> None:
+        for held in record.held:
+            if held.layout is None:
+                continue  # whole, in the record itself
+            key: object = held
+            if isinstance(held.layout, ExplicitLayout):
+                key = held.name, held.dtype, held.shape  # a rank may know its own boxes only
+            elif not isinstance(held.layout, Layout):
+                continue
+            numel = sum(math.prod(chunk.shape) for chunk in record.chunks.get(held.name, ()))
+            self._wrote[key] = self._wrote.get(key, 0) + numel
+            self._shapes[key] = held.name, held.shape
+
+    def findings(self) -> Iterator[Finding]:
+        """Nothing where records were missing: that is the reason, and has been said."""
+        for key, numel in self._wrote.items():
+            name, shape = self._shapes[key]
+            if self.is_complete and numel != math.prod(shape):
+                yield Finding("cover", tensor=name, expected=f"{math.prod(shape)}",
+                              got=f"{numel}", detail="elements in all chunks")  # fmt: skip
+
+
+def _about(span: Span, what: str, begin: int, end: int, detail: str) -> Finding:
+    name = os.path.basename(span.path)
+    tensor = span.name or None
+    return Finding(what, name, begin, end, tensor, span.rank, pieces=1, detail=detail)
+
+
+def _bad(bad: BadPiece) -> Finding:
+    name = os.path.basename(bad.span.path)
+    what = "unreadable" if bad.got is None else "checksum"
+    tensor, rank = bad.span.name or None, bad.span.rank
+    detail = bad.why or ("" if tensor else "the header")
+    return Finding(what, name, bad.begin, bad.end, tensor, rank, 1, bad.expected, bad.got, detail)
+
+
+def _listed(ranges: list[tuple[int, int, str, str]]) -> str:
+    names = [name for _, _, name, _ in ranges]
+    more = f", ... ({len(names)} tensors)" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more

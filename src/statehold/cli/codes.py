@@ -1,0 +1,37 @@
+"""Exit codes: 0 and 1 answer the question that was asked; the others say why nobody can."""
+
+from __future__ import annotations
+
+from statehold.errors import (
+    CorruptionError,
+    RunBusyError,
+    StateholdError,
+    StepNotFoundError,
+    UsageError,
+)
+
+__all__ = ["FAILED", "INTERRUPTED", "NO", "TEXT", "YES", "NotFoundError", "code_of"]
+
+YES, NO, USAGE, NOT_FOUND, FAILED, INTERRUPTED = 0, 1, 2, 3, 4, 130
+
+TEXT = """\
+exit codes:
+  0  yes: intact, equal, done           3  no such run, step or tensor
+  1  no: damaged, different             4  no answer: refused, busy, or a newer format
+  2  the command cannot be understood   130  interrupted
+"""
+
+
+class NotFoundError(UsageError):
+    """What a command was asked about does not exist."""
+
+
+def code_of(error: StateholdError) -> int:
+    """The exit code of a command that ended with `error`."""
+    if isinstance(error, StepNotFoundError | NotFoundError):
+        return NOT_FOUND
+    if isinstance(error, CorruptionError):
+        return NO
+    # Whoever has to wait for another job has made no mistake.
+    is_mistake = isinstance(error, UsageError) and not isinstance(error, RunBusyError)
+    return USAGE if is_mistake else FAILED

@@ -1,0 +1,212 @@
+"""`statehold diff A B`: which tensors and values of two steps differ, and by how much.
+
+Owns: which bytes have to be read to know. Chunks that lie alike on the grid of pieces are compared
+by their checksums, and only pieces that differ are read; all others are read part by part.
+Holds: an element differs if its bits do. What cannot be compared is listed, never called equal.
+Not here: numbers (numbers), bytes (content).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from statehold.cli import codes
+from statehold.cli.content import Content, parts_of
+from statehold.cli.numbers import Difference, bits_of, numpy
+from statehold.cli.output import Progress, counted, emit, plain, table
+from statehold.cli.places import file_system, find
+from statehold.cli.reading import SUM_DIGITS
+from statehold.cli.values import leaves_of
+from statehold.encoding.header import DTYPE_BITS, bytes_of
+from statehold.encoding.strictjson import show
+from statehold.errors import StateMismatchError
+from statehold.planning.layout import Box
+from statehold.planning.plan import pieces
+from statehold.steps.saved import PlacedChunk
+
+_LOST = object()
+
+
+def run(args: argparse.Namespace) -> int:
+    fs = file_system()
+    first = find(fs, args.a)
+    same_run = os.path.dirname(first.directory) if args.b.startswith("@") else ""
+    second = find(fs, f"{same_run}{args.b}")
+    pair = _Pair(
+        Content(first.open(fs, args.rank), first.directory),
+        Content(second.open(fs, args.rank), second.directory),
+    )
+    document = {"a": first.directory, "b": second.directory, **pair.document()}
+    emit(document) if args.json else _show(document)
+    if not document["equal"]:
+        return codes.NO
+    return codes.FAILED if document["not_compared"] else codes.YES
+
+
+class _Pair:
+    """Two steps side by side."""
+
+    def __init__(self, a: Content, b: Content) -> None:
+        self.a = a
+        self.b = b
+        self.read_bytes = 0
+        self._progress = Progress("reading", 0)
+
+    def document(self) -> dict[str, Any]:
+        ours, theirs = self.a.saved.tensors, self.b.saved.tensors
+        common = [name for name in ours if name in theirs]
+        total = sum(bytes_of(ours[name].dtype, ours[name].shape) or 0 for name in common)
+        self._progress = Progress("comparing", total)
+        differing, not_compared = [], []
+        try:
+            for name in common:
+                try:
+                    found = self._tensor(name)
+                except StateMismatchError as error:
+                    not_compared.append({"name": name, "why": error.summary})
+                    continue
+                if found is not None:
+                    differing.append(found)
+        finally:
+            self._progress.close()
+        found = {
+            "only_in_a": [name for name in ours if name not in theirs],
+            "only_in_b": [name for name in theirs if name not in ours],
+            "tensors": differing,
+            "values": self._values(),
+        }
+        return {
+            "equal": not any(found.values()),
+            **found,
+            "not_compared": not_compared,
+            "compared": len(common) - len(not_compared),
+            "read_bytes": self.read_bytes,
+        }
+
+    def _values(self) -> list[dict[str, Any]]:
+        a, b = leaves_of(self.a.saved.state), leaves_of(self.b.saved.state)
+        found = []
+        for path in dict.fromkeys((*a, *b)):
+            left, right = a.get(path, _LOST), b.get(path, _LOST)
+            # 1, 1.0 and True are three values.
+            if (type(left), repr(left)) != (type(right), repr(right)):
+                sides = {"a": left, "b": right}
+                known = {key: value for key, value in sides.items() if value is not _LOST}
+                found.append({"path": path, **known})
+        return found
+
+    # -- one tensor --------------------------------------------------------------------------
+
+    def _tensor(self, name: str) -> dict[str, Any] | None:
+        """What is different about a tensor that both have; None for nothing."""
+        a, b = self.a.saved.tensors[name], self.b.saved.tensors[name]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            sides = {"a": a, "b": b}
+            return {
+                "name": name,
+                "dtype": {side: tensor.dtype for side, tensor in sides.items()},
+                "shape": {side: list(tensor.shape) for side, tensor in sides.items()},
+            }
+        difference = Difference()
+        for left, right in self._parts(name):
+            self.read_bytes += len(left) + len(right)
+            self._progress.advance(0)
+            difference.add(a.dtype, bits_of(a.dtype, left), bits_of(a.dtype, right))
+        self._progress.advance(bytes_of(a.dtype, a.shape) or 0)
+        if not difference.elements:
+            return None
+        numel = Box.whole(a.shape).numel
+        return {
+            "name": name,
+            "dtype": a.dtype,
+            "shape": list(a.shape),
+            "elements": numel,
+            "differing": difference.elements,
+            "max_abs": difference.max_abs,
+        }
+
+    def _parts(self, name: str) -> Iterator[tuple[bytearray, bytearray]]:
+        """The bytes of both that have to be looked at, alike in order."""
+        ours = {chunk.box: chunk for chunk in self.a.chunks(name)}
+        theirs = {chunk.box: chunk for chunk in self.b.chunks(name)}
+        if ours.keys() != theirs.keys():
+            yield from self._boxes(name)
+            return
+        for box, chunk in ours.items():
+            other = theirs[box]
+            if self._same_grid(chunk, other):
+                yield from self._pieces(name, chunk, other)
+            else:
+                both = (self.a.chunk_parts(name, chunk), self.b.chunk_parts(name, other))
+                yield from zip(*both, strict=True)
+
+    def _same_grid(self, a: PlacedChunk, b: PlacedChunk) -> bool:
+        block = self.a.saved.block_bytes
+        return block == self.b.saved.block_bytes and a.begin % block == b.begin % block
+
+    def _pieces(
+        self, name: str, a: PlacedChunk, b: PlacedChunk
+    ) -> Iterator[tuple[bytearray, bytearray]]:
+        """The pieces whose checksums differ."""
+        if a.sums == b.sums:
+            return
+        cuts = pieces(a.begin, a.end - a.begin, self.a.saved.block_bytes)
+        for i, (begin, end) in enumerate(cuts):
+            digits = slice(SUM_DIGITS * i, SUM_DIGITS * (i + 1))
+            if a.sums[digits] != b.sums[digits]:
+                shift = b.begin - a.begin
+                yield (
+                    self.a.range(name, a, begin, end),
+                    self.b.range(name, b, begin + shift, end + shift),
+                )
+
+    def _boxes(self, name: str) -> Iterator[tuple[bytearray, bytearray]]:
+        """Of tensors that are cut in different ways: the same boxes of both."""
+        tensor = self.a.saved.tensors[name]
+        if DTYPE_BITS[tensor.dtype] % 8:
+            raise StateMismatchError(f"{tensor.dtype} in other chunks is not unpacked here")
+        numpy()
+        for part in parts_of(Box.whole(tensor.shape), DTYPE_BITS[tensor.dtype] // 8):
+            left, right = self.a.box(name, part), self.b.box(name, part)
+            yield bytearray(left.tobytes()), bytearray(right.tobytes())
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def _show(document: dict[str, Any]) -> None:
+    for side in ("a", "b"):
+        for name in document[f"only_in_{side}"]:
+            print(f"only in {side.upper()}: {plain(name)}")
+    if document["tensors"]:
+        header = ("TENSOR", "DTYPE", "SHAPE", "DIFFERING", "OF", "MAX ABS")
+        rows = map(_row, document["tensors"])
+        print(table(header, rows, right="DIFFERING OF"))
+    if document["values"]:
+        rows2 = (
+            (each["path"], *(show(each[side]) if side in each else "-" for side in "ab"))
+            for each in document["values"]
+        )
+        gap = "\n" if document["tensors"] else ""
+        print(f"{gap}{table(('VALUE', 'A', 'B'), rows2)}")
+    for each in document["not_compared"]:
+        print(f"not compared: {plain(each['name'])}: {each['why']}")
+    differ = len(document["tensors"])
+    verdict = "equal" if document["equal"] else "different"
+    compared = counted(document["compared"], "tensor")
+    values = counted(len(document["values"]), "value")
+    print(f"{verdict}: {compared} compared, different: {differ} of them, {values}")
+
+
+def _row(tensor: dict[str, Any]) -> tuple[object, ...]:
+    if "differing" not in tensor:
+        dtypes, shapes = tensor["dtype"], tensor["shape"]
+        sides = (f"{each['a']} / {each['b']}" for each in (dtypes, shapes))
+        return tensor["name"], *sides, "-", "-", "-"
+    found = tensor["max_abs"]
+    largest = "-" if found is None else f"{found:.6g}"
+    return (tensor["name"], tensor["dtype"], tensor["shape"], tensor["differing"],
+            tensor["elements"], largest)  # fmt: skip

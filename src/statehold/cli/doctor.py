@@ -1,0 +1,215 @@
+"""`statehold doctor [PATH]`: what this machine and the file system of PATH let statehold do.
+
+Holds: says only what was tried or read just now, through the same file system layer that saves use;
+whatever is tried happens in a temporary directory in PATH, which is removed again.
+Not here: how fast it is (bench).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from statehold import _core
+from statehold.cli import codes
+from statehold.cli.output import emit, table
+from statehold.errors import StateholdError
+from statehold.options import Options
+from statehold.storage.lock import RunLock
+from statehold.units import MiB, format_bytes
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "9p", "fuse", "beegfs", "afs"}
+_VOLATILE = {"tmpfs", "ramfs"}
+_FILE_BYTES = 1 * MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at. ok: True, False: saving will not work, None: works, but less
+    well. `means` is what statehold does about it."""
+
+    name: str
+    value: str
+    ok: bool | None = True
+    means: str = ""
+
+
+def run(args: argparse.Namespace) -> int:
+    path = os.path.abspath(args.path)
+    if not os.path.isdir(path):
+        raise codes.NotFoundError("no such directory", facts={"path": path})
+    checks = [*_machine(), *_storage(path)]
+    healthy = all(check.ok is not False for check in checks)
+    if args.json:
+        emit({"path": path, "healthy": healthy, "checks": [asdict(check) for check in checks]})
+    else:
+        print(table(("", "CHECK", "FOUND", "WHAT STATEHOLD DOES"), map(_row, checks)))
+    return codes.YES if healthy else codes.NO
+
+
+def _row(check: Check) -> tuple[object, ...]:
+    mark = {True: "ok", False: "NO", None: "--"}[check.ok]
+    return mark, check.name, check.value, check.means
+
+
+# -- the machine -----------------------------------------------------------------------------------
+
+
+def _machine() -> Iterator[Check]:
+    yield Check("system", f"{platform.system()} {platform.release()}, Python "
+                f"{platform.python_version()}")  # fmt: skip
+    cores = len(os.sched_getaffinity(0))
+    threads = Options().copy_thread_count
+    yield Check("cores", str(cores), means=f"copies and checks with {threads} threads")
+    yield _package("torch", "needed to save and restore; commands do without it")
+    yield _package("numpy", "needed by diff, and by show for statistics")
+    yield _backend()
+    yield _sysctl()
+    yield _limit("locked memory", resource.RLIMIT_MEMLOCK, format_bytes,
+                 "staging memory is registered with io_uring where it fits")  # fmt: skip
+    yield _limit("open files", resource.RLIMIT_NOFILE, str,
+                 "a restore opens every file that it reads, twice")  # fmt: skip
+
+
+def _package(name: str, means: str) -> Check:
+    try:
+        return Check(name, importlib.metadata.version(name), means=means)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, "not installed", None, means)
+
+
+def _backend() -> Check:
+    fs = _core.open_fs("auto")
+    with contextlib.closing(fs):
+        if fs.note:
+            return Check("backend", fs.backend, None, f"uses threads: {fs.note}")
+        return Check("backend", fs.backend, means="transfers are queued, not one a thread")
+
+
+def _sysctl() -> Check:
+    path = Path("/proc/sys/kernel/io_uring_disabled")
+    try:
+        value = path.read_text().strip()
+    except OSError:
+        return Check("kernel.io_uring_disabled", "not there", means="the kernel has no such switch")
+    means = {"0": "io_uring is allowed", "1": "io_uring needs CAP_SYS_ADMIN or a group"}
+    ok = True if value == "0" else None
+    return Check("kernel.io_uring_disabled", value, ok, means.get(value, "io_uring is off"))
+
+
+def _limit(name: str, which: int, shown: Callable[[int], str], means: str) -> Check:
+    soft, hard = (
+        "unlimited" if value == resource.RLIM_INFINITY else shown(value)
+        for value in resource.getrlimit(which)
+    )
+    return Check(name, soft if soft == hard else f"{soft} (up to {hard})", means=means)
+
+
+# -- the storage -----------------------------------------------------------------------------------
+
+
+def _storage(path: str) -> Iterator[Check]:
+    yield _file_system(path)
+    info = os.statvfs(path)
+    yield Check("free space", format_bytes(info.f_bavail * info.f_frsize),
+                means="a run needs room for the steps it keeps, and two more")  # fmt: skip
+    try:
+        directory = tempfile.mkdtemp(prefix=".statehold-doctor-", dir=path)
+    except OSError as error:
+        yield Check("writing", os.strerror(error.errno or 0), False, "nothing can be saved here")
+        return
+    try:
+        with contextlib.closing(_core.open_fs("auto")) as fs:
+            yield from _tried(fs, directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _file_system(path: str) -> Check:
+    kind = _type_of(path)
+    if kind.split(".")[0] in _NETWORK:
+        means = "commits need rename and fsync as on a local disk: test it before you trust it"
+        return Check("file system", kind, None, means)
+    if kind in _VOLATILE:
+        return Check("file system", kind, None, "memory: nothing here outlives the machine")
+    return Check("file system", kind)
+
+
+def _type_of(path: str) -> str:
+    """The type of the mount that a path lies in, as the kernel calls it."""
+    real, found = os.path.realpath(path), ("", "unknown")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
+            _, mount, kind, *_ = line.split(" ")
+            mount = mount.replace("\\040", " ")
+            inside = os.path.commonpath([real, mount]) == mount if mount[:1] == "/" else False
+            # Of mounts on one point the last one counts: it hides the others.
+            if inside and len(mount) >= len(found[0]):
+                found = mount, kind
+    return found[1]
+
+
+def _tried(fs: Fs, directory: str) -> Iterator[Check]:
+    file = f"{directory}/file"
+    yield _try("O_DIRECT", lambda: _direct(fs, file),
+               "reads and writes pass the page cache", "goes through the page cache")  # fmt: skip
+    yield _try("F_SETLEASE", lambda: fs.can_reuse(file),
+               "files of retired steps are overwritten, which is faster",
+               "retired files are deleted, and new ones allocated")  # fmt: skip
+    yield _try("renameat2 exchange", lambda: _exchange(fs, directory),
+               "a step or a checkpoint can be replaced in one operation",
+               "saving the same step again fails; new steps do not need it")  # fmt: skip
+    yield _try("fsync of a directory", lambda: _sync(fs, directory),
+               "a commit is durable", "nothing can be committed here", needed=True)  # fmt: skip
+    yield _try("POSIX locks", lambda: _lock(directory), "only one job saves into a run",
+               "nothing can be saved here", needed=True)  # fmt: skip
+
+
+def _try(name: str, act: Callable[[], bool], good: str, bad: str, *, needed: bool = False) -> Check:
+    try:
+        works, value = act(), "no"
+    except StateholdError as error:
+        works, value = False, str(error.facts.get("errno", error.summary))
+    if works:
+        return Check(name, "works", True, good)
+    return Check(name, value, False if needed else None, bad)
+
+
+def _direct(fs: Fs, path: str) -> bool:
+    """Whether a transfer past the page cache succeeds, not only the opening of the file."""
+    _core.raw_write(fs, path, _FILE_BYTES, _FILE_BYTES, 1, False)
+    file = fs.open_write(path, _FILE_BYTES, True)
+    with contextlib.closing(file):
+        return file.direct
+
+
+def _exchange(fs: Fs, directory: str) -> bool:
+    a, b = f"{directory}/a", f"{directory}/b"
+    fs.mkdir(a)
+    fs.mkdir(b)
+    fs.write_file(f"{a}/x", b"")
+    fs.exchange(a, b)
+    return fs.stat_bytes(f"{b}/x") is not None
+
+
+def _sync(fs: Fs, directory: str) -> bool:
+    fs.sync_dir(directory)
+    return True
+
+
+def _lock(directory: str) -> bool:
+    RunLock(directory).release()
+    return True

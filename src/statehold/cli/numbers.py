@@ -1,0 +1,195 @@
+"""Bytes of a tensor as numbers, and what to say of them: the only module that needs NumPy.
+
+Owns: every dtype of the format as NumPy has it; bfloat16 and the 8-bit floats, which it has not,
+widened to float32; statistics over any number of parts; differences.
+Holds: integers are exact; sums are in double precision and over what is finite; two elements are
+equal if their bits are, so that a NaN equals itself and 0.0 differs from -0.0. Elements of 4 and 6
+bits are not unpacked: they have no statistics, and differ by bytes.
+Not here: where the bytes come from (content).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from statehold.encoding.header import DTYPE_BITS
+from statehold.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+__all__ = ["Difference", "Statistics", "bits_of", "has_numbers", "numbers_of", "numpy"]
+
+_PLAIN = {
+    "BOOL": "?",
+    "U8": "u1",
+    "I8": "i1",
+    "I16": "<i2",
+    "U16": "<u2",
+    "F16": "<f2",
+    "I32": "<i4",
+    "U32": "<u4",
+    "F32": "<f4",
+    "C64": "<c8",
+    "F64": "<f8",
+    "I64": "<i8",
+    "U64": "<u8",
+}
+# Bits of the exponent and of the mantissa, bias, and what stands for what is not a number.
+_FLOAT8 = {
+    "F8_E5M2": (5, 2, 15, "ieee"),
+    "F8_E4M3": (4, 3, 7, "all ones"),
+    "F8_E4M3FNUZ": (4, 3, 8, "minus zero"),
+    "F8_E5M2FNUZ": (5, 2, 16, "minus zero"),
+}
+
+
+def numpy() -> Any:
+    """NumPy. Raises UsageError where it is not installed."""
+    try:
+        import numpy
+    except ImportError as error:
+        hint = "pip install numpy; ls, verify, prune, doctor and show without TENSOR do without it"
+        raise UsageError("this needs NumPy, which is not installed", hint=hint) from error
+    return numpy
+
+
+def has_numbers(dtype: str) -> bool:
+    """Whether `numbers_of` knows the dtype."""
+    return dtype in _PLAIN or dtype in _FLOAT8 or dtype in ("BF16", "F8_E8M0")
+
+
+def numbers_of(dtype: str, bits: Array) -> Array:
+    """The values of elements as `bits_of` has them."""
+    if dtype in _PLAIN:
+        return bits.view(_PLAIN[dtype])
+    if dtype == "BF16":
+        wide: Array = bits.astype("<u4") << 16
+        return wide.view("<f4")
+    values: Array = _table(dtype)[bits]
+    return values
+
+
+def bits_of(dtype: str, raw: bytes | bytearray) -> Array:
+    """Elements as unsigned integers; bytes, where elements have 4 or 6 bits."""
+    size = max(1, DTYPE_BITS[dtype] // 8)
+    found: Array = numpy().frombuffer(raw, f"<u{size}")
+    return found
+
+
+@cache
+def _table(dtype: str) -> Array:
+    """The value of each of the 256 codes of an 8-bit float."""
+    values: Array = numpy().array([_value(dtype, code) for code in range(256)], "<f4")
+    return values
+
+
+def _value(dtype: str, code: int) -> float:
+    if dtype == "F8_E8M0":
+        return math.nan if code == 255 else 2.0 ** (code - 127)
+    exponent_bits, mantissa_bits, bias, special = _FLOAT8[dtype]
+    sign = -1.0 if code & 0x80 else 1.0
+    exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
+    mantissa = code & (1 << mantissa_bits) - 1
+    if special == "minus zero" and code == 0x80:
+        return math.nan
+    if special == "all ones" and code & 0x7F == 0x7F:
+        return math.nan
+    if special == "ieee" and exponent == (1 << exponent_bits) - 1:
+        return math.nan if mantissa else sign * math.inf
+    if exponent == 0:
+        return sign * math.ldexp(mantissa, 1 - bias - mantissa_bits)
+    return sign * math.ldexp(mantissa + (1 << mantissa_bits), exponent - bias - mantissa_bits)
+
+
+@dataclass
+class Statistics:
+    """Of the elements given to `add`; of a complex one, of its magnitude."""
+
+    count: int = 0
+    finite: int = 0
+    zeros: int = 0
+    nan: int = 0
+    inf: int = 0
+    min: float | int | None = None
+    max: float | int | None = None
+    mean: float | None = None
+    _squares: float = 0.0  # sum of (x - mean)^2
+
+    def add(self, values: Array) -> None:
+        """Merge the statistics of one part (Chan, Golub and LeVeque)."""
+        np = numpy()
+        if values.dtype.kind == "c":
+            values = np.abs(values)
+        if values.dtype.kind == "b":
+            values = values.view("u1")
+        self.count += values.size
+        self.zeros += int(np.count_nonzero(values == 0))
+        if values.dtype.kind == "f":
+            self.nan += int(np.count_nonzero(np.isnan(values)))
+            self.inf += int(np.count_nonzero(np.isinf(values)))
+            values = values[np.isfinite(values)]
+        if not values.size:
+            return
+        low, high = values.min().item(), values.max().item()
+        self.min = low if self.min is None else min(self.min, low)
+        self.max = high if self.max is None else max(self.max, high)
+        wide = values.astype("f8")
+        mean = float(wide.mean())
+        squares = float(np.square(wide - mean).sum())
+        size, before = int(values.size), self.mean or 0.0
+        total = self.finite + size
+        self._squares += squares + (mean - before) ** 2 * self.finite * size / total
+        self.mean = before + (mean - before) * size / total
+        self.finite = total
+
+    @property
+    def std(self) -> float | None:
+        """Of the population."""
+        return math.sqrt(self._squares / self.finite) if self.finite else None
+
+    def document(self) -> dict[str, Any]:
+        names = ("count", "finite", "zeros", "nan", "inf", "min", "max", "mean", "std")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass
+class Difference:
+    """Of two tensors of one shape. max_abs: None if the elements that differ have no numbers;
+    infinite or NaN if one of a pair is."""
+
+    elements: int = 0
+    max_abs: float | None = None
+
+    def add(self, dtype: str, left: Array, right: Array) -> None:
+        """Merge the difference of one part, given as bits."""
+        np = numpy()
+        differs = left != right
+        count = int(np.count_nonzero(differs))
+        self.elements += count
+        if count and has_numbers(dtype):
+            a, b = numbers_of(dtype, left[differs]), numbers_of(dtype, right[differs])
+            self._add_distance(_distance(np, a, b))
+
+    def _add_distance(self, found: float) -> None:
+        if self.max_abs is None or math.isnan(found) or found > self.max_abs:
+            self.max_abs = found
+
+
+def _distance(np: Any, a: Array, b: Array) -> float:
+    """The largest |a - b|: exact for integers, in double precision for the others."""
+    if a.dtype.kind in "biu":
+        low, high = np.minimum(a, b), np.maximum(a, b)
+        if a.dtype.kind == "b":
+            return 1.0
+        # The difference of two signed numbers fits the unsigned type of their size.
+        unsigned = f"u{a.dtype.itemsize}"
+        return float((high.astype(unsigned) - low.astype(unsigned)).max())
+    with np.errstate(invalid="ignore"):
+        wide = "c16" if a.dtype.kind == "c" else "f8"
+        return float(np.abs(a.astype(wide) - b.astype(wide)).max())

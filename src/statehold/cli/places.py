@@ -1,0 +1,112 @@
+"""Which step is meant: RUN, RUN@STEP, or the directory of a step.
+
+Owns: the reading of arguments, and the file system that commands use.
+Holds: a path that exists is never cut at an `@`; reading takes no lock.
+Not here: what is in a step (saved), who may change a run (prune).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from statehold import _core
+from statehold.cli.codes import NotFoundError
+from statehold.errors import MissingFileError, StepNotFoundError, UsageError
+from statehold.steps.entries import DOCUMENT_BYTES_MAX
+from statehold.steps.manifest import Commit, Manifest
+from statehold.steps.saved import MANIFEST_NAME, SavedStep, open_step
+from statehold.storage.store import Store
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+__all__ = ["Place", "file_system", "find", "leftovers_of", "load_manifest", "run_of", "tree_bytes"]
+
+_AT_STEP = re.compile(r"(?P<run>.*)@(?P<step>\d{1,12}|newest)", re.DOTALL)
+_LEFTOVER = re.compile(r"step-\d{12}(?:\..*)?\.(partial|retired|corrupt)|\.spare")
+_STEP_NAME = re.compile(r"step-(\d{12})")
+
+
+def file_system() -> Fs:
+    """For documents and names; data is read by an engine of its own."""
+    return _core.open_fs("threads", 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A step on disk; `label` is how it was asked for."""
+
+    directory: str
+    step: int
+    label: str
+
+    def open(self, fs: Fs, rank: int | None = None) -> SavedStep:
+        """The step as `rank` of those that saved it sees it, or as somebody else does (None)."""
+        if rank is None:
+            return open_step(fs.read_file, self.directory, self.step, 0, 0)
+        world_size = load_manifest(fs, self.directory).world_size
+        if not 0 <= rank < world_size:
+            facts = {"expected": f"0 to {world_size - 1}", "got": rank}
+            raise UsageError("no such rank has saved this step", facts=facts)
+        return open_step(fs.read_file, self.directory, self.step, rank, world_size)
+
+
+def find(fs: Fs, text: str) -> Place:
+    """The step that an argument means. Raises StepNotFoundError."""
+    if os.path.exists(f"{text}/{MANIFEST_NAME}"):
+        return Place(os.path.abspath(text), _number_of(fs, text), text)
+    asked = None if os.path.exists(text) else _AT_STEP.fullmatch(text)
+    run = run_of(asked["run"] if asked else text)
+    store = Store(fs, run)
+    wanted = store.newest() if asked is None or asked["step"] == "newest" else int(asked["step"])
+    if wanted is None:
+        raise StepNotFoundError("no step is committed in this run", facts={"run": run})
+    if wanted not in store.steps():
+        store.open(wanted)  # raises, and says which there are
+    return Place(store.path(wanted), wanted, text)
+
+
+def run_of(text: str) -> str:
+    """A run directory. Raises NotFoundError if there is none."""
+    if not os.path.isdir(text):
+        hint = "RUN is the directory given to Checkpointer; a step of it is RUN@STEP"
+        raise NotFoundError("no such run directory", facts={"run": text}, hint=hint)
+    return os.path.abspath(text)
+
+
+def load_manifest(fs: Fs, directory: str) -> Manifest | Commit:
+    """The manifest of a step directory. Raises ManifestError, MissingFileError."""
+    path = f"{directory}/{MANIFEST_NAME}"
+    if fs.stat_bytes(path) is None:
+        raise MissingFileError("a step has no manifest", facts={"file": path})
+    return Manifest.decode(fs.read_file(path, DOCUMENT_BYTES_MAX), path)
+
+
+def tree_bytes(directory: str) -> tuple[int, int]:
+    """(bytes, number) of the files below a directory."""
+    total = count = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            total += os.lstat(os.path.join(parent, name)).st_size
+            count += 1
+    return total, count
+
+
+def leftovers_of(fs: Fs, run: str) -> list[dict[str, Any]]:
+    """What lies in a run besides committed steps: name, kind and bytes of each directory."""
+    found = []
+    for name, is_dir in sorted(fs.listdir(run)):
+        match = _LEFTOVER.fullmatch(name) if is_dir else None
+        if match:
+            size, _ = tree_bytes(f"{run}/{name}")
+            found.append({"name": name, "kind": match[1] or "spare", "bytes": size})
+    return found
+
+
+def _number_of(fs: Fs, directory: str) -> int:
+    """By its name, or, where somebody has renamed it, by its manifest."""
+    named = _STEP_NAME.fullmatch(os.path.basename(os.path.abspath(directory)))
+    return int(named[1]) if named else load_manifest(fs, directory).step

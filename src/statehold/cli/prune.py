@@ -1,0 +1,67 @@
+"""`statehold prune RUN --keep N`: give up all but the newest steps.
+
+Holds: nothing changes without --yes; with it the run is locked, so no job saves meanwhile, and
+steps go in the order R1 to R3 (store). The newest step always stays, and so do steps that were set
+aside as damaged: a person decides about those.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from statehold.cli import codes
+from statehold.cli.output import emit, plain, table
+from statehold.cli.places import file_system, leftovers_of, run_of, tree_bytes
+from statehold.errors import UsageError
+from statehold.storage.lock import RunLock
+from statehold.storage.store import Store
+from statehold.units import format_bytes
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.keep < 1:
+        facts = {"expected": "at least 1", "got": args.keep}
+        raise UsageError("--keep is a number of steps", facts=facts)
+    fs, path = file_system(), run_of(args.run)
+    store = Store(fs, path, keep=args.keep, reuse=False)
+    if args.yes:
+        lock = RunLock(path)
+        try:
+            document = _plan(fs, store, path, args)
+            if args.leftovers:
+                store.recover()
+            store.retain()
+        finally:
+            lock.release()
+    else:
+        document = _plan(fs, store, path, args)
+    document["done"] = args.yes
+    emit(document) if args.json else _show(document)
+    return codes.YES
+
+
+def _plan(fs: Any, store: Store, path: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What goes, as things are now."""
+    steps = store.steps()
+    going = [{"step": n, "bytes": tree_bytes(store.path(n))[0]} for n in steps[: -args.keep]]
+    leftovers = leftovers_of(fs, path) if args.leftovers else []
+    gone = [each for each in leftovers if each["kind"] != "corrupt"]
+    return {
+        "run": path,
+        "keep": steps[-args.keep :],
+        "retire": going,
+        "leftovers": gone,
+        "bytes": sum(each["bytes"] for each in (*going, *gone)),
+    }
+
+
+def _show(document: dict[str, Any]) -> None:
+    rows = [(f"step {each['step']}", format_bytes(each["bytes"])) for each in document["retire"]]
+    rows += [(plain(each["name"]), format_bytes(each["bytes"])) for each in document["leftovers"]]
+    if rows:
+        print(table(("GOES" if not document["done"] else "GONE", "BYTES"), rows, right="BYTES"))
+    stay = ", ".join(map(str, document["keep"])) or "none"
+    print(f"{format_bytes(document['bytes'])} in all; steps that stay: {stay}")
+    if rows and not document["done"]:
+        print("nothing was changed: --yes does it")

@@ -1,0 +1,248 @@
+"""Every byte of many spans, read at the speed of the device, and which pieces are bad.
+
+Owns: batches of spans for the engine, a few of them in flight; the second look at a batch that
+failed, piece by piece.
+Holds: memory is the engine's buffers and a few batches, however large the step; reading goes on
+behind a bad piece; what the page cache has of a file is dropped first, so that the device speaks.
+Not here: which spans a step has, what a bad one means (checking).
+
+The engine stops a job at its first bad piece. A batch is small, so looking at all of a failed one
+again costs little; asking the engine to go on would put a list of failures into every restore.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from statehold import _core
+from statehold.errors import StateholdError
+from statehold.planning.plan import pieces
+from statehold.steps.entries import sums_to_bytes
+from statehold.units import MiB
+
+if TYPE_CHECKING:
+    from statehold._core import ReadJob
+
+__all__ = ["BadPiece", "Span", "SpanReader", "scan"]
+
+BUFFER_BYTES = 16 * MiB
+BUFFERS = 24
+QUEUE_DEPTH = 32
+BATCH_BYTES = 256 * MiB
+BATCH_FILES = 64
+BATCHES = 3
+SUM_DIGITS = 16
+_WAIT_S = 0.1  # between two looks at the progress, and at an interrupt
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The bytes [begin, end) of a file, which belong to one tensor (`name`), or to the header ("").
+
+    `sums` has those of its pieces on the grid of `block_bytes`. The file has at least `end` bytes.
+    """
+
+    path: str
+    file_bytes: int
+    begin: int
+    end: int
+    sums: str
+    block_bytes: int
+    name: str
+    rank: int
+
+    def pieces(self) -> Iterator[tuple[int, int, str]]:
+        """(begin, end, sum) of each piece."""
+        cuts = pieces(self.begin, self.end - self.begin, self.block_bytes)
+        for i, (begin, end) in enumerate(cuts):
+            yield begin, end, self.sums[SUM_DIGITS * i : SUM_DIGITS * (i + 1)]
+
+    def part(self, begin: int, end: int) -> Span:
+        """What lies in [begin, end), where no piece may be cut."""
+        first = self.begin // self.block_bytes
+        low, high = max(begin, self.begin), min(end, self.end)
+        digits = slice(
+            SUM_DIGITS * (low // self.block_bytes - first),
+            SUM_DIGITS * ((high - 1) // self.block_bytes - first + 1),
+        )
+        sums = self.sums[digits]
+        return Span(
+            self.path, self.file_bytes, low, high, sums, self.block_bytes, self.name, self.rank
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BadPiece:
+    """A piece that is not what was committed: `got` is its checksum, or None if it cannot be read,
+    for which `why` is the reason."""
+
+    span: Span
+    begin: int
+    end: int
+    expected: str
+    got: str | None
+    why: str = ""
+
+
+def scan(span: Span) -> Iterator[BadPiece]:
+    """The bad pieces of one span, read one after the other."""
+    return (bad for _, bad in scan_bytes(span) if bad is not None)
+
+
+def scan_bytes(span: Span) -> Iterator[tuple[bytes, BadPiece | None]]:
+    """The bytes of each piece, and what is wrong with it."""
+    try:
+        fd = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        for begin, end, expected in span.pieces():
+            yield b"", BadPiece(span, begin, end, expected, None, why)
+        return
+    try:
+        for begin, end, expected in span.pieces():
+            yield _look(fd, span, begin, end, expected)
+    finally:
+        os.close(fd)
+
+
+def _look(
+    fd: int, span: Span, begin: int, end: int, expected: str
+) -> tuple[bytes, BadPiece | None]:
+    try:
+        data = os.pread(fd, end - begin, begin)  # a regular file is short at its end only
+    except OSError as error:
+        return b"", BadPiece(span, begin, end, expected, None, os.strerror(error.errno or 0))
+    if len(data) < end - begin:
+        return data, BadPiece(span, begin, end, expected, None, "the file ends before it")
+    got = f"{_core.xxh3_64(data):016x}"
+    return data, None if got == expected else BadPiece(span, begin, end, expected, got)
+
+
+class SpanReader:
+    """Reads spans through an engine of its own. Not thread-safe; a context manager."""
+
+    def __init__(self) -> None:
+        self._fs = _core.open_fs("auto", QUEUE_DEPTH)
+        threads = max(1, min(4, len(os.sched_getaffinity(0))))
+        self._engine = _core.Engine(self._fs, BUFFERS * BUFFER_BYTES, BUFFER_BYTES, threads)
+        self._dropped = ""  # the file whose cached pages were dropped last
+
+    def __enter__(self) -> SpanReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._engine.close()
+        self._fs.close()
+
+    def bad_pieces(self, spans: Iterable[Span], done: Callable[[int], None]) -> Iterator[BadPiece]:
+        """The bad pieces of `spans`, which are sorted by begin within a file.
+
+        done: told how many bytes more have been looked at, now and then with 0.
+        """
+        under_way: deque[tuple[list[Span], ReadJob | None]] = deque()
+        try:
+            for batch in _batches(spans):
+                under_way.append((batch, self._start(batch)))
+                if len(under_way) == BATCHES:
+                    yield from self._finish(*under_way.popleft(), done)
+            while under_way:
+                yield from self._finish(*under_way.popleft(), done)
+        finally:
+            for _, job in under_way:
+                if job is not None:
+                    job.cancel()
+
+    def _start(self, batch: list[Span]) -> ReadJob | None:
+        files: dict[str, int] = {}
+        index = [files.setdefault(span.path, len(files)) for span in batch]
+        sizes = {span.path: span.file_bytes for span in batch}
+        self._drop_caches(files)
+        try:
+            return self._engine.read(
+                files=list(files),
+                file_bytes=[sizes[path] for path in files],
+                block_bytes=batch[0].block_bytes,
+                file_index=array("q", index),
+                begins=array("q", [span.begin for span in batch]),
+                sizes=array("q", [span.end - span.begin for span in batch]),
+                addresses=array("Q", bytes(8 * len(batch))),
+                flags=bytes(len(batch)),
+                strided={},
+                sums=sums_to_bytes("".join([span.sums for span in batch])),
+            )
+        except StateholdError:
+            return None  # the second look says what is wrong with which file
+
+    def _drop_caches(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            if path == self._dropped:
+                continue
+            self._dropped = path
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                continue  # the read will say so
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+    def _finish(
+        self, batch: list[Span], job: ReadJob | None, done: Callable[[int], None]
+    ) -> Iterator[BadPiece]:
+        if not self._is_good(job, done):
+            for span in batch:
+                yield from scan(span)
+                done(0)
+        done(sum(span.end - span.begin for span in batch))
+
+    def _is_good(self, job: ReadJob | None, done: Callable[[int], None]) -> bool:
+        if job is None:
+            return False
+        try:
+            while not job.wait(_WAIT_S):
+                done(0)
+            return True
+        except (_core.Mismatch, StateholdError):
+            return False
+        finally:
+            job.cancel()
+
+
+def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
+    """Groups of spans that one job reads: cut where a window of BATCH_BYTES of a file ends, so that
+    the engine's buffers are full ones; small windows are read together."""
+    batch: list[Span] = []
+    size, files = 0, set[str]()
+    window: object = None
+    for part in (part for span in spans for part in _cut(span)):
+        here = part.path, part.begin // BATCH_BYTES
+        is_enough = size >= BATCH_BYTES // 2 or len(files) == BATCH_FILES
+        if batch and here != window and (is_enough or batch[0].block_bytes != part.block_bytes):
+            yield batch
+            batch, size, files = [], 0, set()
+        window = here
+        batch.append(part)
+        size += part.end - part.begin
+        files.add(part.path)
+    if batch:
+        yield batch
+
+
+def _cut(span: Span) -> Iterator[Span]:
+    at = span.begin
+    while at < span.end:
+        stop = min(span.end, (at // BATCH_BYTES + 1) * BATCH_BYTES)
+        yield span.part(at, stop)
+        at = stop

@@ -1,0 +1,205 @@
+"""`statehold show RUN[@STEP] [TENSOR]`: what a step holds, or one tensor of it.
+
+Holds: without TENSOR no data is read, and of several ranks one record for each group that says the
+same; with it, the bytes of that tensor are verified as they are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from statehold.cli import codes, numbers
+from statehold.cli.content import Content
+from statehold.cli.output import Progress, counted, emit, plain, table
+from statehold.cli.places import Place, file_system, find, load_manifest, tree_bytes
+from statehold.cli.values import leaves_of
+from statehold.encoding.header import bytes_of
+from statehold.planning.layout import Layout
+from statehold.planning.share import Held
+from statehold.steps.manifest import Manifest
+from statehold.units import format_bytes
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+    from statehold.steps.saved import SavedStep
+
+_VALUE_COLUMNS = 100
+
+
+def run(args: argparse.Namespace) -> int:
+    fs = file_system()
+    place = find(fs, args.step)
+    saved = place.open(fs, args.rank)
+    if args.tensor is not None:
+        document = _tensor(saved, place, args.tensor)
+        emit(document) if args.json else _show_tensor(document)
+        return codes.YES
+    document = _step(fs, saved, place)
+    if args.values:
+        document["values"] = leaves_of(saved.state)
+    emit(document) if args.json else _show_step(document)
+    return codes.YES
+
+
+# -- a step ----------------------------------------------------------------------------------------
+
+
+def _step(fs: Fs, saved: SavedStep, place: Place) -> dict[str, Any]:
+    manifest = load_manifest(fs, place.directory)
+    tensors = [_entry(saved, name) for name in saved.tensors]
+    size, files = tree_bytes(place.directory)
+    return {
+        "step": place.step,
+        "path": place.directory,
+        "created": manifest.created,
+        "writer": manifest.writer,
+        "version": 1 if isinstance(manifest, Manifest) else 2,
+        "world_size": manifest.world_size,
+        "attempt": saved.attempt,
+        "files": files,
+        "bytes": size,
+        "tensor_bytes": sum(tensor["bytes"] for tensor in tensors),
+        "dtypes": _by_dtype(tensors),
+        "tensors": tensors,
+    }
+
+
+def _entry(saved: SavedStep, name: str) -> dict[str, Any]:
+    tensor = saved.tensors[name]
+    said = saved.held(name)
+    return {
+        "name": name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "bytes": bytes_of(tensor.dtype, tensor.shape) or 0,
+        "layout": _layout(said[0][1], saved.world_size),
+        "ranks": "; ".join(str(ranks) for ranks, _ in said),
+        "versions": len(said),
+    }
+
+
+def _layout(held: Held, world_size: int) -> str:
+    """How a tensor is cut, for people."""
+    if held.layout is None:
+        return "whole" if world_size == 1 else "each rank its own"
+    if not isinstance(held.layout, Layout):
+        return f"{len(held.layout.placed)} boxes"
+    sizes = held.layout.mesh.shape
+    cuts = ", ".join(f"dim {dim} / {sizes[axis]}" for axis, dim in held.layout.splits)
+    copies = held.layout.replica_count
+    return (cuts or "whole") + (f" x {copies} copies" if copies > 1 else "")
+
+
+def _by_dtype(tensors: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for tensor in tensors:
+        group = found.setdefault(tensor["dtype"], {"tensors": 0, "bytes": 0})
+        group["tensors"] += 1
+        group["bytes"] += tensor["bytes"]
+    return found
+
+
+def _show_step(document: Mapping[str, Any]) -> None:
+    print(f"step {document['step']} in {plain(document['path'])}")
+    ranks = counted(document["world_size"], "rank")
+    print(f"saved {document['created']} by {document['writer']}, {ranks}, "
+          f"format {document['version']}")  # fmt: skip
+    dtypes = ", ".join(
+        f"{group['tensors']} {dtype} ({format_bytes(group['bytes'])})"
+        for dtype, group in document["dtypes"].items()
+    )
+    tensors = counted(len(document["tensors"]), "tensor")
+    print(f"{tensors}, {format_bytes(document['tensor_bytes'])}: {dtypes or 'none'}")
+    print(f"{counted(document['files'], 'file')}, {format_bytes(document['bytes'])}")
+    if document["tensors"]:
+        rows = map(_row, document["tensors"])
+        header = ("TENSOR", "DTYPE", "SHAPE", "BYTES", "LAYOUT", "RANKS")
+        print(f"\n{table(header, rows, right='BYTES')}")
+    if document.get("values"):
+        rows2 = ((name, _shortened(value)) for name, value in document["values"].items())
+        print(f"\n{table(('VALUE', 'IS'), rows2)}")
+
+
+def _row(tensor: Mapping[str, Any]) -> tuple[object, ...]:
+    size = format_bytes(tensor["bytes"])
+    return (tensor["name"], tensor["dtype"], tensor["shape"], size, tensor["layout"],
+            tensor["ranks"])  # fmt: skip
+
+
+def _shortened(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _VALUE_COLUMNS else f"{text[: _VALUE_COLUMNS - 3]}..."
+
+
+# -- a tensor --------------------------------------------------------------------------------------
+
+
+def _tensor(saved: SavedStep, place: Place, name: str) -> dict[str, Any]:
+    if name not in saved.tensors:
+        near = difflib.get_close_matches(name, saved.tensors, n=3)
+        hint = f"did you mean {', '.join(near)}?" if near else "show without TENSOR lists them"
+        raise codes.NotFoundError(
+            "no such tensor in this step",
+            facts={"step": place.directory, "tensor": name},
+            hint=hint,
+        )
+    content = Content(saved, place.directory)
+    chunks = content.chunks(name)
+    document = _entry(saved, name)
+    document["chunks"] = [
+        {
+            "offsets": list(chunk.box.offsets),
+            "shape": list(chunk.box.shape),
+            "file": chunk.file,
+            "begin": chunk.begin,
+            "end": chunk.end,
+        }
+        for chunk in chunks
+    ]
+    document["statistics"] = _statistics(content, name, document["bytes"])
+    return document
+
+
+def _statistics(content: Content, name: str, nbytes: int) -> dict[str, Any] | None:
+    """None for dtypes without numbers, whose bytes are verified all the same."""
+    dtype = content.saved.tensors[name].dtype
+    known = numbers.has_numbers(dtype)
+    statistics = numbers.Statistics()
+    if known:
+        numbers.numpy()  # before anything is read
+    progress = Progress(name, nbytes)
+    try:
+        for chunk in content.chunks(name):
+            for raw in content.chunk_parts(name, chunk):
+                if known:
+                    statistics.add(numbers.numbers_of(dtype, numbers.bits_of(dtype, raw)))
+                progress.advance(len(raw))
+    finally:
+        progress.close()
+    return statistics.document() if known else None
+
+
+def _show_tensor(document: Mapping[str, Any]) -> None:
+    print(f"{plain(document['name'])}  {document['dtype']} {document['shape']}  "
+          f"{format_bytes(document['bytes'])}  {document['layout']}, ranks {document['ranks']}",
+          end="\n\n")  # fmt: skip
+    rows = [
+        (each["offsets"], each["shape"], each["file"], f"[{each['begin']}, {each['end']})")
+        for each in document["chunks"]
+    ]
+    print(table(("OFFSETS", "SHAPE", "FILE", "BYTES"), rows))
+    found = document["statistics"]
+    if found is None:
+        print(f"\nno statistics: {document['dtype']} is not unpacked here; its bytes are intact")
+        return
+    print(f"\n{table(('STATISTIC', 'IS'), ((key, _number(found[key])) for key in found))}")
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.9g}" if isinstance(value, float) else str(value)

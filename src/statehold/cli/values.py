@@ -1,0 +1,54 @@
+"""The plain values of a state, flat: where each is, and what it is. Works on encoded nodes.
+
+Holds: equal states have equal leaves and different ones do not: a container that is no plain dict
+or list says so at its own place, and so does an empty one.
+Not here: what the tags mean (values), how ranks are merged (trees).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from statehold.steps.trees import Differs, members_of
+
+__all__ = ["leaves_of"]
+
+_TENSORS = ("$tensor", "$ndarray")
+_NOTHING = object()
+
+
+def leaves_of(node: Any) -> dict[str, Any]:
+    """{path: node} of what is neither a container nor a tensor."""
+    return dict(_leaves(node, ""))
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    left = [(path, node)]
+    while left:
+        path, node = left.pop()
+        inner, said = _opened(node)
+        if said is not _NOTHING:
+            yield path, said
+        left += [(f"{path}.{key}" if path else key, item) for key, item in reversed(inner)]
+
+
+def _opened(node: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """(members, what to say of the node itself)."""
+    if isinstance(node, Differs):
+        return [], {"ranks differ": str(node)}
+    if isinstance(node, list):
+        return _items(node), _NOTHING if node else []
+    members = members_of(node)
+    if members is not None:
+        tag = next((key for key in node if key.startswith("$")), None)
+        said = {tag: len(members)} if tag else _NOTHING if members else {}
+        return [(key, item) for key, (_, item) in members.items()], said
+    if isinstance(node, dict) and "$tuple" in node:
+        return _items(node["$tuple"]), {"$tuple": len(node["$tuple"])}
+    is_tensor = isinstance(node, dict) and any(tag in node for tag in _TENSORS)
+    return [], _NOTHING if is_tensor else node
+
+
+def _items(nodes: list[Any]) -> list[tuple[str, Any]]:
+    return [(str(i), item) for i, item in enumerate(nodes)]

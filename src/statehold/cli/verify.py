@@ -1,0 +1,108 @@
+"""`statehold verify RUN[@STEP]`: read every byte of a step and check it.
+
+Holds: says for every bad piece which file, bytes, tensor and rank it is of; files that no document
+names are listed, and are no damage: a restore does not look at them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from statehold.cli import codes
+from statehold.cli.checking import Finding, Report, check_step
+from statehold.cli.output import Progress, counted, emit, plain, table
+from statehold.cli.places import Place, file_system, find, run_of, tree_bytes
+from statehold.cli.reading import SpanReader
+from statehold.errors import StepNotFoundError
+from statehold.storage.store import Store
+from statehold.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+
+def run(args: argparse.Namespace) -> int:
+    fs = file_system()
+    places = _all(fs, args.step) if args.all else [find(fs, args.step)]
+    documents = []
+    with SpanReader() as reader:
+        for place in places:
+            begin_s = time.perf_counter()
+            report = _verify(fs, place, reader)
+            if report is None:  # retired by its job while it was read: nothing to say of it
+                continue
+            seconds = time.perf_counter() - begin_s
+            documents.append(_document(report, seconds))
+            if not args.json:
+                _show(report, seconds)
+    if not documents:
+        raise StepNotFoundError("the step was given up while it was read")
+    intact = all(document["intact"] for document in documents)
+    if args.json:
+        emit({"intact": intact, "steps": documents})
+    return codes.YES if intact else codes.NO
+
+
+def _all(fs: Fs, text: str) -> list[Place]:
+    store = Store(fs, run_of(text))
+    steps = store.steps()
+    if not steps:
+        raise StepNotFoundError("no step is committed in this run", facts={"run": text})
+    return [Place(store.path(step), step, text) for step in steps]
+
+
+def _verify(fs: Fs, place: Place, reader: SpanReader) -> Report | None:
+    progress = Progress(f"step {place.step}", tree_bytes(place.directory)[0])
+    try:
+        report = check_step(fs, place, reader, progress.advance)
+    finally:
+        progress.close()
+    return report if report.is_intact or fs.is_dir(place.directory) else None
+
+
+def _document(report: Report, seconds: float) -> dict[str, Any]:
+    return {
+        "step": report.place.step,
+        "path": report.place.directory,
+        "intact": report.is_intact,
+        "world_size": report.world_size,
+        "files": report.files,
+        "tensors": len(report.names),
+        "pieces": report.pieces,
+        "bytes": report.bytes,
+        "seconds": round(seconds, 6),
+        "damage": [finding.document() for finding in report.findings],
+        "foreign": report.foreign,
+    }
+
+
+def _show(report: Report, seconds: float) -> None:
+    speed = format_bytes(int(report.bytes / max(seconds, 1e-9)))
+    state = "intact" if report.is_intact else "DAMAGED"
+    counts = ((report.files, "file"), (len(report.names), "tensor"), (report.pieces, "piece"))
+    print(f"step {report.place.step}: {state}; {', '.join(counted(*each) for each in counts)}, "
+          f"{format_bytes(report.bytes)} in {format_seconds(seconds)} ({speed}/s)")  # fmt: skip
+    if report.findings:
+        header = ("DAMAGE", "TENSOR", "RANK", "FILE", "BYTES", "PIECES", "DETAIL")
+        print(table(header, map(_row, report.findings), right="RANK PIECES"))
+    for name in report.foreign:
+        print(f"not part of the step: {plain(name)}")
+
+
+def _row(finding: Finding) -> tuple[object, ...]:
+    is_range = finding.begin is not None
+    detail = finding.detail
+    if finding.expected is not None:
+        told = f"expected {finding.expected}, got {finding.got or 'nothing'}"
+        detail = f"{detail}: {told}" if detail else told
+    return (
+        finding.what,
+        "-" if finding.tensor is None else finding.tensor,
+        "-" if finding.rank is None else finding.rank,
+        finding.file or "-",
+        f"[{finding.begin}, {finding.end})" if is_range else "-",
+        finding.pieces or "-",
+        detail,
+    )

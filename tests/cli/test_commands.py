@@ -1,0 +1,344 @@
+"""ls, show, diff, prune and doctor: what they print, JSON, exit codes, and what they import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from statehold.cli import main, numbers
+from statehold.errors import UsageError
+from statehold.storage.lock import RunLock
+from support.runs import arrays_of, write_step
+
+Ask = Callable[..., tuple[int, Any]]
+Say = Callable[..., tuple[int, str]]
+
+LS = """\
+STEP  STATE      CREATED               RANKS  FILES     BYTES  WRITER
+   7  committed  2026-11-21T07:30:00Z      1      2  11.6 KiB  statehold 0.1.0
+   8  committed  2026-11-21T07:30:00Z      1      2     5 KiB  statehold 0.1.0
+"""
+SHOW = """\
+step 8 in TMP/golden/step-000000000008
+saved 2026-11-21T07:30:00Z by statehold 0.1.0, 1 rank, format 1
+3 tensors, 12 B: 1 F6_E2M3 (6 B), 1 F6_E3M2 (3 B), 1 F4 (3 B)
+2 files, 5 KiB
+
+TENSOR        DTYPE    SHAPE   BYTES  LAYOUT  RANKS
+rare.F6_E2M3  F6_E2M3  [4, 2]    6 B  whole   0
+rare.F6_E3M2  F6_E3M2  [4]       3 B  whole   0
+rare.F4       F4       [3, 2]    3 B  whole   0
+"""
+SHOW_TENSOR = """\
+model.weight  F32 [20, 30]  2.34 KiB  whole, ranks 0
+
+OFFSETS  SHAPE     FILE                             BYTES
+[0, 0]   [20, 30]  rank-00000-of-00001.safetensors  [4136, 6536)
+
+STATISTIC  IS
+count      600
+finite     600
+zeros      1
+nan        0
+inf        0
+min        0
+max        599
+mean       299.5
+std        173.204838
+"""
+SHOW_SHARED = """\
+TENSOR      DTYPE  SHAPE   BYTES  LAYOUT                RANKS
+sharded     I64    [6, 4]  192 B  dim 0 / 2, dim 1 / 2  0-3
+uneven      I16    [5]      10 B  dim 0 / 4             0-3
+replicated  F64    [3]      24 B  whole x 4 copies      0-3
+free        U8     [8]       8 B  3 boxes               0-3
+own         I64    [2]      16 B  each rank its own     0-3
+
+VALUE  IS
+epoch  3
+seed   {"ranks differ": "0 on 0; 1 on 1; 2 on 2; 3 on 3"}
+"""
+DIFF = """\
+TENSOR        DTYPE  SHAPE     DIFFERING   OF  MAX ABS
+model.weight  F32    [20, 30]        599  600  599
+
+VALUE  A  B
+epoch  1  2
+different: 5 tensors compared, different: 1 of them, 1 value
+"""
+PRUNE = """\
+GOES       BYTES
+step 1  7.68 KiB
+7.68 KiB in all; steps that stay: 2
+nothing was changed: --yes does it
+"""
+
+
+def test_ls(golden: Path, say: Say) -> None:
+    code, text = say("ls", golden)
+    assert code == 0
+    assert text == LS
+
+
+def test_ls_lists_what_is_not_a_step(run: Path, ask: Ask, say: Say) -> None:
+    for name in ("step-000000000003.partial", "step-000000000000.corrupt", ".spare",
+                 "step-000000000004.5f3a09c1-7.partial", "notes"):  # fmt: skip
+        (run / name).mkdir()
+    (run / "step-000000000001" / "manifest.json").write_text("{}")
+    code, document = ask("ls", run)
+    assert code == 1
+    assert document.keys() == {"run", "steps", "other"}
+    assert [step["state"] for step in document["steps"]] == ["damaged", "committed"]
+    assert document["steps"][1].keys() == {
+        "step", "path", "state", "bytes", "files", "created", "world_size", "version", "writer"
+    }  # fmt: skip
+    assert {each["name"]: each["kind"] for each in document["other"]} == {
+        ".spare": "spare",
+        "step-000000000000.corrupt": "corrupt",
+        "step-000000000003.partial": "partial",
+        "step-000000000004.5f3a09c1-7.partial": "partial",
+    }
+    assert "being written, or left by a crash" in say("ls", run)[1]
+
+
+def test_show(golden: Path, run: Path, shared: Path, say: Say) -> None:
+    code, text = say("show", golden)
+    assert code == 0
+    assert text == SHOW
+    assert say("show", f"{run}@1", "model.weight") == (0, SHOW_TENSOR)
+    code, text = say("show", shared, "--values")
+    assert code == 0
+    assert text.split("\n\n", 1)[1] == SHOW_SHARED
+
+
+def test_show_json(run: Path, shared: Path, ask: Ask) -> None:
+    code, document = ask("show", run, "--values")
+    assert code == 0
+    assert document.keys() == {
+        "step", "path", "created", "writer", "version", "world_size", "attempt", "files", "bytes",
+        "tensor_bytes", "dtypes", "tensors", "values",
+    }  # fmt: skip
+    assert document["values"] == {"epoch": 2, "name": "x"}
+    code, document = ask("show", run, "model.bias")
+    assert document.keys() == {
+        "name", "dtype", "shape", "bytes", "layout", "ranks", "versions", "chunks", "statistics"
+    }  # fmt: skip
+    assert document["statistics"] == {
+        "count": 4, "finite": 3, "zeros": 1, "nan": 1, "inf": 0, "min": -2.0, "max": 1.0,
+        "mean": pytest.approx(-1 / 3), "std": pytest.approx(1.247219128924647),
+    }  # fmt: skip
+    for name, count, largest in (("sharded", 24, 23), ("uneven", 5, 4), ("free", 8, 7)):
+        statistics = ask("show", shared, name)[1]["statistics"]
+        assert (statistics["count"], statistics["max"]) == (count, largest)
+
+
+def test_show_of_a_rank(shared: Path, ask: Ask, say: Say) -> None:
+    code, text = say("show", shared, "own")
+    assert code == 2
+    assert "each for itself" in text
+    assert ask("show", shared, "own", "--rank", 2)[1]["statistics"]["min"] == 2
+    assert say("show", shared, "--rank", 4)[0] == 2
+
+
+def test_show_of_a_tensor_without_numbers(golden: Path, ask: Ask) -> None:
+    code, document = ask("show", golden, "rare.F4")
+    assert (code, document["statistics"]) == (0, None)
+
+
+def test_show_of_what_is_not_there(run: Path, say: Say) -> None:
+    code, text = say("show", run, "model.wieght")
+    assert code == 3
+    assert "did you mean model.weight" in text
+
+
+def test_show_of_damaged_bytes(run: Path, say: Say) -> None:
+    data = run / "step-000000000002" / "rank-00000-of-00001.safetensors"
+    raw = bytearray(data.read_bytes())
+    raw[5000] ^= 1
+    data.write_bytes(raw)
+    code, text = say("show", run, "model.weight")
+    assert code == 1
+    assert "do not match their checksum" in text
+    assert say("show", run, "model.bias")[0] == 0
+
+
+def test_diff(run: Path, say: Say) -> None:
+    assert say("diff", f"{run}@1", f"{run}@2") == (1, DIFF)
+    assert say("diff", f"{run}@1", "@2") == (1, DIFF)
+    assert say("diff", f"{run}@1", run / "step-000000000001")[0] == 0
+
+
+def test_diff_json(run: Path, ask: Ask) -> None:
+    code, document = ask("diff", f"{run}@1", "@2")
+    assert code == 1
+    assert document.keys() == {
+        "a", "b", "equal", "only_in_a", "only_in_b", "tensors", "values", "not_compared",
+        "compared", "read_bytes",
+    }  # fmt: skip
+    assert document["tensors"] == [
+        {"name": "model.weight", "dtype": "F32", "shape": [20, 30], "elements": 600,
+         "differing": 599, "max_abs": 599.0},
+    ]  # fmt: skip
+    assert document["read_bytes"] == 2 * 2400  # the others are known to be equal
+
+
+def test_diff_of_names_shapes_and_kinds(run: Path, ask: Ask) -> None:
+    arrays = arrays_of()
+    arrays["count"] = ("I32", np.array(7, "<i4"))
+    arrays["mask"] = ("BOOL", np.array([True, False]))
+    arrays["new"] = arrays.pop("model.bias")
+    write_step(run, 3, arrays, epoch=True, extra={})
+    _, document = ask("diff", f"{run}@1", "@3")
+    assert (document["only_in_a"], document["only_in_b"]) == (["model.bias"], ["new"])
+    found = {tensor["name"]: tensor for tensor in document["tensors"]}
+    assert found.keys() == {"count", "mask"}
+    assert found["count"]["dtype"] == {"a": "I64", "b": "I32"}
+    assert found["mask"]["shape"] == {"a": [3], "b": [2]}
+    assert {each["path"]: each for each in document["values"]} == {
+        "epoch": {"path": "epoch", "a": 1, "b": True},
+        "name": {"path": "name", "a": "x"},
+        "extra": {"path": "extra", "b": {}},
+    }
+
+
+def test_diff_of_other_layouts(
+    shared: Path, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of four ranks and one of one rank with the same tensors, but for two elements."""
+    monkeypatch.setattr("statehold.cli.content.PART_BYTES", 40)
+    sharded = np.arange(24).reshape(6, 4)
+    sharded[2, 3] += 100
+    sharded[5, 0] -= 1
+    arrays = {
+        "sharded": ("I64", sharded),
+        "uneven": ("I16", np.arange(5, dtype="<i2")),
+        "replicated": ("F64", np.arange(3.0)),
+        "free": ("U8", np.arange(8, dtype="u1")),
+        "own": ("I64", np.array([0, 5])),
+    }
+    write_step(tmp_path / "one", 7, arrays)
+    code, document = ask("diff", shared, tmp_path / "one")
+    assert code == 1
+    assert [(each["name"], each["differing"], each["max_abs"]) for each in document["tensors"]] == [
+        ("sharded", 2, 100.0)
+    ]
+    assert [each["name"] for each in document["not_compared"]] == ["own"]
+    code, document = ask("diff", shared, shared)
+    assert (code, document["equal"], document["read_bytes"]) == (4, True, 0)
+    assert ask("diff", shared, shared, "--rank", 1)[0] == 0
+
+
+def test_prune(run: Path, say: Say, ask: Ask) -> None:
+    code, text = say("prune", run, "--keep", 1)
+    assert code == 0
+    assert text == PRUNE
+    assert len(list(run.glob("step-*"))) == 2
+    code, document = ask("prune", run, "--keep", 1, "--yes")
+    assert code == 0
+    assert document.keys() == {"run", "keep", "retire", "leftovers", "bytes", "done"}
+    assert [path.name for path in run.glob("step-*")] == ["step-000000000002"]
+    assert say("prune", run, "--keep", 5, "--yes")[0] == 0
+    assert [path.name for path in run.glob("step-*")] == ["step-000000000002"]
+
+
+def test_prune_of_leftovers(run: Path, ask: Ask) -> None:
+    names = ["step-000000000003.partial", ".spare", "step-000000000000.corrupt"]
+    for name in names:
+        (run / name).mkdir()
+    assert ask("prune", run, "--keep", 2, "--yes")[1]["leftovers"] == []
+    assert all((run / name).exists() for name in names)
+    _, document = ask("prune", run, "--keep", 2, "--leftovers", "--yes")
+    assert sorted(each["name"] for each in document["leftovers"]) == sorted(names[:2])
+    assert [(run / name).exists() for name in names] == [False, False, True]
+
+
+def test_prune_waits_for_nobody(run: Path, say: Say) -> None:
+    lock = RunLock(str(run))
+    try:
+        code, text = say("prune", run, "--keep", 1, "--yes")
+    finally:
+        lock.release()
+    assert code == 4
+    assert "already being saved into" in text
+    assert len(list(run.glob("step-*"))) == 2
+    assert say("prune", run, "--keep", 0)[0] == 2
+
+
+def test_doctor(tmp_path: Path, ask: Ask, say: Say) -> None:
+    code, document = ask("doctor", tmp_path)
+    assert code == 0
+    assert document.keys() == {"path", "healthy", "checks"}
+    names = [check["name"] for check in document["checks"]]
+    assert names == [
+        "system", "cores", "torch", "numpy", "backend", "kernel.io_uring_disabled",
+        "locked memory", "open files", "file system", "free space", "O_DIRECT", "F_SETLEASE",
+        "renameat2 exchange", "fsync of a directory", "POSIX locks",
+    ]  # fmt: skip
+    assert all(check.keys() == {"name", "value", "ok", "means"} for check in document["checks"])
+    assert list(tmp_path.iterdir()) == []
+    assert "WHAT STATEHOLD DOES" in say("doctor", tmp_path)[1]
+    assert say("doctor", tmp_path / "nowhere")[0] == 3
+
+
+def test_doctor_where_nothing_can_be_saved(ask: Ask) -> None:
+    code, document = ask("doctor", "/proc")
+    assert (code, document["healthy"]) == (1, False)
+    assert document["checks"][-1]["name"] == "writing"
+
+
+def test_without_numpy(run: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    code, text = say("show", run, "model.weight")
+    assert code == 2
+    assert "pip install numpy" in text
+    with pytest.raises(UsageError):
+        numbers.numpy()
+    assert say("show", run)[0] == say("verify", run)[0] == say("ls", run)[0] == 0
+
+
+def test_names_cannot_move_the_cursor(run: Path, say: Say) -> None:
+    write_step(run, 3, {"a\x1b[2Jb": ("U8", np.zeros(1, "u1"))})
+    _, text = say("show", run)
+    assert "\x1b" not in text
+    assert "a\\x1b[2Jb" in text
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["nonsense"], ["ls"], ["prune", "x"], ["show", "--rank", "x"]]
+)
+def test_usage(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words.split())
+    assert left.value.code == 2
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "diff", "prune", "doctor"])
+def test_nothing_imports_torch(command: str, run: Path) -> None:
+    """NumPy only where there is something to compute."""
+    words = {"diff": [f"{run}@1", "@2"], "prune": [str(run), "--keep", "9"]}.get(
+        command, [str(run)]
+    )
+    code = (
+        "import sys; from statehold.cli import main; main(sys.argv[1:]); "
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, command, *words], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip() == ("['numpy']" if command == "diff" else "[]"), done.stderr
+
+
+def test_as_a_module(run: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "statehold", "ls", str(run / "nowhere")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "no such run directory" in done.stderr
