@@ -3,11 +3,12 @@
 
 ARGS ?=
 RANKS ?= 1
+SEEDS ?= 1000
 bin := .venv/bin
 native_sources := $(wildcard native/*.h native/*.cpp native/test/*.h native/test/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test check bench clean
+.PHONY: help setup build demo test sim check bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
@@ -24,6 +25,9 @@ test:  ## the C++ and the Python tests
 	@tools/setup_env.sh --tests
 	@$(bin)/ctest --test-dir build/dev --output-on-failure --no-tests=error
 	@$(bin)/python -m pytest -q $(ARGS)
+
+sim: setup  ## SEEDS=n seeds of the simulation: faults, crashes, ranks that die
+	@$(bin)/python tests/sim/campaign.py --seeds $(SEEDS) $(ARGS)
 
 check: setup  ## formatting, lint and types
 	$(bin)/ruff format --check .

@@ -61,7 +61,8 @@ class PyFs : public Handle<Fs> {
 
 class PySimFs : public PyFs {
  public:
-  explicit PySimFs(const SimOptions& options) : PyFs(std::make_shared<SimFs>(options)) {}
+  explicit PySimFs(const SimOptions& options, SimTree tree = {})
+      : PyFs(std::make_shared<SimFs>(options, std::move(tree))) {}
   SimDisk& disk() const { return static_cast<SimFs&>(**this).disk(); }
 };
 

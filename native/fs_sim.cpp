@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 
 #include "checksum.h"
@@ -35,6 +36,7 @@ class SimFile final : public File {
 
   Status truncate(uint64_t bytes) override {
     const std::lock_guard lock(disk_->mutex_);
+    disk_->moment("truncate", path());
     const int error = usable("truncate");
     if (error == 0) node_->data.resize(bytes);
     return disk_->done("truncate", path(), error);
@@ -42,8 +44,10 @@ class SimFile final : public File {
 
   Status sync() override {
     const std::lock_guard lock(disk_->mutex_);
+    disk_->moment("sync", path());
     const int error = usable("sync");
     if (error == 0) node_->data.sync();
+    if (error != 0 && disk_->fires("forgotten", 0.5, path(), 0)) node_->data.forget();
     return disk_->done("sync", path(), error);
   }
 
@@ -91,13 +95,9 @@ class SimFile final : public File {
   int64_t faulty(IoRequest::Kind kind, uint64_t bytes, uint64_t offset) {
     const char* operation = kind == IoRequest::Kind::read ? "read" : "write";
     if (const int error = usable(operation); error != 0) return -error;
-    if (disk_->chance("eio", path(), offset) < disk_->options_.eio) {
-      ++disk_->fired_["eio"];
-      return -EIO;
-    }
+    if (disk_->fires("eio", disk_->options_.eio, path(), offset)) return -EIO;
     const uint64_t unit = direct() ? kPageBytes : 1;
-    if (bytes > unit && disk_->chance("short", path(), offset) < disk_->options_.short_io) {
-      ++disk_->fired_["short"];
+    if (bytes > unit && disk_->fires("short", disk_->options_.short_io, path(), offset)) {
       const auto part =
           static_cast<uint64_t>(disk_->chance("part", path(), offset) * static_cast<double>(bytes));
       return static_cast<int64_t>(std::max(align_down(part, unit), unit));
@@ -115,7 +115,13 @@ class SimFile final : public File {
 
   int64_t put(const std::byte* memory, uint64_t bytes, uint64_t offset) {
     if (disk_->grows_too_much(node_->data.bytes().size(), offset + bytes)) return -ENOSPC;
-    node_->data.write(offset, {reinterpret_cast<const char*>(memory), bytes});
+    const std::string_view data(reinterpret_cast<const char*>(memory), bytes);
+    disk_->moment("write", path());
+    if (disk_->fires("misdirected", disk_->options_.misdirected, path(), offset)) {
+      disk_->misdirect(node_, path(), offset, data);
+    } else {
+      node_->data.write(offset, data);
+    }
     return static_cast<int64_t>(bytes);
   }
 
@@ -127,9 +133,83 @@ class SimFile final : public File {
 
 void SimDisk::crash() {
   const std::lock_guard lock(mutex_);
+  lose(SimChoices(random_, options_.torn), nullptr);
+}
+
+std::vector<int> SimDisk::crash(std::vector<int> choices) {
+  const std::lock_guard lock(mutex_);
+  std::vector<int> arities;
+  lose(SimChoices(std::move(choices)), &arities);
+  return arities;
+}
+
+void SimDisk::lose(SimChoices choices, std::vector<int>* arities) {
   ++epoch_;
-  if (const uint64_t torn = tree_.crash(random_, options_.torn); torn > 0) fired_["torn"] += torn;
+  power_left_.reset();
+  const SimLoss loss = tree_.crash(choices);
+  if (arities) *arities = choices.arities();
+  for (const auto& [kind, count] :
+       {std::pair{"torn", loss.torn}, std::pair{"lost name", loss.names},
+        std::pair{"lost sector", loss.sectors}}) {
+    if (count > 0) fired_[kind] += count;
+  }
   operations_.push_back("crash");
+}
+
+void SimDisk::cut_power(uint64_t after) {
+  const std::lock_guard lock(mutex_);
+  power_left_ = after;
+}
+
+bool SimDisk::is_off() {
+  if (!power_left_) return false;
+  if (*power_left_ > 0) {
+    --*power_left_;
+    return false;
+  }
+  ++fired_["power"];
+  return true;
+}
+
+void SimDisk::set_faults(SimOptions options) {
+  const std::lock_guard lock(mutex_);
+  options_ = options;
+  injections_.clear();
+}
+
+void SimDisk::record() {
+  const std::lock_guard lock(mutex_);
+  recording_ = true;
+}
+
+std::vector<std::string> SimDisk::recorded() {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::string> operations;
+  for (const SimMoment& moment : moments_) operations.push_back(moment.operation);
+  return operations;
+}
+
+SimTree SimDisk::recorded_tree(size_t index) {
+  const std::lock_guard lock(mutex_);
+  return moments_.at(index).tree.clone();
+}
+
+std::vector<std::string> SimDisk::damaged() {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::string> paths;
+  for (const auto& [path, node] : tree_.files()) {
+    if (node->damaged) paths.push_back(path);
+  }
+  return paths;
+}
+
+void SimDisk::moment(const std::string& operation, const std::string& path) {
+  if (recording_) moments_.push_back({operation + ' ' + path, tree_.clone()});
+}
+
+void SimDisk::count(const std::string& fault) {
+  const std::lock_guard lock(mutex_);
+  ++fired_[fault];
 }
 
 void SimDisk::fail_next(const std::string& operation, int error, int count, int skip) {
@@ -152,10 +232,34 @@ Status SimDisk::corrupt(const std::string& path, uint64_t offset, uint8_t mask) 
   const SimNodePtr node = tree_.find(path);
   if (!node || offset >= node->data.bytes().size()) return Status::io(ENOENT, "corrupt", path);
   node->data.corrupt(offset, mask);
+  node->damaged = true;
+  ++fired_["rot"];
   return {};
 }
 
+// Half of them hit the same file elsewhere, the others any file.
+void SimDisk::misdirect(const SimNodePtr& node, const std::string& path, uint64_t offset,
+                        std::string_view data) {
+  const auto files = tree_.files();
+  const auto pick = [&](const char* what, uint64_t count) {
+    return static_cast<uint64_t>(chance(what, path, offset) * static_cast<double>(count));
+  };
+  const SimNodePtr victim =
+      pick("stray", 2) == 0 ? node : files[pick("victim", files.size())].second;
+  const uint64_t sectors = align_up(victim->data.bytes().size(), kPageBytes) / kPageBytes;
+  victim->data.strike(pick("place", sectors) * kPageBytes, data);
+  victim->damaged = node->damaged = true;
+}
+
+bool SimDisk::fires(const char* kind, double probability, const std::string& path,
+                    uint64_t offset) {
+  if (chance(kind, path, offset) >= probability) return false;
+  ++fired_[kind];
+  return true;
+}
+
 int SimDisk::injected(const std::string& operation) {
+  if (is_off()) return EIO;
   for (Injection& injection : injections_[operation]) {
     if (injection.count == 0) continue;
     if (injection.skip > 0) {
@@ -164,6 +268,7 @@ int SimDisk::injected(const std::string& operation) {
     }
     --injection.count;
     ++fired_["injected"];
+    ++fired_["injected " + operation];
     return injection.error;
   }
   return 0;
@@ -193,8 +298,9 @@ Status SimDisk::done(const std::string& operation, const std::string& path, int 
   return {};
 }
 
-SimFs::SimFs(const SimOptions& options)
-    : disk_(std::make_shared<SimDisk>(options)),
+SimFs::SimFs(const SimOptions& options, SimTree tree)
+    : disk_(std::make_shared<SimDisk>(options, std::move(tree))),
+      reorder_(options.reorder),
       order_(options.seed),
       thread_([this] { serve(); }) {}
 
@@ -204,6 +310,7 @@ template <class Change>
 Status SimFs::name_change(const char* operation, const std::string& path, const std::string& detail,
                           Change&& change) {
   const std::lock_guard lock(disk_->mutex_);
+  disk_->moment(operation, path);
   int error = disk_->injected(operation);
   if (error == 0) error = change(disk_->tree_);
   return disk_->done(operation, path, error, detail);
@@ -263,13 +370,30 @@ int SimFs::store(const std::string& path, std::string_view data) {
     if (const int error = disk_->tree_.create(path, node); error != 0) return error;
   }
   node->data.resize(0);
+  disk_->moment("write_file: empty", path);
+  if (disk_->is_off()) return EIO;
   node->data.write(0, data);
+  disk_->moment("write_file: unsynced", path);
+  if (disk_->is_off()) return EIO;
   node->data.sync();
   return 0;
 }
 
 Status SimFs::write_file(const std::string& path, std::string_view data) {
-  return name_change("write_file", path, {}, [&](SimTree&) { return store(path, data); });
+  Status status = name_change("write_file", path, {}, [&](SimTree&) { return store(path, data); });
+  if (!status.ok()) leave_half(path, data);
+  return status;
+}
+
+// What a write_file that fails may leave: the file, empty or cut, and not durable.
+void SimFs::leave_half(const std::string& path, std::string_view data) {
+  const std::lock_guard lock(disk_->mutex_);
+  if (!disk_->fires("half a file", 0.5, path, 0)) return;
+  SimNodePtr node = disk_->tree_.find(path);
+  if (!node && disk_->tree_.create(path, node) != 0) return;
+  if (node->is_dir) return;
+  node->data.resize(0);
+  node->data.write(0, data.substr(0, data.size() / 2));
 }
 
 Result<std::string> SimFs::read_file(const std::string& path, uint64_t bytes_max) {
@@ -289,9 +413,11 @@ int SimFs::prepare(const std::string& path, uint64_t bytes, bool reuse, SimNodeP
   if (reuse && !node) return ENOENT;
   if (reuse && node->is_dir) return EISDIR;
   if (disk_->grows_too_much(reuse ? node->data.bytes().size() : 0, bytes)) return ENOSPC;
+  disk_->moment("open_write", path);
   if (!reuse) {
     if (const int error = disk_->tree_.create(path, node); error != 0) return error;
   }
+  node->damaged = false;
   node->data.resize(bytes);
   return 0;
 }
@@ -336,11 +462,24 @@ void SimFs::submit(IoRequest request) {
 }
 
 IoRequest SimFs::next() {
-  const size_t index = disk_->options_.reorder ? order_() % queue_.size() : 0;
+  const size_t index = reorder_ ? order_() % queue_.size() : 0;
+  if (index > 0) disk_->count("reordered");
   const auto at = queue_.begin() + static_cast<ptrdiff_t>(index);
   IoRequest request = std::move(*at);
   queue_.erase(at);
   return request;
+}
+
+void SimFs::dawdle(const IoRequest& request) {
+  double wait_s = 0;
+  {
+    const std::lock_guard lock(disk_->mutex_);
+    const std::string& path = request.file->path();
+    if (disk_->fires("slow", disk_->options_.slow, path, request.offset)) {
+      wait_s = disk_->chance("wait", path, request.offset) * 1e-3;
+    }
+  }
+  if (wait_s > 0) std::this_thread::sleep_for(std::chrono::duration<double>(wait_s));
 }
 
 void SimFs::serve() {
@@ -350,6 +489,7 @@ void SimFs::serve() {
     if (queue_.empty()) return;
     IoRequest request = next();
     lock.unlock();
+    dawdle(request);
     Status status;
     auto& file = static_cast<SimFile&>(*request.file);
     while (settle(request, file.transfer(request), status) == Progress::again) {

@@ -1,6 +1,11 @@
 // fs_sim: an Fs in memory, for tests: seeded faults, and crashes that lose what was not synced
 // (model in sim_tree.h).
 //
+// Faults: short, failing, slow, reordered and misdirected transfers; a full disk; bit rot; errors
+// of any operation, after which a sync may have lost what it was to save and write_file may have
+// left half of it; power that goes off in the middle. Every state in between can be recorded, and
+// crashed in every way there is.
+//
 // Whether a transfer fails is a function of the seed, the path, the offset and how often it was
 // tried, so threads cannot change it; only the order of completions depends on timing. Faults
 // that fired are counted, because a fault that did not fire tests nothing.
@@ -26,16 +31,39 @@ struct SimOptions {
   bool reorder = true;  // transfers complete in any order
   double eio = 0;
   std::optional<uint64_t> capacity_bytes;
-  double torn = 0;  // probability, per unsynced sector at a crash
+  double torn = 0;         // probability, per unsynced sector at a crash
+  double misdirected = 0;  // per write: it lands somewhere else, and is reported as done
+  double slow = 0;         // per transfer: it takes up to a millisecond
+};
+
+// The disk as it was just before an operation.
+struct SimMoment {
+  std::string operation;
+  SimTree tree;
 };
 
 // The disk: everything behind one mutex. Shared by the Fs and the files opened on it.
 class SimDisk {
  public:
-  explicit SimDisk(const SimOptions& options) : options_(options), random_(options.seed) {}
+  explicit SimDisk(const SimOptions& options, SimTree tree = {})
+      : options_(options), random_(options.seed), tree_(std::move(tree)) {}
 
+  // Loses what was not synced, at random, and turns the power on again.
   void crash();
+  // The same, as told; returns the arities of the choices (SimChoices).
+  std::vector<int> crash(std::vector<int> choices);
+  // From the next operation on, or `after` more, everything fails until crash().
+  void cut_power(uint64_t after);
+  // Other faults from now on; those of fail_next that did not fire are forgotten.
+  void set_faults(SimOptions options);
+  // Keeps the state before every change from now on.
+  void record();
+  std::vector<std::string> recorded();
+  SimTree recorded_tree(size_t index);
+  // Where the files are of which some bytes are not what was written.
+  std::vector<std::string> damaged();
   void fail_next(const std::string& operation, int error, int count, int skip);
+  void count(const std::string& fault);
   std::map<std::string, uint64_t> fired();
   std::vector<std::string> operations();
   Status corrupt(const std::string& path, uint64_t offset, uint8_t mask);
@@ -51,16 +79,25 @@ class SimDisk {
   };
 
   // All with the mutex.
+  void lose(SimChoices choices, std::vector<int>* arities);
+  void moment(const std::string& operation, const std::string& path);
+  bool is_off();
   int injected(const std::string& operation);  // an errno, or 0
+  bool fires(const char* kind, double probability, const std::string& path, uint64_t offset);
+  void misdirect(const SimNodePtr& node, const std::string& path, uint64_t offset,
+                 std::string_view data);
   double chance(const char* kind, const std::string& path, uint64_t offset);
   bool grows_too_much(uint64_t from_bytes, uint64_t to_bytes);
   Status done(const std::string& operation, const std::string& path, int error,
               const std::string& detail = {});
 
-  const SimOptions options_;
+  SimOptions options_;
   std::mutex mutex_;
   SimRandom random_;
   SimTree tree_;
+  std::optional<uint64_t> power_left_;  // operations until it goes off
+  bool recording_ = false;
+  std::vector<SimMoment> moments_;
   uint64_t epoch_ = 0;  // files opened before a crash are dead
   std::map<std::string, std::vector<Injection>> injections_;
   std::map<std::string, uint64_t> fired_;
@@ -70,7 +107,7 @@ class SimDisk {
 
 class SimFs final : public Fs {
  public:
-  explicit SimFs(const SimOptions& options);
+  explicit SimFs(const SimOptions& options, SimTree tree = {});
   ~SimFs() override;
 
   SimDisk& disk() { return *disk_; }
@@ -98,13 +135,16 @@ class SimFs final : public Fs {
  private:
   void serve();
   IoRequest next();  // mutex_ held
+  void dawdle(const IoRequest& request);
   int store(const std::string& path, std::string_view data);
+  void leave_half(const std::string& path, std::string_view data);
   int prepare(const std::string& path, uint64_t bytes, bool reuse, SimNodePtr& node);
   template <class Change>
   Status name_change(const char* operation, const std::string& path, const std::string& detail,
                      Change&& change);
 
   const std::shared_ptr<SimDisk> disk_;
+  const bool reorder_;
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<IoRequest> queue_;  // guarded by mutex_

@@ -154,17 +154,45 @@ void declare_fs(nb::module_& m) {
 }
 
 void declare_sim(nb::module_& m) {
+  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<PySimFs, PyFs>(m, "SimFs", "A simulated disk; see native/fs_sim.h.")
       .def(
           "__init__",
           [](PySimFs* self, uint64_t seed, double short_io, bool reorder, double eio,
-             std::optional<uint64_t> capacity,
-             double torn) { new (self) PySimFs({seed, short_io, reorder, eio, capacity, torn}); },
+             std::optional<uint64_t> capacity, double torn, double misdirected, double slow) {
+            new (self) PySimFs({seed, short_io, reorder, eio, capacity, torn, misdirected, slow});
+          },
           "seed"_a, nb::kw_only(), "short_io"_a = 0.0, "reorder"_a = true, "eio"_a = 0.0,
-          "capacity"_a = nb::none(), "torn"_a = 0.0)
+          "capacity"_a = nb::none(), "torn"_a = 0.0, "misdirected"_a = 0.0, "slow"_a = 0.0)
       .def(
-          "crash", [](PySimFs& self) { self.disk().crash(); },
-          nb::call_guard<nb::gil_scoped_release>())
+          "set_faults",
+          [](PySimFs& self, uint64_t seed, double short_io, double eio,
+             std::optional<uint64_t> capacity, double torn, double misdirected, double slow) {
+            self.disk().set_faults({seed, short_io, true, eio, capacity, torn, misdirected, slow});
+          },
+          "seed"_a = 0, nb::kw_only(), "short_io"_a = 0.0, "eio"_a = 0.0, "capacity"_a = nb::none(),
+          "torn"_a = 0.0, "misdirected"_a = 0.0, "slow"_a = 0.0, unlocked)
+      .def(
+          "crash", [](PySimFs& self) { self.disk().crash(); }, unlocked)
+      .def(
+          "crash_as",
+          [](PySimFs& self, std::vector<int> choices) {
+            return self.disk().crash(std::move(choices));
+          },
+          "choices"_a, unlocked)
+      .def(
+          "cut_power", [](PySimFs& self, uint64_t after) { self.disk().cut_power(after); },
+          "after"_a, unlocked)
+      .def(
+          "record", [](PySimFs& self) { self.disk().record(); }, unlocked)
+      .def_prop_ro("recorded", [](PySimFs& self) { return self.disk().recorded(); })
+      .def(
+          "at_moment",
+          [](PySimFs& self, size_t index) {
+            return PySimFs(SimOptions{}, self.disk().recorded_tree(index));
+          },
+          "index"_a, unlocked)
+      .def_prop_ro("damaged", [](PySimFs& self) { return self.disk().damaged(); })
       .def(
           "fail_next",
           [](PySimFs& self, const std::string& operation, int error, int count, int skip) {

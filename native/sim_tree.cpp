@@ -3,18 +3,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <map>
 #include <set>
 
 #include "fs.h"
 
 namespace statehold {
 namespace {
-
-bool coin(SimRandom& random) { return (random() >> 32) % 2 == 0; }
-
-bool roll(SimRandom& random, double probability) {
-  return std::uniform_real_distribution<>(0, 1)(random) < probability;
-}
 
 std::vector<std::string> split(const std::string& path) {
   std::vector<std::string> parts;
@@ -60,16 +55,70 @@ void commit(SimNode& dir, size_t count) {
   }
 }
 
+using Seen = std::set<const SimNode*>;
+
 template <class Visit>
-void visit_all(const SimNodePtr& node, std::set<SimNode*>& seen, bool durable, Visit&& visit) {
+void visit_all(const SimNodePtr& node, Seen& seen, bool now, bool durable, Visit&& visit) {
   if (!seen.insert(node.get()).second) return;
   visit(*node);
-  for (const auto& [name, child] : durable ? node->durable_names : node->names) {
-    visit_all(child, seen, durable, visit);
-  }
+  for (const auto* names : {now ? &node->names : nullptr, durable ? &node->durable_names : nullptr})
+    if (names)
+      for (const auto& [name, child] : *names) visit_all(child, seen, now, durable, visit);
 }
 
+void list_files(const SimNodePtr& node, const std::string& path,
+                std::vector<std::pair<std::string, SimNodePtr>>& found) {
+  if (!node->is_dir) found.emplace_back(path, node);
+  for (const auto& [name, child] : node->names) list_files(child, path + '/' + name, found);
+}
+
+// Copies nodes with all that they lead to, each once.
+class Cloner {
+ public:
+  SimNodePtr node(const SimNodePtr& from) {
+    if (!from) return nullptr;
+    SimNodePtr& to = nodes_[from.get()];
+    if (to) return to;
+    const SimNodePtr copy = to = std::make_shared<SimNode>(from->is_dir);
+    copy->data = from->data;
+    copy->damaged = from->damaged;
+    for (const auto& [name, child] : from->names) copy->names[name] = node(child);
+    for (const auto& [name, child] : from->durable_names) copy->durable_names[name] = node(child);
+    for (const auto& each : from->pending) copy->pending.push_back(change(each));
+    return copy;
+  }
+
+ private:
+  std::shared_ptr<NameChange> change(const std::shared_ptr<NameChange>& from) {
+    std::shared_ptr<NameChange>& to = changes_[from.get()];
+    if (to) return to;
+    const std::shared_ptr<NameChange> copy = to = std::make_shared<NameChange>();
+    copy->order = from->order;
+    for (const NameChange::Part& part : from->parts) {
+      copy->parts.push_back({node(part.dir.lock()), part.name, node(part.node)});
+    }
+    return copy;
+  }
+
+  std::map<const SimNode*, SimNodePtr> nodes_;
+  std::map<const NameChange*, std::shared_ptr<NameChange>> changes_;
+};
+
 }  // namespace
+
+int SimChoices::replay(int arity) {
+  const size_t index = arities_.size();
+  arities_.push_back(arity);
+  return index < given_.size() ? std::clamp(given_[index], 0, arity - 1) : 0;
+}
+
+bool SimChoices::survives() { return random_ ? ((*random_)() >> 32) % 2 == 0 : replay(2) == 1; }
+
+SimChoices::Sector SimChoices::sector() {
+  if (!random_) return static_cast<Sector>(replay(3));
+  if (std::uniform_real_distribution<>(0, 1)(*random_) < torn_) return Sector::torn;
+  return survives() ? Sector::fresh : Sector::old;
+}
 
 void SimFileData::mark_dirty(uint64_t begin, uint64_t end) {
   const uint64_t sectors = align_up(std::max(end, now_.size()), kPageBytes) / kPageBytes;
@@ -104,24 +153,30 @@ void SimFileData::corrupt(uint64_t offset, uint8_t mask) {
   }
 }
 
-uint64_t SimFileData::crash(SimRandom& random, double torn) {
-  uint64_t torn_count = 0;
-  if (coin(random)) durable_.resize(now_.size());  // the new size
-  now_.resize(durable_.size());                    // what lies behind the old size is gone
+void SimFileData::strike(uint64_t offset, std::string_view data) {
+  for (std::string* version : {&now_, &durable_}) {
+    if (offset >= version->size()) continue;
+    const uint64_t bytes = std::min<uint64_t>(data.size(), version->size() - offset);
+    version->replace(offset, bytes, data, 0, bytes);
+  }
+}
+
+void SimFileData::crash(SimChoices& choices, SimLoss& loss) {
+  if (now_.size() != durable_.size() && choices.survives()) durable_.resize(now_.size());
+  now_.resize(durable_.size());  // what lies behind the old size is gone
   for (uint64_t s = 0; s < dirty_.size(); ++s) {
     const uint64_t begin = s * kPageBytes;
     if (!dirty_[s] || begin >= now_.size()) continue;
     const uint64_t bytes = std::min(kPageBytes, now_.size() - begin);
-    if (roll(random, torn)) {
-      durable_.replace(begin, bytes / 2, now_, begin, bytes / 2);
-      ++torn_count;
-    } else if (coin(random)) {
-      durable_.replace(begin, bytes, now_, begin, bytes);
-    }
+    const SimChoices::Sector sector = choices.sector();
+    loss.sectors += sector == SimChoices::Sector::old;
+    loss.torn += sector == SimChoices::Sector::torn;
+    if (sector == SimChoices::Sector::old) continue;
+    const uint64_t kept = sector == SimChoices::Sector::torn ? bytes / 2 : bytes;
+    durable_.replace(begin, kept, now_, begin, kept);
   }
   now_ = durable_;
   dirty_.clear();
-  return torn_count;
 }
 
 SimNodePtr SimTree::Slot::node() const {
@@ -156,6 +211,7 @@ int SimTree::locate(const std::string& path, Slot& slot) const {
 
 void SimTree::change(std::vector<std::pair<Slot, SimNodePtr>> parts) {
   const auto change = std::make_shared<NameChange>();
+  change->order = ++changes_;
   for (auto& [slot, node] : parts) change->parts.push_back({slot.dir, slot.name, std::move(node)});
   for (const NameChange::Part& part : change->parts) {
     const SimNodePtr dir = part.dir.lock();
@@ -233,23 +289,59 @@ int SimTree::sync_dir(const std::string& path) {
 
 uint64_t SimTree::used_bytes() const {
   uint64_t bytes = 0;
-  std::set<SimNode*> seen;
-  visit_all(root_, seen, false, [&](SimNode& node) { bytes += node.data.bytes().size(); });
+  Seen seen;
+  visit_all(root_, seen, true, false, [&](SimNode& node) { bytes += node.data.bytes().size(); });
   return bytes;
 }
 
-uint64_t SimTree::crash(SimRandom& random, double torn) {
-  std::set<SimNode*> seen;
-  visit_all(root_, seen, false,
-            [&](SimNode& dir) { commit(dir, random() % (dir.pending.size() + 1)); });
-  uint64_t torn_count = 0;
-  seen.clear();
-  visit_all(root_, seen, true, [&](SimNode& node) {
+std::vector<std::pair<std::string, SimNodePtr>> SimTree::files() const {
+  std::vector<std::pair<std::string, SimNodePtr>> found;
+  list_files(root_, "", found);
+  return found;
+}
+
+SimTree SimTree::clone() const {
+  SimTree copy;
+  copy.root_ = Cloner().node(root_);
+  copy.changes_ = changes_;
+  return copy;
+}
+
+std::vector<std::shared_ptr<NameChange>> SimTree::pending() const {
+  std::map<uint64_t, std::shared_ptr<NameChange>> found;
+  Seen seen;
+  // Directories that were removed, too: a crash may undo that and keep what happened in them.
+  visit_all(root_, seen, true, true, [&](SimNode& dir) {
+    for (const auto& change : dir.pending) found[change->order] = change;
+  });
+  std::vector<std::shared_ptr<NameChange>> changes;
+  for (auto& [order, change] : found) changes.push_back(std::move(change));
+  return changes;
+}
+
+SimLoss SimTree::crash(SimChoices& choices) {
+  SimLoss loss;
+  std::set<std::pair<const SimNode*, std::string>> lost;
+  for (const auto& change : pending()) {
+    const bool possible = std::ranges::none_of(change->parts, [&](const NameChange::Part& part) {
+      return lost.contains({part.dir.lock().get(), part.name});
+    });
+    if (possible && choices.survives()) {
+      apply_durably(*change);
+      continue;
+    }
+    ++loss.names;
+    for (const NameChange::Part& part : change->parts) {
+      lost.insert({part.dir.lock().get(), part.name});
+    }
+  }
+  Seen seen;
+  visit_all(root_, seen, false, true, [&](SimNode& node) {
     node.pending.clear();
     node.names = node.durable_names;
-    if (!node.is_dir) torn_count += node.data.crash(random, torn);
+    if (!node.is_dir) node.data.crash(choices, loss);
   });
-  return torn_count;
+  return loss;
 }
 
 }  // namespace statehold

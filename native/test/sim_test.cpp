@@ -18,6 +18,11 @@ void synced_file(SimTree& tree, const std::string& path, const std::string& text
   node->data.sync();
 }
 
+SimLoss crash(SimTree& tree, SimRandom& random) {
+  SimChoices choices(random, 0);
+  return tree.crash(choices);
+}
+
 std::string text_of(const SimTree& tree, const std::string& path) {
   const SimNodePtr node = tree.find(path);
   return node ? node->data.bytes() : "(none)";
@@ -53,7 +58,7 @@ TEST(synced_names_and_bytes_survive) {
     synced_file(tree, "run/x", "kept");
     EXPECT(tree.sync_dir("run") == 0);
     tree.find("run/x")->data.write(0, "lost");
-    EXPECT(tree.crash(random, 0) == 0);
+    EXPECT(crash(tree, random).torn == 0);
     const std::string text = text_of(tree, "run/x");
     EXPECT(text == "kept" || text == "lost");
   }
@@ -68,7 +73,7 @@ TEST(unsynced_outcomes_all_happen) {
     EXPECT(tree.sync_dir("/") == 0);
     synced_file(tree, "new", "new");
     EXPECT(tree.rename("new", "old") == 0);
-    tree.crash(random, 0);
+    crash(tree, random);
     seen.insert(text_of(tree, "old") + "/" + text_of(tree, "new"));
   }
   // A prefix of (create, rename): never the new text in both places, never nothing at all.
@@ -84,10 +89,13 @@ TEST(sectors_and_size_are_old_or_new) {
     data.write(0, "aaaa");
     data.sync();
     data.write(0, "bbbb");
-    torn += data.crash(random, 0.3);
+    SimLoss loss;
+    SimChoices often(random, 0.3), never(random, 0);
+    data.crash(often, loss);
+    torn += loss.torn;
     seen.insert(data.bytes());
     data.resize(2);
-    data.crash(random, 0);
+    data.crash(never, loss);
     EXPECT(data.bytes().size() == 2 || data.bytes().size() == 4);
   }
   EXPECT(torn > 0);
@@ -105,11 +113,85 @@ TEST(rename_between_directories_is_atomic) {
     EXPECT(tree.sync_dir("a") == 0);
     EXPECT(tree.rename("a/x", "b/x") == 0);
     if (seed % 2 == 0) EXPECT(tree.sync_dir("b") == 0);
-    tree.crash(random, 0);
+    crash(tree, random);
     const bool moved = text_of(tree, "b/x") == "text";
     EXPECT(moved != (text_of(tree, "a/x") == "text"));
     EXPECT(moved || seed % 2 == 1);
   }
+}
+
+TEST(changes_of_different_names_survive_in_any_order) {
+  std::set<std::string> seen;
+  std::vector<int> choices;
+  // Every outcome, by counting through the choices.
+  for (bool more = true; more;) {
+    SimTree tree;
+    synced_file(tree, "x", "1");
+    synced_file(tree, "y", "2");
+    EXPECT(tree.sync_dir("/") == 0);
+    EXPECT(tree.rename("x", "z") == 0);
+    EXPECT(tree.unlink("y") == 0);
+    EXPECT(tree.rename("z", "y") == 0);
+    SimChoices given(choices);
+    tree.crash(given);
+    seen.insert(text_of(tree, "x") + text_of(tree, "y") + text_of(tree, "z"));
+    choices.resize(given.arities().size());
+    more = false;
+    for (size_t at = choices.size(); at-- > 0 && !more;) {
+      more = ++choices[at] < given.arities()[at];
+      if (!more) choices.pop_back();
+    }
+  }
+  EXPECT(seen == (std::set<std::string>{"12(none)", "(none)21", "1(none)(none)", "(none)(none)1",
+                                        "(none)1(none)"}));
+}
+
+TEST(what_happened_in_a_removed_directory_may_outlive_the_removal) {
+  bool emptied = false;
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    SimRandom random(seed);
+    SimTree tree;
+    EXPECT(tree.mkdir("a") == 0);
+    EXPECT(tree.sync_dir("/") == 0);
+    synced_file(tree, "a/x", "text");
+    EXPECT(tree.sync_dir("a") == 0);
+    EXPECT(tree.unlink("a/x") == 0);
+    EXPECT(tree.rmdir("a") == 0);
+    crash(tree, random);
+    emptied = emptied || (tree.find("a") && !tree.find("a/x"));
+  }
+  EXPECT(emptied);
+}
+
+TEST(a_clone_is_independent_and_crashes_alike) {
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    SimTree tree;
+    EXPECT(tree.mkdir("a") == 0);
+    synced_file(tree, "a/x", "one");
+    EXPECT(tree.sync_dir("a") == 0);
+    synced_file(tree, "b", "two");
+    EXPECT(tree.rename("b", "a/b") == 0);
+    SimTree copy = tree.clone();
+    SimRandom first(seed), second(seed);
+    crash(tree, first);
+    EXPECT(text_of(copy, "a/b") == "two");
+    crash(copy, second);
+    for (const char* path : {"a/x", "b", "a/b"}) EXPECT(text_of(copy, path) == text_of(tree, path));
+  }
+}
+
+TEST(a_forgotten_write_is_not_saved_by_the_next_sync) {
+  SimFileData data;
+  data.write(0, "aaaa");
+  data.sync();
+  data.write(0, "bbbb");
+  data.forget();
+  data.sync();
+  EXPECT(data.bytes() == "bbbb");
+  SimChoices none({});
+  SimLoss loss;
+  data.crash(none, loss);
+  EXPECT(data.bytes() == "aaaa");
 }
 
 TEST_MAIN

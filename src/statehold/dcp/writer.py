@@ -215,7 +215,10 @@ class StorageWriter(_StorageWriter, AsyncStager):
         with self._machine.storage() as fs:
             self._check_replaceable(fs, final)
             make_directories(fs, parent_of(final))
-            for leftover in _partials(fs, final):
+            leftovers = _partials(fs, final)
+            if leftovers:  # first, for good, they are nothing that `final` leads to
+                fs.sync_dir(parent_of(final))
+            for leftover in leftovers:
                 delete(fs, leftover)
             fs.mkdir(place.partial)
         return place

@@ -36,7 +36,10 @@ def publish(fs: Fs, partial: str, final: str, manifest: bytes) -> bool:
 
 
 def make_directories(fs: Fs, path: str) -> None:
-    """Make a directory, its parents included, and make their names durable."""
+    """Make a directory, its parents included, and make their names durable.
+
+    Also those that are there: who made them may have died before it could sync them.
+    """
     missing = []
     while path and not fs.is_dir(path):
         # Another rank may make it between the two questions.
@@ -44,6 +47,10 @@ def make_directories(fs: Fs, path: str) -> None:
             raise storage_error("create the run directory", errno.ENOTDIR, path)
         missing.append(path)
         path = path.rpartition("/")[0]
+    # All that is above it was synced before it was made, and so was what lies in it.
+    if path:
+        with unless(errno.EACCES):  # a parent that we may not read was not made by us
+            fs.sync_dir(parent_of(path))
     for path in reversed(missing):
         with unless(errno.EEXIST):  # another rank made it
             fs.mkdir(path)

@@ -175,6 +175,7 @@ class Store:
         """
         self._lead("clear a run")
         with self._guard:
+            self._settle_names()
             if self._fs.is_dir(f"{self._root}/{SPARE_NAME}"):
                 delete(self._fs, f"{self._root}/{SPARE_NAME}")
             for name in self._leftovers():
@@ -210,6 +211,7 @@ class Store:
         with self._guard:
             if attempt is None:
                 if self._fs.is_dir(partial):
+                    self._settle_names()
                     self._discard(partial)
                 self._fs.mkdir(partial)
                 return
@@ -248,17 +250,25 @@ class Store:
         with self._guard, contextlib.suppress(StorageError):
             partial = self.partial(step, attempt)
             if self._rank == 0 and self._fs.is_dir(partial):
+                self._settle_names()
                 delete(self._fs, partial)
 
     def _clear_attempts(self, under_way: str) -> None:
         """Delete attempts that have ended: those of other jobs, and older ones of this job."""
         token, _, number = under_way.partition("-")
-        for name in self._leftovers():
-            match = _ATTEMPTED.fullmatch(name)
+
+        def has_ended(match: re.Match[str] | None) -> bool:
             # Other ranks may be ahead, where one of them has ended an attempt by failing.
-            if match and not (match["token"] == token and int(match["number"]) >= int(number)):
-                with contextlib.suppress(StorageError):  # a rank still writes there: next time
-                    delete(self._fs, f"{self._root}/{name}")
+            ahead = match and match["token"] == token and int(match["number"]) >= int(number)
+            return match is not None and not ahead
+
+        names = self._leftovers()
+        ended = [name for name in names if has_ended(_ATTEMPTED.fullmatch(name))]
+        if ended:
+            self._settle_names()
+        for name in ended:
+            with contextlib.suppress(StorageError):  # a rank still writes there: next time
+                delete(self._fs, f"{self._root}/{name}")
 
     def _lead(self, action: str) -> None:
         if self._rank:
@@ -292,8 +302,6 @@ class Store:
         """Take a corrupt step out of sight without deleting it; returns its new path."""
         self._lead("set a step aside")
         with self._guard:
-            if self._fs.is_dir(self.path(step, ".corrupt")):
-                delete(self._fs, self.path(step, ".corrupt"))
             self._retire(step, ".corrupt")
             return self.path(step, ".corrupt")
 
@@ -307,11 +315,20 @@ class Store:
     def _retire(self, step: int, suffix: str) -> None:
         hidden = self.path(step, suffix)
         if self._fs.is_dir(hidden):
+            self._settle_names()
             delete(self._fs, hidden)
         self._fs.rename(self.path(step), hidden)  # R1
         self._fs.sync_dir(self._root)  # R2
         if suffix == ".retired":
             self._discard(hidden)  # R3
+
+    def _settle_names(self) -> None:
+        """Before a hidden directory is changed: no name of a step may come back to it.
+
+        After a failure, or the death of a process, the sync that should have made sure of that
+        (D7, R2) may not have happened.
+        """
+        self._fs.sync_dir(self._root)
 
     def _discard(self, directory: str) -> None:
         """Hold an invisible directory back for reuse, or delete it."""

@@ -1,0 +1,78 @@
+"""Many seeds of the simulation, on all processors: python tests/sim/campaign.py --seeds 10000
+
+Prints how many crashes, faults of each kind, steps and restores there were, and every violation with
+its seed and trace. Fails if there is one, or if a kind of fault never fired: then nothing was tested.
+`--first N --seeds 1` runs one seed again and prints what happens in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from sim.seeds import FAULTS, Report, run_seed
+
+
+def quiet() -> None:
+    """Faults are many, and every one would be logged; threads are for ranks, not for tensors."""
+    logging.getLogger("statehold").setLevel(logging.CRITICAL + 1)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+
+def summary(reports: Iterable[Report]) -> tuple[Counter[str], list[Report]]:
+    """All counts together, and the reports with violations."""
+    counts: Counter[str] = Counter()
+    failed = []
+    for report in reports:
+        counts.update(report.counts)
+        if report.violations:
+            failed.append(report)
+            print("\n  ".join([f"seed {report.seed}", *report.trace]), flush=True)
+    return counts, failed
+
+
+def missing(counts: Counter[str]) -> list[str]:
+    """The faults that never fired."""
+    return [fault for fault in FAULTS if not counts[fault]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    begin = time.monotonic()
+    seeds = range(options.first, options.first + options.seeds)
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(options.processes, len(seeds)), quiet, maxtasksperchild=500) as pool:
+        counts, failed = summary(pool.imap_unordered(run_seed, seeds, chunksize=10))
+    for what, count in sorted(counts.items()):
+        print(f"{count:9} {what}")
+    never = missing(counts) if len(seeds) >= 1000 else []
+    if never:
+        print(f"these faults never fired: {', '.join(never)}")
+    print(
+        f"{len(seeds)} seeds from {options.first} in {time.monotonic() - begin:.0f} s: "
+        f"{len(failed)} with violations {sorted(report.seed for report in failed)}"
+    )
+    if len(seeds) == 1 and not failed:
+        quiet()
+        print("\n  ".join(run_seed(options.first).trace))
+    return 1 if failed or never else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

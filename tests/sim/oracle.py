@@ -1,0 +1,143 @@
+"""What a run directory must hold: every save that was begun, every step that was promised.
+
+A save has a serial number, never used twice, and its content is a function of rank, step and serial.
+So whatever a restore brings back says itself which save it is, and is compared with that save bit
+for bit.
+
+    begun       saves that may be there: they were started
+    promised    the newest save of each step of which some rank was told that it is committed
+    suspect     steps with bytes that rot or a misdirected write has changed: these may be refused
+
+Violations are collected, not raised: a seed goes on to its end, and reports them all.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from statehold._core import SimFs
+
+RUN = "/runs/x"
+SAME_NUMEL, OWN_NUMEL = 1500, 700
+_STEP = re.compile(rf"{RUN}/step-(\d{{12}})(?:\.corrupt)?/")
+
+
+def content(rank: int, step: int, serial: int) -> dict[str, Any]:
+    """What `rank` saves: "same" on all ranks alike, "own" on none."""
+    base = step * 1009 + serial * 100_003
+    return {
+        "same": torch.arange(SAME_NUMEL, dtype=torch.int32) * 31 + base,
+        "own": torch.arange(OWN_NUMEL, dtype=torch.int32) * 17 + base + 7 * rank,
+        "rank": rank,
+        "step": step,
+        "serial": serial,
+    }
+
+
+def blank() -> dict[str, Any]:
+    return {
+        "same": torch.zeros(SAME_NUMEL, dtype=torch.int32),
+        "own": torch.zeros(OWN_NUMEL, dtype=torch.int32),
+        "rank": None,
+        "step": None,
+        "serial": None,
+    }
+
+
+def differs(found: dict[str, Any], rank: int, names: Iterable[str]) -> str | None:
+    """What is wrong with a restored state, of which `names` were restored."""
+    expected = content(rank, found["step"], found["serial"])
+    for name in names:
+        value = expected[name]
+        same = (
+            torch.equal(found[name], value)
+            if isinstance(value, torch.Tensor)
+            else found[name] == value
+        )
+        if not same:
+            return f"{name} is not that of serial {found['serial']}"
+    return None
+
+
+@dataclass
+class Oracle:
+    """The promises of one run directory that keeps `keep` steps. Thread-safe."""
+
+    keep: int | None
+    begun: dict[int, dict[int, int]] = field(default_factory=dict)  # step -> serial -> ranks
+    promised: dict[int, int] = field(default_factory=dict)
+    suspect: set[int] = field(default_factory=set)
+    committed: int = 0
+    _rewound: int = 0
+    _guard: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, step: int, serial: int, ranks: int) -> None:
+        with self._guard:
+            self.begun.setdefault(step, {})[serial] = ranks
+
+    def promise(self, step: int, serial: int) -> None:
+        with self._guard:
+            if serial < self._rewound:  # told late: the rewind has settled what is there
+                return
+            self.committed += self.promised.get(step) != serial
+            self.promised[step] = max(serial, self.promised.get(step, 0))
+
+    def doubt(self, newer_than: int, serial: int) -> None:
+        """A rewind was begun: newer steps of saves before `serial` may be there or not."""
+        with self._guard:
+            self._rewound = max(self._rewound, serial)
+            # What was there newer than a step has decided whether it was kept.
+            kept = self._kept(
+                each for each, saves in self.begun.items() if min(saves, default=serial) < serial
+            )
+            for step in [each for each in self.promised if each > newer_than or each not in kept]:
+                del self.promised[step]
+
+    def forget(self, newer_than: int, serial: int) -> None:
+        """A rewind has succeeded: nothing newer may be there of saves before `serial`."""
+        with self._guard:
+            for step in [step for step in self.begun if step > newer_than]:
+                left = {each: size for each, size in self.begun[step].items() if each > serial}
+                self.begun[step] = left
+
+    def look(self, fs: SimFs) -> None:
+        """Note which steps hold damaged files now."""
+        found = filter(None, map(_STEP.match, fs.damaged))
+        self.suspect |= {int(match[1]) for match in found}
+
+    def judge(self, visible: Sequence[int]) -> list[str]:
+        """Which promises are broken if these are the steps that there are; forgets old ones."""
+        kept = self._kept({*self.promised, *visible, *self.suspect})
+        wrong = [
+            f"step {step} was committed and is not there"
+            for step in kept
+            if step in self.promised and step not in visible and step not in self.suspect
+        ]
+        wrong += [f"step {step} was never saved" for step in visible if not self.begun.get(step)]
+        self.promised = {step: self.promised[step] for step in self.promised if step in visible}
+        return wrong
+
+    def _kept(self, steps: Iterable[int]) -> list[int]:
+        """The newest of these steps, as many as are kept."""
+        known = sorted(steps)
+        return known if self.keep is None else known[-self.keep :]
+
+    def judge_content(
+        self, step: int, rank: int, found: dict[str, Any], names: Iterable[str]
+    ) -> list[str]:
+        """What is wrong with what `rank` has restored of `step`."""
+        if found["step"] != step or found["serial"] not in self.begun.get(step, {}):
+            return [f"step {step}: holds step {found['step']}, serial {found['serial']}"]
+        if found["serial"] < self.promised.get(step, 0):
+            return [f"step {step}: serial {found['serial']}, {self.promised[step]} was committed"]
+        wrong = differs(found, rank, names)
+        return [f"step {step}, rank {rank}: {wrong}"] if wrong else []
+
+    def ranks_of(self, step: int) -> set[int]:
+        return set(self.begun.get(step, {}).values())

@@ -1,0 +1,355 @@
+"""One seed of the simulation: jobs that save under faults, crashes, and what is left of them.
+
+A seed draws which faults there are at all and how often (a swarm: every seed is another weather), the
+number of ranks, the options, what the ranks do, and when they die, stall or lose power. After every
+job the faults end, a new job restores every step on every rank, and the oracle compares; at the end
+the run must go on without any error.
+
+The same seed draws the same faults at the same operations of each rank. What it does not decide is
+in which order ranks, which are threads, come to their operations: where several save together, a
+seed that failed may have to be run a few times to fail again.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from sim.job import HANG_S, Died, Job
+from sim.oracle import RUN, Oracle, blank, content
+from statehold import Save
+from statehold.errors import CorruptionError, StateholdError, WaitTimeout
+from statehold.testing import SimFs
+
+SHARED = ("same", "step", "serial")
+OPERATIONS = (
+    "sync", "sync_dir", "rename", "exchange", "mkdir", "unlink", "rmdir", "write_file", "read_file",
+    "open_write", "open_read", "truncate",
+)  # fmt: skip
+# What has to have happened in a campaign, or it has tested too little.
+FAULTS = (
+    "short", "slow", "reordered", "eio", "enospc", "torn", "lost name", "lost sector", "misdirected",
+    "rot", "power", "half a file", "forgotten", *(f"injected {each}" for each in OPERATIONS),
+    "death", "stall", "came back late", "kill of all", "power loss", "refused step",
+)  # fmt: skip
+
+
+@dataclass
+class Report:
+    """What became of a seed."""
+
+    seed: int
+    counts: Counter[str] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
+    trace: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Action:
+    """What every rank of a job does next."""
+
+    kind: str  # "save", "rewind", "restore"
+    step: int = 0
+    serial: int = 0
+    wait: bool = True
+
+
+class Seed:
+    """Runs one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.report = Report(seed)
+        self._random = random.Random(seed)
+        self._fs = SimFs(seed)
+        chance = self._random
+        self._weather = {
+            kind: chance.random() < 0.5
+            for kind in (
+                "short_io",
+                "eio",
+                "slow",
+                "torn",
+                "misdirected",
+                "capacity",
+                "injected",
+                "rot",
+            )
+        }
+        self._keep = chance.choice((None, 1, 1, 2, 2, 3))
+        self._options = {"keep": self._keep, "reuse_files": chance.random() < 0.75}
+        self._oracle = Oracle(self._keep)
+        self._sizes = (chance.choice((1, 1, 2, 2, 3)), chance.choice((1, 2, 3)))
+        self._serial = 0
+        self._step = 0
+        self._tokens = 0
+        self._late: Job | None = None
+        self._corrupt_found = 0
+
+    def run(self) -> Report:
+        self._say(f"keep {self._keep} sizes {self._sizes} {self._options} {self._weather}")
+        try:
+            for _ in range(self._random.randint(2, 4)):
+                self._train()
+                self._recover()
+            self._end_late()
+            self._recover()
+        except Exception as error:
+            self._wrong(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self.report.counts.update(self._fs.fired)
+            self.report.counts["committed"] = self._oracle.committed
+        return self.report
+
+    def _say(self, line: str) -> None:
+        self.report.trace.append(line)
+
+    def _wrong(self, what: str) -> None:
+        self.report.violations.append(what)
+        self._say(f"VIOLATION {what}")
+
+    def _job(self, size: int) -> Job:
+        self._tokens += 1
+        return Job(self._fs, size, f"{self._tokens:08x}", **self._options)
+
+    # -- a job under faults ----------------------------------------------------------------
+
+    def _train(self) -> None:
+        chance = self._random
+        size = self._sizes[chance.random() < 0.2]
+        actions = self._actions(chance.randint(2, 5))
+        job = self._job(size)
+        crash = chance.choice(("end", "power", "power", "power", "kill", "die", "stall", "late"))
+        self._say(f"job of {size}: {crash}, {actions}")
+        self._stir()
+        self._doom(job, crash, len(actions))
+        if self._late is not None:
+            job.hub.wake(self._late.lives[-1], chance.randint(1, 60))
+        done: set[int] = set()
+        job.start(lambda rank: self._take_part(job, rank, actions, done))
+        outcomes = job.end(leave_stalled=crash == "late")
+        self._say(f"outcomes {[str(each)[:300] for each in outcomes]}")
+        self._count_lives(job)
+        self._end_late()
+        if crash == "late" and any(life.is_stalled for life in job.lives):
+            self._late = job
+        else:
+            job.close()
+        if crash == "power":
+            self._fs.crash()
+            self.report.counts["power loss"] += 1
+
+    def _actions(self, count: int) -> list[Action]:
+        chance = self._random
+        actions = [Action("restore")] if chance.random() < 0.7 else []
+        for _ in range(count):
+            self._serial += 1
+            if chance.random() < 0.08 and self._step > 1:
+                self._step = max(1, self._step - chance.randint(0, 2))
+                actions.append(Action("rewind", self._step, self._serial))
+                continue
+            self._step += chance.choice((0, 1, 1, 1, 2)) if self._step else 1
+            actions.append(Action("save", self._step, self._serial, chance.random() < 0.7))
+        return actions
+
+    def _stir(self) -> None:
+        """Begin the faults of a job."""
+        chance, weather = self._random, self._weather
+        free = chance.randint(0, 150_000)
+        self._fs.set_faults(
+            chance.getrandbits(60),
+            short_io=0.3 * weather["short_io"],
+            eio=chance.choice((0.005, 0.05)) * weather["eio"],
+            slow=0.2 * weather["slow"],
+            torn=0.5 * weather["torn"],
+            misdirected=0.05 * weather["misdirected"],
+            capacity=used_bytes(self._fs, "") + free if weather["capacity"] else None,
+        )
+        if weather["injected"]:
+            for operation in chance.sample(OPERATIONS, chance.randint(1, 3)):
+                code = chance.choice((errno.EIO, errno.ENOSPC, errno.EROFS))
+                self._fs.fail_next(operation, code, chance.randint(1, 2), chance.randint(0, 12))
+
+    def _doom(self, job: Job, crash: str, saves: int) -> None:
+        chance = self._random
+        life = job.lives[chance.randrange(job.size)]
+        at = chance.randint(1, 25 * saves)
+        if crash == "power":
+            self._fs.cut_power(chance.randint(0, 20 * saves * job.size))
+        elif crash == "kill":
+            life.dies_with_all = True
+            life.dies_at = at
+        elif crash == "die":
+            life.dies_at = at
+        elif crash == "stall":
+            life.stalls = (at, chance.randint(1, 50))
+        elif crash == "late" and job.size > 1 and self._late is None:
+            job.lives[-1].stalls = (at, None)
+
+    def _count_lives(self, job: Job) -> None:
+        dead = sum(life.is_dead for life in job.lives)
+        together = any(life.dies_with_all for life in job.lives)
+        self.report.counts["kill of all" if together else "death"] += bool(dead)
+        self.report.counts["stall"] += sum(life.has_stalled for life in job.lives)
+
+    def _end_late(self) -> None:
+        """A rank of an earlier job comes back, if it has not yet, and ends."""
+        if self._late is not None:
+            self._say(f"late outcomes {[str(each)[:300] for each in self._late.end()]}")
+            self._late.close()
+            self._late = None
+            self.report.counts["came back late"] += 1
+
+    def _take_part(self, job: Job, rank: int, actions: list[Action], done: set[int]) -> str:
+        """What a rank does in a job under faults: all of it, whatever fails, unless it dies."""
+        told: list[str] = []
+        saves: list[tuple[Action, Save]] = []
+
+        def settle() -> None:
+            for action, save in saves:
+                self._settle(action, save, told)
+            saves.clear()
+
+        for action in actions:
+            try:
+                if action.kind == "save":
+                    self._oracle.begin(action.step, action.serial, job.size)
+                    state = content(rank, action.step, action.serial)
+                    saves.append((action, job.ckpts[rank].save(action.step, state)))
+                    if action.wait:
+                        settle()
+                elif action.kind == "rewind":
+                    settle()
+                    self._oracle.doubt(action.step, action.serial)
+                    job.ckpts[rank].rewind(action.step)
+                    self._oracle.forget(action.step, action.serial)
+                else:
+                    self._restore(job, rank)
+            except Died:
+                raise
+            except StateholdError as error:
+                told.append(f"{action.kind} {action.step}: {type(error).__name__}")
+                if action.kind == "restore":  # as in a script: nothing is saved over what is there
+                    raise
+        settle()
+        return "; ".join(told) or "well"
+
+    def _settle(self, action: Action, save: Save, told: list[str]) -> None:
+        try:
+            save.wait("committed", HANG_S)
+        except WaitTimeout as error:
+            self._wrong(f"hang: {error}")
+        except StateholdError as error:
+            told.append(
+                f"save {action.step}.{action.serial}: {type(error).__name__} {error.summary}"
+            )
+        else:
+            self._oracle.promise(action.step, action.serial)
+            told.append(f"save {action.step}.{action.serial} committed")
+
+    def _restore(self, job: Job, rank: int) -> None:
+        state = blank()
+        step = job.ckpts[rank].restore(state, only=SHARED)
+        if step is not None:
+            for wrong in self._oracle.judge_content(step, rank, state, SHARED):
+                self._wrong(f"a restore under faults: {wrong}")
+
+    # -- without faults --------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Restore all there is and save once more, while nothing else goes wrong."""
+        chance, fs = self._random, self._fs
+        fs.set_faults()
+        if self._weather["rot"] and chance.random() < 0.5:
+            self._rot()
+        self._oracle.look(fs)
+        size = self._sizes[chance.random() < 0.3]
+        job = self._job(size)
+        visible = job.ckpts[0].steps()
+        for wrong in self._oracle.judge(visible):
+            self._wrong(wrong)
+        self._say(f"steps {visible}, suspect {sorted(self._oracle.suspect)}")
+        self._serial += 2
+        self._step = max([self._step, *visible])
+        job.start(lambda rank: self._look_and_go_on(job, rank, visible, self._step, self._serial))
+        outcomes = job.end()
+        job.close()
+        for rank, outcome in enumerate(outcomes):
+            if isinstance(outcome, Exception):
+                self._wrong(f"without faults, rank {rank}: {type(outcome).__name__}: {outcome}")
+        self._step += 2
+        self.report.counts["recoveries"] += 1
+
+    def _rot(self) -> None:
+        """Change a byte of some file of some committed step."""
+        names = [name for name, is_dir in self._listed(RUN) if is_dir and len(name) == 17]
+        if not names:
+            return
+        folder = f"{RUN}/{self._random.choice(names)}"
+        path = f"{folder}/{self._random.choice(self._listed(folder))[0]}"
+        if size := self._fs.stat_bytes(path):
+            self._fs.corrupt(path, self._random.randrange(size), 1 << self._random.randrange(8))
+            self._say(f"rot in {path}")
+
+    def _listed(self, path: str) -> list[tuple[str, bool]]:
+        return self._fs.listdir(path) if self._fs.is_dir(path) else []
+
+    def _look_and_go_on(
+        self, job: Job, rank: int, visible: list[int], step: int, serial: int
+    ) -> None:
+        ckpt = job.ckpts[rank]
+        good = [each for each in visible if self._is_good(job, rank, each)]
+        self._restore_newest(job, rank, visible, good)
+        for ahead in (1, 2):
+            self._oracle.begin(step + ahead, serial + ahead - 2, job.size)
+            state = content(rank, step + ahead, serial + ahead - 2)
+            ckpt.save(step + ahead, state).wait("committed", HANG_S)
+            self._oracle.promise(step + ahead, serial + ahead - 2)
+
+    def _is_good(self, job: Job, rank: int, step: int) -> bool:
+        state = blank()
+        names = SHARED if self._oracle.ranks_of(step) != {job.size} else tuple(state)
+        try:
+            job.ckpts[rank].restore(state, step, only=names)
+        except CorruptionError as error:
+            self.report.counts["refused step"] += 1
+            if step not in self._oracle.suspect:
+                self._wrong(f"step {step} is damaged, rank {rank}: {error}")
+            return False
+        for wrong in self._oracle.judge_content(step, rank, state, names):
+            self._wrong(wrong)
+        self.report.counts["restored"] += 1
+        return True
+
+    def _restore_newest(self, job: Job, rank: int, visible: list[int], good: list[int]) -> None:
+        state = blank()
+        try:
+            found = job.ckpts[rank].restore(state, only=SHARED)
+        except CorruptionError:
+            # Parts that only other names are in may be damaged.
+            if good and not set(visible) & self._oracle.suspect:
+                self._wrong(f"no step is intact, but {good} are")
+            return
+        if found is None and visible:
+            self._wrong(f"restored nothing, though there are {visible}")
+        if found is not None and good and found < max(good):
+            self._wrong(f"restored {found}, though {max(good)} is intact")
+
+
+def used_bytes(fs: SimFs, path: str) -> int:
+    total = 0
+    for name, is_dir in fs.listdir(path or "/"):
+        inner = f"{path}/{name}"
+        total += used_bytes(fs, inner) if is_dir else fs.stat_bytes(inner) or 0
+    return total
+
+
+def run_seed(seed: int) -> Report:
+    """Run one seed; what goes wrong is in the report."""
+    running = Seed(seed)
+    try:
+        return running.run()
+    except Exception:
+        return running.report

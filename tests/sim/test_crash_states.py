@@ -1,0 +1,173 @@
+"""The power goes off before every single change that a save makes, in every way it can.
+
+The changes of some saves are recorded: writes, syncs, names. Every state that a crash can leave
+between any two of them is then recovered: no step that was promised by then is missing, every step
+that is visible is that of one save, bit for bit, and the run goes on. Scenarios: with retention
+and reuse of files, a step saved again, a rewind, and what a process that died had left behind.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sim.crash_states import crash_states
+from sim.job import HANG_S, Job
+from sim.oracle import Oracle, blank, content
+from statehold.errors import StateholdError
+from statehold.testing import SimFs
+
+# How many crash states to try for each change before some are drawn.
+MOST = int(os.environ.get("STATEHOLD_CRASH_STATES", "12"))
+Script = list[tuple[str, int]]
+SCRIPTS: dict[str, Script] = {
+    "reuse": [("save", 1), ("save", 2), ("save", 3), ("save", 4)],
+    "again": [("save", 1), ("save", 2), ("save", 2), ("save", 3), ("save", 3)],
+    "rewind": [("save", 1), ("save", 2), ("save", 3), ("rewind", 1), ("save", 2)],
+}
+TOKEN = iter(range(1, 1 << 31))
+
+
+class Record:
+    """What was promised when, while a disk was recorded."""
+
+    def __init__(self, keep: int) -> None:
+        self.keep = keep
+        self.events: list[tuple[int, Callable[[Oracle], None]]] = []
+
+    def add(self, moment: int, tell: Callable[[Oracle], None]) -> None:
+        self.events.append((moment, tell))
+
+    def oracle(self, moment: int) -> Oracle:
+        """What holds before change `moment`; saves that were begun later may be there or not."""
+        oracle = Oracle(self.keep)
+        for at, tell in self.events:
+            if at <= moment:
+                tell(oracle)
+        return oracle
+
+
+def play(job: Job, script: Script, record: Record, fs: SimFs, first: int) -> list[Any]:
+    """Run a script on all ranks; serials are counted from `first`."""
+
+    def program(rank: int) -> None:
+        for serial, (what, step) in enumerate(script, first):
+            if what == "save":
+                record.add(len(fs.recorded), lambda o, s=step, n=serial: o.begin(s, n, job.size))
+                job.ckpts[rank].save(step, content(rank, step, serial)).wait("committed", HANG_S)
+                record.add(len(fs.recorded), lambda o, s=step, n=serial: o.promise(s, n))
+            else:
+                record.add(len(fs.recorded), lambda o, s=step, n=serial: o.doubt(s, n))
+                job.ckpts[rank].rewind(step)
+
+    job.start(program)
+    outcomes = job.end()
+    job.close()
+    return outcomes
+
+
+def new_job(fs: SimFs, size: int, keep: int) -> Job:
+    return Job(fs, size, f"{next(TOKEN):08x}", keep=keep)
+
+
+def recover(fs: SimFs, oracle: Oracle, size: int) -> list[str]:
+    """Restore every step on every rank, then save and restore that; what is wrong."""
+    job = new_job(fs, size, oracle.keep or 1)
+    visible = job.ckpts[0].steps()
+    wrong = oracle.judge(visible)
+    ahead = max(visible, default=0) + 1
+
+    def program(rank: int) -> None:
+        state = blank()
+        for step in visible:
+            job.ckpts[rank].restore(state, step)
+            wrong.extend(oracle.judge_content(step, rank, state, state))
+        job.ckpts[rank].save(ahead, content(rank, ahead, 99)).wait("committed", HANG_S)
+        if job.ckpts[rank].restore(state) != ahead or state["serial"] != 99:
+            wrong.append("the step after the crash is not the newest")
+
+    job.start(program)
+    for outcome in job.end():
+        if isinstance(outcome, Exception):
+            wrong.append(f"{type(outcome).__name__}: {outcome}")
+    job.close()
+    return wrong
+
+
+def recover_all(fs: SimFs, record: Record, size: int, seed: int = 0) -> int:
+    """Crash a recorded disk everywhere; how many states that were."""
+    states = 0
+    for moment, operation in enumerate(fs.recorded):
+        for disk in crash_states(fs, moment, MOST, seed):
+            states += 1
+            found = recover(disk, record.oracle(moment), size)
+            assert not found, f"power off before {moment}: {operation}: {found}"
+    return states
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_crash_state_of_a_job(size: int, script: str) -> None:
+    fs, record = SimFs(seed=3), Record(keep=2)
+    fs.record()
+    outcomes = play(new_job(fs, size, 2), SCRIPTS[script], record, fs, 1)
+    assert outcomes == [None] * size
+    states = recover_all(fs, record, size)
+    print(f"{len(fs.recorded)} changes, {states} crash states")
+    assert states > 2 * len(fs.recorded)
+
+
+@pytest.mark.parametrize("script", ["reuse", "again"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_crash_state_after_a_process_has_died(size: int, script: str) -> None:
+    """A job is killed at each of its operations; the next one loses power at each of its own."""
+    total = 0
+    for dies_at in range(1, 1000):
+        fs, record = SimFs(seed=dies_at), Record(keep=1)
+        first = new_job(fs, size, 1)
+        first.lives[0].dies_at = dies_at
+        first.lives[0].dies_with_all = True
+        play(first, SCRIPTS[script], record, fs, 1)
+        if not first.lives[0].is_dead:
+            break
+        if (dies_at + size) % STRIDE:
+            continue
+        fs.record()
+        seen = new_job(fs, size, 1)
+        ahead = max(seen.ckpts[0].steps(), default=0)
+        assert play(seen, [("save", ahead), ("save", ahead + 1)], record, fs, 50) == [None] * size
+        total += recover_all(fs, record, size, dies_at)
+    assert total > 100
+
+
+STRIDE = int(os.environ.get("STATEHOLD_CRASH_STRIDE", "5"))
+
+
+@pytest.mark.parametrize("operation", ["sync_dir", "exchange", "rename", "write_file", "unlink"])
+def test_every_crash_state_after_an_error(operation: str) -> None:
+    """An operation fails, each time it is used; what is done about it loses no step either."""
+    for skip in range(200):
+        fs, record = SimFs(seed=skip), Record(keep=1)
+        fs.fail_next(operation, 5, 1, skip)
+        fs.record()
+        job = new_job(fs, 1, 1)
+
+        def program(rank: int, job: Job = job, record: Record = record, fs: SimFs = fs) -> None:
+            for serial, step in enumerate((1, 2, 2, 3), 1):
+                record.add(len(fs.recorded), lambda o, s=step, n=serial: o.begin(s, n, 1))
+                try:
+                    job.ckpts[0].save(step, content(0, step, serial)).wait("committed", HANG_S)
+                except StateholdError:
+                    continue
+                record.add(len(fs.recorded), lambda o, s=step, n=serial: o.promise(s, n))
+
+        job.start(program)
+        job.end()
+        job.close()
+        if not fs.fired.get(f"injected {operation}"):
+            break
+        recover_all(fs, record, 1, skip)
+    assert skip > 0

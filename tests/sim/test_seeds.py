@@ -1,0 +1,50 @@
+"""Some seeds of the simulation, and every one that ever failed; `make sim SEEDS=10000` runs many."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from sim.campaign import missing, summary
+from sim.seeds import run_seed
+
+# What failed once, with what it found; each is run several times, because the order in which ranks
+# come to their operations is not the seed's.
+FOUND = {
+    94: "a run directory whose maker died before it was synced lost all its steps",
+    310: "the same, found by another way to die",
+    489: "the same, after an error of the sync",
+    2123: "a step saved again was cleared away when the sync after the exchange had failed",
+}
+SEEDS, FIRST = 80, 100_000
+AGAIN = 3
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def no_logs() -> Iterator[None]:
+    logger = logging.getLogger("statehold")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    yield
+    logger.setLevel(level)
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_a_seed_that_failed_once(seed: int) -> None:
+    for _ in range(AGAIN):
+        report = run_seed(seed)
+        assert not report.violations, "\n".join(report.trace)
+
+
+def test_seeds() -> None:
+    counts, failed = summary(run_seed(seed) for seed in range(FIRST, FIRST + SEEDS))
+    assert not failed
+    assert counts["committed"] > SEEDS
+    assert counts["power loss"] > SEEDS / 3
+    # Few seeds cannot have it all; what is common must be there.
+    rare = {each for each in missing(counts) if each.startswith("injected")}
+    assert not set(missing(counts)) - rare - {"torn", "forgotten", "eio", "reordered"}
