@@ -93,7 +93,9 @@ class Oracle:
         with self._guard:
             self._rewound = max(self._rewound, serial)
             # What was there newer than a step has decided whether it was kept.
-            kept = self._kept(each for each, saves in self.begun.items() if min(saves, default=serial) < serial)
+            kept = self._kept(
+                each for each, saves in self.begun.items() if min(saves, default=serial) < serial
+            )
             for step in [each for each in self.promised if each > newer_than or each not in kept]:
                 del self.promised[step]
 

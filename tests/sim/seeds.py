@@ -68,7 +68,16 @@ class Seed:
         chance = self._random
         self._weather = {
             kind: chance.random() < 0.5
-            for kind in ("short_io", "eio", "slow", "torn", "misdirected", "capacity", "injected", "rot")
+            for kind in (
+                "short_io",
+                "eio",
+                "slow",
+                "torn",
+                "misdirected",
+                "capacity",
+                "injected",
+                "rot",
+            )
         }
         self._keep = chance.choice((None, 1, 1, 2, 2, 3))
         self._options = {"keep": self._keep, "reuse_files": chance.random() < 0.75}
@@ -235,7 +244,9 @@ class Seed:
         except WaitTimeout as error:
             self._wrong(f"hang: {error}")
         except StateholdError as error:
-            told.append(f"save {action.step}.{action.serial}: {type(error).__name__} {error.summary}")
+            told.append(
+                f"save {action.step}.{action.serial}: {type(error).__name__} {error.summary}"
+            )
         else:
             self._oracle.promise(action.step, action.serial)
             told.append(f"save {action.step}.{action.serial} committed")
