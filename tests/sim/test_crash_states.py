@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from sim.crash_states import crash_states
 from sim.job import HANG_S, Job
 from sim.oracle import Oracle, blank, content
-
 from statehold.errors import StateholdError
 from statehold.testing import SimFs
 
