@@ -31,7 +31,8 @@ OPERATIONS = (
 # What has to have happened in a campaign, or it has tested too little.
 FAULTS = (
     "short", "slow", "reordered", "eio", "enospc", "torn", "lost name", "lost sector",
-    "misdirected", "rot", "power", "half a file", "forgotten", *(f"injected {each}" for each in OPERATIONS),
+    "misdirected", "rot", "power", "half a file", "forgotten",
+    *(f"injected {each}" for each in OPERATIONS),
     "death", "stall", "came back late", "kill of all", "power loss", "refused step",
 )  # fmt: skip
 
