@@ -1,7 +1,7 @@
 """Many seeds of the simulation, on all processors: python tests/sim/campaign.py --seeds 10000
 
-Prints how many crashes, faults of each kind, steps and restores there were, and every violation with
-its seed and trace. Fails if there is one, or if a kind of fault never fired: then nothing was tested.
+Prints how many crashes, faults of each kind, steps and restores there were, and every violation
+with its seed and trace. Fails if there is one, or if a kind of fault never fired.
 `--first N --seeds 1` runs one seed again and prints what happens in it.
 """
 

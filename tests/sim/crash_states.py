@@ -1,9 +1,9 @@
 """Every state in which a crash can leave a recorded disk.
 
 Before each change that was made while recording, the power goes off: `crash_states` gives the disks
-that may be left then. All of them, where they are few; else the two extremes (all that was not synced
-is lost, all is there) and as many drawn ones as there is room for. States that look the same are
-given once.
+that may be left then. All of them, where they are few; else the first of them (all that was not
+synced is lost), the last (all is there), and as many drawn ones as there is room for. States that
+look the same are given once.
 """
 
 from __future__ import annotations

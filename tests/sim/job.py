@@ -9,6 +9,7 @@ Deadlines of the real kind are for hangs, and a hang is a violation.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -92,6 +93,7 @@ class Hub(MemoryStore):
         self.lives = [Life(self, rank) for rank in range(size)]
         self._gone: set[int] = set()
         self._finished: set[int] = set()
+        self._waiting: Counter[int] = Counter()
         self._ticks = 0
         self._alarms: list[tuple[int, Life]] = []
 
@@ -137,7 +139,7 @@ class Hub(MemoryStore):
         if not settled:
             raise AssertionError("a rank hangs")
 
-    def wait_or_give_up(self, keys: Sequence[str]) -> bool:
+    def wait_or_give_up(self, rank: int, keys: Sequence[str]) -> bool:
         """Wait for keys until they are there, or nobody who is left could post them."""
 
         def hopeless() -> bool:
@@ -150,12 +152,20 @@ class Hub(MemoryStore):
             )
 
         with self._changed:
-            for _ in range(int(HANG_S / QUIET_S)):
-                ticks = self._ticks
-                ended = self._changed.wait_for(lambda: self.check(keys) or hopeless(), QUIET_S)
-                if ended or ticks == self._ticks:  # where all wait for each other, time passes
-                    return self.check(keys)
+            self._waiting[rank] += 1
+            try:
+                for _ in range(int(HANG_S / QUIET_S)):
+                    ticks = self._ticks
+                    ended = self._changed.wait_for(lambda: self.check(keys) or hopeless(), QUIET_S)
+                    if ended or (ticks == self._ticks and self._all_wait()):
+                        return self.check(keys)
+            finally:
+                self._waiting[rank] -= 1
         raise AssertionError(f"a rank hangs, waiting for {keys}")
+
+    def _all_wait(self) -> bool:
+        """Whether ranks wait for each other, so that only a deadline can end it."""
+        return all(life.rank in self._gone or self._waiting[life.rank] for life in self.lives)
 
 
 class RankBoard(StoreBoard):
@@ -180,7 +190,7 @@ class RankBoard(StoreBoard):
 
     def _block(self, keys: list[str], until: float) -> bool:
         self._life.before("wait")
-        return self._hub.wait_or_give_up(keys)
+        return self._hub.wait_or_give_up(self._life.rank, keys)
 
 
 class Job:

@@ -1,6 +1,6 @@
 """What a run directory must hold: every save that was begun, every step that was promised.
 
-A save has a serial number, never used twice, and its content is a function of rank, step and serial.
+A save has a serial number, never used twice; its content is a function of rank, step and serial.
 So whatever a restore brings back says itself which save it is, and is compared with that save bit
 for bit.
 

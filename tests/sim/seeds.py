@@ -1,6 +1,6 @@
 """One seed of the simulation: jobs that save under faults, crashes, and what is left of them.
 
-A seed draws which faults there are at all and how often (a swarm: every seed is another weather), the
+A seed draws which faults there are and how often (a swarm: every seed is another weather), the
 number of ranks, the options, what the ranks do, and when they die, stall or lose power. After every
 job the faults end, a new job restores every step on every rank, and the oracle compares; at the end
 the run must go on without any error.
@@ -30,8 +30,9 @@ OPERATIONS = (
 )  # fmt: skip
 # What has to have happened in a campaign, or it has tested too little.
 FAULTS = (
-    "short", "slow", "reordered", "eio", "enospc", "torn", "lost name", "lost sector", "misdirected",
-    "rot", "power", "half a file", "forgotten", *(f"injected {each}" for each in OPERATIONS),
+    "short", "slow", "reordered", "eio", "enospc", "torn", "lost name", "lost sector",
+    "misdirected", "rot", "power", "half a file", "forgotten",
+    *(f"injected {each}" for each in OPERATIONS),
     "death", "stall", "came back late", "kill of all", "power loss", "refused step",
 )  # fmt: skip
 

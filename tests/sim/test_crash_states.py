@@ -20,14 +20,17 @@ from sim.oracle import Oracle, blank, content
 from statehold.errors import StateholdError
 from statehold.testing import SimFs
 
-# How many crash states to try for each change before some are drawn.
-MOST = int(os.environ.get("STATEHOLD_CRASH_STATES", "12"))
+# How many crash states to try for each change before some are drawn. With the variable set, deaths
+# and errors are tried at every operation, not only where names have changed and are not synced.
+MOST = int(os.environ.get("STATEHOLD_CRASH_STATES", "2"))
+ALL = "STATEHOLD_CRASH_STATES" in os.environ
 Script = list[tuple[str, int]]
 SCRIPTS: dict[str, Script] = {
     "reuse": [("save", 1), ("save", 2), ("save", 3), ("save", 4)],
     "again": [("save", 1), ("save", 2), ("save", 2), ("save", 3), ("save", 3)],
     "rewind": [("save", 1), ("save", 2), ("save", 3), ("rewind", 1), ("save", 2)],
 }
+EVERYDAY = ((1, "reuse"), (1, "again"), (1, "rewind"), (2, "again"))
 TOKEN = iter(range(1, 1 << 31))
 
 
@@ -73,6 +76,11 @@ def new_job(fs: SimFs, size: int, keep: int) -> Job:
     return Job(fs, size, f"{next(TOKEN):08x}", keep=keep)
 
 
+def changes_a_name(operation: str) -> bool:
+    """Whether this is D6 or R1: until D7 or R2 the old name may come back."""
+    return operation.startswith(("exchange ", "rename ")) and ".spare" not in operation
+
+
 def recover(fs: SimFs, oracle: Oracle, size: int) -> list[str]:
     """Restore every step on every rank, then save and restore that; what is wrong."""
     job = new_job(fs, size, oracle.keep or 1)
@@ -108,8 +116,12 @@ def recover_all(fs: SimFs, record: Record, size: int, seed: int = 0) -> int:
     return states
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("size", [1, 2])
+JOBS = [
+    (size, script) for size in (1, 2) for script in SCRIPTS if ALL or (size, script) in EVERYDAY
+]
+
+
+@pytest.mark.parametrize(("size", "script"), JOBS)
 def test_every_crash_state_of_a_job(size: int, script: str) -> None:
     fs, record = SimFs(seed=3), Record(keep=2)
     fs.record()
@@ -121,7 +133,7 @@ def test_every_crash_state_of_a_job(size: int, script: str) -> None:
 
 
 @pytest.mark.parametrize("script", ["reuse", "again"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 2] if ALL else [1])
 def test_every_crash_state_after_a_process_has_died(size: int, script: str) -> None:
     """A job is killed at each of its operations; the next one loses power at each of its own."""
     total = 0
@@ -133,22 +145,20 @@ def test_every_crash_state_after_a_process_has_died(size: int, script: str) -> N
         play(first, SCRIPTS[script], record, fs, 1)
         if not first.lives[0].is_dead:
             break
-        if (dies_at + size) % STRIDE:
+        if not (ALL or changes_a_name(["", *fs.operations][-1])):
             continue
         fs.record()
         seen = new_job(fs, size, 1)
         ahead = max(seen.ckpts[0].steps(), default=0)
         assert play(seen, [("save", ahead), ("save", ahead + 1)], record, fs, 50) == [None] * size
         total += recover_all(fs, record, size, dies_at)
-    assert total > 100
+    assert total > 10
 
 
-STRIDE = int(os.environ.get("STATEHOLD_CRASH_STRIDE", "5"))
-
-
-@pytest.mark.parametrize("operation", ["sync_dir", "exchange", "rename", "write_file", "unlink"])
+@pytest.mark.parametrize("operation", ["sync_dir", "unlink"] + ["exchange", "rename"] * ALL)
 def test_every_crash_state_after_an_error(operation: str) -> None:
     """An operation fails, each time it is used; what is done about it loses no step either."""
+    tried = 0
     for skip in range(200):
         fs, record = SimFs(seed=skip), Record(keep=1)
         fs.fail_next(operation, 5, 1, skip)
@@ -169,5 +179,7 @@ def test_every_crash_state_after_an_error(operation: str) -> None:
         job.close()
         if not fs.fired.get(f"injected {operation}"):
             break
-        recover_all(fs, record, 1, skip)
-    assert skip > 0
+        failed = [at for at, each in enumerate(fs.recorded) if each.startswith(f"{operation} ")]
+        if ALL or changes_a_name(fs.recorded[failed[skip] - 1]):
+            tried += recover_all(fs, record, 1, skip)
+    assert tried > 10

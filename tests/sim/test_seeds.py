@@ -1,4 +1,4 @@
-"""Some seeds of the simulation, and every one that ever failed; `make sim SEEDS=10000` runs many."""
+"""Some seeds of the simulation, and every one that ever failed. Many: `make sim SEEDS=10000`."""
 
 from __future__ import annotations
 
