@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness
-from statehold.board import StoreBoard
-from statehold.entries import record_file
-from statehold.header import bytes_of
-from statehold.layout import Layout, Mesh
-from statehold.manifest import Commit, RecordEntry, groups_of, record_name
-from statehold.peers import Peers
-from statehold.plan import BLOCK_BYTES, TensorSpec, piece_count
-from statehold.record import Record
-from statehold.share import PlanCache, RankPlan, balance, share
+from statehold.encoding.header import bytes_of
+from statehold.planning.layout import Layout, Mesh
+from statehold.planning.plan import BLOCK_BYTES, TensorSpec, piece_count
+from statehold.planning.share import PlanCache, RankPlan, balance, share
+from statehold.ranks.board import StoreBoard
+from statehold.ranks.peers import Peers
+from statehold.steps.entries import record_file
+from statehold.steps.manifest import Commit, RecordEntry, groups_of, record_name
+from statehold.steps.record import Record
 from statehold.testing import MemoryBoard
 
 HOST_RANKS = 8

@@ -12,17 +12,23 @@ import matplotlib.pyplot as plt
 
 OWN, OTHER = "#c23b22", "#6c8ebf"
 Bar = tuple[str, float, tuple[float, float]]
+Panel = tuple[str, list[Bar], float | None]  # title, bars, a line across them
 
 
 def draw(summary: dict[str, Any], titles: dict[str, str], path: Path) -> None:
     """One panel per figure that was measured; error bars are min and max."""
-    panels = [
-        ("Trainer blocked by a save (s, log)", _bars(summary["save"], "blocked_later_s"), None),
-        ("Save until durable (s)", _bars(summary["save"], "durable_later_s"), None),
-        ("Loop, save every step (x no saves)", _bars(summary["train"], "every_1"), 1.0),
-        ("Restore, cold (s)", _bars(summary["restore"], "cold_s"), None),
-        ("Restore, warm (s)", _bars(summary["restore"], "warm_s"), None),
+    panels: list[Panel] = [
+        ("Trainer blocked by a save (s, log)", bars(summary["save"], "blocked_later_s"), None),
+        ("Save until durable (s)", bars(summary["save"], "durable_later_s"), None),
+        ("Loop, save every step (x no saves)", bars(summary["train"], "every_1"), 1.0),
+        ("Restore, cold (s)", bars(summary["restore"], "cold_s"), None),
+        ("Restore, warm (s)", bars(summary["restore"], "warm_s"), None),
     ]
+    draw_panels(panels, titles, path)
+
+
+def draw_panels(panels: list[Panel], titles: dict[str, str], path: Path) -> None:
+    """Those that have bars, below each other."""
     panels = [panel for panel in panels if panel[1]]
     if not panels:
         return
@@ -37,7 +43,8 @@ def draw(summary: dict[str, Any], titles: dict[str, str], path: Path) -> None:
     plt.close(figure)
 
 
-def _bars(rows: list[dict[str, Any]], key: str) -> list[Bar]:
+def bars(rows: list[dict[str, Any]], key: str) -> list[Bar]:
+    """What was measured of `key`, the largest first."""
     found = []
     for row in rows:
         if value := row.get(key):

@@ -51,7 +51,7 @@ def _results(records: Iterable[Record], bench: str) -> dict[str, list[Record]]:
 
 def summarise(records: list[Record]) -> dict[str, Any]:
     """Medians per peer, and their ratios to the limits of this run."""
-    limits = _limits(_results(records, "limit").get("", []))
+    limits = limits_of(_results(records, "limit").get("", []))
     return {
         "limits": limits,
         "save": [_save_row(*item, limits) for item in _results(records, "save").items()],
@@ -68,7 +68,7 @@ def summarise(records: list[Record]) -> dict[str, Any]:
     }
 
 
-def _limits(records: list[Record]) -> dict[str, Any]:
+def limits_of(records: list[Record]) -> dict[str, Any]:
     rates: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     copies: dict[str, list[float]] = defaultdict(list)
     for record in records:
@@ -191,11 +191,11 @@ def _restore_row(peer: str, records: list[Record], limits: dict[str, Any]) -> Ro
 # --- text ---------------------------------------------------------------------------------------
 
 
-def _number(value: float | None, digits: int = 2) -> str:
+def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _spread(value: dict[str, float] | None, digits: int = 2) -> str:
+def spread_text(value: dict[str, float] | None, digits: int = 2) -> str:
     if value is None:
         return "-"
     return " / ".join(f"{value[key]:.{digits}f}" for key in ("min", "median", "max"))
@@ -205,7 +205,7 @@ def _megabytes(value: int) -> str:
     return f"{value / 1e6:.0f} MB"
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
 
 
@@ -213,40 +213,40 @@ Column = tuple[str, Callable[[Row], str]]
 
 SAVE_COLUMNS: list[Column] = [
     ("peer", lambda r: r["peer"]),
-    ("blocked first s", lambda r: _spread(r["blocked_first_s"], 3)),
-    ("blocked later s", lambda r: _spread(r["blocked_later_s"], 3)),
-    ("staged s", lambda r: _spread(r["staged_s"])),
-    ("durable first s", lambda r: _spread(r["durable_first_s"])),
-    ("durable later s", lambda r: _spread(r["durable_later_s"])),
-    ("first GB/s", lambda r: _number(r["first_gb_s"])),
-    ("of fresh", lambda r: _percent(r["first_of_fresh_limit"])),
-    ("later GB/s", lambda r: _number(r["later_gb_s"])),
-    ("of limit", lambda r: f"{_percent(r['later_of_limit'])} {r['later_limit']}"),
+    ("blocked first s", lambda r: spread_text(r["blocked_first_s"], 3)),
+    ("blocked later s", lambda r: spread_text(r["blocked_later_s"], 3)),
+    ("staged s", lambda r: spread_text(r["staged_s"])),
+    ("durable first s", lambda r: spread_text(r["durable_first_s"])),
+    ("durable later s", lambda r: spread_text(r["durable_later_s"])),
+    ("first GB/s", lambda r: number(r["first_gb_s"])),
+    ("of fresh", lambda r: percent(r["first_of_fresh_limit"])),
+    ("later GB/s", lambda r: number(r["later_gb_s"])),
+    ("of limit", lambda r: f"{percent(r['later_of_limit'])} {r['later_limit']}"),
     ("extra memory", lambda r: _megabytes(r["extra_memory_bytes"])),
     ("of it staging", lambda r: _megabytes(r["staging_bytes"])),
     ("files", lambda r: str(r["files"])),
 ]
 TRAIN_COLUMNS: list[Column] = [
     ("peer", lambda r: r["peer"]),
-    ("every step, x no saves", lambda r: _spread(r.get("every_1"))),
-    ("every 10 steps, x no saves", lambda r: _spread(r.get("every_10"))),
-    ("compute s", lambda r: _number(r.get("compute_1_s"), 3)),
-    ("gate + update s", lambda r: _number(r.get("update_1_s"), 3)),
-    ("save call s", lambda r: _number(r.get("save_1_s"), 3)),
-    ("step s", lambda r: _number(r.get("step_s"), 3)),
+    ("every step, x no saves", lambda r: spread_text(r.get("every_1"))),
+    ("every 10 steps, x no saves", lambda r: spread_text(r.get("every_10"))),
+    ("compute s", lambda r: number(r.get("compute_1_s"), 3)),
+    ("gate + update s", lambda r: number(r.get("update_1_s"), 3)),
+    ("save call s", lambda r: number(r.get("save_1_s"), 3)),
+    ("step s", lambda r: number(r.get("step_s"), 3)),
 ]
 RESTORE_COLUMNS: list[Column] = [
     ("peer", lambda r: r["peer"]),
-    ("cold s", lambda r: _spread(r["cold_s"])),
-    ("cold GB/s", lambda r: _number(r["cold_gb_s"])),
-    ("of read limit", lambda r: _percent(r["cold_of_read_limit"])),
-    ("warm s", lambda r: _spread(r["warm_s"])),
-    ("warm GB/s", lambda r: _number(r["warm_gb_s"])),
+    ("cold s", lambda r: spread_text(r["cold_s"])),
+    ("cold GB/s", lambda r: number(r["cold_gb_s"])),
+    ("of read limit", lambda r: percent(r["cold_of_read_limit"])),
+    ("warm s", lambda r: spread_text(r["warm_s"])),
+    ("warm GB/s", lambda r: number(r["warm_gb_s"])),
     ("extra memory", lambda r: _megabytes(r["extra_memory_bytes"])),
 ]
 
 
-def _table(rows: list[Row], columns: list[Column]) -> list[str]:
+def table(rows: list[Row], columns: list[Column]) -> list[str]:
     cells = [[title for title, _ in columns]] + [[show(row) for _, show in columns] for row in rows]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in cells]
@@ -259,16 +259,16 @@ def text(facts: dict[str, Any], summary: dict[str, Any]) -> str:
     lines += ["", "Limits, GB/s (min / median / max)"]
     for key in ("fresh", "overwrite", "read"):
         for engine, value in summary["limits"].get(key, {}).items():
-            lines.append(f"  {key:10}{engine:8}{_spread(value)}")
+            lines.append(f"  {key:10}{engine:8}{spread_text(value)}")
     for threads, value in summary["limits"]["memory_copy"].items():
-        lines.append(f"  memory copy, {threads} thread(s)  {_spread(value)}")
+        lines.append(f"  memory copy, {threads} thread(s)  {spread_text(value)}")
     for bench, columns in (
         ("save", SAVE_COLUMNS),
         ("train", TRAIN_COLUMNS),
         ("restore", RESTORE_COLUMNS),
     ):
         if summary[bench]:
-            lines += ["", bench.capitalize(), *_table(summary[bench], columns)]
+            lines += ["", bench.capitalize(), *table(summary[bench], columns)]
     for title, key in (("Not measured", "not_measured"), ("WRONG", "wrong")):
         if summary[key]:
             lines += ["", title, *(f"  {entry}" for entry in summary[key])]

@@ -114,7 +114,7 @@ class Runner:
         if self._options.in_process:
             return run_case(case)
         harness.drop_caches(case.path, gently=case.smoke)
-        return _run_process(case, self._options.out)
+        return run_process(case, self._options.out)
 
     def _refusal(self, case: Case) -> dict[str, Any] | None:
         entry = PEERS.get(case.peer)
@@ -129,7 +129,7 @@ def _record_of(case: Case, status: str, reason: str) -> dict[str, Any]:
     return {"case": dataclasses.asdict(case), "status": status, "reason": reason, "process_s": 0.0}
 
 
-def _run_process(case: Case, out: Path) -> dict[str, Any]:
+def run_process(case: Case, out: Path) -> dict[str, Any]:
     """Run `python -m bench.case` and read its record; its output goes to out/cases.log."""
     with tempfile.TemporaryDirectory(dir=out) as exchange:
         spec, result = Path(exchange, "case.json"), Path(exchange, "record.json")

@@ -33,6 +33,7 @@ class Shape:
 SHAPES = {
     "smoke": Shape(dim=64, layers=2, hidden=176, vocab=512),
     "80m": Shape(dim=640, layers=11, hidden=1728, vocab=16000),
+    "130m": Shape(dim=768, layers=12, hidden=2048, vocab=32000),
     "350m": Shape(dim=1024, layers=22, hidden=2816, vocab=32000),
 }
 

@@ -2,7 +2,10 @@
 // system call, and the same conformance suite runs over all implementations: io_uring
 // (fs_uring.h), threads (fs_threads.h) and sim (fs_sim.h, in memory).
 //
-// Paths are plain strings. Nothing here retries, deletes or renames on its own initiative.
+// Paths are plain strings. Their last name is never followed if it is a symbolic link: what must be
+// a file has to be a regular one (else Status::irregular), and a link to a directory is no
+// directory. Only sync_dir goes where a link leads. Nothing here retries, deletes or renames on its
+// own initiative.
 // All functions may be called from any thread.
 #pragma once
 

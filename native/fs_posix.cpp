@@ -5,6 +5,7 @@
 //   open descriptor instead.
 // - A write lease is granted only when nobody else has the file open; a mapping keeps it open
 //   (fcntl(2), "Leases").
+// - io_uring fails what would block on a descriptor with O_NONBLOCK, so the flag does not stay on.
 // - One POSIX_FADV_WILLNEED reads no more than the device's read-ahead window, 128 KiB by default,
 //   and leaves the rest out in silence; pages that are there or under way are not read again.
 // - cachestat(2), Linux 6.5, has number 451 on every architecture.
@@ -61,6 +62,27 @@ auto restarted(Call&& call) {
 
 int open_file(const std::string& path, int flags) {
   return restarted([&] { return ::open(path.c_str(), flags | O_CLOEXEC, 0666); });
+}
+
+// Opens a regular file of this very name. A link is not followed, and nothing waits for the other
+// end of a FIFO: a run directory may hold what somebody else put there.
+Result<int> open_regular(const std::string& path, int flags, const char* operation) {
+  int fd = open_file(path, flags | O_NOFOLLOW | O_NONBLOCK);
+  // A lease on it is being broken, so it is a regular file: wait for that.
+  if (fd < 0 && errno == EWOULDBLOCK) fd = open_file(path, flags | O_NOFOLLOW);
+  Descriptor file(fd);
+  if (!file.valid() && (errno == ELOOP || errno == ENXIO)) {
+    return {Status::irregular(operation, path)};
+  }
+  if (!file.valid()) return {last_error(operation, path)};
+  struct stat info;
+  if (::fstat(fd, &info) != 0) return {last_error(operation, path)};
+  if (!S_ISREG(info.st_mode)) return {Status::irregular(operation, path)};
+  const int kept = ::fcntl(fd, F_GETFL);
+  if (kept < 0 || ::fcntl(fd, F_SETFL, kept & ~O_NONBLOCK) != 0) {
+    return {last_error(operation, path)};
+  }
+  return {{}, file.release()};
 }
 
 Status write_all(int fd, std::string_view data, const std::string& path) {
@@ -166,8 +188,11 @@ Status PosixFs::rmdir(const std::string& path) {
 }
 
 Result<std::vector<DirEntry>> PosixFs::listdir(const std::string& path) {
-  std::unique_ptr<DIR, int (*)(DIR*)> dir(::opendir(path.c_str()), ::closedir);
+  Descriptor opened(open_file(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW));
+  if (!opened.valid()) return {last_error("listdir", path)};
+  std::unique_ptr<DIR, int (*)(DIR*)> dir(::fdopendir(opened.get()), ::closedir);
   if (!dir) return {last_error("listdir", path)};
+  static_cast<void>(opened.release());  // it is the stream's now
   std::vector<DirEntry> entries;
   for (errno = 0; const dirent* entry = ::readdir(dir.get()); errno = 0) {
     const std::string name = entry->d_name;
@@ -187,7 +212,7 @@ Result<std::vector<DirEntry>> PosixFs::listdir(const std::string& path) {
 
 Result<int64_t> PosixFs::stat_bytes(const std::string& path) {
   struct stat info;
-  if (::stat(path.c_str(), &info) == 0) {
+  if (::lstat(path.c_str(), &info) == 0) {
     return {{}, S_ISDIR(info.st_mode) ? 0 : static_cast<int64_t>(info.st_size)};
   }
   if (errno == ENOENT) return {{}, -1};
@@ -196,7 +221,7 @@ Result<int64_t> PosixFs::stat_bytes(const std::string& path) {
 
 Result<bool> PosixFs::is_dir(const std::string& path) {
   struct stat info;
-  if (::stat(path.c_str(), &info) == 0) return {{}, S_ISDIR(info.st_mode)};
+  if (::lstat(path.c_str(), &info) == 0) return {{}, S_ISDIR(info.st_mode)};
   if (errno == ENOENT || errno == ENOTDIR) return {{}, false};
   return {last_error("stat", path)};
 }
@@ -208,15 +233,17 @@ Status PosixFs::sync_dir(const std::string& path) {
 }
 
 Status PosixFs::write_file(const std::string& path, std::string_view data) {
-  const Descriptor file(open_file(path, O_WRONLY | O_CREAT | O_TRUNC));
-  if (!file.valid()) return last_error("write_file", path);
+  const Result<int> opened = open_regular(path, O_WRONLY | O_CREAT | O_TRUNC, "write_file");
+  if (!opened.ok()) return opened.status;
+  const Descriptor file(opened.value);
   if (Status status = write_all(file.get(), data, path); !status.ok()) return status;
   return checked(restarted([&] { return ::fsync(file.get()); }), "write_file", path);
 }
 
 Result<std::string> PosixFs::read_file(const std::string& path, uint64_t bytes_max) {
-  const Descriptor file(open_file(path, O_RDONLY));
-  if (!file.valid()) return {last_error("read_file", path)};
+  const Result<int> opened = open_regular(path, O_RDONLY, "read_file");
+  if (!opened.ok()) return {opened.status};
+  const Descriptor file(opened.value);
   struct stat info;
   if (::fstat(file.get(), &info) != 0) return {last_error("read_file", path)};
   if (static_cast<uint64_t>(info.st_size) > bytes_max) {
@@ -235,8 +262,10 @@ Result<std::string> PosixFs::read_file(const std::string& path, uint64_t bytes_m
 
 Result<std::shared_ptr<File>> PosixFs::open_write(const std::string& path, uint64_t bytes,
                                                   bool reuse) {
-  Descriptor file(open_file(path, O_WRONLY | (reuse ? 0 : O_CREAT | O_EXCL)));
-  if (!file.valid()) return {last_error("open_write", path)};
+  const int flags = O_WRONLY | (reuse ? 0 : O_CREAT | O_EXCL);
+  const Result<int> opened = open_regular(path, flags, "open_write");
+  if (!opened.ok()) return {opened.status};
+  Descriptor file(opened.value);
   const bool direct = set_direct(file.get());
   const uint64_t allocated = direct ? align_up(bytes, kPageBytes) : bytes;
   if (Status status = allocate(file.get(), allocated, reuse, path); !status.ok()) return {status};
@@ -244,17 +273,18 @@ Result<std::shared_ptr<File>> PosixFs::open_write(const std::string& path, uint6
 }
 
 Result<std::shared_ptr<File>> PosixFs::open_read(const std::string& path, bool direct) {
-  Descriptor file(open_file(path, O_RDONLY | (direct ? O_DIRECT : 0)));
-  if (!file.valid() && errno == ENOENT) return {Status::missing("open_read", path)};
-  if (!file.valid()) return {last_error("open_read", path)};
-  return {{}, std::make_shared<PosixFile>(file.release(), path, direct)};
+  const Result<int> file = open_regular(path, O_RDONLY | (direct ? O_DIRECT : 0), "open_read");
+  if (file.status.error == ENOENT) return {Status::missing("open_read", path)};
+  if (!file.ok()) return {file.status};
+  return {{}, std::make_shared<PosixFile>(file.value, path, direct)};
 }
 
 bool PosixFs::can_reuse(const std::string& path) {
-  const Descriptor file(open_file(path, O_RDONLY | O_NOFOLLOW));
+  const Result<int> opened = open_regular(path, O_RDONLY, "can_reuse");
+  if (!opened.ok()) return false;
+  const Descriptor file(opened.value);
   struct stat info;
-  if (!file.valid() || ::fstat(file.get(), &info) != 0) return false;
-  if (!S_ISREG(info.st_mode)) return false;
+  if (::fstat(file.get(), &info) != 0) return false;
   if (info.st_nlink != 1 || info.st_uid != ::geteuid()) return false;
   // A lease break sends SIGIO, which kills by default; SIGURG is ignored by default.
   if (::fcntl(file.get(), F_SETSIG, SIGURG) != 0) return false;

@@ -43,6 +43,8 @@ const char* name_of(Code code) {
       return "io";
     case Code::missing:
       return "missing";
+    case Code::irregular:
+      return "irregular";
     case Code::truncated:
       return "truncated";
     case Code::closed:

@@ -10,7 +10,8 @@
 namespace statehold {
 namespace {
 
-// Needed ranges closer than this are read as one.
+// Needed ranges closer than this are read as one. One that is no longer than this goes with its
+// neighbours, whether shared or not: a scalar that all ranks have does not make megabytes shared.
 constexpr uint64_t kGapBytesMax = uint64_t{128} << 10;
 // Announced to the page cache before they are read: much more than a fast device has in flight.
 constexpr uint64_t kAheadBytes = uint64_t{64} << 20;
@@ -68,7 +69,7 @@ void ReadJob::make_blocks() {
     for (const uint64_t s : members) {
       const uint64_t begin = std::max(segments_[s].begin, window_begin);
       const uint64_t end = std::min(segments_[s].end, window_begin + window_bytes);
-      if (first || begin > blocks_.back().end + kGapBytesMax) blocks_.push_back({key.first, begin});
+      if (first || !joins(s, begin, end)) blocks_.push_back({key.first, begin});
       first = false;
       add_to_blocks(s, begin, end);
     }
@@ -77,15 +78,27 @@ void ReadJob::make_blocks() {
   for (const Block& block : blocks_) ready_left_ += block.external ? 1 : 0;
 }
 
+// Whether the segment's range belongs into the last block.
+bool ReadJob::joins(uint64_t segment, uint64_t begin, uint64_t end) const {
+  const Block& block = blocks_.back();
+  if (begin > block.end + kGapBytesMax) return false;
+  const bool both_long = block.is_long && end - begin > kGapBytesMax;
+  return !both_long || segments_[segment].shared == block.shared;
+}
+
 // To the last one, where the segment's range begins inside it or close behind it.
 void ReadJob::add_to_blocks(uint64_t segment, uint64_t begin, uint64_t end) {
   Block& block = blocks_.back();
   CHECK(begin >= block.begin);
+  const bool is_long = end - begin > kGapBytesMax;
+  if (block.segments.empty() || (is_long && !block.is_long)) {
+    block.shared = segments_[segment].shared;
+  }
+  block.is_long |= is_long;
   block.segments.push_back(segment);
   block.wanted_bytes += end - std::min(end, std::max(begin, block.end));
   block.end = std::max(block.end, end);
   block.external |= segments_[segment].external;
-  block.shared |= segments_[segment].shared;
 }
 
 // Processes that read the same files begin at different places, each waiting for the device where

@@ -76,8 +76,9 @@ class ReadJob final : public Job {
     std::vector<uint64_t> segments;  // those with bytes in here
     uint64_t wanted_bytes = 0;       // those that a segment covers, once each
     bool external = false;
-    bool shared = false;
-    bool cached = false;  // known by the time it is read
+    bool shared = false;   // as its first long range is, or its first
+    bool is_long = false;  // has a range that decides that
+    bool cached = false;   // known by the time it is read
     Stage stage = Stage::free;
     Lease lease;
   };
@@ -92,6 +93,7 @@ class ReadJob final : public Job {
   void check_segments(size_t sum_count);
   void make_blocks();
   void begin_with(uint64_t segment);
+  bool joins(uint64_t segment, uint64_t begin, uint64_t end) const;
   void add_to_blocks(uint64_t segment, uint64_t begin, uint64_t end);
 
   bool take_read(Work& work);

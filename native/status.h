@@ -18,6 +18,7 @@ enum class Code : uint8_t {
   ok,
   io,         // the system refused: error is an errno
   missing,    // a file that must exist does not
+  irregular,  // there is a link, a FIFO, a device or a directory where a file must be
   truncated,  // a file has another size than it must have; offset is where it ends
   mismatch,   // bytes differ from their checksum; see Mismatch
   closed,     // cancelled, or used after close
@@ -49,6 +50,9 @@ struct [[nodiscard]] Status {
   }
   static Status missing(std::string operation, std::string path) {
     return {Code::missing, 0, std::move(operation), std::move(path), -1, {}};
+  }
+  static Status irregular(std::string operation, std::string path) {
+    return {Code::irregular, 0, std::move(operation), std::move(path), -1, {}};
   }
   static Status truncated(std::string operation, std::string path, uint64_t ends_at_bytes) {
     return {Code::truncated,

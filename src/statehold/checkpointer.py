@@ -14,7 +14,6 @@ there (the engine), when a step counts (store, team), what happens in the backgr
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 import warnings
@@ -23,28 +22,37 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from statehold import _core
-from statehold.claims import Claims
-from statehold.errors import ClosedError, CorruptionError, RunBusyError, StateholdError, UsageError
+from statehold.agreeing import led, together
+from statehold.errors import (
+    ClosedError,
+    CorruptionError,
+    PeerFailedError,
+    RunBusyError,
+    StateholdError,
+    StorageError,
+    UsageError,
+)
 from statehold.gate import Gate
-from statehold.joining import join
-from statehold.lock import RunLock
 from statehold.options import Options
 from statehold.pipeline import Pipeline, Work, logger
-from statehold.plan import STEP_MAX
+from statehold.planning.claims import Claims
+from statehold.planning.plan import STEP_MAX
+from statehold.planning.share import PlanCache
+from statehold.ranks.joining import join
 from statehold.restoring import Restorer
 from statehold.save import Save
 from statehold.selection import RestoreReport, Selection
-from statehold.share import PlanCache
 from statehold.state import fingerprints
 from statehold.state.capture import Capture, capture
 from statehold.state.device import Devices
-from statehold.store import Store
+from statehold.storage.lock import RunLock
+from statehold.storage.store import Store
 from statehold.team import Alone, Together
 from statehold.writes import in_file_order, start_write
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.peers import Peers
+    from statehold.ranks.peers import Peers
 
 
 class Checkpointer:
@@ -90,7 +98,7 @@ class Checkpointer:
             work, captured = self._begin(number, step, state)
         except BaseException as error:
             if self._open is not None:
-                self._open.pipeline.give_up(number, error)
+                self._open.pipeline.give_up(number, self._told_of(error))
             raise
         assert self._open is not None
         self._open.pipeline.wait_eager(work, captured)
@@ -100,9 +108,10 @@ class Checkpointer:
     def _begin(self, number: int, step: int, state: Mapping[str, Any]) -> tuple[Work, Capture]:
         """Everything up to handing the save over: what fails here has not begun."""
         save = Save(step, time.perf_counter())
+        opened = self._opened()  # before anything can fail: other ranks have to be told
         self._raise_failures()
         _check_step(step)
-        opened = self._opened_for_saving()
+        opened.prepare_saving()
         opened.pipeline.wait_for_room()
         save._record(waited_s=save._elapsed())
         self._raise_failures()
@@ -179,11 +188,11 @@ class Checkpointer:
         overwritten, so restore another step before training on. PeerLostError, PeerFailedError: the
         same, because of another rank.
         """
-        self._raise_failures()
         if step is not None:
             _check_step(step)
         selection = Selection(only, skip, rename, strict)
         opened = self._opened()
+        together(opened.peers, self._raise_failures)
         self._gate.wait()
         restorer = Restorer(
             opened.store, opened.engine, opened.devices, opened.peers, state, selection
@@ -194,21 +203,27 @@ class Checkpointer:
         self.restored, failed = restorer.newest()
         if self.restored is None:
             return None
-        self._set_aside(opened, failed, self.restored.step)
+        if failed:
+            self._set_aside(opened, failed, self.restored.step)
         return self.restored.step
 
     def _set_aside(
         self, opened: _Opened, failed: Mapping[int, CorruptionError], restored: int
     ) -> None:
-        for step, error in failed.items():
-            kept = opened.store.path(step)
-            if opened.leads:
-                with contextlib.suppress(RunBusyError):
-                    kept = self._opened_for_saving().store.quarantine(step)
+        # No rank goes on before: it would find the damaged step newer than what it saves next.
+        places = led(opened.peers, lambda: [self._quarantined(opened, step) for step in failed])
+        for (step, error), kept in zip(failed.items(), places, strict=True):
             text = f"step {step} is damaged; step {restored} was restored instead. "
             warnings.warn(
-                f"{text}The damaged step was kept as {kept}.\n{error}", RuntimeWarning, stacklevel=4
+                f"{text}The damaged step was kept as {kept}.\n{error}", RuntimeWarning, stacklevel=3
             )
+
+    def _quarantined(self, opened: _Opened, step: int) -> str:
+        """Where the damaged step is now; where it was if the run is another job's, or not ours to
+        change: the state is restored all the same."""
+        with contextlib.suppress(RunBusyError, StorageError):
+            return self._opened_for_saving().store.quarantine(step)
+        return opened.store.path(step)
 
     # -- the run ---------------------------------------------------------------------------
 
@@ -218,17 +233,13 @@ class Checkpointer:
 
     def rewind(self, step: int) -> list[int]:
         """Give up every committed step newer than `step`, to go on from there; returns them."""
+        opened = self._opened()
+        together(opened.peers, self._ready_to_rewind)
+        return led(opened.peers, lambda: opened.store.rewind(step))
+
+    def _ready_to_rewind(self) -> None:
         self._raise_failures()
-        opened = self._opened_for_saving()
-        opened.pipeline.drain()
-        if opened.peers is None:
-            return opened.store.rewind(step)
-
-        def give_up(told: list[bytes]) -> bytes:
-            return json.dumps(opened.store.rewind(step)).encode()
-
-        given_up: list[int] = json.loads(opened.peers.agree("rewind", b"", give_up))
-        return given_up
+        self._opened_for_saving().pipeline.drain()
 
     @property
     def backend(self) -> str:
@@ -279,6 +290,12 @@ class Checkpointer:
         opened.prepare_saving()
         return opened
 
+    def _told_of(self, error: BaseException) -> BaseException:
+        """What the other ranks are told of a save that did not begin."""
+        if any(save.error is error for save in self._watched):
+            return PeerFailedError(self._opened().rank or 0, str(error), follows=True)
+        return error
+
     def _raise_failures(self) -> None:
         for save in self._watched:
             error = save._unraised_error()
@@ -302,9 +319,10 @@ class _Opened:
         self.fs = borrowed_fs or _core.open_fs(options.backend, options.queue_depth)
         _say_once(self.fs.note)
         rank, ranks = (self.peers.rank, self.peers.world_size) if self.peers else (0, 1)
+        # The run directory may be reached through links; below it, nothing is a link.
         self.store = Store(
             self.fs,
-            run,
+            os.path.realpath(run),
             keep=options.keep,
             reuse=options.reuse_files,
             rank=rank,

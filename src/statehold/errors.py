@@ -149,12 +149,16 @@ class PeerLostError(StateholdError):
 
 
 class PeerFailedError(StateholdError):
-    """Another rank of this job failed: `rank`; `reason` is the text of its error."""
+    """Another rank of this job failed: `rank`; `reason` is the text of its error.
 
-    def __init__(self, rank: int, reason: str) -> None:
+    follows: that rank only had the failure of an earlier save to tell, and so began no other.
+    """
+
+    def __init__(self, rank: int, reason: str, *, follows: bool = False) -> None:
         super().__init__(f"rank {rank} failed, so the others give up", facts={"its error": reason})
         self.rank = rank
         self.reason = reason
+        self.follows = follows
 
 
 class StorageError(StateholdError):
@@ -194,7 +198,7 @@ class CorruptionError(StateholdError):
 
 
 class MissingFileError(CorruptionError):
-    """A file that the manifest names does not exist."""
+    """A file that the manifest names does not exist, or is not a regular file."""
 
 
 class TruncatedFileError(CorruptionError):
@@ -235,12 +239,16 @@ def from_native(
 ) -> StateholdError:
     """Translate a failed native Status.
 
-    `code` is "io", "missing", "truncated", "closed" or "invariant".
+    `code` is "io", "missing", "irregular", "truncated", "closed" or "invariant".
     """
     if code == "io":
         return storage_error(operation, errno, path, offset)
     if code == "missing":
         return MissingFileError("a file does not exist", facts={"file": path, "during": operation})
+    if code == "irregular":
+        facts = {"file": path, "expected": "a regular file", "during": operation}
+        hint = "links, FIFOs and devices are not followed: copy the file to where it belongs"
+        return MissingFileError("what should be a file is something else", facts=facts, hint=hint)
     if code == "truncated":
         facts = {"file": path, "ends at": f"{offset} bytes", "during": operation}
         return TruncatedFileError("a file ends before the bytes it should hold", facts=facts)

@@ -22,14 +22,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from statehold.errors import InvariantError, StateholdError, TornSnapshot
+from statehold.errors import InvariantError, PeerLostError, StateholdError, TornSnapshot
 from statehold.save import Save
-from statehold.store import Store
+from statehold.storage.store import Store
 
 if TYPE_CHECKING:
     from statehold._core import WriteJob
-    from statehold.claims import Comparison
-    from statehold.share import RankPlan
+    from statehold.planning.claims import Comparison
+    from statehold.planning.share import RankPlan
     from statehold.state.capture import Capture
     from statehold.team import Publisher
 
@@ -187,10 +187,19 @@ class Pipeline:
             cause = work.error
             if cause is None or work.save.error is not None:
                 return
-            cause.with_fact("failed", f"the save of step {work.save.step}; nothing was published")
+            cause.with_fact("failed", self._what_failed(work, cause))
             cause.with_fact("still safe", self._still_safe())
             work.save._fail(cause)
         logger.error("%s", cause)
+
+    def _what_failed(self, work: Work, cause: StateholdError) -> str:
+        rank = self._publisher.rank
+        where = "" if rank is None else f" on rank {rank}"
+        if isinstance(cause, PeerLostError) and 0 in cause.ranks and rank:
+            outcome = "published only if rank 0 was lost after it committed"
+        else:
+            outcome = "nothing was published"
+        return f"the save of step {work.save.step}{where}; {outcome}"
 
     def _still_safe(self) -> str:
         try:

@@ -15,18 +15,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from statehold.entries import sums_to_bytes
 from statehold.errors import ChecksumError
-from statehold.layout import Box
-from statehold.ranges import Range, ranges
+from statehold.planning.layout import Box
+from statehold.planning.ranges import ranges
 from statehold.state.landing import Landing, region
+from statehold.steps.entries import sums_to_bytes
 
 if TYPE_CHECKING:
     import torch
 
     from statehold._core import BoxTarget, Engine, Mismatch, ReadJob, Strided
-    from statehold.saved import PlacedChunk, SavedStep
     from statehold.state.destinations import Destination
+    from statehold.steps.saved import PlacedChunk, SavedStep
 
 FLAG_EXTERNAL = 2
 FLAG_SHARED = 4
@@ -84,16 +84,9 @@ class StepRead:
     def mismatch(self, found: Mismatch) -> ChecksumError:
         """The error for a piece whose bytes do not match, naming the tensor it belongs to."""
         segment = self.segments[found.segment]
-        return ChecksumError(
-            "bytes on disk do not match their checksum",
-            facts={
-                "tensor": segment.name or "none: the header of the file",
-                "file": self.files[segment.file],
-                "bytes": f"[{found.begin}, {found.end})",
-                "xxh3-64": f"expected {found.expected:016x}, got {found.got:016x}",
-            },
-            hint="restore() without a step takes the newest intact one",
-        )
+        name = segment.name or "none: the header of the file"
+        hint = "restore() without a step takes the newest intact one"
+        return mismatch_error(found, name, self.files[segment.file], hint)
 
 
 class ReadPlan:
@@ -150,6 +143,20 @@ def _flags(target: Target) -> int:
     return FLAG_EXTERNAL * (target.landing is not None) | FLAG_SHARED * target.shared
 
 
+def mismatch_error(found: Mismatch, name: str, file: str, hint: str) -> ChecksumError:
+    """The error for a piece of a tensor whose bytes do not match."""
+    return ChecksumError(
+        "bytes on disk do not match their checksum",
+        facts={
+            "tensor": name,
+            "file": file,
+            "bytes": f"[{found.begin}, {found.end})",
+            "xxh3-64": f"expected {found.expected:016x}, got {found.got:016x}",
+        },
+        hint=hint,
+    )
+
+
 class _Builder:
     """Collects the segments of one read."""
 
@@ -160,10 +167,12 @@ class _Builder:
         self.files: dict[str, int] = {}  # name -> bytes, in the order of their numbers
         self._places: dict[str, int] = {}
         self._asked: list[PlacedChunk] = []
+        self._names: set[str] = set()
         self.landings: list[Landing] = []
 
     def add(self, destination: Destination) -> None:
         """Read what lies in the destination's box."""
+        self._names.add(destination.name)
         chunks = self._saved.chunks(destination.name, destination.box, destination.among)
         for chunk in chunks:
             self._asked.append(chunk)
@@ -174,9 +183,14 @@ class _Builder:
                 self._add_box(chunk, common, destination)
 
     def add_rest(self) -> None:
-        """Read, only to verify it, what else is this rank's to verify."""
+        """Read, only to verify it, what else is this rank's to verify.
+
+        Of a tensor that this rank has a place for, in another layout, the other ranks ask for the
+        rest: to verify here what this rank once wrote would have the device read it twice.
+        """
         for name, chunk in self._saved.unread(self._asked):
-            self._append(chunk, chunk.begin, chunk.end, chunk.sums, name)
+            if name not in self._names:
+                self._append(chunk, chunk.begin, chunk.end, chunk.sums, name)
 
     def finish(self) -> list[ReadSegment]:
         """All segments in order, the headers among them."""
@@ -201,7 +215,6 @@ class _Builder:
         wanted = common.relative_to(chunk.box)
         shape, block_bytes = chunk.box.shape, self._saved.block_bytes
         found = ranges(chunk.begin, chunk.sums, shape, wanted, item_bytes, block_bytes)
-        shared = destination.shared or self._is_mostly_for_others(common.numel * item_bytes, found)
         if destination.external:
             low, high = found[0].begin - chunk.begin, found[-1].end - chunk.begin
             landing = Landing(destination, common, chunk.box, low, high)
@@ -209,17 +222,16 @@ class _Builder:
         place = region(destination.tensor, destination.box, common)
         for each in found:
             begin, end = each.begin - chunk.begin, each.end - chunk.begin
+            # Of pieces that are not wanted whole, other ranks want the rest.
+            shared = destination.shared or (self._ranks > 1 and each.box_begin is None)
             if destination.external:
                 target = Target(landing=landing.part(begin, end), shared=shared)
+            elif each.box_begin is not None and place.is_contiguous():
+                target = Target(place.data_ptr() + each.box_begin, shared=shared)
             else:
                 box = (item_bytes, shape, wanted.offsets, wanted.shape, place.stride(), begin)
                 target = Target(place.data_ptr(), box=box, shared=shared)
             self._append(chunk, each.begin, each.end, each.sums, destination.name, target)
-
-    def _is_mostly_for_others(self, wanted_bytes: int, found: list[Range]) -> bool:
-        """Whether whole pieces have to be read for a part of them: others read the rest."""
-        read_bytes = sum(each.end - each.begin for each in found)
-        return self._ranks > 1 and 10 * read_bytes > 11 * wanted_bytes
 
     def _append(
         self,

@@ -13,20 +13,20 @@ is the same. If that does not match on some rank, all ranks look at what all hav
 
 Holds: no rank changes a byte before all ranks have matched; a step counts as restored only when all
 ranks have read and verified it.
-Not here: matching (state/restore), which bytes (reads), the steps (store), messages (peers).
+Not here: matching (state/restore), which bytes (reads), the steps (store), agreeing (agreeing).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from statehold import _core
+from statehold.agreeing import ROUND, MismatchElsewhere, led, together
 from statehold.errors import (
     CorruptionError,
-    PeerFailedError,
     StateholdError,
     StateMismatchError,
 )
@@ -36,15 +36,10 @@ from statehold.state.restore import Restoration, mismatch, prepare
 
 if TYPE_CHECKING:
     from statehold._core import Engine
-    from statehold.peers import Peers
-    from statehold.saved import SavedStep
+    from statehold.ranks.peers import Peers
     from statehold.state.device import Devices
-    from statehold.store import Store
-
-_ROUND = "restore"
-# What went wrong, the worst first: what one rank found decides for all. Damage before a mismatch:
-# to look again at a step that does not match, every rank has to have read it.
-_OTHER, _DAMAGE, _MISMATCH = "other", "damage", "mismatch"
+    from statehold.steps.saved import SavedStep
+    from statehold.storage.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +100,7 @@ class Restorer:
 
     def _steps(self) -> list[int]:
         """The committed steps, as rank 0 sees them."""
-        if self._peers is None:
-            return self._store.steps()
-        seen = self._store.steps() if self._rank == 0 else []
-        steps: list[int] = json.loads(
-            self._peers.agree(_ROUND, json.dumps(seen).encode(), lambda told: told[0])
-        )
-        return steps
+        return led(self._peers, self._store.steps)
 
     # -- matching --------------------------------------------------------------------------
 
@@ -124,12 +113,12 @@ class Restorer:
             return self._matched(saved)
 
         try:
-            matched = self._together(first)
+            matched = together(self._peers, first)
         except StateholdError as error:
             if not _is_about_layouts(error) or saved is None or saved.widened() is saved:
                 raise
             wide = saved.widened()
-            matched = self._together(lambda: self._matched(wide))
+            matched = together(self._peers, lambda: self._matched(wide))
             saved = wide
         return self._judged(matched, saved)
 
@@ -159,7 +148,7 @@ class Restorer:
         unused = [name not in matched.restoration.used for name in names]
         values = [name for name in matched.unexpected if name not in saved.tensors]
         told = json.dumps([_bits(unused).hex(), values]).encode()
-        common, values = json.loads(self._peers.agree(_ROUND, told, _in_common))
+        common, values = json.loads(self._peers.agree(ROUND, told, _in_common))
         tensors = (
             name
             for name, is_unused in zip(names, _of_bits(bytes.fromhex(common)), strict=False)
@@ -173,7 +162,7 @@ class Restorer:
     # -- reading ---------------------------------------------------------------------------
 
     def _read(self, step: int, matched: Matched) -> None:
-        self._together(lambda: self._read_here(step, matched))
+        together(self._peers, lambda: self._read_here(step, matched))
         matched.restoration.finish()
 
     def _read_here(self, step: int, matched: Matched) -> None:
@@ -187,26 +176,6 @@ class Restorer:
         finally:
             reading.job.cancel()
 
-    # -- agreeing --------------------------------------------------------------------------
-
-    def _together(self, act: Callable[[], Any]) -> Any:
-        """Do something on every rank; raise on every rank if it fails on one."""
-        if self._peers is None:
-            return act()
-        result, failure = None, None
-        try:
-            result = act()
-        except Exception as error:  # whatever it is, the others must not wait for this rank
-            failure = error
-        told = json.dumps(None if failure is None else [_kind(failure), _text(failure)])
-        worst = json.loads(self._peers.agree(_ROUND, told.encode(), _worst))
-        if worst is None:
-            return result
-        rank, kind, text = worst
-        if failure is not None and _kind(failure) == kind:
-            raise failure
-        raise _elsewhere(rank, kind, text)
-
 
 def listed(steps: Iterable[int]) -> str:
     """Steps for a message."""
@@ -214,38 +183,8 @@ def listed(steps: Iterable[int]) -> str:
     return ", ".join(map(str, shown[-8:])) + (f" ({len(shown)} in all)" if shown else "none")
 
 
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, StateholdError) else f"{type(error).__name__}: {error}"
-
-
-def _kind(error: Exception) -> str:
-    if isinstance(error, StateMismatchError):
-        return _MISMATCH
-    return _DAMAGE if isinstance(error, CorruptionError) else _OTHER
-
-
 def _is_about_layouts(error: StateholdError) -> bool:
-    return isinstance(error, StateMismatchError | _MismatchElsewhere)
-
-
-def _worst(told: Sequence[bytes]) -> bytes:
-    """[rank, kind, text] of the worst failure, the lowest rank first; null if there is none."""
-    failures = [(rank, *found) for rank, each in enumerate(told) if (found := json.loads(each))]
-    for kind in (_OTHER, _DAMAGE, _MISMATCH):
-        for failure in failures:
-            if failure[1] == kind:
-                return json.dumps(failure).encode()
-    return b"null"
-
-
-class _MismatchElsewhere(PeerFailedError):
-    """Another rank's state and the step do not fit together."""
-
-
-def _elsewhere(rank: int, kind: str, text: str) -> StateholdError:
-    if kind == _DAMAGE:
-        return CorruptionError(f"rank {rank} found damage", facts={"its error": text})
-    return (_MismatchElsewhere if kind == _MISMATCH else PeerFailedError)(rank, text)
+    return isinstance(error, StateMismatchError | MismatchElsewhere)
 
 
 def _bits(flags: Sequence[bool]) -> bytes:

@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from statehold.errors import StateholdError, UsageError, WaitTimeout
-from statehold.share import Balance
+from statehold.errors import PeerFailedError, StateholdError, UsageError, WaitTimeout
+from statehold.planning.share import Balance
 from statehold.units import format_bytes, format_seconds
 
 Event = Literal["staged", "written", "committed"]
@@ -140,9 +140,15 @@ class Save:
             self._changed.notify_all()
 
     def _unraised_error(self) -> StateholdError | None:
-        """The error if nobody has been told yet; whoever calls this tells."""
+        """The error if nobody has been told yet; whoever calls this tells.
+
+        What follows from another rank's telling is not told: that rank would have to give up the
+        next save for it, and the ranks would fail one another's saves for ever.
+        """
         with self._changed:
             if self._error is None or self._raised:
+                return None
+            if isinstance(self._error, PeerFailedError) and self._error.follows:
                 return None
             self._raised = True
             return self._error

@@ -22,24 +22,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from statehold.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
 from statehold.errors import PeerFailedError, PeerLostError, StateholdError, StorageError
-from statehold.layout import Ranks
-from statehold.manifest import Commit, RecordEntry, Shared, groups_of, record_name
-from statehold.share import Balance, Spread, balance
+from statehold.planning.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
+from statehold.planning.layout import Ranks
+from statehold.planning.share import Balance, Spread, balance
+from statehold.steps.manifest import Commit, RecordEntry, Shared, groups_of, record_name
 from statehold.writes import build_manifest, build_record, now, writer_name
 
 if TYPE_CHECKING:
-    from statehold.peers import Peers
     from statehold.pipeline import Work
-    from statehold.store import Store
+    from statehold.ranks.peers import Peers
+    from statehold.storage.store import Store
 
 logger = logging.getLogger("statehold")
 
 
 class Publisher(Protocol):
-    """How a save becomes a step. `leads`: this rank commits and retires steps."""
+    """How a save becomes a step. `rank` is None for a process that is alone; `leads`: this one
+    commits and retires steps."""
 
+    rank: int | None
     leads: bool
 
     def attempt(self, number: int) -> str | None:
@@ -64,6 +66,7 @@ class Publisher(Protocol):
 class Alone:
     """One rank, which has nobody to ask or to tell."""
 
+    rank: int | None = None
     leads = True
 
     def __init__(self, store: Store) -> None:
@@ -93,6 +96,7 @@ class Together:
         self._store = store
         self._peers = peers
         self._claims = claims
+        self.rank: int | None = peers.rank
         self.leads = peers.rank == 0
         self._arrived = -1  # the newest save of which this rank's part is durable
         self._outcome = b""

@@ -14,11 +14,11 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from statehold._version import __version__
-from statehold.manifest import Manifest, record_file
-from statehold.plan import BLOCK_BYTES, SavePlan
-from statehold.record import Record
-from statehold.share import RankPlan
+from statehold.planning.plan import BLOCK_BYTES, SavePlan
+from statehold.planning.share import RankPlan
 from statehold.state.tensors import strides_of
+from statehold.steps.manifest import Manifest, record_file
+from statehold.steps.record import Record
 
 if TYPE_CHECKING:
     from statehold._core import Engine, WriteJob

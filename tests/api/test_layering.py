@@ -21,40 +21,25 @@ PACKAGE = "statehold"
 # From the bottom up. A group may import the groups of lower layers and its own members.
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
-    [{"units"}, {"layout"}],
-    [{"options"}, {"strictjson"}, {"board"}],
-    [{"values"}, {"header"}, {"ranges"}, {"selection"}, {"peers"}],
-    [{"plan"}, {"trees"}],
-    [{"share"}, {"entries"}, {"claims"}],
-    [{"manifest"}],
-    [{"record"}],
-    [{"saved"}],
-    [{"publish"}],
-    [{"state"}, {"store", "lock"}],
+    [{"units"}],
+    [{"options"}, {"encoding"}],
+    [{"planning"}, {"ranks"}, {"selection"}],
+    [{"steps"}],
+    [{"state"}, {"storage"}],
     [
-        {"checkpointer", "save", "gate", "pipeline", "team", "joining"}
+        {"checkpointer", "save", "gate", "pipeline", "team", "agreeing"}
         | {"restoring", "reads", "writes"},
     ],
     # Beside the Checkpointer stands what torch.distributed.checkpoint calls: it plans, so dcp only
     # stores, with the same engine and the same commit.
-    [{"testing"}, {"integrations"}, {"dcp"}],
+    [{"testing"}, {"dcp"}],
     [{"cli", "__main__"}],
 ]
 # cli reads and verifies whole steps through an engine of its own: no state, no torch.
-CORE_USERS = {"store", "checkpointer", "save", "testing", "restoring", "dcp", "cli"}
-TORCH_USERS = {"state", "integrations", "testing", "dcp"}
+CORE_USERS = {"storage", "checkpointer", "save", "testing", "restoring", "dcp", "cli"}
+TORCH_USERS = {"state", "testing", "dcp"}
 # Modules that may not even name torch in annotations: they make sense without it.
-PURE = {"errors", "units", "layout", "options", "strictjson", "values", "header", "plan"} | {
-    "claims",
-    "entries",
-    "manifest",
-    "ranges",
-    "record",
-    "saved",
-    "selection",
-    "share",
-    "trees",
-}
+PURE = {"errors", "units", "options", "encoding", "planning", "selection", "steps"}
 
 
 def is_type_checking(test: ast.expr) -> bool:
@@ -210,11 +195,11 @@ def test_this_test_sees_what_it_should() -> None:
         "from .. import e\n"
         "if t.TYPE_CHECKING:\n    import torch\n"
         "else:\n    import numpy\n"
-        "def f():\n    from statehold import store\n"
+        "def f():\n    from statehold.storage import store\n"
         "try:\n    import g\nexcept ImportError:\n    pass\n"
     )
     running = sample(text, types=False)
-    assert {"statehold.a.c", "statehold.a.c.d", "statehold.e", "statehold.store"} <= running
+    assert {"statehold.a.c", "statehold.a.c.d", "statehold.e", "statehold.storage.store"} <= running
     assert {"numpy", "g", "typing"} <= running
     assert "torch" not in running
     assert sample(text, types=True) == running | {"torch"}

@@ -10,8 +10,8 @@ import torch
 
 from statehold.cli.content import parts_of
 from statehold.cli.numbers import Difference, Statistics, bits_of, has_numbers, numbers_of
-from statehold.header import DTYPE_BITS
-from statehold.layout import Box
+from statehold.encoding.header import DTYPE_BITS
+from statehold.planning.layout import Box
 
 FLOAT8 = {
     "F8_E5M2": torch.float8_e5m2,

@@ -19,10 +19,10 @@ from statehold.cli import reading, verify
 from statehold.cli.checking import Finding, Report, _Cover, check_step
 from statehold.cli.places import file_system, find
 from statehold.cli.reading import SpanReader
-from statehold.header import decode
-from statehold.manifest import Manifest, record_file
-from statehold.plan import BLOCK_BYTES, plan_save
-from statehold.record import Record
+from statehold.encoding.header import decode
+from statehold.planning.plan import BLOCK_BYTES, plan_save
+from statehold.steps.manifest import Manifest, record_file
+from statehold.steps.record import Record
 from support.records import rewritten
 from support.runs import CREATED, GOLDEN, write_step
 from support.steps import spec, true_sums

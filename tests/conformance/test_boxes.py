@@ -291,3 +291,22 @@ def test_an_impossible_start_is_refused(disk: Disk, engine: _core.Engine) -> Non
 def test_memory_is_hashed_like_bytes(size: int) -> None:
     (data,) = random_arrays(1, size + 1)
     assert _core.hash_memory(data.ctypes.data + 1, size) == _core.xxh3_64(data.tobytes()[1:])
+
+
+@pytest.mark.parametrize(
+    ("flags", "blocks"),
+    [
+        ((EXTERNAL, EXTERNAL | SHARED, EXTERNAL), 1),  # 5 bytes go with their neighbours
+        ((EXTERNAL, EXTERNAL, EXTERNAL | SHARED), 2),  # long ranges do not
+    ],
+)
+def test_only_long_ranges_decide_what_is_shared(
+    disk: Disk, engine: _core.Engine, flags: tuple[int, ...], blocks: int
+) -> None:
+    state = State(random_arrays(3, 200_000, 5, 200_000))
+    sums = save(engine, disk, "f", state)
+    large = _core.Engine(disk.fs, 4 << 20, 1 << 20)
+    job = state.cleared().read(large, disk.path("f"), sums, flags=bytes(flags))
+    assert job.ready_left == blocks
+    job.cancel()
+    large.close()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import statehold
 from statehold.dcp import StorageReader, StorageWriter
-from support.dcp_checks import Net
+from statehold.testing import SimFs
+from support.dcp_checks import Net, failing
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -112,3 +116,66 @@ def test_staged_memory_is_not_used_while_a_save_reads_it() -> None:
     assert writer.stage({"a": torch.ones(1000)})["a"].data_ptr() != first["a"].data_ptr()
     assert place
     writer.close()
+
+
+class Waiting(dcp.DefaultSavePlanner):
+    """A planner that says when it is asked for a plan, and makes it when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.may = threading.Event(), threading.Event()
+
+    def create_local_plan(self) -> Any:
+        self.asked.set()
+        assert self.may.wait(60)
+        return super().create_local_plan()
+
+
+def test_a_save_that_begins_before_another_ends(tmp_path: Path) -> None:
+    """One writer, two saves: each goes where it was told to."""
+    writer, planner = StorageWriter(), Waiting()
+    one, two = tmp_path / "step-1", tmp_path / "step-2"
+    first = dcp.async_save(
+        {"a": torch.ones(3)}, checkpoint_id=one, storage_writer=writer, planner=planner
+    )
+    assert planner.asked.wait(60)
+    second = dcp.async_save({"a": torch.zeros(3)}, checkpoint_id=two, storage_writer=writer)
+    second.result()
+    planner.may.set()
+    first.result()
+    for path, value in ((one, 1.0), (two, 0.0)):
+        loaded = {"a": torch.full((3,), -1.0)}
+        dcp.load(loaded, storage_reader=StorageReader(path))
+        same(torch.full((3,), value), loaded["a"])
+
+
+@pytest.fixture
+def _no_cached_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in vars(SavePlanner) if name.startswith("_cached_")]:
+        monkeypatch.setattr(SavePlanner, name, {})
+
+
+@pytest.mark.usefixtures("_no_cached_plans")
+def test_a_cached_plan_of_a_failed_save(tmp_path: Path) -> None:
+    """The plan names the directory of the failed attempt, which is still there."""
+    fs = SimFs(1)
+    fs.mkdir("/run")
+
+    def save(path: str, value: float, rows: int = 3) -> None:
+        writer = StorageWriter(path, backend="threads")
+        writer._machine.borrowed_fs = fs
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save({"a": torch.full((rows,), value)}, storage_writer=writer, planner=planner)
+
+    fs.fail_next("write", errno.ENOSPC)
+    with failing():
+        save("/run/step-1", 1.0)
+    save("/run/step-2", 2.0)
+    save("/run/step-3", 3.0, rows=5)  # the plan is another now
+    assert not fs.is_dir("/run/step-1")
+    for path, value, rows in (("/run/step-2", 2.0, 3), ("/run/step-3", 3.0, 5)):
+        reader = StorageReader(path, backend="threads")
+        reader._machine.borrowed_fs = fs
+        loaded = {"a": torch.zeros(rows)}
+        dcp.load(loaded, storage_reader=reader)
+        same(torch.full((rows,), value), loaded["a"])

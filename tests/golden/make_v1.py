@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from statehold import plan, values
-from statehold.header import bytes_of
-from statehold.manifest import Manifest, record_file
+from statehold.encoding import values
+from statehold.encoding.header import bytes_of
+from statehold.planning import plan
+from statehold.steps.manifest import Manifest, record_file
 
 HERE = Path(__file__).parent
 CREATED = "2026-11-21T07:30:00Z"

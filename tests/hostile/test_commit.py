@@ -18,11 +18,11 @@ from statehold.errors import (
     MissingFileError,
     StateMismatchError,
 )
-from statehold.layout import Box, ExplicitLayout, Layout, Mesh, Ranks
-from statehold.manifest import Commit, Manifest, RecordEntry, Shared
-from statehold.record import Record
-from statehold.saved import _check_cover
-from statehold.share import Held
+from statehold.planning.layout import Box, ExplicitLayout, Layout, Mesh, Ranks
+from statehold.planning.share import Held
+from statehold.steps.manifest import Commit, Manifest, RecordEntry, Shared
+from statehold.steps.record import Record
+from statehold.steps.saved import _check_cover
 from support.records import DIRECTORY, World, example, rewritten
 from support.steps import changed
 

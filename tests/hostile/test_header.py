@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from statehold import header
+from statehold.encoding import header
 from statehold.errors import HeaderError
 from support.steps import header_of
 

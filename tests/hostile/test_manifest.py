@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from statehold.encoding.strictjson import depth_of
 from statehold.errors import FormatVersionError, ManifestError
-from statehold.manifest import Manifest
-from statehold.strictjson import depth_of
+from statehold.steps.manifest import Manifest
 from support.steps import changed, document_of, manifest_of, seal
 
 DOCUMENT = document_of(manifest_of())

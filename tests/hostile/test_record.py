@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from statehold.errors import FormatVersionError, ManifestError
-from statehold.record import MESH_RANKS_MAX, Record
+from statehold.steps.record import MESH_RANKS_MAX, Record
 from support.records import example, rewritten
 from support.steps import changed
 

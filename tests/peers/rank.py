@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch.distributed as dist
 
-from statehold.board import Board, DirectoryBoard, StoreBoard
 from statehold.errors import StateholdError
-from statehold.peers import Peers
+from statehold.ranks.board import Board, DirectoryBoard, StoreBoard
+from statehold.ranks.peers import Peers
 
 
 def board(kind: str, where: str) -> Board:

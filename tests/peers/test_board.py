@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from statehold.board import Board, DirectoryBoard, StoreBoard
 from statehold.errors import PeerLostError, StorageError
+from statehold.ranks.board import Board, DirectoryBoard, StoreBoard
 from support.boards import DEADLINE_S, KINDS, Maker, tcp_server
 
 SOON_S = 0.05

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from statehold.board import DirectoryBoard, StoreBoard
 from statehold.errors import (
     InvariantError,
     PeerFailedError,
@@ -16,7 +15,8 @@ from statehold.errors import (
     StateholdError,
     StorageError,
 )
-from statehold.peers import Peers
+from statehold.ranks.board import DirectoryBoard, StoreBoard
+from statehold.ranks.peers import Peers
 from statehold.testing import MemoryBoard
 from support.boards import DEADLINE_S, KINDS, Maker, peers_of, together
 

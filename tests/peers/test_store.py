@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from statehold.errors import InvariantError, StateholdError, StorageError
-from statehold.saved import MANIFEST_NAME
-from statehold.store import Store
+from statehold.steps.saved import MANIFEST_NAME
+from statehold.storage.store import Store
 from statehold.testing import SimFs
 
 RUN, RANKS, TOKEN, OTHER = "/runs/x", 3, "5f3a09c1", "00000000"

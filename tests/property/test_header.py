@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from statehold import header
+from statehold.encoding import header
+from statehold.encoding.header import DTYPE_BITS, Entry, bytes_of
 from statehold.errors import HeaderError
-from statehold.header import DTYPE_BITS, Entry, bytes_of
 from support.steps import header_of
 
 text = st.text(st.characters(exclude_categories=["Cs"]))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from statehold import header
-from statehold.header import DTYPE_BITS
-from statehold.plan import BLOCK_BYTES, TensorSpec, piece_count, pieces, plan_save
-from statehold.share import PlanCache
+from statehold.encoding import header
+from statehold.encoding.header import DTYPE_BITS
+from statehold.planning.plan import BLOCK_BYTES, TensorSpec, piece_count, pieces, plan_save
+from statehold.planning.share import PlanCache
 from statehold.units import MiB
 from support.steps import spec
 

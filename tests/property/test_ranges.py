@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from statehold.layout import Box
-from statehold.plan import piece_count
-from statehold.ranges import SUM_DIGITS, ranges
+from statehold.planning.layout import Box
+from statehold.planning.plan import piece_count
+from statehold.planning.ranges import SUM_DIGITS, ranges
 
 BLOCK = 64
 
@@ -46,6 +46,21 @@ def test_ranges_cover_what_is_wanted_in_whole_pieces(
         first = each.begin // BLOCK - begin // BLOCK
         pieces = piece_count(each.begin, each.end - each.begin, BLOCK)
         assert each.sums == sums[SUM_DIGITS * first : SUM_DIGITS * (first + pieces)]
+        if each.box_begin is not None:
+            inside = np.arange(each.begin, each.end)
+            at = np.searchsorted(needed, inside)
+            assert np.array_equal(needed[at], inside)
+            assert at[0] == each.box_begin
+
+
+def test_pieces_of_which_all_is_wanted_are_apart() -> None:
+    sums = "0" * SUM_DIGITS * 10
+    found = ranges(32, sums, (40, 16), Box((4, 0), (20, 16)), 1, BLOCK)
+    assert [(each.begin, each.end, each.box_begin) for each in found] == [
+        (64, 128, None),
+        (128, 384, 32),
+        (384, 448, None),
+    ]
 
 
 def test_rows_far_apart_are_read_one_by_one() -> None:

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from statehold.layout import AnyLayout, Layout
-from statehold.manifest import Manifest
-from statehold.record import Record
-from statehold.share import Held
+from statehold.planning.layout import AnyLayout, Layout
+from statehold.planning.share import Held
+from statehold.steps.manifest import Manifest
+from statehold.steps.record import Record
 from support.layouts import explicit, layouts
 from support.records import DIRECTORY, DTYPES, World, cut
 

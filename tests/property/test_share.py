@@ -10,13 +10,13 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from statehold import share as module
-from statehold.entries import record_file
-from statehold.header import bytes_of
-from statehold.layout import Box, Layout
-from statehold.plan import BLOCK_BYTES, plan_save
-from statehold.record import Record
-from statehold.share import Share, share
+from statehold.encoding.header import bytes_of
+from statehold.planning import share as module
+from statehold.planning.layout import Box, Layout
+from statehold.planning.plan import BLOCK_BYTES, plan_save
+from statehold.planning.share import Share, share
+from statehold.steps.entries import record_file
+from statehold.steps.record import Record
 from support.meshes import layouts, local_specs, meshes
 from support.steps import sums_for
 

@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from statehold import values
+from statehold.encoding import values
+from statehold.encoding.strictjson import depth_of
 from statehold.errors import ManifestError
-from statehold.strictjson import depth_of
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
 scalars = st.one_of(

@@ -39,8 +39,8 @@ KILLS = [
     *((0, point, after) for point in [*TAKEN, *LED] for after in (False, True)),
     *((2, point, after) for point in [*TAKEN, "outcome"] for after in (False, True)),
 ]
-# What follows at once is as good as what comes after: half of them every day, by turns.
-EVERYDAY = {kind: KILLS[index * 3 :: 6] for index, kind in enumerate(KINDS)}
+# Every day some of them, other ones in each lane; before a step, and after it.
+EVERYDAY = {kind: KILLS[index * 3 :: 7] for index, kind in enumerate(KINDS)}
 
 
 @dataclass

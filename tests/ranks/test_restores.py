@@ -20,7 +20,7 @@ from statehold.errors import (
     StorageError,
 )
 from statehold.testing import SimFs, checkpointer_on
-from support.faults import SMALL, spy_on
+from support.faults import SMALL, must, spy_on
 from support.rank_states import blank, check, state
 from support.ranks import RUN, Ranks
 
@@ -71,6 +71,7 @@ def test_damage_that_one_rank_finds_makes_all_fall_back(fs, ranks, finder: int) 
     for rank, each in enumerate(found):
         check(each, rank, 2)
     assert len(caught) == SIZE
+    assert {each.filename for each in caught} == {__file__}, "not where restore() was called"
     texts = [str(each.message) for each in caught]
     assert all("own" in text and "checksum" in text for text in texts)
     assert sum(f"rank {finder} found damage" in text for text in texts) == SIZE - 1
@@ -366,3 +367,30 @@ def test_random_generators_are_kept_where_every_rank_had_its_own() -> None:
         assert restored(ranks, [draw(rank) for rank in range(3)]) == [1] * 3
         assert torch.equal(torch.get_rng_state(), before)
         assert all(ckpt.restored.kept == ("rng",) for ckpt in ranks.ckpts)
+
+
+def test_no_rank_goes_on_before_the_damaged_step_is_set_aside(fs, ranks) -> None:
+    """Else it would find a step that is newer than the one it saves next."""
+    damage(fs, 2)
+    back, set_aside = threading.Event(), threading.Event()
+
+    def before(operation: str, args: tuple[Any, ...]) -> None:
+        if operation == "rename" and args[1].endswith(".corrupt"):
+            set_aside.set()
+            must(not back.wait(0.2), "a rank went on while the damaged step was there")
+
+    ranks.ckpts[0]._opened_for_saving()
+    spy_on(ranks.ckpts[0], before)
+
+    def act(rank: int) -> Any:
+        found = blank()
+        step = ranks.ckpts[rank].restore(found)
+        if rank:
+            back.set()
+        return step
+
+    with pytest.warns(RuntimeWarning, match=r"kept as /runs/x/step-000000000003\.corrupt") as told:
+        assert ranks.each(act) == [2] * SIZE
+    assert set_aside.is_set()
+    assert len(told) == SIZE
+    assert all(".corrupt" in str(each.message) for each in told)

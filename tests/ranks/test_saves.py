@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import threading
 from collections.abc import Iterator
@@ -10,12 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from statehold import Save
 from statehold.errors import (
+    NoSpaceError,
     PeerFailedError,
     ReplicasDifferError,
+    RunBusyError,
+    StateholdError,
     StepOrderError,
     StorageError,
     UnsupportedValueError,
+    UsageError,
 )
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, must, spy_on
@@ -309,3 +315,110 @@ def test_ranks_make_the_run_directory_together() -> None:
         first.create()
         assert asked.is_set()
         assert ranks.fs.is_dir("/a/b/c")
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_ranks_that_go_on_after_a_failure_save_again(ranks: Ranks, failing: int) -> None:
+    """Who is told of an earlier failure does not begin, and so fails the save of the others: that
+    must not be told again, or the ranks would fail one another's saves for ever."""
+
+    def train(rank: int) -> tuple[list[int], list[int]]:
+        raised, failed = [], []
+        for step in range(1, 9):
+            found = {**state(rank, step), "step": object() if (rank, step) == (failing, 3) else 0}
+            try:
+                save = ranks.ckpts[rank].save(step, found)
+            except StateholdError:
+                raised.append(step)
+                continue
+            must(save._wait_ended("committed", DEADLINE_S))
+            failed += [step] if save.error else []
+        return raised, failed
+
+    for rank, told in enumerate(ranks.each(train)):
+        assert told == (([3], [4]) if rank == failing else ([4], [3]))
+    assert ranks.ckpts[0].steps() == [1, 2, 5, 6, 7, 8]
+
+
+def test_a_step_saved_again_replaces_it_on_all_ranks(ranks: Ranks) -> None:
+    saved(ranks, 1, 2)
+    ranks.save(2, lambda rank: {**state(rank, 2), "seed": "second"})
+    found = [{**blank(), "seed": None} for _ in range(SIZE)]
+    ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank]))
+    assert [each["seed"] for each in found] == ["second"] * SIZE
+    assert ranks.ckpts[0].steps() == [1, 2]
+    saved(ranks, 3, 3)
+    check_step(ranks, 3)
+
+
+def test_a_run_that_another_job_saves_into_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    saved(ranks, 1, 2)
+    with Ranks(ranks.fs, SIZE) as others:
+        first, *rest = others.failures(3, lambda rank: state(rank, 3))
+        assert type(first) is RunBusyError
+        for error in rest:
+            assert type(error) is PeerFailedError
+            assert "already being saved into" in error.reason
+        check_step(others, 2)  # reading is for everybody
+    saved(ranks, 3, 5)
+    check_step(ranks, 5)
+    assert ranks.names() == [f"step-{step:012d}" for step in range(1, 6)]
+
+
+def test_a_restore_beside_a_save_under_way(ranks: Ranks) -> None:
+    """The training thread's rounds and the background's do not disturb each other."""
+    saved(ranks, 1, 2)
+    go_on = threading.Event()
+
+    def hold(operation: str, _args: tuple[Any, ...]) -> None:
+        if operation == "write_file":
+            must(go_on.wait(DEADLINE_S))
+
+    spy_on(ranks.ckpts[3], hold)
+    saves = ranks.begin(3, lambda rank: state(rank, 3))
+    check_step(ranks, 2)
+    go_on.set()
+    for save in saves:
+        save.wait("committed", DEADLINE_S)
+    check_step(ranks, 3)
+
+
+def test_a_full_disk_fails_all_ranks_and_spares_the_older_steps() -> None:
+    fs = SimFs(seed=6)
+    with Ranks(fs, SIZE) as ranks:
+        saved(ranks, 1, 2)
+        fs.fail_next("open_write", errno.ENOSPC)
+        failures = ranks.failures(3, lambda rank: state(rank, 3))
+        assert fs.fired
+        kinds = [type(error) for error in failures]
+        assert kinds.count(NoSpaceError) == 1
+        assert kinds.count(PeerFailedError) == SIZE - 1
+        check_step(ranks, 2)
+        saved(ranks, 4, 4)
+        check_step(ranks, 4)
+
+
+def test_a_failure_that_one_rank_has_yet_to_hear_of_ends_a_restore_on_all(ranks: Ranks) -> None:
+    saved(ranks, 1, 2)
+    saves = ranks.begin(3, lambda rank: state(rank, 3))
+    ranks.each(lambda rank: saves[rank].wait("committed", DEADLINE_S))
+    fake = StorageError("the disk of rank 2 is gone")
+    late = Save(4, 0.0)
+    late._fail(fake)
+    ranks.ckpts[2]._watched.append(late)
+    found = [blank() for _ in range(SIZE)]
+    outcomes = ranks.outcomes(lambda rank: ranks.ckpts[rank].restore(found[rank]))
+    assert outcomes[2] is fake
+    assert all(type(outcomes[rank]) is PeerFailedError for rank in (0, 1, 3))
+    assert all(torch.equal(each["w"], blank()["w"]) for each in found)
+    assert ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank])) == [3] * SIZE
+
+
+def test_a_step_that_is_no_number_in_the_first_save_of_one_rank_is_told(ranks: Ranks) -> None:
+    def begin(rank: int) -> Save:
+        step: Any = "one" if rank == 1 else 1
+        return ranks.ckpts[rank].save(step, state(rank, 1)).wait("committed", DEADLINE_S)
+
+    outcomes = ranks.outcomes(begin)
+    assert type(outcomes[1]) is UsageError
+    assert all(type(outcomes[rank]) is PeerFailedError for rank in (0, 2, 3))

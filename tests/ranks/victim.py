@@ -93,10 +93,11 @@ class Executioner:
         if not (self.armed and found):
             return act()
         self._maybe(found[0], after=False)
-        result = act()
-        self._maybe(found[0], after=True)
-        self.passed.append(found[0])
-        return result
+        try:
+            return act()
+        finally:  # also where another rank has made the directory before
+            self._maybe(found[0], after=True)
+            self.passed.append(found[0])
 
     def _maybe(self, point: str, after: bool) -> None:
         if self._kill and (self._kill["at"], self._kill["after"]) == (point, after):

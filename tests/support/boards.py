@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from statehold.board import Board, DirectoryBoard, StoreBoard
-from statehold.peers import Peers
+from statehold.ranks.board import Board, DirectoryBoard, StoreBoard
+from statehold.ranks.peers import Peers
 from statehold.testing import MemoryBoard
 
 T = TypeVar("T")

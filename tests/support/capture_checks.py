@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from statehold.errors import UnsupportedValueError
-from statehold.layout import Box, Layout, Mesh
+from statehold.planning.layout import Box, Layout, Mesh
 from statehold.state.capture import CapturedTensor
 from support.jobs import Job, captured
 

@@ -65,13 +65,16 @@ class Net(nn.Module):
 
 
 def trained(seed: int, world_size: int, kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A sharded model after one step: "fsdp", or "2d" for FSDP over tensor parallelism."""
+    """A sharded model after one step: "fsdp", "hsdp", or "2d" for FSDP over tensor parallelism."""
     net: nn.Module = Net(seed)
     if kind == "2d":
         mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         net = parallelize_module(net, mesh["tp"], plan)
         fully_shard(net, mesh=mesh["dp"])
+    elif kind == "hsdp":
+        names = ("replicate", "shard")
+        fully_shard(net, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names))
     else:
         fully_shard(net, mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01 * seed)
@@ -153,6 +156,15 @@ def check_2d(rank: int, world_size: int, directory: Path) -> None:
         "2d",
         lambda state: dcp.save(state, storage_writer=StorageWriter(where)),
         lambda state: dcp.load(state, storage_reader=StorageReader(where)),
+    )
+
+
+def check_hsdp(rank: int, world_size: int, directory: Path) -> None:
+    save_and_load(
+        world_size,
+        "hsdp",
+        lambda state: dcp.save(state, storage_writer=StorageWriter(directory)),
+        lambda state: dcp.load(state, storage_reader=StorageReader(directory)),
     )
 
 
@@ -451,6 +463,28 @@ def check_no_collectives(rank: int, world_size: int, directory: Path) -> None:
     dcp.load(other, storage_reader=StorageReader(where))
     assert other["step"] == 100 + rank
     assert_same(state, other)
+    assert os.listdir(directory) == ["step-7"]
+
+
+def check_no_collectives_again(rank: int, world_size: int, directory: Path) -> None:
+    """What an earlier save to the same place left, good or failed, is not taken for new."""
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def state(value: int) -> dict[str, Any]:
+        whole = torch.full((8,), float(value))
+        return {"w": distribute_tensor(whole, mesh, [Shard(0)]), "n": value + rank}
+
+    for value, culprit in ((1, None), (2, 1), (3, None), (4, None)):
+        planner = dcp.DefaultSavePlanner() if culprit is None else FailsOn(culprit)
+        writer = StorageWriter(directory / "step-7", timeout_s=60.0)
+        with failing() if culprit is not None else contextlib.nullcontext():
+            dcp.save(state(value), storage_writer=writer, planner=planner, use_collectives=False)
+        loaded = state(0)
+        dist.barrier()
+        dcp.load(loaded, storage_reader=StorageReader(directory / "step-7"))
+        expected = 1 if culprit is not None else value
+        assert_same(loaded, state(expected))
+        dist.barrier()
     assert os.listdir(directory) == ["step-7"]
 
 

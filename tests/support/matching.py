@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from statehold.manifest import Manifest, record_file
-from statehold.plan import plan_save
-from statehold.saved import open_step
+from statehold.planning.plan import plan_save
 from statehold.state.capture import Capture, capture
 from statehold.state.restore import Restoration, prepare
+from statehold.steps.manifest import Manifest, record_file
+from statehold.steps.saved import open_step
 from support.steps import sums_for
 
 

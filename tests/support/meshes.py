@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from hypothesis import strategies as st
 
-from statehold.header import bytes_of
-from statehold.layout import Layout, Mesh
-from statehold.plan import TensorSpec
+from statehold.encoding.header import bytes_of
+from statehold.planning.layout import Layout, Mesh
+from statehold.planning.plan import TensorSpec
 
 
 def mesh(*shape: int) -> Mesh:

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from statehold.entries import record_file
 from statehold.errors import StorageError
-from statehold.layout import Box, ExplicitLayout, Layout, Mesh
-from statehold.manifest import Commit, RecordEntry, Shared, groups_of, record_name
-from statehold.plan import TensorSpec, plan_save
-from statehold.record import Record
-from statehold.saved import SavedStep, open_step
-from statehold.share import Held
+from statehold.planning.layout import Box, ExplicitLayout, Layout, Mesh
+from statehold.planning.plan import TensorSpec, plan_save
+from statehold.planning.share import Held
+from statehold.steps.entries import record_file
+from statehold.steps.manifest import Commit, RecordEntry, Shared, groups_of, record_name
+from statehold.steps.record import Record
+from statehold.steps.saved import SavedStep, open_step
 from support.steps import Sums, false_sums
 
 DTYPES = {"F64": np.float64, "I64": np.int64, "U8": np.uint8, "I16": np.int16}

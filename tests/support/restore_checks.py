@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 import statehold
 from statehold.errors import StateMismatchError
-from statehold.layout import Box, Ranks
-from statehold.saved import SavedTensor
+from statehold.planning.layout import Box, Ranks
 from statehold.selection import Selection
 from statehold.state.restore import Restoration, prepare
-from statehold.trees import merge
+from statehold.steps.saved import SavedTensor
+from statehold.steps.trees import merge
 from support.capture_checks import Mlp, live_tensors, piece, trained, two_dimensional
 from support.jobs import Job, captured
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from statehold.manifest import Manifest, record_file
-from statehold.plan import BLOCK_BYTES, plan_save
+from statehold.planning.plan import BLOCK_BYTES, plan_save
+from statehold.steps.manifest import Manifest, record_file
 from support.steps import spec, true_sums
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v1"

@@ -9,9 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from statehold._core import xxh3_64
-from statehold.header import bytes_of
-from statehold.manifest import Manifest, record_file
-from statehold.plan import BLOCK_BYTES, SavePlan, TensorSpec, piece_count, pieces, plan_save
+from statehold.encoding.header import bytes_of
+from statehold.planning.plan import (
+    BLOCK_BYTES,
+    SavePlan,
+    TensorSpec,
+    piece_count,
+    pieces,
+    plan_save,
+)
+from statehold.steps.manifest import Manifest, record_file
 
 
 def spec(name: str, dtype: str, *shape: int, eager: bool = False) -> TensorSpec:

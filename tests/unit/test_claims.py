@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from statehold.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
 from statehold.errors import ReplicasDifferError
-from statehold.layout import Layout, Mesh
-from statehold.plan import TensorSpec
+from statehold.planning.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
+from statehold.planning.layout import Layout, Mesh
+from statehold.planning.plan import TensorSpec
 
 WORLD = 4
 Contents = Callable[[int, str], int]

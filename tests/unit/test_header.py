@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from statehold import header
+from statehold.encoding import header
+from statehold.encoding.header import DTYPE_BITS, Entry
 from statehold.errors import InvariantError
-from statehold.header import DTYPE_BITS, Entry
-from statehold.plan import TensorSpec, plan_save
+from statehold.planning.plan import TensorSpec, plan_save
 from support.steps import spec
 
 torch = pytest.importorskip("torch")

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from statehold import header
+from statehold.encoding import header
 from statehold.errors import InvariantError, UsageError
-from statehold.plan import (
+from statehold.planning.plan import (
     BLOCK_BYTES,
     STEP_MAX,
     TensorSpec,
@@ -18,7 +18,7 @@ from statehold.plan import (
     pieces,
     plan_save,
 )
-from statehold.share import PlanCache
+from statehold.planning.share import PlanCache
 from support.steps import spec
 
 

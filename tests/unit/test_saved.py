@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statehold.entries import record_file
 from statehold.errors import InvariantError, ManifestError, StateMismatchError
-from statehold.layout import Box, Layout, Mesh, Ranks
-from statehold.manifest import groups_of, shared_of
-from statehold.plan import TensorSpec, plan_save
-from statehold.record import Record
-from statehold.saved import PlacedChunk, SavedTensor, open_step
-from statehold.share import Held
-from statehold.trees import Differs
+from statehold.planning.layout import Box, Layout, Mesh, Ranks
+from statehold.planning.plan import TensorSpec, plan_save
+from statehold.planning.share import Held
+from statehold.steps.entries import record_file
+from statehold.steps.manifest import groups_of, shared_of
+from statehold.steps.record import Record
+from statehold.steps.saved import PlacedChunk, SavedTensor, open_step
+from statehold.steps.trees import Differs
 from support.records import DIRECTORY, World, example
 from support.steps import SPECS, manifest_of, sums_for
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from statehold.errors import InvariantError
-from statehold.layout import Layout, Mesh
-from statehold.plan import TensorSpec, plan_save
-from statehold.share import (
+from statehold.planning.layout import Layout, Mesh
+from statehold.planning.plan import TensorSpec, plan_save
+from statehold.planning.share import (
     PIECE_BYTES,
     SPLIT_BYTES,
     Balance,

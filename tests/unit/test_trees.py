@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from statehold import values
-from statehold.layout import Ranks
-from statehold.trees import Differs, members_of, merge, tensors_of
+from statehold.encoding import values
+from statehold.planning.layout import Ranks
+from statehold.steps.trees import Differs, members_of, merge, tensors_of
 
 FIRST, SECOND, THIRD = Ranks(((0, 1),)), Ranks(((2, 2),)), Ranks(((3, 5),))
 

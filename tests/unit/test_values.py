@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import io
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from statehold import values
+from statehold.encoding import values
 from statehold.errors import ManifestError, UnsupportedValueError
 
 
@@ -82,6 +83,7 @@ def test_a_snapshot_shares_nothing() -> None:
         (defaultdict(list), "dict(value)"),
         (Point(1, 2), "_asdict"),
         (bytearray(b"x"), "bytes(value)"),
+        (io.BytesIO(b"x"), "value.getvalue()"),
         (PurePosixPath("/x"), "plain values"),
         (object(), "state_dict()"),
         (len, "plain values"),

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from statehold import header
 from statehold.cli.places import Place, load_manifest
 from statehold.cli.reading import BadPiece, Span, SpanReader, scan
-from statehold.entries import Chunk, FileEntry
+from statehold.encoding import header
 from statehold.errors import CorruptionError, StateholdError
-from statehold.layout import ExplicitLayout, Layout
-from statehold.manifest import Commit, Manifest, groups_of
-from statehold.record import Record
-from statehold.saved import MANIFEST_NAME, read_record
+from statehold.planning.layout import ExplicitLayout, Layout
+from statehold.steps.entries import Chunk, FileEntry
+from statehold.steps.manifest import Commit, Manifest, groups_of
+from statehold.steps.record import Record
+from statehold.steps.saved import MANIFEST_NAME, read_record
 
 if TYPE_CHECKING:
     from statehold._core import Fs

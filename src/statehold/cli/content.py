@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from statehold.cli.numbers import bits_of, numpy
 from statehold.cli.reading import Span, scan_bytes
+from statehold.encoding.header import DTYPE_BITS
 from statehold.errors import ChecksumError, CorruptionError
-from statehold.header import DTYPE_BITS
-from statehold.layout import Box
+from statehold.planning.layout import Box
 from statehold.units import MiB
 
 if TYPE_CHECKING:
     from statehold.cli.numbers import Array
-    from statehold.saved import PlacedChunk, SavedStep
+    from statehold.steps.saved import PlacedChunk, SavedStep
 
 __all__ = ["Content", "parts_of"]
 

@@ -20,12 +20,12 @@ from statehold.cli.output import Progress, counted, emit, plain, table
 from statehold.cli.places import file_system, find
 from statehold.cli.reading import SUM_DIGITS
 from statehold.cli.values import leaves_of
+from statehold.encoding.header import DTYPE_BITS, bytes_of
+from statehold.encoding.strictjson import show
 from statehold.errors import StateMismatchError
-from statehold.header import DTYPE_BITS, bytes_of
-from statehold.layout import Box
-from statehold.plan import pieces
-from statehold.saved import PlacedChunk
-from statehold.strictjson import show
+from statehold.planning.layout import Box
+from statehold.planning.plan import pieces
+from statehold.steps.saved import PlacedChunk
 
 _LOST = object()
 

@@ -24,8 +24,8 @@ from statehold import _core
 from statehold.cli import codes
 from statehold.cli.output import emit, table
 from statehold.errors import StateholdError
-from statehold.lock import RunLock
 from statehold.options import Options
+from statehold.storage.lock import RunLock
 from statehold.units import MiB, format_bytes
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from statehold.cli import codes
 from statehold.cli.output import emit, table
 from statehold.cli.places import file_system, leftovers_of, load_manifest, run_of, tree_bytes
 from statehold.errors import CorruptionError, FormatVersionError, StorageError
-from statehold.manifest import Manifest
-from statehold.store import Store
+from statehold.steps.manifest import Manifest
+from statehold.storage.store import Store
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from statehold.encoding.header import DTYPE_BITS
 from statehold.errors import UsageError
-from statehold.header import DTYPE_BITS
 
 if TYPE_CHECKING:
     import numpy as np

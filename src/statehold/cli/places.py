@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.cli.codes import NotFoundError
-from statehold.entries import DOCUMENT_BYTES_MAX
 from statehold.errors import MissingFileError, StepNotFoundError, UsageError
-from statehold.manifest import Commit, Manifest
-from statehold.saved import MANIFEST_NAME, SavedStep, open_step
-from statehold.store import Store
+from statehold.steps.entries import DOCUMENT_BYTES_MAX
+from statehold.steps.manifest import Commit, Manifest
+from statehold.steps.saved import MANIFEST_NAME, SavedStep, open_step
+from statehold.storage.store import Store
 
 if TYPE_CHECKING:
     from statehold._core import Fs

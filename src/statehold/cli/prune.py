@@ -14,8 +14,8 @@ from statehold.cli import codes
 from statehold.cli.output import emit, plain, table
 from statehold.cli.places import file_system, leftovers_of, run_of, tree_bytes
 from statehold.errors import UsageError
-from statehold.lock import RunLock
-from statehold.store import Store
+from statehold.storage.lock import RunLock
+from statehold.storage.store import Store
 from statehold.units import format_bytes
 
 

@@ -21,9 +21,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from statehold import _core
-from statehold.entries import sums_to_bytes
 from statehold.errors import StateholdError
-from statehold.plan import pieces
+from statehold.planning.plan import pieces
+from statehold.steps.entries import sums_to_bytes
 from statehold.units import MiB
 
 if TYPE_CHECKING:

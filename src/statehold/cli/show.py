@@ -17,16 +17,16 @@ from statehold.cli.content import Content
 from statehold.cli.output import Progress, counted, emit, plain, table
 from statehold.cli.places import Place, file_system, find, load_manifest, tree_bytes
 from statehold.cli.values import leaves_of
+from statehold.encoding.header import bytes_of
 from statehold.errors import StateMismatchError
-from statehold.header import bytes_of
-from statehold.layout import Layout
-from statehold.manifest import Manifest
-from statehold.share import Held
+from statehold.planning.layout import Layout
+from statehold.planning.share import Held
+from statehold.steps.manifest import Manifest
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.saved import SavedStep
+    from statehold.steps.saved import SavedStep
 
 _VALUE_COLUMNS = 100
 

@@ -16,7 +16,7 @@ from statehold.cli.output import Progress, counted, emit, plain, table
 from statehold.cli.places import Place, file_system, find, run_of, tree_bytes
 from statehold.cli.reading import SpanReader
 from statehold.errors import StepNotFoundError
-from statehold.store import Store
+from statehold.storage.store import Store
 from statehold.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

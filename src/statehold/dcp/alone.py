@@ -20,13 +20,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from statehold.board import StoreBoard
 from statehold.dcp.commit import Sent
 from statehold.dcp.writing import Piece, Place
 from statehold.errors import InvariantError, StateholdError
-from statehold.layout import Box
-from statehold.manifest import RecordEntry
-from statehold.peers import Peers
+from statehold.planning.layout import Box
+from statehold.ranks.board import StoreBoard
+from statehold.ranks.peers import Peers
+from statehold.steps.manifest import RecordEntry
 
 _SAVE = 1  # the only round of its Peers
 

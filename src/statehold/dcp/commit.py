@@ -16,26 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from statehold.dcp.tree import Path, nest
 from statehold.dcp.writing import Piece, Place, Written
-from statehold.entries import TensorEntry, sha256
 from statehold.errors import InvariantError, UsageError
-from statehold.layout import Box, ExplicitLayout, Ranks
-from statehold.manifest import Commit, Manifest, RecordEntry, record_name
-from statehold.plan import BLOCK_BYTES
-from statehold.record import Record
-from statehold.share import Held
-from statehold.trees import tensors_of
+from statehold.planning.layout import Box, ExplicitLayout, Ranks
+from statehold.planning.plan import BLOCK_BYTES
+from statehold.planning.share import Held
+from statehold.steps.entries import TensorEntry, sha256
+from statehold.steps.manifest import Commit, Manifest, RecordEntry, record_name
+from statehold.steps.record import Record
+from statehold.steps.trees import tensors_of
 from statehold.writes import now, writer_name
 
 if TYPE_CHECKING:
     from statehold._core import Fs
 
 Placed = tuple[Piece, int]  # and the rank that wrote it
-
-
-def is_simple(place: Place, written: Written) -> bool:
-    """Whether version 1 can hold the step."""
-    is_whole = all(piece.box == Box.whole(piece.shape) for piece in written.pieces)
-    return place.world_size == 1 and len(written.files) == 1 and is_whole
 
 
 @dataclass(frozen=True, slots=True)

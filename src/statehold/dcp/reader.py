@@ -2,7 +2,8 @@
 
 Holds: names are those that torch's planners give to the state that was saved; a subtree can be
 loaded as one object, too; every byte that is used was verified; the records of a step are read
-when metadata is asked for, its data when they are placed.
+when metadata is asked for, its data when they are placed. What ranks saved each for itself is never
+put together in a tensor that they share now.
 Not here: what is asked for (the planner), chunks (saved), bytes (reading).
 """
 
@@ -11,10 +12,12 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -25,19 +28,23 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from statehold import values
 from statehold.dcp.machine import Machine
 from statehold.dcp.reading import Wanted, read
 from statehold.dcp.tree import containers, leaves, tensor_of
+from statehold.encoding import values
 from statehold.errors import StateMismatchError, UsageError
-from statehold.layout import Box
-from statehold.manifest import MANIFEST_BYTES_MAX, Manifest
-from statehold.saved import MANIFEST_NAME, PlacedChunk, SavedStep, open_step
+from statehold.planning.layout import Box
 from statehold.state import dtypes
 from statehold.state.restore import foreign
-from statehold.trees import Differs, tensors_of
+from statehold.steps.manifest import MANIFEST_BYTES_MAX, Manifest
+from statehold.steps.saved import MANIFEST_NAME, PlacedChunk, SavedStep, open_step
+from statehold.steps.trees import Differs, tensors_of
+
+_Asked = tuple[str, tuple[int, ...] | None]  # the name of a tensor, and the ranks it is one among
 
 
 class StorageReader(_StorageReader):
@@ -110,7 +117,10 @@ class StorageReader(_StorageReader):
         objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         targets = [planner.resolve_tensor(item).detach() for item in tensors]
-        wanted = [step.wanted(*pair) for pair in zip(tensors, targets, strict=True)]
+        wanted = [
+            step.wanted(item, target, _among(planner, item))
+            for item, target in zip(tensors, targets, strict=True)
+        ]
         builder = _Builder(step)
         built = [builder.build(item.storage_index.fqn) for item in objects]
         read(self._machine, self._path, step.saved.block_bytes, [*wanted, *builder.wanted])
@@ -129,11 +139,13 @@ class StorageReader(_StorageReader):
                 hint="give load() a checkpoint_id, or the StorageReader a path",
             )
         path = f"{self._path}/{MANIFEST_NAME}"
-        rank, world_size = _place()
+        step = Manifest.decode(self._read_file(path, MANIFEST_BYTES_MAX), path).step
+        # Looks at every tensor, and so reads the records of all ranks.
+        return _Step(open_step(self._read_file, self._path, step, *_place()).widened())
+
+    def _read_file(self, path: str, bytes_max: int) -> bytes:
         with self._machine.storage() as fs:
-            step = Manifest.decode(fs.read_file(path, MANIFEST_BYTES_MAX), path).step
-            # Looks at every tensor, and so reads the records of all ranks.
-            return _Step(open_step(fs.read_file, self._path, step, rank, world_size).widened())
+            return fs.read_file(path, bytes_max)
 
 
 def _place() -> tuple[int, int]:
@@ -143,6 +155,22 @@ def _place() -> tuple[int, int]:
     return 0, 1
 
 
+def _among(planner: LoadPlanner, item: ReadItem) -> tuple[int, ...] | None:
+    """The ranks that hold the tensor that an item goes to together, as far as the planner shows it;
+    None for one that a rank has for itself."""
+    live = getattr(planner, "state_dict", {}).get(item.dest_index.fqn)
+    if isinstance(live, DTensor):
+        return _ranks_of(live.device_mesh)
+    if isinstance(live, ShardedTensor) or hasattr(live, "__create_chunk_list__"):
+        return tuple(range(_place()[1]))
+    return None
+
+
+@lru_cache(maxsize=64)
+def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
+
+
 class _Step:
     """A step in the words of torch: its items by name, and where the chunks of tensors are."""
 
@@ -150,22 +178,29 @@ class _Step:
         self.saved = saved
         self.leaves = leaves(saved.state)
         self.containers = containers(saved.state)
-        self.chunks = {name: self._chunks(name) for name in dict.fromkeys(tensors_of(saved.state))}
+        self._chunks: dict[_Asked, list[PlacedChunk] | StateMismatchError] = {}
+        for name in tensors_of(saved.state):
+            self._look_up(name, None)
         self.items = _Items(self)
 
-    def _chunks(self, name: str) -> list[PlacedChunk] | StateMismatchError:
-        tensor = self.saved.tensors[name]
-        try:
-            return self.saved.chunks(name, Box.whole(tensor.shape))
-        except StateMismatchError as error:  # raised to whoever asks for this tensor
-            return error
+    def _look_up(
+        self, name: str, among: tuple[int, ...] | None
+    ) -> list[PlacedChunk] | StateMismatchError:
+        if (name, among) not in self._chunks:
+            box = Box.whole(self.saved.tensors[name].shape)
+            try:
+                self._chunks[name, among] = self.saved.chunks(name, box, among)
+            except StateMismatchError as error:  # raised to whoever asks for this tensor
+                self._chunks[name, among] = error
+        return self._chunks[name, among]
 
     def node(self, name: str) -> Any:
         """What an item is in the tree: a leaf, or a whole subtree. KeyError."""
         return self.leaves[name].node if name in self.leaves else self.containers[name]
 
-    def chunks_of(self, name: str) -> list[PlacedChunk]:
-        found = self.chunks[name]
+    def chunks_of(self, name: str, among: tuple[int, ...] | None = None) -> list[PlacedChunk]:
+        """The chunks of a tensor. `among`: the ranks that hold it together; None: each its own."""
+        found = self._look_up(name, among)
         if isinstance(found, StateMismatchError):
             raise found
         return found
@@ -177,13 +212,12 @@ class _Step:
         """A shape, or offsets, of the step in elements of torch."""
         return dtypes.torch_shape(self.dtype(name), stored)
 
-    def wanted(self, item: ReadItem, target: torch.Tensor) -> Wanted:
+    def wanted(self, item: ReadItem, target: torch.Tensor, among: tuple[int, ...] | None) -> Wanted:
         """What a planner asks for, of one chunk."""
         name = self.node(item.storage_index.fqn)["$tensor"]
         offsets = tuple(item.storage_index.offset or ())
-        chunk = next(
-            (c for c in self.chunks_of(name) if self.shape(name, c.box.offsets) == offsets), None
-        )
+        chunks = self.chunks_of(name, among)
+        chunk = next((c for c in chunks if self.shape(name, c.box.offsets) == offsets), None)
         if chunk is None or tuple(target.shape) != tuple(item.lengths):
             raise UsageError(
                 "a planner asks for what the checkpoint does not have",

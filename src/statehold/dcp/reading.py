@@ -14,25 +14,25 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from statehold import _core
 from statehold.dcp.machine import Machine
-from statehold.entries import sums_to_bytes
-from statehold.errors import ChecksumError
-from statehold.layout import Box
-from statehold.ranges import ranges
+from statehold.planning.layout import Box
+from statehold.planning.ranges import ranges
+from statehold.reads import FLAG_SHARED, mismatch_error
 from statehold.state.tensors import is_external, is_view_of_other_values, overlaps_itself
+from statehold.steps.entries import sums_to_bytes
 from statehold.units import MiB
 
 if TYPE_CHECKING:
     from statehold._core import BoxTarget, Fs
-    from statehold.saved import PlacedChunk
+    from statehold.steps.saved import PlacedChunk
 
 WAVE_BYTES = 256 * MiB
-FLAG_SHARED = 4
+_HINT = "load an older checkpoint; the state that was being loaded is incomplete"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,23 +169,12 @@ class _Job:
             try:
                 job.wait(None)
             except _core.Mismatch as found:
-                raise _mismatch(found, segments[found.segment], files) from None
+                segment = segments[found.segment]
+                file = files[segment.file]
+                raise mismatch_error(found, segment.name, file, _HINT) from None
             finally:
                 job.cancel()
 
 
 def _of(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return box.offsets, box.shape
-
-
-def _mismatch(found: Any, segment: _Segment, files: Sequence[str]) -> ChecksumError:
-    return ChecksumError(
-        "bytes on disk do not match their checksum",
-        facts={
-            "tensor": segment.name,
-            "file": files[segment.file],
-            "bytes": f"[{found.begin}, {found.end})",
-            "xxh3-64": f"expected {found.expected:016x}, got {found.got:016x}",
-        },
-        hint="load an older checkpoint; the state that was being loaded is incomplete",
-    )

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from statehold import values
+from statehold.encoding import values
 
 Path = tuple[str | int, ...]
 _MAPPINGS = ("$dict", "$ordered", "$counter")

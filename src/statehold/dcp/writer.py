@@ -6,7 +6,8 @@ there (write_data); the coordinator writes the manifest and renames (finish). So
 on any rank, or dies, leaves what was at checkpoint_id as it was.
 
 Holds: an error on any rank reaches the caller of save through torch; nothing is pickled; a writer
-holds no memory, file or thread between two calls, so it can be pickled at any time.
+holds no memory, file or thread between two calls, so it can be pickled at any time. torch runs each
+save on one thread: a writer may be in several at once, and each goes where it was told to.
 Not here: which rank writes what (the planner), the bytes (writing), the records (commit), the
 ranks without collectives (alone), the renames (publish).
 """
@@ -17,6 +18,7 @@ import dataclasses
 import os
 import re
 import secrets
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +36,8 @@ from statehold.dcp.staging import StagingPool
 from statehold.dcp.tree import Path
 from statehold.dcp.writing import Place, write_items
 from statehold.errors import UsageError
-from statehold.plan import STEP_MAX
-from statehold.publish import delete, make_directories, parent_of, publish
+from statehold.planning.plan import STEP_MAX
+from statehold.storage.publish import delete, make_directories, parent_of, publish
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -44,6 +46,14 @@ _PARTIAL = r"\.[0-9a-f]{16}\.partial"
 _OURS = re.compile(r"manifest\.json|rank-\d{5}-of-\d{5}(-\d+)?\.(safetensors|json)")
 _RESULT = MetadataIndex("statehold")
 _LAST_NUMBER = re.compile(r"(\d+)\D*$")
+
+
+class _Save(threading.local):
+    """The save that this thread runs."""
+
+    path: str | None = None
+    use_collectives = True
+    meeting: Meeting | None = None
 
 
 class StorageWriter(_StorageWriter, AsyncStager):
@@ -84,15 +94,14 @@ class StorageWriter(_StorageWriter, AsyncStager):
             backend=backend,
         )
         self._staging = StagingPool()
-        self._use_collectives = True
-        self._meeting: Meeting | None = None
+        self._save = _Save()
 
     # -- torch.distributed.checkpoint.StorageWriter ------------------------------------------
 
     @property
     def checkpoint_id(self) -> str | None:
-        """The directory that the next save makes."""
-        return self._path
+        """The directory that the save of this thread makes, or the next one."""
+        return self._save.path or self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -101,24 +110,25 @@ class StorageWriter(_StorageWriter, AsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self._path = _absolute(checkpoint_id)
+        self._save.path = self._path
 
     # torch passes rank and use_collectives only to a parameter of this very name.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._use_collectives = kwargs.get("use_collectives", True)
+        self._save.use_collectives = kwargs.get("use_collectives", True)
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self._path)
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if not self._use_collectives and is_among_others():
-            self._meeting = Meeting(self._destination(), self._timeout_s)
-            world_size = self._meeting.world_size
-            places = [self._meeting.begin(lambda: self._begin(world_size))]
+        if not self._save.use_collectives and is_among_others():
+            meeting = Meeting(self._destination(), self._timeout_s)
+            self._save.meeting = meeting
+            places = [meeting.begin(lambda: self._begin(meeting.world_size))]
         else:
-            self._meeting = None
+            self._save.meeting = None
             place = self._begin(len(plans))
             places = [dataclasses.replace(place, rank=rank) for rank in range(len(plans))]
         return [
@@ -127,7 +137,7 @@ class StorageWriter(_StorageWriter, AsyncStager):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        meeting = self._meeting
+        meeting = self._save.meeting
         try:
             result = self._write(plan, planner, alone=meeting is not None)
         except BaseException as error:
@@ -142,14 +152,13 @@ class StorageWriter(_StorageWriter, AsyncStager):
         found = [each.storage_data for result in results for each in result]
         paths = _paths(metadata)
         with self._machine.storage() as fs:
-            if self._meeting is None:
+            meeting = self._save.meeting
+            if meeting is None:
                 self._publish(fs, found, paths, alone=False)
                 return
             place, written = found[0]
             sent = hand_over(fs, place, written, paths)
-            self._meeting.end(
-                place, sent, lambda sents: self._publish(fs, sents, paths, alone=True)
-            )
+            meeting.end(place, sent, lambda sents: self._publish(fs, sents, paths, alone=True))
 
     def _write(self, plan: SavePlan, planner: SavePlanner, *, alone: bool) -> WriteResult:
         """The files of this rank. A rank that is alone learns only in finish() what its tree is."""
@@ -186,17 +195,21 @@ class StorageWriter(_StorageWriter, AsyncStager):
     # -- pickling, for the process checkpointer ------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_staging": None, "_meeting": None}
+        return {**self.__dict__, "_path": self.checkpoint_id, "_staging": None, "_save": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._staging = StagingPool()
+        self._save = _Save()
 
     # -- the attempt ---------------------------------------------------------------------------
 
     def _begin(self, world_size: int) -> Place:
-        """An empty directory for the files of all ranks; clears what a failed attempt left."""
-        final = self._destination()
+        """An empty directory for the files of all ranks; clears what a failed attempt left.
+
+        A link to the checkpoint stays a link: what it leads to is replaced.
+        """
+        final = os.path.realpath(self._destination())
         attempt = secrets.token_hex(8)
         place = Place(final, f"{final}.{attempt}.partial", _step(final), 0, world_size, attempt)
         with self._machine.storage() as fs:
@@ -208,12 +221,13 @@ class StorageWriter(_StorageWriter, AsyncStager):
         return place
 
     def _destination(self) -> str:
-        if self._path is None:
+        path = self.checkpoint_id
+        if path is None:
             raise UsageError(
                 "a checkpoint needs a directory",
                 hint="give save() a checkpoint_id, or the StorageWriter a path",
             )
-        return self._path
+        return path
 
     def _check_replaceable(self, fs: Fs, final: str) -> None:
         """What is at `final` may go once the new checkpoint is complete."""
@@ -241,9 +255,10 @@ class StorageWriter(_StorageWriter, AsyncStager):
                 facts={"got": type(place).__name__},
                 hint="keep it in finish_plan: dataclasses.replace(plan, items=...)",
             )
-        final = self._destination()
+        final = os.path.realpath(self._destination())
         with self._machine.storage() as fs:
-            if fs.is_dir(place.partial):
+            # What a failed save to another directory left is still there.
+            if place.final == final and fs.is_dir(place.partial):
                 return place
             found = _partials(fs, final)
         if len(found) != 1:

@@ -24,10 +24,9 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from statehold.dcp.machine import Machine
-from statehold.entries import Chunk, FileEntry, record_file
 from statehold.errors import StorageError, UnsupportedValueError, UsageError
-from statehold.layout import Box
-from statehold.plan import TensorSpec, plan_save
+from statehold.planning.layout import Box
+from statehold.planning.plan import TensorSpec, plan_save
 from statehold.state import dtypes
 from statehold.state.capture import Capture, CapturedTensor, capture
 from statehold.state.device import Devices
@@ -38,6 +37,7 @@ from statehold.state.tensors import (
     strides_of,
     version_of,
 )
+from statehold.steps.entries import Chunk, FileEntry, record_file
 from statehold.writes import start_write
 
 if TYPE_CHECKING:

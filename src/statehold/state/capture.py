@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from statehold import values
+from statehold.encoding import values
 from statehold.errors import UnsupportedValueError, UsageError
-from statehold.layout import Layout
-from statehold.plan import TensorSpec
+from statehold.planning.layout import Layout
+from statehold.planning.plan import TensorSpec
 from statehold.state import dtypes, modules, optimizers, placements
 from statehold.state.marks import Gated, Mark, Volatile
 from statehold.state.placements import OWN, Placed

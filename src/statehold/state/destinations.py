@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from statehold.errors import InvariantError
-from statehold.layout import Box, Layout
-from statehold.saved import SavedStep, SavedTensor
+from statehold.planning.layout import Box, Layout
 from statehold.state import dtypes, placements
 from statehold.state.placements import Placed
 from statehold.state.tensors import (
@@ -32,6 +31,7 @@ from statehold.state.tensors import (
     overlaps_itself,
     strides_of,
 )
+from statehold.steps.saved import SavedStep, SavedTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from statehold.state import nodes
 from statehold.state.optimizers import PARAMS
-from statehold.trees import Differs
+from statehold.steps.trees import Differs
 
 Group = Mapping[str, Any]
 Owners = Mapping[str, Sequence[Group]]

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from statehold.layout import Box
+from statehold.planning.layout import Box
 from statehold.state.destinations import Destination
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from statehold import values
+from statehold.encoding import values
 from statehold.selection import Selection
 from statehold.state.marks import Mark
-from statehold.trees import Differs
+from statehold.steps.trees import Differs
 
 
 def members(node: Any) -> dict[Any, Any] | None:

@@ -28,7 +28,7 @@ import torch
 from torch import distributed, nn
 
 from statehold.errors import UnsupportedValueError
-from statehold.layout import Box, Layout, Mesh
+from statehold.planning.layout import Box, Layout, Mesh
 from statehold.state import modules
 from statehold.state.tensors import is_dtensor, local_of
 

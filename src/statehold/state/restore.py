@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from statehold import values
+from statehold.encoding import values
 from statehold.errors import ManifestError, StateMismatchError, UsageError
-from statehold.saved import SavedStep
 from statehold.selection import EVERYTHING, RestoreReport, Selection
 from statehold.state import dtypes, groups, modules, nodes, optimizers, placements
 from statehold.state.capture import is_stateful, parts
@@ -36,6 +35,7 @@ from statehold.state.marks import Mark
 from statehold.state.placements import Placed
 from statehold.state.rng import Rng
 from statehold.state.tensors import check_storable, is_dtensor, local_of, overlaps_itself
+from statehold.steps.saved import SavedStep
 
 PROBLEMS_SHOWN = 20
 HOST = torch.device("cpu")

@@ -14,7 +14,7 @@ from typing import Any
 from statehold._core import Fs, SimFs
 from statehold.checkpointer import Checkpointer
 from statehold.options import Options
-from statehold.peers import Peers
+from statehold.ranks.peers import Peers
 from statehold.testing.memory_board import MemoryBoard
 
 __all__ = ["MemoryBoard", "SimFs", "checkpointer_on", "ranks_on"]

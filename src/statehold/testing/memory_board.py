@@ -10,7 +10,7 @@ import datetime
 import threading
 from collections.abc import Sequence
 
-from statehold.board import StoreBoard
+from statehold.ranks.board import StoreBoard
 
 
 class MemoryStore:

@@ -1,0 +1,1 @@
+"""`python -m bench.ranks`: the benchmarks of jobs of several ranks on one node; see run.py."""

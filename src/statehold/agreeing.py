@@ -1,0 +1,90 @@
+"""Acting together: what fails on one rank fails on all, with the reason, and nobody waits for long.
+
+    together   every rank acts; all go on, or none does
+    led        rank 0 acts for all; the others get what it returned
+
+Holds: all ranks raise the same kind of error. Damage that one rank finds is damage to all, so that
+all try the same older step; the rank on which it happened raises its own error.
+A process that is alone just acts. For restore() and rewind(), which may wait, never for saves.
+Not here: how ranks talk and when they give up (ranks/peers).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from statehold.errors import (
+    CorruptionError,
+    PeerFailedError,
+    StateholdError,
+    StateMismatchError,
+)
+
+if TYPE_CHECKING:
+    from statehold.ranks.peers import Peers
+
+T = TypeVar("T")
+
+ROUND = "together"
+# What went wrong, the worst first: what one rank found decides for all.
+_OTHER, _DAMAGE, _MISMATCH = "other", "damage", "mismatch"
+
+
+class MismatchElsewhere(PeerFailedError):
+    """Another rank's state and the step do not fit together."""
+
+
+def together(peers: Peers | None, act: Callable[[], T]) -> T:
+    """Act on every rank; raise on every rank if it fails on one."""
+    if peers is None:
+        return act()
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = act()
+    except Exception as error:  # whatever it is, the others must not wait for this rank
+        failure = error
+    told = json.dumps(None if failure is None else [_kind(failure), _text(failure)])
+    worst = json.loads(peers.agree(ROUND, told.encode(), _worst))
+    if worst is None:
+        return result  # type: ignore[return-value]  # nobody failed, so it is there
+    rank, kind, text = worst
+    if failure is not None and _kind(failure) == kind:
+        raise failure
+    raise _elsewhere(rank, kind, text)
+
+
+def led(peers: Peers | None, act: Callable[[], T]) -> T:
+    """What `act` returns on rank 0, once it has done it there; a plain value of JSON."""
+    if peers is None:
+        return act()
+    value: T = json.loads(peers.agree(ROUND, b"", lambda _: json.dumps(act()).encode()))
+    return value
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, StateholdError) else f"{type(error).__name__}: {error}"
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, StateMismatchError):
+        return _MISMATCH
+    return _DAMAGE if isinstance(error, CorruptionError) else _OTHER
+
+
+def _worst(told: Sequence[bytes]) -> bytes:
+    """[rank, kind, text] of the worst failure, the lowest rank first; null if there is none."""
+    failures = [(rank, *found) for rank, each in enumerate(told) if (found := json.loads(each))]
+    for kind in (_OTHER, _DAMAGE, _MISMATCH):
+        for failure in failures:
+            if failure[1] == kind:
+                return json.dumps(failure).encode()
+    return b"null"
+
+
+def _elsewhere(rank: int, kind: str, text: str) -> StateholdError:
+    if kind == _DAMAGE:
+        return CorruptionError(f"rank {rank} found damage", facts={"its error": text})
+    return (MismatchElsewhere if kind == _MISMATCH else PeerFailedError)(rank, text)

@@ -1,0 +1,1 @@
+"""How single things are written: safetensors headers, plain values, strict JSON. Pure."""

@@ -1,0 +1,184 @@
+"""The header of a safetensors file: bytes <-> entries.
+
+Owns: the rules of the safetensors format, and the padding that starts the data on a page.
+Holds: what `encode` returns, `decode` and every stock reader accept; `decode` refuses whatever a
+stock reader refuses, and unknown members besides, in time and memory linear in the header.
+Not here: which tensor goes where (plan), checksums (manifest), the disk.
+
+Facts of the format: u64 little-endian N; N <= 100,000,000 bytes of JSON that begin with "{" and
+may end in spaces; then the data, C order, little-endian. Sorted by offset the tensors tile the
+data: no hole, no overlap, nothing after the last. `__metadata__` maps strings to strings.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from statehold.encoding.strictjson import INT_MAX, Checker, show
+from statehold.errors import HeaderError, InvariantError, UsageError
+
+__all__ = [
+    "DTYPE_BITS",
+    "HEADER_BYTES_MAX",
+    "METADATA",
+    "PAGE",
+    "Entry",
+    "bytes_of",
+    "decode",
+    "encode",
+]
+
+PAGE = 4096
+HEADER_BYTES_MAX = 100_000_000
+METADATA = "__metadata__"
+LENGTH_BYTES = 8
+# The header, its entry, its two arrays: nothing in a valid header nests deeper.
+_DEPTH_MAX = 3
+
+DTYPE_BITS: dict[str, int] = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+_DTYPE = re.compile("|".join(DTYPE_BITS))
+_ANY_TEXT = re.compile(r".*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor: the bytes [begin, end) counted from the first byte of the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def bytes_of(dtype: str, shape: Sequence[int]) -> int | None:
+    """The size of a tensor; None when it overflows 64 bits or is not a whole number of bytes."""
+    bits = DTYPE_BITS[dtype]
+    for size in shape:
+        bits *= size
+        # Stop early: a hostile shape of a million sizes would be a million-digit product.
+        if bits > INT_MAX:
+            return None
+    return None if bits % 8 else bits // 8
+
+
+def encode(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    """The whole header: length, JSON, and the spaces that make its size a multiple of PAGE.
+
+    `entries` are written in the order given, which must be the order of their bytes.
+    """
+    document: dict[str, Any] = {METADATA: dict(metadata)}
+    for entry in entries:
+        document[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "data_offsets": (entry.begin, entry.end),
+        }
+    if len(document) != len(entries) + 1:
+        raise InvariantError("a safetensors header would name a tensor twice")
+    try:
+        text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    except UnicodeEncodeError as fault:
+        facts = {"got": ascii(fault)[:200]}
+        raise InvariantError("a tensor name is not Unicode text", facts=facts) from fault
+    size = -(-(LENGTH_BYTES + len(text)) // PAGE) * PAGE - LENGTH_BYTES
+    if size > HEADER_BYTES_MAX:
+        facts = {"expected": f"at most {HEADER_BYTES_MAX} bytes", "got": f"{size} bytes"}
+        hint = f"the {len(entries)} names and shapes fill it: save fewer, larger tensors"
+        raise UsageError("a safetensors header would be too large to read", facts=facts, hint=hint)
+    return size.to_bytes(LENGTH_BYTES, "little") + text.ljust(size)
+
+
+def decode(raw: bytes, file_bytes: int, path: str) -> tuple[list[Entry], dict[str, str], int]:
+    """(entries in the order of their bytes, metadata, offset of the first byte of data).
+
+    `raw` starts at the start of the file and holds at least the header; what follows the header
+    is ignored. `file_bytes` is the size of the file. Raises HeaderError.
+    """
+    check = Checker(HeaderError, "a safetensors header is not valid", path)
+    length = _length(check, raw, file_bytes)
+    data_begin = LENGTH_BYTES + length
+    text = bytes(raw[LENGTH_BYTES:data_begin])
+    if not text.startswith(b"{"):
+        check.fail("header", "JSON that begins with {", show(text[:16]))
+    document = check.object(check.parse(text, "header", _DEPTH_MAX), "header")
+    metadata = _metadata(check, document.pop(METADATA, {}))
+    entries = [_entry(check, name, members) for name, members in document.items()]
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    _check_tiling(check, entries, file_bytes - data_begin)
+    return entries, metadata, data_begin
+
+
+def _length(check: Checker, raw: bytes, file_bytes: int) -> int:
+    if len(raw) < LENGTH_BYTES:
+        check.fail("header length", f"{LENGTH_BYTES} bytes", f"{len(raw)} bytes")
+    length = int.from_bytes(raw[:LENGTH_BYTES], "little")
+    limit = min(HEADER_BYTES_MAX, file_bytes - LENGTH_BYTES)
+    check.integer(length, "header length", low=2, high=limit)
+    if len(raw) < LENGTH_BYTES + length:
+        check.fail("header", f"{length} bytes", f"{len(raw) - LENGTH_BYTES} bytes")
+    return length
+
+
+def _metadata(check: Checker, members: Any) -> dict[str, str]:
+    for key, value in check.object(members, METADATA).items():
+        check.text(value, f"{METADATA}.{key}", _ANY_TEXT, "a string")
+    return dict(members)
+
+
+def _entry(check: Checker, name: str, members: Any) -> Entry:
+    found = check.members(members, show(name), ("dtype", "shape", "data_offsets"))
+    dtype = check.text(found["dtype"], f"{name}.dtype", _DTYPE, "a dtype of safetensors")
+    shape = check.shape(found["shape"], f"{name}.shape")
+    offsets = check.shape(found["data_offsets"], f"{name}.data_offsets")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        check.fail(f"{name}.data_offsets", "[begin, end], begin <= end", show(offsets))
+    begin, end = offsets
+    nbytes = bytes_of(dtype, shape)
+    if nbytes is None:
+        expected = "a whole number of bytes below 2**60"
+        check.fail(f"{name}.shape", expected, f"{dtype} {show(shape)}")
+    if end - begin != nbytes:
+        expected = f"{nbytes} bytes for {dtype} {show(shape)}"
+        check.fail(f"{name}.data_offsets", expected, f"{end - begin} bytes: [{begin}, {end})")
+    return Entry(name, dtype, shape, begin, end)
+
+
+def _check_tiling(check: Checker, entries: Sequence[Entry], data_bytes: int) -> None:
+    """`entries`, sorted, cover [0, data_bytes) exactly once."""
+    at = 0
+    for entry in entries:
+        if entry.begin != at:
+            problem = "a hole" if entry.begin > at else "an overlap"
+            where = f"{entry.name}.data_offsets"
+            check.fail(where, f"begin {at}", f"begin {entry.begin}: {problem}")
+        at = entry.end
+    if at != data_bytes:
+        check.fail("data", f"{at} bytes after the header", f"{data_bytes} bytes")

@@ -1,0 +1,450 @@
+"""Plain Python values as JSON, and back, with their types.
+
+Owns: the value tags of the format (docs/format.md, "Values").
+Holds: decode(encode(x)) has the type and value of x all the way down; what JSON cannot say is
+tagged, what no tag can say is refused with its path, and nothing is ever guessed. Only exact
+types: a subclass may carry behaviour that would be lost. No pickle, no import of torch or numpy.
+Not here: tensors, arrays, scalars and dtypes; the caller's `leaf` hook encodes and decodes them
+(tags $tensor, $ndarray, $npscalar, $torch), this module only checks their form.
+
+An object that the state holds twice is encoded twice: sharing between containers is not kept.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+from statehold.encoding.strictjson import Checker, show
+from statehold.errors import ManifestError, UnsupportedValueError
+
+__all__ = ["DEPTH_MAX", "Leaf", "LeafReader", "decode", "encode", "mapping_of", "well_formed"]
+
+# (value, path) -> JSON node, or None when the value is not the hook's business.
+Leaf = Callable[[Any, str], Any | None]
+# (tag, payload) -> value.
+LeafReader = Callable[[str, Any], Any]
+
+DEPTH_MAX = 200
+# Containers are expanded at every reference, so a few lists can stand for 2**200 nodes.
+CONTAINERS_MAX = 1 << 22
+# Doubles, and the JSON readers built on them, are exact below 2**53.
+_INT_PLAIN_MAX = 2**53 - 1
+# CPython parses at most 4300 digits by default; decimal conversion is quadratic.
+_INT_DIGITS_MAX = 4000
+_INT_BITS_MAX = int(_INT_DIGITS_MAX * math.log2(10)) - 1
+_FLOAT_NAMES = ("nan", "inf", "-inf")
+_ROOT = object()
+_TENSOR_TAGS = ("$tensor", "$ndarray")
+
+
+def encode(value: Any, path: str, leaf: Leaf | None = None) -> Any:
+    """The JSON node for `value`; a snapshot that shares no container with it.
+
+    `leaf` is asked about every value whose type has no plain encoding. Raises
+    UnsupportedValueError (facts path, type) for a value that no tag can hold, for a container
+    that holds itself, and for more than DEPTH_MAX nested containers.
+    """
+    return _Encoder(leaf).node(value, path, 0)
+
+
+def mapping_of(nodes: dict[Any, Any]) -> Any:
+    """The node of a dict whose values are nodes already."""
+    if all(_is_plain_key(key) for key in nodes):
+        return nodes
+    return {"$dict": [[encode(key, ""), node] for key, node in nodes.items()]}
+
+
+def decode(node: Any, leaf: LeafReader | None = None) -> Any:
+    """The value of a JSON node in one of the forms of docs/format.md.
+
+    `leaf` is called with (tag, payload) for $tensor, $ndarray, $npscalar and $torch, after the
+    payload's form has been checked. Raises ManifestError (facts where, expected, got) for a
+    node in none of them.
+    """
+    return _Decoder(leaf).node(node, 0)
+
+
+def _is_plain_key(key: object) -> bool:
+    return type(key) is str and not key.startswith("$") and well_formed(key)
+
+
+def _plain_numbers(items: Iterable[Any]) -> bool:
+    """Whether all items are numbers that JSON holds as they are; fast, for long lists of them."""
+    kinds = set(map(type, items))
+    if kinds == {int}:
+        return bool(min(items) >= -_INT_PLAIN_MAX and max(items) <= _INT_PLAIN_MAX)
+    return kinds == {float} and all(map(math.isfinite, items))
+
+
+def well_formed(text: str) -> bool:
+    """Whether `text` is Unicode that UTF-8 can hold: no lone surrogate."""
+    if text.isascii():
+        return True
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _sort_key(node: Any) -> str:
+    return json.dumps(node, sort_keys=True)
+
+
+_HINTS: dict[str, str] = {
+    "defaultdict": "store dict(value)",
+    "bytearray": "store bytes(value)",
+    "memoryview": "store bytes(value)",
+    "BytesIO": "store value.getvalue()",
+    "mappingproxy": "store dict(value)",
+    "Namespace": "store vars(value)",
+    "PosixPath": "store str(value)",
+    "datetime": "store value.isoformat()",
+    "function": "keep code out of the state",
+    "Generator": "wrap random generators in statehold.Rng",
+}
+_HINT = (
+    "store plain values (None, bool, int, float, complex, str, bytes and containers of them), "
+    "tensors, or an object with state_dict() and load_state_dict()"
+)
+
+
+def _hint_for(kind: type) -> str:
+    if kind.__name__ in _HINTS:
+        return _HINTS[kind.__name__]
+    if hasattr(kind, "_fields"):
+        return "store tuple(value) or value._asdict(): the class would be lost"
+    for base in (bool, int, float, str, bytes, tuple, list, dict, set, frozenset):
+        if issubclass(kind, base):
+            return f"store {base.__name__}(value): the subclass would be lost"
+    return _HINT
+
+
+class _Encoder:
+    """One encoding: the hook, the containers being visited, and how many were."""
+
+    __slots__ = ("active", "containers", "hashed", "leaf")
+
+    def __init__(self, leaf: Leaf | None) -> None:
+        self.leaf = leaf
+        self.active: set[int] = set()
+        self.containers = 0
+        self.hashed = 0  # > 0 inside dict keys and set elements
+
+    def node(self, value: Any, path: str, depth: int, key: object = _ROOT) -> Any:
+        """The node of `value` at `path`, or at `path`.`key`: joined only where it is needed."""
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        if kind is str and well_formed(value):
+            return value
+        if kind is int:
+            if -_INT_PLAIN_MAX <= value <= _INT_PLAIN_MAX:
+                return value
+            if value.bit_length() <= _INT_BITS_MAX:
+                return {"$int": str(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if kind is bytes:
+            return {"$bytes": base64.b64encode(value).decode("ascii")}
+        if kind is complex:
+            return {"$complex": [repr(value.real), repr(value.imag)]}
+        where = path if key is _ROOT else _join(path, key)
+        write = _CONTAINERS.get(kind)
+        if write is None:
+            return self._other(value, where)
+        return self._container(write, value, where, depth)
+
+    def _container(
+        self, write: Callable[[_Encoder, Any, str, int], Any], value: Any, path: str, depth: int
+    ) -> Any:
+        self.containers += 1
+        if id(value) in self.active:
+            raise _unsupported("a container in the state holds itself", path, value, None)
+        if depth >= DEPTH_MAX:
+            summary = f"the state nests containers more than {DEPTH_MAX} deep"
+            raise _unsupported(summary, path, value, "flatten it")
+        if self.containers > CONTAINERS_MAX:
+            summary = f"the state holds more than {CONTAINERS_MAX} containers"
+            raise _unsupported(summary, path, value, "keep large collections in tensors")
+        self.active.add(id(value))
+        try:
+            return write(self, value, path, depth + 1)
+        finally:
+            self.active.discard(id(value))
+
+    def _other(self, value: Any, path: str) -> Any:
+        node = self.leaf(value, path) if self.leaf is not None else None
+        if node is None:
+            raise self._no_tag(value, path)
+        if self.hashed and any(tag in node for tag in _TENSOR_TAGS):
+            summary = "a tensor is a dict key or an element of a set"
+            raise _unsupported(summary, path, value, "tensors compare by identity; use a list")
+        return node
+
+    def _no_tag(self, value: Any, path: str) -> UnsupportedValueError:
+        kind = type(value)
+        if kind is int:
+            summary = f"an int in the state has more than {_INT_DIGITS_MAX} digits"
+            return _unsupported(summary, path, value, "store it as bytes")
+        if kind is str:
+            summary = "a str in the state has a lone surrogate, which UTF-8 cannot hold"
+            return _unsupported(summary, path, value, "store it as bytes: os.fsencode(value)")
+        return _unsupported("a value in the state cannot be stored", path, value, _hint_for(kind))
+
+    def items(self, items: Any, path: str, depth: int) -> list[Any]:
+        if _plain_numbers(items):
+            return list(items)
+        return [self.node(item, path, depth, index) for index, item in enumerate(items)]
+
+    def unordered(self, items: Any, path: str, depth: int) -> list[Any]:
+        """Elements of a set, in an order that does not depend on their hashes."""
+        self.hashed += 1
+        nodes = [self.node(item, path, depth, "{}") for item in items]
+        self.hashed -= 1
+        return sorted(nodes, key=_sort_key)
+
+    def pairs(self, members: Mapping[Any, Any], path: str, depth: int) -> list[list[Any]]:
+        nodes = []
+        for key, value in members.items():
+            self.hashed += 1
+            name = self.node(key, path, depth, "{}")
+            self.hashed -= 1
+            nodes.append([name, self.node(value, path, depth, key)])
+        return nodes
+
+    def mapping(self, members: dict[Any, Any], path: str, depth: int) -> Any:
+        for key in members:
+            if not _is_plain_key(key):
+                return {"$dict": self.pairs(members, path, depth)}
+        return {key: self.node(value, path, depth, key) for key, value in members.items()}
+
+    def ring(self, items: deque[Any], path: str, depth: int) -> Any:
+        return {"$deque": {"items": self.items(items, path, depth), "maxlen": items.maxlen}}
+
+
+_CONTAINERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {
+    dict: _Encoder.mapping,
+    list: _Encoder.items,
+    tuple: lambda to, value, path, depth: {"$tuple": to.items(value, path, depth)},
+    set: lambda to, value, path, depth: {"$set": to.unordered(value, path, depth)},
+    frozenset: lambda to, value, path, depth: {"$frozenset": to.unordered(value, path, depth)},
+    OrderedDict: lambda to, value, path, depth: {"$ordered": to.pairs(value, path, depth)},
+    Counter: lambda to, value, path, depth: {"$counter": to.pairs(value, path, depth)},
+    deque: _Encoder.ring,
+}
+
+
+def _join(path: str, key: object) -> str:
+    name = key if type(key) is str else repr(key)
+    return f"{path}.{name}" if path else name
+
+
+def _unsupported(summary: str, path: str, value: Any, hint: str | None) -> UnsupportedValueError:
+    kind = type(value)
+    name = kind.__qualname__
+    if kind.__module__ != "builtins":
+        name = f"{kind.__module__}.{name}"
+    return UnsupportedValueError(summary, facts={"path": path, "type": name}, hint=hint)
+
+
+class _Decoder:
+    """One decoding: the hook, and the way down to the node at hand, for messages."""
+
+    __slots__ = ("check", "hashed", "leaf", "trail")
+
+    def __init__(self, leaf: LeafReader | None) -> None:
+        self.leaf = leaf
+        self.trail: list[str | int] = []
+        self.hashed = 0  # > 0 inside dict keys and set elements
+        self.check = Checker(ManifestError, "the manifest holds a value that is not valid", "")
+
+    def fail(self, expected: str, got: str) -> NoReturn:
+        self.check.fail(".".join(map(str, ["state", *self.trail])), expected, got)
+
+    def node(self, node: Any, depth: int) -> Any:
+        kind = type(node)
+        if node is None or kind is bool:
+            return node
+        if kind is str:
+            return self._text(node)
+        if kind is int:
+            if not -_INT_PLAIN_MAX <= node <= _INT_PLAIN_MAX:
+                self.fail('a number below 2**53, or {"$int": ...}', show(node))
+            return node
+        if kind is float:
+            if not math.isfinite(node):
+                self.fail('a finite number, or {"$float": ...}', show(node))
+            return node
+        if kind is not list and kind is not dict:
+            self.fail("a JSON value", show(node))
+        if depth >= DEPTH_MAX:
+            self.fail(f"containers nested at most {DEPTH_MAX} deep", "a deeper one")
+        return self.items(node, depth + 1) if kind is list else self._object(node, depth + 1)
+
+    def at(self, step: str | int, node: Any, depth: int) -> Any:
+        self.trail.append(step)
+        value = self.node(node, depth)
+        self.trail.pop()
+        return value
+
+    def _text(self, text: str) -> str:
+        if not well_formed(text):
+            self.fail("Unicode text", "a lone surrogate")
+        return text
+
+    def _object(self, node: dict[str, Any], depth: int) -> Any:
+        tag = next((key for key in node if key.startswith("$")), None)
+        if tag is None:
+            return {self._text(key): self.at(key, item, depth) for key, item in node.items()}
+        read = _TAGS.get(tag)
+        if read is None or len(node) != 1:
+            self.fail("an object with one known tag", show(list(node)))
+        self.trail.append(tag)
+        value = read(self, node[tag], depth)
+        self.trail.pop()
+        return value
+
+    def items(self, nodes: Any, depth: int) -> list[Any]:
+        if type(nodes) is not list:
+            self.fail("an array", show(nodes))
+        if _plain_numbers(nodes):
+            return list(nodes)
+        return [self.at(index, node, depth) for index, node in enumerate(nodes)]
+
+    def unordered(self, nodes: Any, depth: int) -> set[Any]:
+        self.hashed += 1
+        items = self.items(nodes, depth)
+        self.hashed -= 1
+        try:
+            elements = set(items)
+        except TypeError:
+            self.fail("elements that can be hashed", show(nodes))
+        if len(elements) != len(items):
+            self.fail("every element once", "equal elements")
+        return elements
+
+    def pairs(self, nodes: Any, depth: int) -> dict[Any, Any]:
+        if type(nodes) is not list:
+            self.fail("an array of [key, value]", show(nodes))
+        members: dict[Any, Any] = {}
+        for index, pair in enumerate(nodes):
+            if type(pair) is not list or len(pair) != 2:
+                self.fail("an array of [key, value]", show(pair))
+            self.hashed += 1
+            key = self.at(index, pair[0], depth)
+            self.hashed -= 1
+            try:
+                new = key not in members
+            except TypeError:
+                self.fail("a key that can be hashed", show(pair[0]))
+            if not new:
+                self.fail("every key once", f"{show(pair[0])} twice")
+            members[key] = self.at(index, pair[1], depth)
+        return members
+
+    def big_int(self, text: Any, depth: int) -> int:
+        value = 0
+        if type(text) is str and len(text) <= _INT_DIGITS_MAX + 1:
+            with contextlib.suppress(ValueError):
+                value = int(text)
+        # One spelling for each value: no spaces, underscores, plus signs or leading zeros.
+        if abs(value) <= _INT_PLAIN_MAX or str(value) != text:
+            self.fail("the decimal digits of an integer of 2**53 or more", show(text))
+        return value
+
+    def special_float(self, text: Any, depth: int) -> float:
+        if text not in _FLOAT_NAMES:
+            self.fail("nan, inf or -inf", show(text))
+        return float(text)
+
+    def binary(self, text: Any, depth: int) -> bytes:
+        data = None
+        if type(text) is str:
+            with contextlib.suppress(ValueError):  # binascii.Error is one
+                data = base64.b64decode(text, validate=True)
+        if data is None:
+            self.fail("base64", show(text))
+        return data
+
+    def complex(self, parts: Any, depth: int) -> complex:
+        if type(parts) is not list or len(parts) != 2:
+            self.fail("[real, imaginary]", show(parts))
+        numbers = []
+        for part in parts:
+            try:
+                number = float(part) if type(part) is str else None
+            except ValueError:
+                number = None
+            if number is None or repr(number) != part:
+                self.fail("the shortest decimal of a float, as a string", show(part))
+            numbers.append(number)
+        return complex(*numbers)
+
+    def ring(self, node: Any, depth: int) -> deque[Any]:
+        where = ".".join(map(str, ["state", *self.trail]))
+        members = self.check.members(node, where, ("items", "maxlen"))
+        limit = members["maxlen"]
+        if limit is not None:
+            self.check.integer(limit, f"{where}.maxlen", high=_INT_PLAIN_MAX)
+        items = self.items(members["items"], depth)
+        if limit is not None and len(items) > limit:
+            self.fail(f"at most maxlen = {limit} items", f"{len(items)}")
+        return deque(items, limit)
+
+    def name_of_tensor(self, name: Any, depth: int) -> Any:
+        if type(name) is not str:
+            self.fail("the name of a tensor", show(name))
+        if self.hashed:
+            self.fail("a value that is the same when it is equal", "a tensor as key or element")
+        return self._leaf(name)
+
+    def numpy_scalar(self, node: Any, depth: int) -> Any:
+        where = ".".join(map(str, ["state", *self.trail]))
+        members = self.check.members(node, where, ("dtype", "bytes"))
+        if type(members["dtype"]) is not str:
+            self.fail("the name of a NumPy dtype", show(members["dtype"]))
+        self.binary(members["bytes"], depth)
+        return self._leaf(members)
+
+    def torch_value(self, node: Any, depth: int) -> Any:
+        form = next(iter(node)) if type(node) is dict and len(node) == 1 else None
+        payload = node[form] if form is not None else None
+        if form == "size":
+            valid = type(payload) is list and all(type(n) is int for n in payload)
+        else:
+            valid = form in ("dtype", "device") and type(payload) is str
+        if not valid:
+            self.fail('{"dtype": str}, {"device": str} or {"size": [int, ...]}', show(node))
+        return self._leaf(node)
+
+    def _leaf(self, payload: Any) -> Any:
+        tag = str(self.trail[-1])
+        if self.leaf is None:
+            self.fail("a plain value", f"{tag} where there can be none")
+        return self.leaf(tag, payload)
+
+
+_TAGS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
+    "$int": _Decoder.big_int,
+    "$float": _Decoder.special_float,
+    "$bytes": _Decoder.binary,
+    "$complex": _Decoder.complex,
+    "$tuple": lambda of, node, depth: tuple(of.items(node, depth)),
+    "$set": _Decoder.unordered,
+    "$frozenset": lambda of, node, depth: frozenset(of.unordered(node, depth)),
+    "$dict": _Decoder.pairs,
+    "$ordered": lambda of, node, depth: OrderedDict(of.pairs(node, depth)),
+    "$counter": lambda of, node, depth: Counter(of.pairs(node, depth)),
+    "$deque": _Decoder.ring,
+    "$tensor": _Decoder.name_of_tensor,
+    "$ndarray": _Decoder.name_of_tensor,
+    "$npscalar": _Decoder.numpy_scalar,
+    "$torch": _Decoder.torch_value,
+}

@@ -1,0 +1,220 @@
+"""Peers: what the ranks of one job tell each other about their saves and restores.
+
+A round is one meeting of all ranks around rank 0, who decides:
+
+    every rank    arrive(seq, message), or fail(seq, error) if its part went wrong
+    rank 0        gather(seq) -> everybody's message;  conclude(seq, outcome or error)
+    the others    outcome(seq) -> what rank 0 concluded
+
+A save is one round, under D4 of the commit protocol (docs/durability.md). `agree` is a whole round
+in one call, for what ranks do together on the training thread (restore, rewind).
+
+What holds:
+- no call outlasts its deadline. Waiting for ranks ends after `timeout_s`; the others give rank 0
+  `timeout_s` to arrive and, if it did, as much again to gather and conclude;
+- who is missing is named (PeerLostError), and who failed is quoted (PeerFailedError), on all ranks;
+- a failure ends the round at once for everybody, whoever is still on the way;
+- a round costs a rank five to seven calls to a store, and rank 0 a few more and two for every
+  board.KEYS_PER_CALL ranks; nothing is left of a round when two more have succeeded.
+
+Thread-safe for rounds of different kinds: a save in the background, `agree` in front of it.
+Not here: how notes travel (board), what is in them (pipeline).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+
+from statehold.errors import InvariantError, PeerFailedError, PeerLostError, StateholdError
+from statehold.ranks.board import Board, lost_leader
+
+_CONCLUDED, _FAILED = b"+", b"-"
+
+
+class Peers:
+    """The ranks of a job, as seen by one of them."""
+
+    def __init__(self, board: Board, rank: int, world_size: int, timeout_s: float) -> None:
+        if not 0 <= rank < world_size:
+            raise InvariantError(
+                "a rank outside its world", facts={"rank": rank, "world size": world_size}
+            )
+        self.rank = rank
+        self.world_size = world_size
+        self._board = board
+        self._timeout_s = timeout_s
+        self._guard = threading.Lock()
+        self._token: str | None = None
+        self._agreed: dict[str, int] = {}
+        self._held: dict[str, list[str]] = {}  # kind of round -> groups to forget, oldest first
+
+    def open(self) -> str:
+        """The job's token, the same on all ranks; the first call meets the other ranks."""
+        with self._guard:
+            if self._token is None:
+                until = time.monotonic() + self._timeout_s
+                self._token = self._board.open(self.rank, self.world_size, until)
+            return self._token
+
+    @property
+    def token(self) -> str | None:
+        """The job's token once it is known; never waits."""
+        return self._token
+
+    def attempt(self, seq: int) -> str:
+        """A name for the seq-th save of this job, the same on all ranks and never used before."""
+        return f"{self.open()}-{seq}"
+
+    def close(self) -> None:
+        """Give connections back. Notes stay: another rank may not have read them yet."""
+        self._board.close()
+
+    # -- the round of a save ---------------------------------------------------------------
+
+    def arrive(self, seq: int, message: bytes) -> None:
+        """D4: this rank's part is durable."""
+        self._enter("save", seq, message)
+
+    def fail(self, seq: int, error: StateholdError) -> None:
+        """Instead of arrive(): this rank's part will not come. Ends the round for all ranks.
+
+        After arrive() it is rank 0 alone who says how the round ends: nothing is told then.
+        """
+        self._fail("save", seq, error)
+
+    def gather(self, seq: int) -> list[bytes]:
+        """Rank 0, having arrived: the messages of all ranks, in order."""
+        return self._gather("save", seq)
+
+    def conclude(self, seq: int, outcome: bytes | StateholdError) -> None:
+        """Rank 0: tell the others how the round ended."""
+        self._conclude("save", seq, outcome)
+
+    def outcome(self, seq: int) -> bytes:
+        """The others, having arrived: what rank 0 concluded; raises if it concluded an error."""
+        return self._outcome("save", seq)
+
+    def failure(self, seq: int) -> StateholdError | None:
+        """Why the round has failed, if somebody has said so by now."""
+        told = self._board.peek(f"{self._group('save', seq)}/outcome")
+        try:
+            _decode(told or _CONCLUDED)
+        except StateholdError as error:
+            return error
+        return None
+
+    def agree(self, what: str, message: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
+        """All ranks: post a message, let rank 0 decide over all of them, return the decision."""
+        with self._guard:
+            seq = self._agreed.get(what, 0)
+            self._agreed[what] = seq + 1
+        self._enter(what, seq, message)
+        if self.rank:
+            return self._outcome(what, seq)
+        try:
+            decision = decide(self._gather(what, seq))
+        except BaseException as error:
+            self._conclude(what, seq, _told(error))
+            raise
+        self._conclude(what, seq, decision)
+        return decision
+
+    # -- rounds of any kind ----------------------------------------------------------------
+
+    def _group(self, kind: str, seq: int) -> str:
+        return f"{self.open()}/{kind}-{seq}"
+
+    def _enter(self, kind: str, seq: int, message: bytes) -> None:
+        group = self._group(kind, seq)
+        if self.rank:
+            self._forget(kind, keep=1)
+        with self._guard:
+            self._held.setdefault(kind, []).append(group)
+        self._board.enter(group, self.rank, self.world_size, message)
+
+    def _forget(self, kind: str, keep: int) -> None:
+        """Drop this rank's notes of all but the newest rounds.
+
+        The others keep one: rank 0 may still be gathering it if they gave up waiting. Rank 0 comes
+        here when all have arrived at a round, so nobody will look at an earlier one again.
+        """
+        with self._guard:
+            held = self._held.get(kind, [])
+            old = held[: max(0, len(held) - keep)]
+            del held[: len(old)]
+        self._board.forget(old, self.rank)
+        if self.rank == 0:
+            self._board.drop([f"{group}/outcome" for group in old])
+
+    def _fail(self, kind: str, seq: int, error: StateholdError) -> None:
+        group = self._group(kind, seq)
+        with self._guard:
+            held = self._held.setdefault(kind, [])
+            arrived = group in held
+            if not arrived:
+                held.append(group)
+        if arrived and self.rank:
+            return
+        self._board.post(f"{group}/outcome", _encode(error, self.rank))
+        self._board.ring(group)  # after the reason, which rank 0 looks for when it wakes
+
+    def _gather(self, kind: str, seq: int) -> list[bytes]:
+        group, size = self._group(kind, seq), self.world_size
+        missing = self._board.full(group, size, time.monotonic() + self._timeout_s)
+        if not missing:
+            messages = self._board.collect(group, size)
+            self._forget(kind, keep=1)
+            return messages
+        failure = self._board.peek(f"{group}/outcome")
+        if failure is not None:
+            _decode(failure)
+        raise PeerLostError(
+            f"ranks did not arrive within {self._timeout_s:g} s",
+            ranks=missing,
+            facts={"round": f"{kind} {seq}"},
+            hint="look at what these ranks printed last; peer_timeout_s sets how long to wait",
+        )
+
+    def _conclude(self, kind: str, seq: int, outcome: bytes | StateholdError) -> None:
+        told = _CONCLUDED + outcome if isinstance(outcome, bytes) else _encode(outcome, self.rank)
+        self._board.post(f"{self._group(kind, seq)}/outcome", told)
+
+    def _outcome(self, kind: str, seq: int) -> bytes:
+        group = self._group(kind, seq)
+        key = f"{group}/outcome"
+        missing = self._board.wait([key], time.monotonic() + self._timeout_s)
+        if missing and self._board.peek(f"{group}/0") is not None:
+            # Rank 0 is here and waits for somebody: it will name them, or be lost itself.
+            missing = self._board.wait([key], time.monotonic() + self._timeout_s)
+        told = None if missing else self._board.peek(key)
+        if told is None:
+            raise lost_leader(f"round {kind} {seq} ended").with_fact("this rank", self.rank)
+        return _decode(told)
+
+
+def _told(error: BaseException) -> StateholdError:
+    if isinstance(error, StateholdError):
+        return error
+    return InvariantError(f"unexpected {type(error).__name__}", facts={"cause": str(error)})
+
+
+def _encode(error: StateholdError, rank: int) -> bytes:
+    """An error as the others will see it: who is lost or who failed, and why."""
+    told: dict[str, object] = {"rank": rank, "reason": str(error)}
+    if isinstance(error, PeerLostError):
+        told = {"lost": error.ranks, "summary": error.summary, "hint": error.hint}
+    elif isinstance(error, PeerFailedError):
+        told = {"rank": error.rank, "reason": error.reason, "follows": error.follows}
+    return _FAILED + json.dumps(told).encode()
+
+
+def _decode(told: bytes) -> bytes:
+    if told[:1] == _CONCLUDED:
+        return told[1:]
+    error = json.loads(told[1:])
+    if "lost" in error:
+        raise PeerLostError(error["summary"], ranks=error["lost"], hint=error["hint"])
+    raise PeerFailedError(error["rank"], error["reason"], follows=error.get("follows", False))

@@ -1,0 +1,343 @@
+"""The steps of one run directory: the commit protocol, retention, and reuse of retired files.
+
+    RUN/step-000000000100/           committed: complete, durable, never written again
+    RUN/step-000000000110.partial/   being written, by one rank
+    RUN/step-000000000110.5f3a09c1-7.partial/     by several: the attempt is in its name
+    RUN/step-000000000090.retired/   no longer kept; its files may be overwritten
+    RUN/step-000000000080.corrupt/   found corrupt by a restore that fell back; left for a person
+    RUN/.spare/                      retired files held back for the next save to overwrite
+
+Commit (docs/durability.md has the same numbers). A crash after any number leaves the step or no
+step, and every older step untouched:
+    D1 write the data files under step-n.partial/     D2 fdatasync each
+    D3 fsync step-n.partial/                          D4 every rank has done D1 to D3
+    D5 write and fsync the manifest                   D6 rename step-n.partial to step-n
+    D7 fsync the run directory
+D1 and D2 are done by the engine on files that `data_file` opens; `commit` does D3 to D7.
+Where several ranks write, each calls `begin`, `data_file` and `seal`, which is D3 on its own host
+and also writes its record; D4 is peers'; rank 0 then commits. Rank 0 alone makes, hides and deletes
+directories: nobody else recovers, commits, abandons, retains or rewinds. An attempt's name is new
+every time, so what a rank of a dead job still writes is never in a step of this one.
+
+Retire: R1 rename step-n to step-n.retired; R2 fsync the run directory; only then may R3 overwrite
+or delete its files. So a name that a restore can find never leads to bytes that are being changed.
+
+Overwriting beats allocating (blocks are already mapped), so one retired step is held back and its
+files are handed to the next save. A file is reused only when the kernel confirms that nobody on
+this host has it open or mapped and no other name links to it; otherwise it is deleted, which
+leaves those readers undisturbed. With several ranks each takes the file of its own name when it
+needs it, and rank 0 deletes what is left when it has another step to hold back.
+
+Invariants: the newest committed step is never retired; what is protected is never retired.
+Not here: what the bytes mean (manifest, header), who waits for whom (pipeline).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from statehold.errors import (
+    CorruptionError,
+    InvariantError,
+    StepNotFoundError,
+    StepOrderError,
+    StorageError,
+)
+from statehold.steps.saved import SavedStep, open_step
+from statehold.storage.publish import delete, make_directories, publish, unless
+
+if TYPE_CHECKING:
+    from statehold._core import File, Fs
+
+SPARE_NAME = ".spare"
+_COMMITTED = re.compile(r"step-(\d{12})")
+_ATTEMPT = r"(?P<token>[0-9a-f]{8})-(?P<number>\d{1,12})"
+_ATTEMPTED = re.compile(rf"step-\d{{12}}\.{_ATTEMPT}\.partial")
+_LEFTOVER = re.compile(rf"{_ATTEMPTED.pattern}|step-\d{{12}}\.(?:partial|retired)")
+
+
+class CommitRecord(Protocol):
+    """What D5 writes: the manifest of any format version."""
+
+    @property
+    def step(self) -> int: ...
+
+    def encode(self) -> bytes: ...
+
+
+class Store:
+    """The steps of the run directory `root` on the file system `fs`.
+
+    keep: how many committed steps to keep; None keeps all. reuse: overwrite retired files.
+    rank, world_size: of the job that saves. `attempt` names its directory of a step in the making;
+    without one, only one rank writes. Thread-safe. One job may write; any number may read.
+    """
+
+    def __init__(
+        self,
+        fs: Fs,
+        root: str,
+        *,
+        keep: int | None = None,
+        reuse: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self._fs = fs
+        self._root = root.rstrip("/") or "/"
+        self._keep = keep
+        self._reuse = reuse
+        self._rank = rank
+        self._shared = world_size > 1
+        self._guard = threading.RLock()
+        self._protected: dict[int, int] = {}
+        self._spare: str | None = None
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def path(self, step: int, suffix: str = "") -> str:
+        """The directory of a step; `suffix` is "", ".partial", ".retired" or ".corrupt"."""
+        return f"{self._root}/step-{step:012d}{suffix}"
+
+    def partial(self, step: int, attempt: str | None = None) -> str:
+        """The directory of a step in the making."""
+        if attempt is None:
+            return self.path(step, ".partial")
+        if re.fullmatch(_ATTEMPT, attempt) is None:
+            raise InvariantError("no name for an attempt to save", facts={"got": repr(attempt)})
+        return self.path(step, f".{attempt}.partial")
+
+    def steps(self) -> list[int]:
+        """The committed steps, oldest first."""
+        matches = (_COMMITTED.fullmatch(name) for name, is_dir in self._entries() if is_dir)
+        return [int(match[1]) for match in matches if match]
+
+    def newest(self) -> int | None:
+        """The newest committed step, or None."""
+        return max(self.steps(), default=None)
+
+    def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
+        """A committed step, as `rank` of `world_size` ranks sees it (None: one rank)."""
+        directory = self.path(step)
+        if not self._fs.is_dir(directory):
+            raise self._no_such_step(step)
+        return open_step(self._fs.read_file, directory, step, rank or 0, world_size)
+
+    def confirm(self, step: int, attempt: str) -> bool:
+        """Whether `attempt` at a step is committed; if so, D7 is made sure of."""
+        try:
+            is_ours = self.open(step).attempt == attempt
+        except (StepNotFoundError, CorruptionError):
+            return False
+        if is_ours:
+            self._fs.sync_dir(self._root)
+        return is_ours
+
+    @contextlib.contextmanager
+    def protect(self, step: int) -> Iterator[None]:
+        """Keep `step` from being retired while it is read."""
+        with self._guard:
+            self._protected[step] = self._protected.get(step, 0) + 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._protected[step] -= 1
+                if not self._protected[step]:
+                    del self._protected[step]
+
+    def _entries(self) -> list[tuple[str, bool]]:
+        return self._fs.listdir(self._root) if self._fs.is_dir(self._root) else []
+
+    def _no_such_step(self, step: int) -> StepNotFoundError:
+        steps = self.steps()
+        shown = ", ".join(map(str, steps[-8:])) or "none"
+        return StepNotFoundError(
+            f"step {step} is not committed in this run",
+            facts={"run": self._root, "committed": f"{shown} ({len(steps)} in all)"},
+        )
+
+    # -- opening for writing ---------------------------------------------------------------
+
+    def create(self) -> None:
+        """Make the run directory, its parents included, and make their names durable."""
+        make_directories(self._fs, self._root)
+
+    def recover(self, token: str | None = None) -> None:
+        """Clear away what a crash left behind. Call once, holding the run's lock.
+
+        Other ranks of the job `token` may be ahead: its attempts are left alone.
+        """
+        self._lead("clear a run")
+        with self._guard:
+            if self._fs.is_dir(f"{self._root}/{SPARE_NAME}"):
+                delete(self._fs, f"{self._root}/{SPARE_NAME}")
+            for name in self._leftovers():
+                attempted = _ATTEMPTED.fullmatch(name)
+                if attempted and attempted["token"] == token:
+                    continue
+                # Where ranks on other hosts may be outliving their job, nothing they might still
+                # be writing to is used again.
+                if attempted:
+                    delete(self._fs, f"{self._root}/{name}")
+                else:
+                    self._discard(f"{self._root}/{name}")
+
+    def _leftovers(self) -> list[str]:
+        return [name for name, is_dir in self._entries() if is_dir and _LEFTOVER.fullmatch(name)]
+
+    # -- the commit protocol ---------------------------------------------------------------
+
+    def check_order(self, step: int, under_way: int | None = None) -> None:
+        """Refuse a save that would not become the newest step, those `under_way` included."""
+        newest = max((n for n in (self.newest(), under_way) if n is not None), default=None)
+        if newest is not None and step < newest:
+            raise StepOrderError(
+                f"step {step} is older than step {newest}, which is saved already",
+                facts={"run": self._root},
+                hint=f"to go on from an older step, call rewind({step - 1}) first: it gives up the "
+                "newer steps; or save into another run directory",
+            )
+
+    def begin(self, step: int, attempt: str | None = None) -> None:
+        """D1, before the first byte: an empty directory for the step. Every rank calls this."""
+        partial = self.partial(step, attempt)
+        with self._guard:
+            if attempt is None:
+                if self._fs.is_dir(partial):
+                    self._discard(partial)
+                self._fs.mkdir(partial)
+                return
+            if self._rank == 0:
+                self._clear_attempts(attempt)
+            with unless(errno.EEXIST):  # another rank made it
+                self._fs.mkdir(partial)
+
+    def data_file(
+        self, step: int, name: str, file_bytes: int, attempt: str | None = None
+    ) -> tuple[File, bool]:
+        """D1: open a data file of a partial step; the second value says if it was reused."""
+        path = f"{self.partial(step, attempt)}/{name}"
+        reused = self._take_spare(name, path)
+        return self._fs.open_write(path, file_bytes, reuse=reused), reused
+
+    def seal(self, step: int, attempt: str, name: str, record: bytes) -> None:
+        """D3 of one rank, on its own host: its record, and the names of all its files."""
+        partial = self.partial(step, attempt)
+        self._fs.write_file(f"{partial}/{name}", record)
+        self._fs.sync_dir(partial)
+
+    def commit(self, manifest: CommitRecord, attempt: str | None = None) -> None:
+        """D3 to D7: publish a step whose data files, and ranks' records, are durable."""
+        self._lead("commit")
+        partial = self.partial(manifest.step, attempt)
+        with self._guard:
+            if publish(self._fs, partial, self.path(manifest.step), manifest.encode()):
+                self._discard(partial)
+
+    def abandon(self, step: int, attempt: str | None = None) -> None:
+        """Give a partial step up; what cannot be removed now is cleared by a later begin or open.
+
+        Nothing happens on other ranks than 0: it removes what all of them wrote.
+        """
+        with self._guard, contextlib.suppress(StorageError):
+            partial = self.partial(step, attempt)
+            if self._rank == 0 and self._fs.is_dir(partial):
+                delete(self._fs, partial)
+
+    def _clear_attempts(self, under_way: str) -> None:
+        """Delete attempts that have ended: those of other jobs, and older ones of this job."""
+        token, _, number = under_way.partition("-")
+        for name in self._leftovers():
+            match = _ATTEMPTED.fullmatch(name)
+            # Other ranks may be ahead, where one of them has ended an attempt by failing.
+            if match and not (match["token"] == token and int(match["number"]) >= int(number)):
+                with contextlib.suppress(StorageError):  # a rank still writes there: next time
+                    delete(self._fs, f"{self._root}/{name}")
+
+    def _lead(self, action: str) -> None:
+        if self._rank:
+            raise InvariantError(f"only rank 0 may {action}", facts={"rank": self._rank})
+
+    # -- retention -------------------------------------------------------------------------
+
+    def retain(self) -> None:
+        """Retire every step beyond the newest `keep`, except those being read."""
+        self._lead("retire steps")
+        if self._keep is None:
+            return
+        with self._guard:
+            steps = self.steps()
+            for step in steps[: -self._keep]:
+                if step == steps[-1]:
+                    raise InvariantError("retention chose the newest committed step")
+                if step not in self._protected:
+                    self._retire(step, ".retired")
+
+    def rewind(self, step: int) -> list[int]:
+        """Retire every committed step newer than `step`; returns them."""
+        self._lead("rewind")
+        with self._guard:
+            given_up = [newer for newer in self.steps() if newer > step]
+            for newer in given_up:
+                self._retire(newer, ".retired")
+            return given_up
+
+    def quarantine(self, step: int) -> str:
+        """Take a corrupt step out of sight without deleting it; returns its new path."""
+        self._lead("set a step aside")
+        with self._guard:
+            if self._fs.is_dir(self.path(step, ".corrupt")):
+                delete(self._fs, self.path(step, ".corrupt"))
+            self._retire(step, ".corrupt")
+            return self.path(step, ".corrupt")
+
+    def drop_spare(self) -> None:
+        """Delete the files held back for reuse."""
+        with self._guard:
+            if self._spare is not None:
+                delete(self._fs, self._spare)
+                self._spare = None
+
+    def _retire(self, step: int, suffix: str) -> None:
+        hidden = self.path(step, suffix)
+        if self._fs.is_dir(hidden):
+            delete(self._fs, hidden)
+        self._fs.rename(self.path(step), hidden)  # R1
+        self._fs.sync_dir(self._root)  # R2
+        if suffix == ".retired":
+            self._discard(hidden)  # R3
+
+    def _discard(self, directory: str) -> None:
+        """Hold an invisible directory back for reuse, or delete it."""
+        if self._shared:
+            self.drop_spare()  # what no rank has taken until now
+        if not self._reuse or self._spare is not None:
+            delete(self._fs, directory)
+            return
+        self._fs.rename(directory, f"{self._root}/{SPARE_NAME}")
+        self._spare = f"{self._root}/{SPARE_NAME}"
+
+    def _take_spare(self, name: str, path: str) -> bool:
+        """Move the spare file `name` to `path` if there is one that nobody else can see."""
+        with self._guard:
+            if self._shared:
+                return self._reuse and self._take(f"{self._root}/{SPARE_NAME}/{name}", path)
+            if self._spare is None:
+                return False
+            taken = self._take(f"{self._spare}/{name}", path)
+            self.drop_spare()
+            return taken
+
+    def _take(self, spare_file: str, path: str) -> bool:
+        if self._fs.stat_bytes(spare_file) is None or not self._fs.can_reuse(spare_file):
+            return False
+        with unless(errno.ENOENT):  # rank 0 deleted it meanwhile
+            self._fs.rename(spare_file, path)
+            return True
+        return False

@@ -1,0 +1,42 @@
+"""What a rank reads of a step besides what it asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from statehold import reads  # noqa: E402
+from statehold.planning.layout import Box  # noqa: E402
+from statehold.state.destinations import Destination  # noqa: E402
+from statehold.steps.saved import PlacedChunk  # noqa: E402
+
+SUM = "0" * 16
+ELSEWHERE = PlacedChunk(Box((0,), (4,)), "f", 100, 0, 16, SUM)
+OWN = PlacedChunk(Box((4,), (4,)), "f", 100, 16, 32, SUM)
+
+
+class Step:
+    """Two chunks of tensor "a": one that is asked for, and one that this rank once wrote."""
+
+    block_bytes = 1 << 20
+    files = (SimpleNamespace(name="f", data_begin=0, header_sums=""),)
+
+    def chunks(self, name: str, box: Box, among: Any = None) -> list[PlacedChunk]:
+        return [ELSEWHERE]
+
+    def unread(self, asked: Iterable[PlacedChunk]) -> list[tuple[str, PlacedChunk]]:
+        return [(name, OWN) for name in ("a", "b")]
+
+
+def test_what_others_ask_for_is_not_verified_again() -> None:
+    tensor = torch.zeros(4)
+    destination = Destination("a", tensor, None, False, ELSEWHERE.box, shared=False)
+    step: Any = Step()
+    plan = reads.ReadPlan(step, [destination], complete=True, rank=0, ranks=2)
+    asked = [(each.name, each.begin) for each in plan._segments if each.end > each.begin]
+    assert asked == [("a", 0), ("b", 16)]
