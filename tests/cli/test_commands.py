@@ -235,6 +235,16 @@ def test_diff_of_other_layouts(
     assert ask("diff", shared, shared, "--rank", 1)[0] == 0
 
 
+def test_diff_of_other_grids(tmp_path: Path, ask: Ask) -> None:
+    """Pieces of equal number and checksum, but not of the same elements."""
+    zeros, one = np.zeros(5 << 19, "u1"), np.zeros(5 << 19, "u1")
+    one[(2 << 20) - 6000] = 1
+    write_step(tmp_path / "a", 1, {"w": ("U8", zeros)})
+    write_step(tmp_path / "b", 1, {"before": ("F64", np.zeros(512)), "w": ("U8", one)})
+    _, document = ask("diff", tmp_path / "a", tmp_path / "b")
+    assert [(each["name"], each["differing"]) for each in document["tensors"]] == [("w", 1)]
+
+
 def test_prune(run: Path, say: Say, ask: Ask) -> None:
     code, text = say("prune", run, "--keep", 1)
     assert code == 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import statehold
+from statehold.cli import main
 from support import dcp_checks
 from support.gloo import run_ranks
 
@@ -39,3 +40,15 @@ def test_a_checkpointer_of_one_rank_restores_it(directory: Path) -> None:
         assert ckpt.restore(live) == 7
     assert live["n"] == 5
     torch.testing.assert_close(live["model"].state_dict(), torch.load(run / "whole.pt"))
+
+
+@pytest.mark.usefixtures("outcomes")
+def test_the_command_verifies_what_they_left(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {path.parent for path in directory.rglob("manifest.json")}
+    assert len(found) > 5
+    bad = {path.name for path in found if main(["verify", str(path)])}
+    told = capsys.readouterr()
+    damaged = {path.name for path in found if "check_missing_file" in str(path)}
+    assert bad == damaged, told

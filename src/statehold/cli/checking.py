@@ -2,8 +2,8 @@
 
 Owns: what counts as damage, and where it is: file, bytes, tensor, rank.
 Holds: goes on to the end whatever is found; of several ranks one record is in memory at a time, so
-that memory grows with tensors, not with ranks times tensors. Damage that is next to damage of the
-same tensor is one finding, so that a file full of it is still a short list.
+that memory grows with tensors, and with boxes only where a planner cut freely. Damage that is next
+to damage of the same tensor is one finding, so that a file full of it is still a short list.
 Not here: reading fast (reading), which step (places), how it is told (verify).
 """
 
@@ -19,7 +19,7 @@ from statehold.cli.places import Place, load_manifest
 from statehold.cli.reading import BadPiece, Span, SpanReader, scan
 from statehold.encoding import header
 from statehold.errors import CorruptionError, StateholdError
-from statehold.planning.layout import ExplicitLayout, Layout
+from statehold.planning.layout import Box, ExplicitLayout
 from statehold.steps.entries import Chunk, FileEntry
 from statehold.steps.manifest import Commit, Manifest, groups_of
 from statehold.steps.record import Record
@@ -277,6 +277,7 @@ class _Cover:
     def __init__(self) -> None:
         self.is_complete = True
         self._wrote: dict[object, int] = {}
+        self._boxes: dict[object, set[Box]] = {}
         self._shapes: dict[object, tuple[str, tuple[int, ...]]] = {}
 
     def add(self, record: Record) -> None:
@@ -284,13 +285,20 @@ class _Cover:
             if held.layout is None:
                 continue  # whole, in the record itself
             key: object = held
+            chunks = record.chunks.get(held.name, ())
             if isinstance(held.layout, ExplicitLayout):
                 key = held.name, held.dtype, held.shape  # a rank may know its own boxes only
-            elif not isinstance(held.layout, Layout):
-                continue
-            numel = sum(math.prod(chunk.shape) for chunk in record.chunks.get(held.name, ()))
+                chunks = tuple(chunk for chunk in chunks if self._is_new(key, chunk))
+            numel = sum(math.prod(chunk.shape) for chunk in chunks)
             self._wrote[key] = self._wrote.get(key, 0) + numel
             self._shapes[key] = held.name, held.shape
+
+    def _is_new(self, key: object, chunk: Chunk) -> bool:
+        """Without collectives several ranks may write the same box; any one of them will do."""
+        boxes = self._boxes.setdefault(key, set())
+        is_new = chunk.box not in boxes
+        boxes.add(chunk.box)
+        return is_new
 
     def findings(self) -> Iterator[Finding]:
         """Nothing where records were missing: that is the reason, and has been said."""
