@@ -82,7 +82,7 @@ class StateholdError(Exception):
         lines += [f"  {name:<{width}}  {value}" for name, value in self.facts.items()]
         if self.hint is not None:
             lines.append(f"  hint: {self.hint}")
-        return "\n".join(lines)
+        return "\n".join(map(_printable, "\n".join(lines).split("\n")))
 
     def with_fact(self, name: str, value: Any) -> StateholdError:
         """Add one fact that only an outer layer knows, such as the step; returns self."""
@@ -223,6 +223,13 @@ class FormatVersionError(StateholdError):
 
 class InvariantError(StateholdError):
     """An internal check failed. The save or restore was stopped; please report it."""
+
+
+def _printable(line: str) -> str:
+    """Names come from files: they must not steer the terminal of whoever prints an error."""
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 def storage_error(operation: str, errno: int, path: str, offset: int | None = None) -> StorageError:

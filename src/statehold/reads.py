@@ -15,10 +15,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from statehold.errors import ChecksumError
+from statehold.errors import ChecksumError, UsageError
 from statehold.planning.layout import Box
 from statehold.planning.ranges import ranges
 from statehold.state.landing import Landing, region
+from statehold.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -125,6 +126,7 @@ class ReadPlan:
 
     def start(self, engine: Engine, directory: str) -> StepRead:
         """Begin to read."""
+        check_blocks(self._block_bytes, engine.buffer_bytes)
         segments = self._segments
         files = [f"{directory}/{name}" for name in self._files]
         targets = [segment.target or Target() for segment in segments]
@@ -143,6 +145,19 @@ class ReadPlan:
             first_segment=self._turn if any(target.shared for target in targets) else 0,
         )
         return StepRead(job, segments, files, self._landings)
+
+
+def check_blocks(block_bytes: int, buffer_bytes: int) -> None:
+    """A piece is verified in one buffer: the grid of the step has to divide it."""
+    if buffer_bytes % block_bytes:
+        raise UsageError(
+            "the checksums of this step do not fit the buffers",
+            facts={
+                "block_bytes of the step": format_bytes(block_bytes),
+                "buffer_bytes": format_bytes(buffer_bytes),
+            },
+            hint=f"open it with buffer_bytes={block_bytes} or a multiple",
+        )
 
 
 def _flags(target: Target) -> int:

@@ -23,6 +23,7 @@ from statehold.dcp.machine import Machine
 from statehold.errors import ChecksumError
 from statehold.planning.layout import Box
 from statehold.planning.ranges import ranges
+from statehold.reads import check_blocks
 from statehold.state.tensors import is_external, is_view_of_other_values, overlaps_itself
 from statehold.units import MiB
 
@@ -152,6 +153,7 @@ class _Job:
         segments = sorted(self.segments, key=lambda each: (each.file, each.begin, each.nbytes))
         files = [f"{self.directory}/{name}" for name in self.files]
         with machine.engine(fs, sum(each.nbytes for each in segments)) as engine:
+            check_blocks(self.block_bytes, engine.buffer_bytes)
             job = engine.read(
                 files=files,
                 file_bytes=[nbytes for _, nbytes in self.files.values()],
