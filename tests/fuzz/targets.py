@@ -123,10 +123,8 @@ class WholeStep:
         live = self.state(False)
         try:
             self.ckpt.restore(live, 7)
-        except STEP_REFUSED as error:
+        except (*STEP_REFUSED, UsageError) as error:  # a dtype, or a grid, that is not for here
             return not readable(error)
-        except UsageError as error:
-            return not must("buffer_bytes" in error.facts, "not its fault", error)
         self.judge(json.loads(raw), live)
         return True
 
