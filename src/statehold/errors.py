@@ -61,6 +61,9 @@ __all__ = [
     "WaitTimeout",
 ]
 
+# Of a message, in characters.
+LINE_MAX = 1000
+
 
 class StateholdError(Exception):
     """Base of every error of this package.
@@ -226,7 +229,9 @@ class InvariantError(StateholdError):
 
 
 def _printable(line: str) -> str:
-    """Names come from files: they must not steer the terminal of whoever prints an error."""
+    """Names come from files: they must not fill, or steer, the terminal that shows an error."""
+    if len(line) > LINE_MAX:
+        line = f"{line[:LINE_MAX]}..."
     if line.isprintable():
         return line
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)

@@ -1,4 +1,4 @@
-"""The soak for seconds: it runs, and it notices what grows. `make soak MINUTES=n` is the long one."""
+"""The soak for seconds: it runs, and notices what grows. `make soak MINUTES=n` is the long one."""
 
 from __future__ import annotations
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +14,8 @@ import pytest
 
 from statehold import _core
 from statehold.errors import StorageError
-from support.seccomp import IO_URING_SETUP, forbid
 from support.disks import BUFFER, Disk, State, random_arrays, restore, save
-
+from support.seccomp import IO_URING_SETUP, forbid
 
 
 def in_child(body: Callable[[], None]) -> int:

@@ -3,9 +3,9 @@
     python -m fuzz --seconds 600 [--corpus DIR]
 
 Begins with the seeds, the corpus and the findings; what reaches new code is kept in DIR (by default
-build/fuzz). An input may take 10 s and 2 GiB more than the start; opening a file of this machine while an input
-is looked at counts as a finding. The first finding ends the campaign and is written to DIR: fix it, and
-keep it in tests/fuzz/findings/, which the everyday suite replays.
+build/fuzz). An input may take 10 s, and 2 GiB more than the start; to open a file of this machine
+while an input is looked at is a finding. The first finding ends the campaign and is written to DIR:
+fix it, and keep it in tests/fuzz/findings/, which the everyday suite replays.
 """
 
 from __future__ import annotations

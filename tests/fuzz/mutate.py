@@ -19,7 +19,7 @@ INTEGERS = (0, 1, -1, 2, 3, 7, 255, 4095, 4096, 8192, 65536, 2**20, 2**24, 2**31
 INTEGERS += (2**40, 2**53 - 1, 2**53, 2**60, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63), 10**40)
 STRINGS = ("", "..", "../x", "/etc/passwd", "a/b", "\0", "\ud800", "$tensor", "nan", "__metadata__")
 STRINGS += ("rank-00000-of-00001.safetensors", "rank-00001-of-00004-1.safetensors", "x" * 5000)
-STRINGS += ("F4", "F6_E2M3", "C64", "BOOL", "0" * 16, "f" * 64, "1e400", "5eed-1", "１２")
+STRINGS += ("F4", "F6_E2M3", "C64", "BOOL", "0" * 16, "f" * 64, "1e400", "5eed-1", "\uff11\uff12")
 OTHERS = (None, True, False, 0.0, -0.0, 1.0, 1.5, 1e308, [], {}, [[]], [0], [0, 0], [[0, 0]])
 OTHERS += ({"$tensor": "a"}, {"$dict": [[1, 2], [True, 3]]}, {"$set": [1, 1.0]}, {"$x": 1})
 OTHERS += ({"$deque": {"items": [1], "maxlen": 0}}, {"$int": "9" * 4001}, {"$bytes": "=A=="})
@@ -133,7 +133,12 @@ def _shuffle(holder: Any, places: list[Place], draw: random.Random) -> None:
 def _nest(holder: Any, places: list[Place], draw: random.Random) -> None:
     node, key = draw.choice(places)
     wrap: Callable[[Any], Any] = draw.choice(
-        (lambda x: [x], lambda x: {"a": x}, lambda x: {"$tuple": [x]}, lambda x: {"$dict": [[0, x]]})
+        (
+            lambda x: [x],
+            lambda x: {"a": x},
+            lambda x: {"$tuple": [x]},
+            lambda x: {"$dict": [[0, x]]},
+        )
     )
     for _ in range(draw.choice((1, 2, 3, 90, 190))):
         node[key] = wrap(node[key])

@@ -1,8 +1,8 @@
 """Every flipped bit of a step is found on restore, and the right tensor or file is blamed.
 
-Every byte of every file of a step is flipped, by turns, in one of its bits: of steps of one rank and
-of two, restored by Checkpointers and read by a StorageReader. Of the spaces that pad headers, and of
-the steps of two ranks, the everyday run takes some; STATEHOLD_FLIPS=all takes every byte.
+Every byte of every file of a step is flipped, by turns, in one of its bits: of steps of one rank
+and of two, restored by Checkpointers and read by a StorageReader. Where that takes long, the
+everyday run takes some of them; STATEHOLD_FLIPS=all takes every byte.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ class Image:
     @staticmethod
     def _owners(name: str, raw: bytes) -> dict[int, str]:
         entries, _, begin = header.decode(raw, len(raw), name)
-        return {
-            begin + at: entry.name for entry in entries for at in range(entry.begin, entry.end)
-        }
+        return {begin + at: entry.name for entry in entries for at in range(entry.begin, entry.end)}
 
 
 def judge(error: Exception, blame: Blame) -> None:
