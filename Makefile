@@ -4,11 +4,13 @@
 ARGS ?=
 RANKS ?= 1
 SEEDS ?= 1000
+SECONDS ?= 600
+MINUTES ?= 120
 bin := .venv/bin
 native_sources := $(wildcard native/*.h native/*.cpp native/test/*.h native/test/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test sim check bench clean
+.PHONY: help setup build demo test sim modes fuzz soak check bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
@@ -28,6 +30,18 @@ test:  ## the C++ and the Python tests
 
 sim: setup  ## SEEDS=n seeds of the simulation: faults, crashes, ranks that die
 	@$(bin)/python tests/sim/campaign.py --seeds $(SEEDS) $(ARGS)
+
+modes: setup  ## the Python tests under python -O, without io_uring, with warnings as errors
+	@$(bin)/python -O -m pytest -q -W "ignore:assertions not in test:pytest.PytestConfigWarning" $(ARGS)
+	@$(bin)/python -m pytest -q --no-io-uring $(ARGS)
+	@PYTHONWARNINGS=error $(bin)/python -m pytest -q $(ARGS)
+
+fuzz: setup  ## hostile steps, guided by coverage, for SECONDS=600
+	@$(bin)/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0
+	@PYTHONPATH=tests $(bin)/python -m fuzz --seconds $(SECONDS) $(ARGS)
+
+soak: setup  ## saves and restores in a loop for MINUTES=120: nothing may grow
+	@PYTHONPATH=tests $(bin)/python -m soak --minutes $(MINUTES) $(ARGS)
 
 check: setup  ## formatting, lint and types
 	$(bin)/ruff format --check .

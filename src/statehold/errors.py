@@ -61,6 +61,9 @@ __all__ = [
     "WaitTimeout",
 ]
 
+# Of a message, in characters.
+LINE_MAX = 1000
+
 
 class StateholdError(Exception):
     """Base of every error of this package.
@@ -82,7 +85,7 @@ class StateholdError(Exception):
         lines += [f"  {name:<{width}}  {value}" for name, value in self.facts.items()]
         if self.hint is not None:
             lines.append(f"  hint: {self.hint}")
-        return "\n".join(lines)
+        return "\n".join(map(_printable, "\n".join(lines).split("\n")))
 
     def with_fact(self, name: str, value: Any) -> StateholdError:
         """Add one fact that only an outer layer knows, such as the step; returns self."""
@@ -223,6 +226,15 @@ class FormatVersionError(StateholdError):
 
 class InvariantError(StateholdError):
     """An internal check failed. The save or restore was stopped; please report it."""
+
+
+def _printable(line: str) -> str:
+    """Names come from files: they must not fill, or steer, the terminal that shows an error."""
+    if len(line) > LINE_MAX:
+        line = f"{line[:LINE_MAX]}..."
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 def storage_error(operation: str, errno: int, path: str, offset: int | None = None) -> StorageError:

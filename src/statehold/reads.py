@@ -15,11 +15,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from statehold.errors import ChecksumError
+from statehold.errors import ChecksumError, UsageError
 from statehold.planning.layout import Box
 from statehold.planning.ranges import ranges
 from statehold.state.landing import Landing, region
 from statehold.steps.entries import sums_to_bytes
+from statehold.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,7 @@ class StepRead:
     def mismatch(self, found: Mismatch) -> ChecksumError:
         """The error for a piece whose bytes do not match, naming the tensor it belongs to."""
         segment = self.segments[found.segment]
-        name = segment.name or "none: the header of the file"
+        name = segment.name
         hint = "restore() without a step takes the newest intact one"
         return mismatch_error(found, name, self.files[segment.file], hint)
 
@@ -119,6 +120,7 @@ class ReadPlan:
 
     def start(self, engine: Engine, directory: str) -> StepRead:
         """Begin to read."""
+        check_blocks(self._block_bytes, engine.buffer_bytes)
         segments = self._segments
         files = [f"{directory}/{name}" for name in self._files]
         targets = [segment.target or Target() for segment in segments]
@@ -139,6 +141,19 @@ class ReadPlan:
         return StepRead(job, segments, files, self._landings)
 
 
+def check_blocks(block_bytes: int, buffer_bytes: int) -> None:
+    """A piece is verified in one buffer: the grid of the step has to divide it."""
+    if buffer_bytes % block_bytes:
+        raise UsageError(
+            "the checksums of this step do not fit the buffers",
+            facts={
+                "block_bytes of the step": format_bytes(block_bytes),
+                "buffer_bytes": format_bytes(buffer_bytes),
+            },
+            hint=f"open it with buffer_bytes={block_bytes} or a multiple",
+        )
+
+
 def _flags(target: Target) -> int:
     return FLAG_EXTERNAL * (target.landing is not None) | FLAG_SHARED * target.shared
 
@@ -148,7 +163,7 @@ def mismatch_error(found: Mismatch, name: str, file: str, hint: str) -> Checksum
     return ChecksumError(
         "bytes on disk do not match their checksum",
         facts={
-            "tensor": name,
+            "tensor": name or "none: the header of the file",
             "file": file,
             "bytes": f"[{found.begin}, {found.end})",
             "xxh3-64": f"expected {found.expected:016x}, got {found.got:016x}",

@@ -15,10 +15,7 @@ import pytest
 from statehold import _core
 from statehold.errors import StorageError
 from support.disks import BUFFER, Disk, State, random_arrays, restore, save
-
-IO_URING_SETUP = 425
-PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
-PR_SET_NO_NEW_PRIVS = 38
+from support.seccomp import IO_URING_SETUP, forbid
 
 
 def in_child(body: Callable[[], None]) -> int:
@@ -32,27 +29,6 @@ def in_child(body: Callable[[], None]) -> int:
             print(repr(error), file=sys.stderr)
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def forbid(system_call: int) -> None:
-    """A seccomp filter, as in container profiles: EPERM for one system call."""
-    load, jump_if_equal, give = 0x20, 0x15, 0x06
-    allow, refuse = 0x7FFF0000, 0x00050000 | 1  # with errno EPERM
-    program = b"".join(
-        struct.pack("HBBI", *instruction)
-        for instruction in (
-            (load, 0, 0, 0),
-            (jump_if_equal, 0, 1, system_call),
-            (give, 0, 0, refuse),
-            (give, 0, 0, allow),
-        )
-    )
-    code = ctypes.create_string_buffer(program)
-    header = struct.pack("HxxxxxxP", 4, ctypes.addressof(code))
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "seccomp")
 
 
 def round_trip(fs: _core.Fs, folder: Path) -> None:

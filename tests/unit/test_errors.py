@@ -80,3 +80,10 @@ def test_other_errnos_are_storage_errors() -> None:
 )
 def test_native_statuses(code: str, kind: type[StateholdError]) -> None:
     assert type(from_native(code, "read", errno.EIO, "/run/x", 10)) is kind
+
+
+def test_a_message_can_be_printed_whatever_a_file_says() -> None:
+    error = CorruptionError("bad", facts={"tensor": "a\x1b[2J\0\ud800\u202eb", "its error": "x\ny"})
+    assert "a\\x1b[2J\\x00\\ud800\\u202eb" in str(error)
+    assert "x\ny" in str(error)
+    assert error.facts["tensor"].endswith("b")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import io
 import json
 import math
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -146,17 +149,49 @@ def nested(levels: int) -> list[Any]:
 def test_depth_is_limited_both_ways() -> None:
     allowed = nested(values.DEPTH_MAX)
     assert values.decode(values.encode(allowed, "x")) == allowed
-    with pytest.raises(UnsupportedValueError, match="200 deep"):
+    with pytest.raises(UnsupportedValueError, match=f"{values.DEPTH_MAX} deep"):
         values.encode([allowed], "x")
     with pytest.raises(ManifestError) as caught:
         values.decode([allowed])
-    assert "200 deep" in caught.value.facts["expected"]
+    assert f"{values.DEPTH_MAX} deep" in caught.value.facts["expected"]
+
+
+WRAPS: dict[str, Callable[[Any], Any]] = {
+    "list": lambda value: [value],
+    "tuple": lambda value: (value,),
+    "dict": lambda value: {"a": value},
+    "pairs": lambda value: {1: value},
+    "ordered": lambda value: OrderedDict(a=value),
+    "frozenset": lambda value: frozenset([value]),
+    "deque": lambda value: deque([value]),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_what_can_be_saved_can_be_restored(wrap: Callable[[Any], Any]) -> None:
+    value: Any = 5
+    for _ in range(values.DEPTH_MAX):
+        value = wrap(value)
+    assert values.decode(values.encode(value, "x")) == value
+
+
+def test_a_stack_with_too_little_left() -> None:
+    node: Any = 5
+    for _ in range(values.DEPTH_MAX):
+        node = [node]
+
+    def deep(levels: int) -> Any:
+        return deep(levels - 1) if levels else values.decode(node)
+
+    depth = len(inspect.stack())
+    with pytest.raises(ManifestError, match="stack"):
+        deep(sys.getrecursionlimit() - depth - values.DEPTH_MAX)
 
 
 def test_expansion_of_shared_containers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "CONTAINERS_MAX", 1000)
     value: list[Any] = []
-    for _ in range(100):
+    for _ in range(20):
         value = [value, value]
     with pytest.raises(UnsupportedValueError, match="more than 1000 containers"):
         values.encode(value, "x")

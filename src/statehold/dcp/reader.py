@@ -123,7 +123,7 @@ class StorageReader(_StorageReader):
         ]
         builder = _Builder(step)
         built = [builder.build(item.storage_index.fqn) for item in objects]
-        read(self._machine, self._path, step.saved.block_bytes, [*wanted, *builder.wanted])
+        read(self._machine, self._path, step.saved, [*wanted, *builder.wanted])
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         for item, value in zip(objects, built, strict=True):

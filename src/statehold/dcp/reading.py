@@ -22,14 +22,15 @@ from statehold import _core
 from statehold.dcp.machine import Machine
 from statehold.planning.layout import Box
 from statehold.planning.ranges import ranges
-from statehold.reads import FLAG_SHARED, mismatch_error
+from statehold.reads import FLAG_SHARED, check_blocks, mismatch_error
 from statehold.state.tensors import is_external, is_view_of_other_values, overlaps_itself
 from statehold.steps.entries import sums_to_bytes
 from statehold.units import MiB
 
 if TYPE_CHECKING:
     from statehold._core import BoxTarget, Fs
-    from statehold.steps.saved import PlacedChunk
+    from statehold.steps.entries import FileEntry
+    from statehold.steps.saved import PlacedChunk, SavedStep
 
 WAVE_BYTES = 256 * MiB
 _HINT = "load an older checkpoint; the state that was being loaded is incomplete"
@@ -65,11 +66,11 @@ class Wanted:
         return 0 if self.is_straight else self.box.numel * self.dtype.itemsize
 
 
-def read(machine: Machine, directory: str, block_bytes: int, wanted: Iterable[Wanted]) -> None:
+def read(machine: Machine, directory: str, saved: SavedStep, wanted: Iterable[Wanted]) -> None:
     """Fill every target. Raises ChecksumError, with the tensor, for bytes that are not right."""
     with machine.storage() as fs:
         for wave in _waves(wanted):
-            _read_wave(machine, fs, directory, block_bytes, wave)
+            _read_wave(machine, fs, directory, saved, wave)
 
 
 def _waves(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
@@ -86,12 +87,13 @@ def _waves(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
 
 
 def _read_wave(
-    machine: Machine, fs: Fs, directory: str, block_bytes: int, wave: Sequence[Wanted]
+    machine: Machine, fs: Fs, directory: str, saved: SavedStep, wave: Sequence[Wanted]
 ) -> None:
     straight = [each.target if each.is_straight else _host_memory(each) for each in wave]
-    job = _Job(directory, block_bytes)
+    job = _Job(directory, saved.block_bytes)
     for each, target in zip(wave, straight, strict=True):
         job.add(each, target)
+    job.add_headers(saved.files)
     job.run(machine, fs)
     for each, target in zip(wave, straight, strict=True):
         if target is not each.target:
@@ -113,9 +115,9 @@ class _Segment:
     nbytes: int
     sums: str
     name: str
-    address: int
-    box: BoxTarget
-    flags: int
+    address: int = 0
+    box: BoxTarget | None = None  # without one, the bytes are only verified
+    flags: int = 0
 
 
 @dataclass(slots=True)
@@ -149,10 +151,18 @@ class _Job:
                 )
             )
 
+    def add_headers(self, files: Iterable[FileEntry]) -> None:
+        """Those of the files that are read, so that all that is read of a file is verified."""
+        for entry in files:
+            if entry.name in self.files:
+                number, _ = self.files[entry.name]
+                self.segments.append(_Segment(number, 0, entry.data_begin, entry.header_sums, ""))
+
     def run(self, machine: Machine, fs: Fs) -> None:
         segments = sorted(self.segments, key=lambda each: (each.file, each.begin, each.nbytes))
         files = [f"{self.directory}/{name}" for name in self.files]
         with machine.engine(fs, sum(each.nbytes for each in segments)) as engine:
+            check_blocks(self.block_bytes, engine.buffer_bytes)
             job = engine.read(
                 files=files,
                 file_bytes=[nbytes for _, nbytes in self.files.values()],
@@ -164,7 +174,7 @@ class _Job:
                 flags=bytes([each.flags for each in segments]),
                 strided={},
                 sums=sums_to_bytes("".join([each.sums for each in segments])),
-                boxes={index: each.box for index, each in enumerate(segments)},
+                boxes={i: each.box for i, each in enumerate(segments) if each.box is not None},
             )
             try:
                 job.wait(None)

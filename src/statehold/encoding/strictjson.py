@@ -82,6 +82,8 @@ class Checker:
     def fail(self, where: str, expected: str, got: str) -> NoReturn:
         # Names come from the file, too: a message stays readable whatever they are.
         place = where if len(where) <= 300 else f"{where[:300]}..."
+        if not place.isprintable():
+            place = ascii(place)[1:-1]
         facts = {"file": self.file, "where": place, "expected": expected, "got": got}
         if not self.file:
             del facts["file"]

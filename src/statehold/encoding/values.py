@@ -30,8 +30,9 @@ Leaf = Callable[[Any, str], Any | None]
 # (tag, payload) -> value.
 LeafReader = Callable[[str, Any], Any]
 
-DEPTH_MAX = 200
-# Containers are expanded at every reference, so a few lists can stand for 2**200 nodes.
+# Each level takes up to six calls, of the thousand that Python allows and the caller has begun.
+DEPTH_MAX = 100
+# Containers are expanded at every reference, so a few lists can stand for 2**100 nodes.
 CONTAINERS_MAX = 1 << 22
 # Doubles, and the JSON readers built on them, are exact below 2**53.
 _INT_PLAIN_MAX = 2**53 - 1
@@ -67,7 +68,12 @@ def decode(node: Any, leaf: LeafReader | None = None) -> Any:
     payload's form has been checked. Raises ManifestError (facts where, expected, got) for a
     node in none of them.
     """
-    return _Decoder(leaf).node(node, 0)
+    decoder = _Decoder(leaf)
+    try:
+        return decoder.node(node, 0)
+    except RecursionError:
+        decoder.trail.clear()
+        decoder.fail("values that the stack of this thread can hold", "deeper ones")
 
 
 def _is_plain_key(key: object) -> bool:
