@@ -15,7 +15,7 @@ from statehold.planning.layout import Box, Layout, Mesh, Ranks
 from statehold.planning.plan import TensorSpec, plan_save
 from statehold.planning.share import Held
 from statehold.steps.entries import record_file
-from statehold.steps.manifest import groups_of, shared_of
+from statehold.steps.manifest import groups_of
 from statehold.steps.record import Record
 from statehold.steps.saved import PlacedChunk, SavedTensor, open_step
 from statehold.steps.trees import Differs
@@ -154,12 +154,6 @@ def test_groups_of_ranks() -> None:
         "m": (Ranks(((0, 1), (3, 3))), Ranks(((2, 2),))),
         "seed": (Ranks(((0, 0),)), Ranks(((1, 1),))),
     }
-
-
-def test_shared_tensors() -> None:
-    contents = [{"a": "1", "b": "1", "c": "7"}, {"a": "1", "b": "2"}, {"a": "1", "d": "1"}]
-    (shared,) = shared_of(contents)
-    assert (shared.ranks, shared.names) == (Ranks(((0, 2),)), ("a",))
 
 
 def test_ranks_say_the_same_whoever_writes_and_whatever_else_they_hold() -> None:

@@ -49,7 +49,6 @@ __all__ = [
     "groups_of",
     "record_file",
     "record_name",
-    "shared_of",
 ]
 
 VERSION = 2
@@ -168,21 +167,6 @@ def groups_of(said: Sequence[Mapping[str, str]]) -> dict[str, tuple[Ranks, ...]]
         for key, digest in digests.items():
             ranks.setdefault(key, {}).setdefault(digest, []).append(rank)
     return {key: tuple(map(Ranks.of, groups.values())) for key, groups in ranks.items()}
-
-
-def shared_of(contents: Sequence[Mapping[str, str]]) -> tuple[Shared, ...]:
-    """Commit.shared, from the hashes of each rank's own tensors (Record.contents), by rank."""
-    hashes: dict[str, set[str]] = {}
-    ranks: dict[str, list[int]] = {}
-    for rank, own in enumerate(contents):
-        for name, content in own.items():
-            hashes.setdefault(name, set()).add(content)
-            ranks.setdefault(name, []).append(rank)
-    names: dict[tuple[int, ...], list[str]] = {}
-    for name, different in hashes.items():
-        if len(different) == 1 and len(ranks[name]) > 1:
-            names.setdefault(tuple(ranks[name]), []).append(name)
-    return tuple(Shared(Ranks.of(each), tuple(same)) for each, same in names.items())
 
 
 def check_attempt(check: Checker, value: Any) -> str:
