@@ -212,7 +212,7 @@ def test_sim_injects_what_it_is_told() -> None:
             fs.mkdir("b")
         assert errno_of(raised) == errno.EACCES
     fs.mkdir("b")
-    assert fs.fired == {"injected": 2}
+    assert fs.fired["injected"] == 2
     assert fs.operations == ["mkdir a", "mkdir b"]
 
 
@@ -224,7 +224,7 @@ def test_sim_has_a_capacity() -> None:
     with pytest.raises(NoSpaceError):
         fs.write_file("b", b"x" * (PAGE + 1))
     fs.write_file("b", b"x" * PAGE)
-    assert fs.fired == {"enospc": 2}
+    assert fs.fired["enospc"] == 2
 
 
 def test_sim_forgets_what_was_not_synced() -> None:
