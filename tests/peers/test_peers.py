@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -116,6 +117,30 @@ def test_a_committer_that_arrived_is_given_time_to_name_the_missing(make: Maker)
         with pytest.raises(PeerLostError) as caught:
             waiting.result(DEADLINE_S)
     assert caught.value.ranks == (7, 8)
+
+
+def test_a_committer_that_came_at_the_last_moment_can_still_name_the_missing(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own time to wait for them has only begun, and its word takes a moment to arrive."""
+    peers = peers_of(make, 2, DEADLINE_S)
+    together(peers, lambda one: one.open())
+    board, given_s = peers[1]._board, []
+
+    def wait(keys: list[str], until: float) -> list[str]:
+        given_s.append(until - time.monotonic())
+        if len(given_s) == 1:
+            peers[0].arrive(0, b"")
+            return keys  # time is up
+        peers[0].conclude(0, PeerLostError("gone", ranks=[7], hint="look"))
+        return []
+
+    monkeypatch.setattr(board, "wait", wait)
+    peers[1].arrive(0, b"")
+    with pytest.raises(PeerLostError) as caught:
+        peers[1].outcome(0)
+    assert caught.value.ranks == (7,)
+    assert given_s[1] > 1.4 * DEADLINE_S
 
 
 @pytest.mark.parametrize("failing", [0, 2])
