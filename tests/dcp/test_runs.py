@@ -18,6 +18,7 @@ import statehold
 from statehold.dcp import StorageReader, StorageWriter
 from statehold.testing import SimFs
 from support.dcp_checks import Net, failing
+from support.faults import DEADLINE_S, must
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -33,7 +34,8 @@ def test_a_checkpointer_restores_it(tmp_path: Path) -> None:
     other = Net(2)
     live = {"model": other, "epoch": 0, "order": None}
     with statehold.Checkpointer(tmp_path, staging_bytes="32MiB") as ckpt:
-        assert ckpt.restore(live) == 7
+        got = ckpt.restore(live)
+        assert got == 7
     same(net.state_dict(), other.state_dict())
     assert (live["epoch"], live["order"]) == (5, [3, 1, 2])
 
@@ -108,13 +110,15 @@ def test_both_can_be_pickled_after_use(tmp_path: Path) -> None:
 
 def test_staged_memory_is_not_used_while_a_save_reads_it() -> None:
     writer = StorageWriter()
-    first = writer.stage({"a": torch.ones(1000)})
-    second = writer.stage({"a": torch.zeros(1000)})
+    live = {"a": torch.ones(1000)}
+    first = writer.stage(live)
+    live["a"].zero_()
+    second = writer.stage(live)
     assert first["a"].all()
     place = second["a"].data_ptr()
     del second
-    assert writer.stage({"a": torch.ones(1000)})["a"].data_ptr() != first["a"].data_ptr()
-    assert place
+    third = writer.stage(live)
+    assert third["a"].data_ptr() == place != first["a"].data_ptr()
     writer.close()
 
 
@@ -127,7 +131,7 @@ class Waiting(dcp.DefaultSavePlanner):
 
     def create_local_plan(self) -> Any:
         self.asked.set()
-        assert self.may.wait(60)
+        must(self.may.wait(DEADLINE_S))
         return super().create_local_plan()
 
 
@@ -138,7 +142,7 @@ def test_a_save_that_begins_before_another_ends(tmp_path: Path) -> None:
     first = dcp.async_save(
         {"a": torch.ones(3)}, checkpoint_id=one, storage_writer=writer, planner=planner
     )
-    assert planner.asked.wait(60)
+    must(planner.asked.wait(DEADLINE_S))
     second = dcp.async_save({"a": torch.zeros(3)}, checkpoint_id=two, storage_writer=writer)
     second.result()
     planner.may.set()
