@@ -19,6 +19,7 @@ from statehold.steps.entries import record_file
 from statehold.steps.manifest import Commit, RecordEntry, Shared, groups_of, record_name
 from statehold.steps.record import Record
 from statehold.steps.saved import SavedStep, open_step
+from support.faults import must
 from support.steps import Sums, false_sums
 
 DTYPES = {"F64": np.float64, "I64": np.int64, "U8": np.uint8, "I16": np.int16}
@@ -136,7 +137,7 @@ class World:
         result = np.zeros(box.shape, DTYPES[step.tensors[name].dtype])
         for chunk in step.chunks(name, box):
             raw = self.files[f"{DIRECTORY}/{chunk.file}"]
-            assert len(raw) == chunk.file_bytes
+            must(len(raw) == chunk.file_bytes)
             part = np.frombuffer(raw[chunk.begin : chunk.end], result.dtype)
             part = part.reshape(chunk.box.shape)
             met = chunk.box.intersection(box)
