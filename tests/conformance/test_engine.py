@@ -248,7 +248,14 @@ def test_dropping_a_job_cancels_it(disk: Disk, engine: _core.Engine) -> None:
         job = State(random_arrays(1, *[BUFFER] * 8)).write(engine)
         del job
     gc.collect()
-    save(engine, disk, "f", State(random_arrays(2, 1_000_000)))
+    after = State(random_arrays(2, 700_000))
+    assert 2 * BUFFER < after.file_bytes <= engine.buffer_count * BUFFER == 3 * BUFFER
+    job = after.write(engine)
+    must(job.wait_copied(DEADLINE_S), "a buffer is not free again")
+    job.attach(disk.fs.open_write(disk.path("f"), after.file_bytes))
+    must(job.wait_written(DEADLINE_S))
+    job.finish()
+    assert disk.fs.read_file(disk.path("f"), 1 << 30) == after.image
 
 
 def test_close_fails_what_is_running(disk: Disk, engine: _core.Engine) -> None:
