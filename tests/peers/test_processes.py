@@ -71,7 +71,8 @@ def job(
         where = str(server.read())
     script = str(Path(__file__).with_name("rank.py"))
     ranks = [start(script, kind, where, str(r), str(SIZE), str(TIMEOUT_S)) for r in range(SIZE)]
-    assert len({rank.read()["open"] for rank in ranks}) == 1
+    tokens = {rank.read()["open"] for rank in ranks}
+    assert len(tokens) == 1
     return ranks, server
 
 
