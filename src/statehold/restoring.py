@@ -23,7 +23,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from statehold import _core
 from statehold.agreeing import ROUND, MismatchElsewhere, led, together
 from statehold.errors import (
     CorruptionError,
@@ -167,14 +166,7 @@ class Restorer:
 
     def _read_here(self, step: int, matched: Matched) -> None:
         reading = matched.reading.start(self._engine, self._store.path(step))
-        try:
-            self._devices.load(reading.job, reading.external())
-            reading.job.wait(None)
-            reading.land()
-        except _core.Mismatch as found:
-            raise reading.mismatch(found) from None
-        finally:
-            reading.job.cancel()
+        reading.finish(self._devices.load)
 
 
 def listed(steps: Iterable[int]) -> str:

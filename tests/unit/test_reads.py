@@ -35,7 +35,7 @@ class Step:
 
 def test_what_others_ask_for_is_not_verified_again() -> None:
     tensor = torch.zeros(4)
-    destination = Destination("a", tensor, None, False, ELSEWHERE.box, shared=False)
+    destination = Destination("a", tensor, False, ELSEWHERE.box, shared=False)
     step: Any = Step()
     plan = reads.ReadPlan(step, [destination], complete=True, rank=0, ranks=2)
     asked = [(each.name, each.begin) for each in plan._segments if each.end > each.begin]

@@ -235,7 +235,7 @@ class _Step:
         shape = self.shape(name, chunk.box.shape)
         is_whole = chunk.box.shape == self.saved.tensors[name].shape and box == Box.whole(shape)
         shared = is_whole and _place()[1] > 1
-        return Wanted(name, chunk, self.dtype(name), shape, box, target, shared)
+        return Wanted(name, chunk, self.dtype(name), box, target, shared)
 
 
 class _Items(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
