@@ -82,8 +82,8 @@ class Restorer:
                 if self._peers or step in self._store.steps():  # else it was retired meanwhile
                     failed[step] = error
         if failed:
-            error = failed.pop(max(failed))
-            raise error.with_fact("also damaged", listed(failed)) if failed else error
+            newest = failed.pop(max(failed))
+            raise newest.with_fact("also damaged", listed(failed)) if failed else newest
         return None, failed
 
     def step(self, step: int) -> RestoreReport:
