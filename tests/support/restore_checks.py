@@ -127,7 +127,7 @@ def check_boxes_of_destinations(job: Job) -> None:
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         assert found["m.up.weight"].box.shape == local.shape
         assert found["m.up.weight"].shared is expected
-        assert found["m.up.weight"].address == local.data_ptr()
+        assert found["m.up.weight"].tensor.data_ptr() == local.data_ptr()
         assert found["t"].shared
         assert found["t"].box == Box.whole((2,))
 
