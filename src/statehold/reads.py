@@ -11,7 +11,7 @@ its errors (segments), the live state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from statehold.planning.layout import Box
@@ -87,11 +87,16 @@ class ReadPlan:
         """
         shape, strides = torch_shape(target.dtype, chunk.box.shape), target.stride()
         item_bytes, is_dense = target.element_size(), target.is_contiguous()
-        is_whole = box.shape == shape
-        found = [_all_of(chunk)] if is_whole else self._ranges(chunk, shape, box, item_bytes)
+        if is_whole := box.shape == shape:
+            found = [_all_of(chunk)]
+        else:
+            grid = self._saved.block_bytes
+            found = ranges(chunk.begin, chunk.sums, shape, box, item_bytes, grid)
         landing = None
         if external and not (is_whole and is_dense):
-            landing = self._landing(chunk, found, shape, box, target)
+            low, high = found[0].begin - chunk.begin, found[-1].end - chunk.begin
+            landing = Landing(target, box, shape, low, high)
+            self._landings.append(landing)
         for part in found:
             # Of pieces that are not wanted whole, other ranks want the rest.
             also = shared or (self._ranks > 1 and part.box_begin is None)
@@ -146,24 +151,6 @@ class ReadPlan:
         for name, chunk in self._saved.unread(asked):
             if name not in names:
                 self._append(name, chunk, _all_of(chunk), NOWHERE)
-
-    def _ranges(
-        self, chunk: PlacedChunk, shape: tuple[int, ...], box: Box, item_bytes: int
-    ) -> list[Range]:
-        block_bytes = self._saved.block_bytes
-        return ranges(chunk.begin, chunk.sums, shape, box, item_bytes, block_bytes)
-
-    def _landing(
-        self,
-        chunk: PlacedChunk,
-        found: Sequence[Range],
-        shape: tuple[int, ...],
-        box: Box,
-        target: torch.Tensor,
-    ) -> Landing:
-        low, high = found[0].begin - chunk.begin, found[-1].end - chunk.begin
-        self._landings.append(Landing(target, box, shape, low, high))
-        return self._landings[-1]
 
     def _append(self, name: str, chunk: PlacedChunk, part: Range, where: Where) -> None:
         number, _ = self._files.setdefault(chunk.file, (len(self._files), chunk.file_bytes))

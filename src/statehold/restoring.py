@@ -24,11 +24,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from statehold.agreeing import ROUND, MismatchElsewhere, led, together
-from statehold.errors import (
-    CorruptionError,
-    StateholdError,
-    StateMismatchError,
-)
+from statehold.errors import CorruptionError, StateholdError, StateMismatchError
 from statehold.reads import ReadPlan
 from statehold.selection import RestoreReport, Selection
 from statehold.state.restore import Restoration, mismatch, prepare
