@@ -155,7 +155,8 @@ def test_planning_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(str(ROOT))
     from bench.plan import main
 
-    assert main(["--smoke", "--out", str(tmp_path)]) == 0
+    status = main(["--smoke", "--out", str(tmp_path)])
+    assert status == 0
     whole = json.loads((tmp_path / "plan.json").read_text())
     assert {row["case"] for row in whole["rows"]} == {"llama-405b", "hybrid", "replicated"}
     for row in whole["rows"]:
@@ -163,3 +164,22 @@ def test_planning_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert row["cached_s"] > 0
         assert row["parts"] <= row["tensors"]
     assert (tmp_path / "plan.txt").read_text().count("hybrid") == 4
+
+
+def test_each_protection_can_still_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The statements that bench.protections replaces are where it looks for them."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from bench.protections import ORIGINAL, VARIANTS
+
+    for name, replacements in VARIANTS.items():
+        assert bool(replacements) is (name != ORIGINAL)
+        for index, replacement in enumerate(replacements):
+            copy = tmp_path / f"{name} {index}" / replacement.path
+            copy.parent.mkdir(parents=True)
+            copy.write_text((ROOT / replacement.path).read_text())
+            replacement.apply(tmp_path / f"{name} {index}")
+            assert replacement.new in copy.read_text()
+            with pytest.raises(RuntimeError, match="does not have once"):
+                replacement.apply(tmp_path / f"{name} {index}")

@@ -88,7 +88,8 @@ def test_damage_is_named_and_the_step_before_is_restored(three_steps, name: str)
         assert caught.value.facts["step"] == 3
         assert caught.value.facts["other steps"] == "1, 2 (2 in all)"
         with pytest.warns(RuntimeWarning, match="step 3 is damaged; step 2 was restored"):
-            assert ckpt.restore(live.state) == 2
+            got = ckpt.restore(live.state)
+        assert got == 2
         assert bits(live) == second
         assert ckpt.steps() == [1, 2]
         assert (run / "step-000000000003.corrupt").is_dir()
@@ -232,7 +233,8 @@ def test_every_operation_may_fail_and_the_run_goes_on(operation: str) -> None:
         assert fs.fired["injected"] == 1
         assert ckpt.steps() == [1]
         live = Training(seed=2)
-        assert ckpt.restore(live.state) == 1
+        got = ckpt.restore(live.state)
+        assert got == 1
         assert bits(live) == expected
         training.step()
         ckpt.save(3, training.state).wait("committed", DEADLINE_S)

@@ -60,7 +60,8 @@ def test_a_forked_child_changes_nothing_for_its_parent(run) -> None:
         training.step()
         ckpt.save(2, training.state).wait("committed", DEADLINE_S)
         live = Training(seed=2)
-        assert ckpt.restore(live.state) == 2
+        got = ckpt.restore(live.state)
+        assert got == 2
         assert bits(live) == bits(training)
 
 

@@ -94,7 +94,8 @@ def test_checksums_are_xxh3_of_every_piece(disk: Disk, engine: _core.Engine, nam
             end = min((at // BLOCK + 1) * BLOCK, begin + size)
             expected.append(_core.xxh3_64(image[at:end]))
             at = end
-    assert list(array("Q", save(engine, disk, "f", state))) == expected
+    sums = list(array("Q", save(engine, disk, "f", state)))
+    assert sums == expected
 
 
 def test_overwriting_leaves_nothing_of_the_old(disk: Disk, engine: _core.Engine) -> None:
@@ -191,7 +192,8 @@ def test_eager_blocks_are_copied_first_and_writing_waits_for_the_file(
     for index in (7, 11):  # whatever happens to them now is not in the step
         state.arrays[index][:] = 0
     assert eager_count < engine.buffer_count < 12
-    assert not job.wait_copied(0.0)
+    copied = job.wait_copied(0.0)
+    assert not copied
     job.attach(disk.fs.open_write(disk.path("f"), state.file_bytes))
     must(job.wait_written(DEADLINE_S))
     must(job.wait_copied(0.0))
@@ -246,7 +248,14 @@ def test_dropping_a_job_cancels_it(disk: Disk, engine: _core.Engine) -> None:
         job = State(random_arrays(1, *[BUFFER] * 8)).write(engine)
         del job
     gc.collect()
-    save(engine, disk, "f", State(random_arrays(2, 1_000_000)))
+    after = State(random_arrays(2, 700_000))
+    assert 2 * BUFFER < after.file_bytes <= engine.buffer_count * BUFFER == 3 * BUFFER
+    job = after.write(engine)
+    must(job.wait_copied(DEADLINE_S), "a buffer is not free again")
+    job.attach(disk.fs.open_write(disk.path("f"), after.file_bytes))
+    must(job.wait_written(DEADLINE_S))
+    job.finish()
+    assert disk.fs.read_file(disk.path("f"), 1 << 30) == after.image
 
 
 def test_close_fails_what_is_running(disk: Disk, engine: _core.Engine) -> None:
@@ -490,6 +499,7 @@ def test_a_child_process_refuses_and_does_not_hang(disk: Disk) -> None:
             del job, engine  # nothing is waited for
             os._exit(7)
         os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
     job.cancel()
     engine.close()

@@ -172,7 +172,8 @@ def test_a_finished_file_is_closed_for_all(disk: Disk) -> None:
     )
     file = disk.fs.open_write(disk.path("f"), PAGE)
     job.attach(file)
-    assert job.wait_written(60.0)
+    written = job.wait_written(60.0)
+    assert written
     job.finish()
     assert disk.fs.can_reuse(disk.path("f"))
     file.close()
@@ -195,10 +196,11 @@ def test_close_is_idempotent_and_ends_transfers(disk: Disk) -> None:
 
 @pytest.mark.parametrize("size", [PAGE, 5 * PAGE, 3 * PAGE + 17])
 def test_raw_transfers_move_whole_files(disk: Disk, size: int) -> None:
-    assert _core.raw_write(disk.fs, disk.path("f"), size, 2 * PAGE, 3, False) > 0
+    fresh_s = _core.raw_write(disk.fs, disk.path("f"), size, 2 * PAGE, 3, False)
     assert disk.fs.stat_bytes(disk.path("f")) == size
-    assert _core.raw_write(disk.fs, disk.path("f"), size, 2 * PAGE, 3, True) > 0
-    assert _core.raw_read(disk.fs, disk.path("f"), 2 * PAGE, 3) > 0
+    again_s = _core.raw_write(disk.fs, disk.path("f"), size, 2 * PAGE, 3, True)
+    read_s = _core.raw_read(disk.fs, disk.path("f"), 2 * PAGE, 3)
+    assert min(fresh_s, again_s, read_s) > 0
     data = disk.fs.read_file(disk.path("f"), size)
     assert data[: 2 * PAGE].strip(b"\x01") == b""
 

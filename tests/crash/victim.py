@@ -1,11 +1,11 @@
 """The process that crash tests kill: a fork server, so that torch is imported once.
 
-Reads one JSON request a line: {"run", "kill_at" (operation number, or null), "saves"}. Forks a
-child that restores, checks what it restored, and saves on; with `kill_at` the child sends itself
-SIGKILL before that storage operation. Children report on stdout, one JSON line an event:
-{"restored": step or null, "steps": [...]}, {"requested": step}, {"committed": step},
-{"operation": name, "number": n} before dying, {"operations": total} at a normal end. The server
-ends every request with {"exit": wait status}.
+Reads one JSON request a line: {"run", "kill_at" ([operation, n], or null), "saves"}. Forks a child
+that restores, checks what it restored, and saves on; with `kill_at` the child sends itself SIGKILL
+before its n-th storage operation of that name, counted from 1. Children report on stdout, one JSON
+line an event: {"restored": step or null, "steps": [...]}, {"requested": step}, {"committed": step},
+{"operation": name, "number": n} before dying, {"operations": {name: count}} at a normal end. The
+server ends every request with {"exit": wait status}.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,14 @@ def check(ckpt: statehold.Checkpointer, state: dict[str, Any]) -> int:
     return newest or 0
 
 
-def child(run: str, kill_at: int | None, saves: int) -> None:
+def child(run: str, kill_at: list[Any] | None, saves: int) -> None:
     torch.set_num_threads(1)
-    count = 0
+    count: Counter[str] = Counter()
 
     def before(operation: str, _args: tuple[Any, ...]) -> None:
-        nonlocal count
-        count += 1
-        if count == kill_at:
-            report(operation=operation, number=count)
+        count[operation] += 1
+        if [operation, count[operation]] == kill_at:
+            report(operation=operation, number=count[operation])
             os.kill(os.getpid(), signal.SIGKILL)
 
     state: dict[str, Any] = {"w": torch.zeros(NUMEL, dtype=torch.int32), "step": 0}

@@ -28,7 +28,8 @@ class Overriding(torch.optim.SGD):
         return super().state_dict() | {"mine": 3}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert state.pop("mine") == 3
+        mine = state.pop("mine")
+        assert mine == 3
         super().load_state_dict(state)
 
 
@@ -133,7 +134,8 @@ def check_continuation(directory: Path, build: Build, schedule: Callable[..., An
     torch.manual_seed(77)
     resumed = Run(build, schedule)
     with statehold.Checkpointer(directory, **SMALL) as ckpt:
-        assert ckpt.restore(resumed.state) == 5
+        got = ckpt.restore(resumed.state)
+        assert got == 5
     assert everything(resumed) == at_the_save
     assert resumed.steps(5) == losses
     assert everything(resumed) == everything(whole)

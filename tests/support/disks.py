@@ -11,11 +11,11 @@ import numpy as np
 
 from statehold import _core
 from statehold.testing import SimFs
+from support.faults import DEADLINE_S, must
 
 BLOCK = 64 << 10
 BUFFER = 256 << 10
 EAGER, EXTERNAL, SHARED = 1, 2, 4
-DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,8 @@ def save(engine: _core.Engine, disk: Disk, name: str, state: State, reuse: bool 
             source = state.arrays[segment - 1].tobytes()
             fill.view[at : at + count] = source[offset : offset + count]
         job.filled(fill)
-    assert job.fills_left == 0
-    written = job.wait_written(DEADLINE_S)
-    assert written
+    must(job.fills_left == 0)
+    must(job.wait_written(DEADLINE_S))
     job.finish()
     return job.checksums()
 
@@ -127,9 +126,8 @@ def restore(engine: _core.Engine, disk: Disk, name: str, state: State, sums: byt
             target = memoryview(state.arrays[segment].data).cast("B")
             target[offset : offset + count] = ready.view[at : at + count]
         job.release(ready)
-    assert job.ready_left == 0
-    done = job.wait(DEADLINE_S)
-    assert done
+    must(job.ready_left == 0)
+    must(job.wait(DEADLINE_S))
 
 
 def corrupt(disk: Disk, name: str, offset: int, cold: bool) -> None:

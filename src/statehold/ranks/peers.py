@@ -11,7 +11,7 @@ in one call, for what ranks do together on the training thread (restore, rewind)
 
 What holds:
 - no call outlasts its deadline. Waiting for ranks ends after `timeout_s`; the others give rank 0
-  `timeout_s` to arrive and, if it did, as much again to gather and conclude;
+  `timeout_s` to arrive and, if it did, half as long again as it may take to gather and conclude;
 - who is missing is named (PeerLostError), and who failed is quoted (PeerFailedError), on all ranks;
 - a failure ends the round at once for everybody, whoever is still on the way;
 - a round costs a rank five to seven calls to a store, and rank 0 a few more and two for every
@@ -32,6 +32,10 @@ from statehold.errors import InvariantError, PeerFailedError, PeerLostError, Sta
 from statehold.ranks.board import Board, lost_leader
 
 _CONCLUDED, _FAILED = b"+", b"-"
+
+# Rank 0 waits `timeout_s` for the missing from when it arrived, which may just have been, and then
+# says who they are. Whoever gave it no more than that would blame it for them.
+_PATIENCE = 1.5
 
 
 class Peers:
@@ -188,7 +192,7 @@ class Peers:
         missing = self._board.wait([key], time.monotonic() + self._timeout_s)
         if missing and self._board.peek(f"{group}/0") is not None:
             # Rank 0 is here and waits for somebody: it will name them, or be lost itself.
-            missing = self._board.wait([key], time.monotonic() + self._timeout_s)
+            missing = self._board.wait([key], time.monotonic() + _PATIENCE * self._timeout_s)
         told = None if missing else self._board.peek(key)
         if told is None:
             raise lost_leader(f"round {kind} {seq} ended").with_fact("this rank", self.rank)
