@@ -23,13 +23,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from statehold import _core
 from statehold.agreeing import ROUND, MismatchElsewhere, led, together
-from statehold.errors import (
-    CorruptionError,
-    StateholdError,
-    StateMismatchError,
-)
+from statehold.errors import CorruptionError, StateholdError, StateMismatchError
 from statehold.reads import ReadPlan
 from statehold.selection import RestoreReport, Selection
 from statehold.state.restore import Restoration, mismatch, prepare
@@ -83,7 +78,8 @@ class Restorer:
                 if self._peers or step in self._store.steps():  # else it was retired meanwhile
                     failed[step] = error
         if failed:
-            raise failed[max(failed)].with_fact("also damaged", listed(failed))
+            newest = failed.pop(max(failed))
+            raise newest.with_fact("also damaged", listed(failed)) if failed else newest
         return None, failed
 
     def step(self, step: int) -> RestoreReport:
@@ -167,14 +163,7 @@ class Restorer:
 
     def _read_here(self, step: int, matched: Matched) -> None:
         reading = matched.reading.start(self._engine, self._store.path(step))
-        try:
-            self._devices.load(reading.job, reading.external())
-            reading.job.wait(None)
-            reading.land()
-        except _core.Mismatch as found:
-            raise reading.mismatch(found) from None
-        finally:
-            reading.job.cancel()
+        reading.finish(self._devices.load)
 
 
 def listed(steps: Iterable[int]) -> str:

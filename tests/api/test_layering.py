@@ -28,7 +28,7 @@ LAYERS: list[list[set[str]]] = [
     [{"state"}, {"storage"}],
     [
         {"checkpointer", "save", "gate", "pipeline", "team", "agreeing"}
-        | {"restoring", "reads", "writes"},
+        | {"restoring", "reads", "segments", "writes"},
     ],
     # Beside the Checkpointer stands what torch.distributed.checkpoint calls: it plans, so dcp only
     # stores, with the same engine and the same commit.
@@ -36,7 +36,7 @@ LAYERS: list[list[set[str]]] = [
     [{"cli", "__main__"}],
 ]
 # cli reads and verifies whole steps through an engine of its own: no state, no torch.
-CORE_USERS = {"storage", "checkpointer", "save", "testing", "restoring", "dcp", "cli"}
+CORE_USERS = {"storage", "checkpointer", "save", "testing", "segments", "dcp", "cli"}
 TORCH_USERS = {"state", "testing", "dcp"}
 # Modules that may not even name torch in annotations: they make sense without it.
 PURE = {"errors", "units", "options", "encoding", "planning", "selection", "steps"}

@@ -130,9 +130,7 @@ def destinations(
         order = box.shape[::-1] if how == "strided" else box.shape
         memory = torch.from_numpy(np.full(order, 77, arrays[name].dtype))
         tensor = memory.permute(tuple(reversed(range(len(shape))))) if how == "strided" else memory
-        external = how == "external"
-        strided = None if external else strides_of(tensor)
-        found.append(Destination(name, tensor, strided, external, box, shared=rank % 2 == 1))
+        found.append(Destination(name, tensor, how == "external", box, shared=rank % 2 == 1))
     return found
 
 
