@@ -8,7 +8,6 @@ Says every minute what it holds, and fails as soon as something has grown. What 
 from __future__ import annotations
 
 import argparse
-import logging
 import tempfile
 from pathlib import Path
 
@@ -23,7 +22,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=120)
     given = parser.parse_args()
-    logging.getLogger("statehold").setLevel(logging.CRITICAL)  # of the failures that are injected
     with tempfile.TemporaryDirectory() as folder:
         print(Soak(Path(folder)).run(60 * given.minutes, tell=say))
 

@@ -1,19 +1,21 @@
 """The loop of the soak. The everyday suite runs it for seconds.
 
-A round is everything a run may meet: saves that are committed, retention, restores, a damaged step, a
-save that fails at every operation in turn, a disk that is full, Checkpointers that come and go
-(alone, beside another one, of two ranks), and one that stays open from the first round to the last.
-After the warm-up a round may leave nothing behind: no memory, descriptor, thread or file.
+A round is everything a run may meet: saves that are committed, retention, restores, a damaged
+step, a save that fails at every operation in turn, a disk that is full, Checkpointers that come and
+go (alone, beside another one, of two ranks), and one that stays open from the first round to the
+last. After the warm-up a round may leave nothing behind: no memory, descriptor, thread or file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,16 @@ SIMULATED = ["mkdir", "open_write", "write", "sync", "sync_dir", "write_file", "
 REFUSED = ["mkdir", "open_write", "write_file", "sync_dir", "rename"]  # what passes through Python
 
 
+@contextlib.contextmanager
+def unheard(logger: str) -> Iterator[None]:
+    """Without the log: of failures that are wanted it says much, and pytest keeps what it says."""
+    logging.getLogger(logger).disabled = True
+    try:
+        yield
+    finally:
+        logging.getLogger(logger).disabled = False
+
+
 class Refusals:
     """Makes the next call of one operation on a step that is being written fail.
 
@@ -56,8 +68,9 @@ class Refusals:
 class Soak:
     """Rounds of saves and restores below `folder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, warm_rounds: int = WARM_ROUNDS) -> None:
         self.folder = folder
+        self.warm_rounds = warm_rounds
         self.step = 0
         self.rounds = 0
         self.saves = 0
@@ -65,17 +78,20 @@ class Soak:
     def run(self, seconds: float, tell: Callable[[str], object] = lambda _: None) -> str:
         """Rounds for so long; raises AssertionError as soon as something has grown."""
         self.lasting_training = Training()
-        with statehold.Checkpointer(self.folder / "lasting", keep=KEEP, **SMALL) as ckpt:
+        with (
+            unheard("statehold"),
+            statehold.Checkpointer(self.folder / "lasting", keep=KEEP, **SMALL) as ckpt,
+        ):
             self.lasting_ckpt, self.refusals = ckpt, Refusals(ckpt)
             return self._run(seconds, tell)
 
     def _run(self, seconds: float, tell: Callable[[str], object]) -> str:
         began = told = time.monotonic()
         first: Usage | None = None
-        while time.monotonic() < began + seconds or self.rounds <= 2 * WARM_ROUNDS:
+        while time.monotonic() < began + seconds or self.rounds <= 2 * self.warm_rounds:
             self.round()
             self.rounds += 1
-            if self.rounds < WARM_ROUNDS:
+            if self.rounds < self.warm_rounds:
                 continue
             first = first or Usage.now()
             usage = settled(first)
@@ -85,7 +101,9 @@ class Soak:
                 told = time.monotonic()
                 minutes = (told - began) / 60
                 tell(f"{minutes:.0f} min, {self.rounds} rounds, {self.saves} saves: {usage}")
-        return f"{self.rounds} rounds, {self.saves} saves\n  began with {first}\n  ended with {usage}"
+        return (
+            f"{self.rounds} rounds, {self.saves} saves\n  began with {first}\n  ended with {usage}"
+        )
 
     def round(self) -> None:
         """Everything once; of the operations that may fail, the next one."""
