@@ -91,12 +91,11 @@ class Soak:
         while time.monotonic() < began + seconds or self.rounds <= 2 * self.warm_rounds:
             self.round()
             self.rounds += 1
-            if self.rounds < self.warm_rounds:
-                continue
-            first = first or Usage.now()
-            usage = settled(first)
-            growth = usage.growth_since(first)
+            usage = settled(first) if first else Usage.now()
+            growth = usage.growth_since(first) if first else ""
             must(not growth, f"grown after {self.rounds} rounds, {self.saves} saves: {growth}")
+            if self.rounds == self.warm_rounds:
+                first = usage
             if time.monotonic() >= told + TELL_S:
                 told = time.monotonic()
                 minutes = (told - began) / 60
