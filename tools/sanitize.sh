@@ -33,12 +33,13 @@ assemble() {  # assemble FOLDER
 
 runtime() { "${CXX:-g++}" -print-file-name="$1"; }
 
-# The C++ runtime comes along: the sanitizer has to find what throws before torch brings it.
+# The C++ runtime comes along: the sanitizer has to find what throws before torch brings it. Captured,
+# a report would be lost with the process.
 tested() {  # tested FOLDER LIBRARY TESTS...
   local folder=$1 library=$2
   shift 2
   env LD_PRELOAD="$(runtime "$library") $(runtime libstdc++.so.6)" PYTHONPATH="$root/$folder/python" \
-    PYTHONMALLOC=malloc "$python" -m pytest -q ${ARGS:-} "$@"
+    PYTHONMALLOC=malloc "$python" -m pytest -q -s ${ARGS:-} "$@"
 }
 
 address() {
@@ -53,7 +54,7 @@ address() {
 }
 
 thread() {
-  export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1
+  export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1:suppressions=$root/native/tsan.supp
   build thread build/tsan
   assemble build/tsan
   ctest --test-dir build/tsan --output-on-failure --no-tests=error
