@@ -5,9 +5,9 @@
 #
 #   tools/sanitize.sh [address|thread]...     both by default
 #
-# The interpreter and torch are not instrumented, only the module is: the runtime of the sanitizer is
-# loaded before them. What it can then not see is said in native/README.md. The first report ends
-# the run, with what it names; leaks are the business of `make soak`.
+# The interpreter and torch are not instrumented, only the module is: the runtime of the sanitizer
+# is loaded before them. What it can then not see is said in native/README.md. The first report ends
+# the run; leaks are the business of `make soak`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -33,13 +33,13 @@ assemble() {  # assemble FOLDER
 
 runtime() { "${CXX:-g++}" -print-file-name="$1"; }
 
-# The C++ runtime comes along: the sanitizer has to find what throws before torch brings it. Captured,
-# a report would be lost with the process.
+# The C++ runtime comes along: the sanitizer has to find what throws before torch brings it. Nothing
+# is captured: a report would be lost with the process.
 tested() {  # tested FOLDER LIBRARY TESTS...
   local folder=$1 library=$2
   shift 2
-  env LD_PRELOAD="$(runtime "$library") $(runtime libstdc++.so.6)" PYTHONPATH="$root/$folder/python" \
-    PYTHONMALLOC=malloc "$python" -m pytest -q -s ${ARGS:-} "$@"
+  env LD_PRELOAD="$(runtime "$library") $(runtime libstdc++.so.6)" PYTHONMALLOC=malloc \
+    PYTHONPATH="$root/$folder/python" "$python" -m pytest -q -s ${ARGS:-} "$@"
 }
 
 address() {
