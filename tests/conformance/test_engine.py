@@ -243,8 +243,10 @@ def test_cancel_leaves_the_sources_alone(disk: Disk, engine: _core.Engine) -> No
 
 def test_dropping_a_job_cancels_it(disk: Disk, engine: _core.Engine) -> None:
     for _ in range(10):
-        job = State(random_arrays(1, *[BUFFER] * 8)).write(engine)
+        state = State(random_arrays(1, *[BUFFER] * 8))
+        job = state.write(engine)
         del job
+        del state  # only now: until the job is gone its sources are read
     gc.collect()
     save(engine, disk, "f", State(random_arrays(2, 1_000_000)))
 
