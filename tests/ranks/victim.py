@@ -134,9 +134,12 @@ def check(ckpt: statehold.Checkpointer, rank: int, report: Callable[..., None]) 
 def take_part(order: dict[str, Any], rank: int, report: Callable[..., None]) -> None:
     kill = order["kill"] if order["kill"] and order["kill"]["rank"] == rank else None
     executioner = Executioner(kill, report)
-    options = {**SMALL, "keep": 2, "peer_timeout_s": order["timeout_s"]}
+    options = {**SMALL, "keep": 2, "peer_timeout_s": COMMIT_S}
     coordination = "auto" if order["kind"] == "store" else "directory"
     ckpt = statehold.Checkpointer(order["run"], coordination=coordination, **options)
+    peers: Any = ckpt._opened().peers
+    peers.open()
+    peers._timeout_s = order["timeout_s"]  # not before: a busy machine forks slowly
     first = check(ckpt, rank, report) + 1
     executioner.stand_around(ckpt)
     last = first + order["saves"] - 1
