@@ -9,10 +9,12 @@ ends as that of a script does.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -24,6 +26,7 @@ from typing import Any
 from support.faults import DEADLINE_S
 
 OK = "ok"
+HANGS_S = 20.0
 
 
 class Victims:
@@ -75,10 +78,11 @@ def _module(file: str, loaded: dict[str, ModuleType]) -> ModuleType:
 def _child(body: Callable[..., None], folder: Path, arguments: list[Any]) -> None:
     pid = os.getpid()
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     with (folder / "errors").open("w", encoding="utf-8") as errors:
         os.dup2(errors.fileno(), 2)
-    # A descriptor of its own, and not a standard one: bodies close those.
-    faulthandler.dump_traceback_later(DEADLINE_S, exit=True, file=(folder / "errors").open("a"))
+    # Not a timer of faulthandler's: a fork of the body would wait at its end for that thread.
+    faulthandler.register(signal.SIGUSR1, (folder / "errors").open("a"), all_threads=True)
     outcome = OK
     try:
         body(folder, *arguments)
@@ -91,8 +95,23 @@ def _child(body: Callable[..., None], folder: Path, arguments: list[Any]) -> Non
     os._exit(0 if outcome == OK else 1)
 
 
+def _ended(pid: int) -> int:
+    """The wait status of a body, once it and all its forks are gone; one that hangs is ended."""
+    in_time = signal.sigtimedwait([signal.SIGCHLD], HANGS_S)
+    with contextlib.suppress(ProcessLookupError):
+        if in_time is None:
+            os.killpg(pid, signal.SIGUSR1)
+            signal.sigtimedwait([signal.SIGCHLD], 1)  # for the tracebacks
+        os.killpg(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    signal.sigtimedwait([signal.SIGCHLD], 0)  # not to be taken for the next one's
+    return status
+
+
 def main() -> None:
     import torch
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
 
     torch.set_num_threads(1)
     loaded: dict[str, ModuleType] = {}
@@ -102,7 +121,7 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             _child(body, Path(order["folder"]), order["arguments"])
-        _, status = os.waitpid(pid, 0)
+        status = _ended(pid)
         print(json.dumps({"exit": status}), flush=True)
 
 

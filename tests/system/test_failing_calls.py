@@ -18,8 +18,9 @@ from support.faults import DEADLINE_S
 from support.faulty import FAIL, fault
 from support.victims import Victims
 
+
 def walk(folder: Path, function: str, error: str, harmless: list[int]) -> None:
-    """Every call of `function` in a save fails once; the save fails, but for the `harmless` ones."""
+    """Every call of `function` in a save fails once; all but `harmless` ones fail the save."""
     run, number = folder / "run", getattr(errno, error)
     kind = errors.NoSpaceError if error in ("ENOSPC", "EDQUOT") else errors.StorageError
     with statehold.Checkpointer(run, keep=1, **THREADS) as ckpt:
@@ -42,7 +43,8 @@ def walk(folder: Path, function: str, error: str, harmless: list[int]) -> None:
                 assert (found.errno, found.path[: len(str(run))]) == (number, str(run))
                 newest = step if step in ckpt.steps() else newest
             check_restored(ckpt, newest)
-            for newest in (newest + 1, newest + 2):  # and there is something to overwrite again
+            for _ in range(2):  # until there is something to overwrite again
+                newest += 1
                 committed(ckpt, newest)
         assert passed == harmless, f"{passed} of {total} calls"
         check_restored(ckpt, newest)
@@ -60,6 +62,27 @@ def failure(ckpt: statehold.Checkpointer, step: int) -> errors.StorageError | No
     finally:
         ckpt._opened().pipeline.drain()
     return None
+
+
+def last_sync(folder: Path) -> None:
+    """D7 fails, after the rename: the step is not claimed, and the error says that it is there."""
+    run = folder / "run"
+    with statehold.Checkpointer(run, **THREADS) as ckpt:
+        committed(ckpt, 1)
+        with fault("fsync", run, FAIL, nth=4, value=errno.EIO):
+            found = failure(ckpt, 2)
+        assert found is not None
+        assert found.path == str(run)
+        assert found.facts["published"].startswith("yes, and whole")
+        assert "nothing was published" not in str(found)
+        assert found.facts["still safe"] == "step 1 and older"
+        check_restored(ckpt, 2)
+        committed(ckpt, 3)
+        check_restored(ckpt, 3)
+
+
+def test_a_step_whose_last_sync_fails_is_not_claimed(victims: Victims, quick: Path) -> None:
+    victims.run(last_sync, quick)
 
 
 # Function, errno, and the calls that only look for something to reuse, or clean up.
