@@ -9,6 +9,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <system_error>
+
 #include "bindings.h"
 #include "checksum.h"
 #include "fs_threads.h"
@@ -71,6 +73,8 @@ void translate(const std::exception_ptr& thrown, void*) {
     raise_status(failure.status);
   } catch (const CheckFailed& failure) {
     raise_status(Status::invariant(failure.what()));
+  } catch (const std::system_error& failure) {  // only threads throw it, where there are no more
+    raise_status(Status::io(failure.code().value(), "start a thread", {}));
   }
 }
 

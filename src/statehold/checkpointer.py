@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.agreeing import led, together
+from statehold.background_log import BackgroundLog, logger
 from statehold.errors import (
     ClosedError,
     CorruptionError,
@@ -34,13 +35,13 @@ from statehold.errors import (
 )
 from statehold.gate import Gate
 from statehold.options import Options
-from statehold.pipeline import Pipeline, Work, logger
+from statehold.pipeline import Pipeline, Work
 from statehold.planning.claims import Claims
 from statehold.planning.plan import STEP_MAX
 from statehold.planning.share import PlanCache
 from statehold.ranks.joining import join
 from statehold.restoring import Restorer
-from statehold.save import Save
+from statehold.save import Save, forked
 from statehold.selection import RestoreReport, Selection
 from statehold.state import fingerprints
 from statehold.state.capture import Capture, capture
@@ -64,7 +65,8 @@ class Checkpointer:
 
     Nothing is opened before the first use. Use it as a context manager, or call close(): both wait
     until every save is committed. One Checkpointer at a time may save into a run directory.
-    Not thread-safe: call it from the thread that trains.
+    Not thread-safe: call it from the thread that trains. In a fork of its process (a data-loading
+    worker) it raises ClosedError once it has been used before the fork; the fork may open its own.
     """
 
     def __init__(self, run: str | os.PathLike[str], **options: Any) -> None:
@@ -97,7 +99,7 @@ class Checkpointer:
         try:
             work, captured = self._begin(number, step, state)
         except BaseException as error:
-            if self._open is not None:
+            if self._open is not None and self._open.is_of_this_process:
                 self._open.pipeline.give_up(number, self._told_of(error))
             raise
         assert self._open is not None
@@ -274,15 +276,16 @@ class Checkpointer:
     def _close(self) -> None:
         self._closed = True
         self._gate.remove()
-        if self._open is not None:
+        if self._open is not None and self._open.is_of_this_process:
             self._open.close()
-            self._open = None
+        self._open = None  # a fork has nothing to wait for, and nothing to give back
 
     def _opened(self) -> _Opened:
         if self._closed:
             raise ClosedError("this Checkpointer was closed", facts={"run": self._run})
         if self._open is None:
             self._open = _Opened(self._run, self._options, self._borrowed_fs, self._borrowed_peers)
+        self._open.check_process()
         return self._open
 
     def _opened_for_saving(self) -> _Opened:
@@ -311,6 +314,7 @@ class _Opened:
         self, run: str, options: Options, borrowed_fs: Fs | None, borrowed_peers: Peers | None
     ) -> None:
         self._run = run
+        self._pid = os.getpid()
         self._lock: RunLock | None = None
         self._is_prepared = False
         self.peers = borrowed_peers or join(run, options)
@@ -334,8 +338,18 @@ class _Opened:
         self.devices = Devices(self.engine.staging_address, self.engine.staging.nbytes)
         self.claims = Claims(rank, ranks)
         self.plans = PlanCache(world_size=ranks, rank=rank)
-        together = Together(self.store, self.peers, self.claims) if self.peers else None
-        self.pipeline = Pipeline(self.store, together or Alone(self.store))
+        log = BackgroundLog()
+        together = Together(self.store, self.peers, self.claims, log) if self.peers else None
+        self.pipeline = Pipeline(self.store, together or Alone(self.store), log)
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """False in a fork: the threads that would do the work are not there."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        if not self.is_of_this_process:
+            raise forked("this Checkpointer", self._pid)
 
     @property
     def leads(self) -> bool:

@@ -10,30 +10,37 @@ there to be overwritten. Commits happen in the order of the calls.
 
 A failure on either thread stops the native job first (after that no thread touches the state),
 then fails the handle. The threads belong to executors that the interpreter joins at exit: saves
-under way when a script ends without close() are still committed.
+under way when a script ends without close() are still committed. Neither logs by itself: a log
+that blocks must not keep a step from being committed (background_log).
 """
 
 from __future__ import annotations
 
-import logging
+import errno
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from statehold.errors import InvariantError, PeerLostError, StateholdError, TornSnapshot
+from statehold.errors import (
+    InvariantError,
+    PeerLostError,
+    StateholdError,
+    TornSnapshot,
+    storage_error,
+)
 from statehold.save import Save
+from statehold.storage.publish import PUBLISHED
 from statehold.storage.store import Store
 
 if TYPE_CHECKING:
     from statehold._core import WriteJob
+    from statehold.background_log import BackgroundLog
     from statehold.planning.claims import Comparison
     from statehold.planning.share import RankPlan
     from statehold.state.capture import Capture
     from statehold.team import Publisher
-
-logger = logging.getLogger("statehold")
 
 # One save writing and one staging: more would only hold more captured state, not finish sooner.
 SAVES_IN_FLIGHT_MAX = 2
@@ -66,12 +73,16 @@ class Work:
 class Pipeline:
     """Takes saves from captured to committed, in order."""
 
-    def __init__(self, store: Store, publisher: Publisher) -> None:
+    def __init__(self, store: Store, publisher: Publisher, log: BackgroundLog) -> None:
         self._store = store
+        self._log = log
         self._publisher = publisher
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="statehold-stage")
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="statehold-commit")
-        self.drain()  # starts the threads now, not in the first save
+        try:
+            self.drain()  # starts the threads now, not in the first save
+        except RuntimeError as error:
+            raise storage_error("start a thread", errno.EAGAIN, "") from error
         self._saves: list[Save] = []
         self._guard = threading.Lock()
 
@@ -110,11 +121,13 @@ class Pipeline:
         """Return once every save has ended, one way or the other, and its cleaning up too."""
         self._stager.submit(lambda: None).result()
         self._committer.submit(lambda: None).result()
+        self._log.flush()
 
     def close(self) -> None:
         """Finish what is under way and end the threads."""
         self._stager.shutdown(wait=True)
         self._committer.shutdown(wait=True)
+        self._log.flush()
 
     # -- the two threads -------------------------------------------------------------------
 
@@ -172,7 +185,7 @@ class Pipeline:
             self._store.retain()
         except StateholdError as error:
             # The step is safe; only old ones could not be removed. The next save tries again.
-            logger.warning("could not remove steps that are no longer kept\n%s", error)
+            self._log.warning("could not remove steps that are no longer kept\n%s", error)
 
     def _stop(self, work: Work, error: BaseException) -> None:
         """Stop the native job. That makes the other thread fail too: the first error counts."""
@@ -188,25 +201,29 @@ class Pipeline:
             if cause is None or work.save.error is not None:
                 return
             cause.with_fact("failed", self._what_failed(work, cause))
-            cause.with_fact("still safe", self._still_safe())
+            cause.with_fact("still safe", self._still_safe(work, cause))
             work.save._fail(cause)
-        logger.error("%s", cause)
+        self._log.error("%s", cause)
 
     def _what_failed(self, work: Work, cause: StateholdError) -> str:
         rank = self._publisher.rank
         where = "" if rank is None else f" on rank {rank}"
-        if isinstance(cause, PeerLostError) and 0 in cause.ranks and rank:
+        if PUBLISHED in cause.facts:
+            outcome = "its last sync failed"
+        elif isinstance(cause, PeerLostError) and 0 in cause.ranks and rank:
             outcome = "published only if rank 0 was lost after it committed"
         else:
             outcome = "nothing was published"
         return f"the save of step {work.save.step}{where}; {outcome}"
 
-    def _still_safe(self) -> str:
+    def _still_safe(self, work: Work, cause: StateholdError) -> str:
         try:
-            newest = self._store.newest()
+            steps = self._store.steps()
         except StateholdError:
             return "unknown: the run directory cannot be listed"
-        return "no step yet" if newest is None else f"step {newest} and older"
+        if PUBLISHED in cause.facts:
+            steps = [step for step in steps if step != work.save.step]
+        return f"step {steps[-1]} and older" if steps else "no step yet"
 
 
 def _named(error: BaseException, when: str) -> StateholdError:

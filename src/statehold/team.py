@@ -16,7 +16,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import logging
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -30,11 +29,10 @@ from statehold.steps.manifest import Commit, RecordEntry, Shared, groups_of, rec
 from statehold.writes import build_manifest, build_record, now, writer_name
 
 if TYPE_CHECKING:
+    from statehold.background_log import BackgroundLog
     from statehold.pipeline import Work
     from statehold.ranks.peers import Peers
     from statehold.storage.store import Store
-
-logger = logging.getLogger("statehold")
 
 
 class Publisher(Protocol):
@@ -92,8 +90,9 @@ class Alone:
 class Together:
     """One of several ranks that save into one run directory; rank 0 commits."""
 
-    def __init__(self, store: Store, peers: Peers, claims: Claims) -> None:
+    def __init__(self, store: Store, peers: Peers, claims: Claims, log: BackgroundLog) -> None:
         self._store = store
+        self._log = log
         self._peers = peers
         self._claims = claims
         self.rank: int | None = peers.rank
@@ -123,7 +122,9 @@ class Together:
         try:
             self._peers.conclude(work.number, self._outcome)
         except StateholdError as error:  # the step is safe: the others look for it themselves
-            logger.warning("could not tell the other ranks of step %d\n%s", work.save.step, error)
+            self._log.warning(
+                "could not tell the other ranks of step %d\n%s", work.save.step, error
+            )
 
     def give_up(self, number: int, error: StateholdError) -> None:
         self._claims.forget(number)
@@ -133,7 +134,7 @@ class Together:
             elif number > self._arrived:
                 self._peers.fail(number, error)
         except StateholdError as fault:  # they find out when their deadline passes
-            logger.warning("could not tell the other ranks of a failure\n%s", fault)
+            self._log.warning("could not tell the other ranks of a failure\n%s", fault)
 
     def cause(self, work: Work, error: BaseException) -> BaseException:
         # Once a save has failed, rank 0 removes its directory under those who still write there.

@@ -27,7 +27,7 @@ LAYERS: list[list[set[str]]] = [
     [{"steps"}],
     [{"state"}, {"storage"}],
     [
-        {"checkpointer", "save", "gate", "pipeline", "team", "agreeing"}
+        {"checkpointer", "save", "gate", "pipeline", "team", "agreeing", "background_log"}
         | {"restoring", "reads", "segments", "writes"},
     ],
     # Beside the Checkpointer stands what torch.distributed.checkpoint calls: it plans, so dcp only
