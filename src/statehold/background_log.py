@@ -28,6 +28,9 @@ class BackgroundLog:
         self._waiting: deque[tuple[int, str, tuple[object, ...]]] = deque(maxlen=LINES_MAX)
         self._writer: threading.Thread | None = None
 
+    def info(self, text: str, *values: object) -> None:
+        self._queue(logging.INFO, text, values)
+
     def warning(self, text: str, *values: object) -> None:
         self._queue(logging.WARNING, text, values)
 

@@ -253,6 +253,19 @@ _HINTS = {
 }
 
 
+def named(error: BaseException, when: str) -> StateholdError:
+    """`error` itself; for one that nobody has foreseen, an InvariantError that says so."""
+    if isinstance(error, StateholdError):
+        return error
+    unexpected = InvariantError(
+        f"unexpected {type(error).__name__} {when}",
+        facts={"cause": str(error)},
+        hint="please report it, with the traceback",
+    )
+    unexpected.__cause__ = error
+    return unexpected
+
+
 def storage_error(operation: str, errno: int, path: str, offset: int | None = None) -> StorageError:
     """The error for a failed storage operation; the native core raises through this, too."""
     kind = NoSpaceError if errno in (_errno.ENOSPC, _errno.EDQUOT) else StorageError

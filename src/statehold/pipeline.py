@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from statehold.errors import (
-    InvariantError,
     PeerLostError,
     StateholdError,
     TornSnapshot,
+    named,
     storage_error,
 )
 from statehold.save import Save
@@ -37,6 +37,7 @@ from statehold.storage.store import Store
 if TYPE_CHECKING:
     from statehold._core import WriteJob
     from statehold.background_log import BackgroundLog
+    from statehold.levels.promoting import Promotions
     from statehold.planning.claims import Comparison
     from statehold.planning.share import RankPlan
     from statehold.state.capture import Capture
@@ -52,7 +53,8 @@ class Work:
 
     number: counts the calls of save(), the same on all ranks. attempt: names the partial directory,
     once the other ranks have been met. comparisons, version: what this rank assumes of the others
-    (claims); fingerprinting gives the fingerprints for it, on the stage thread.
+    (claims); fingerprinting gives the fingerprints for it, on the stage thread. promote: the levels
+    that are to have the step, known when it is committed.
     """
 
     save: Save
@@ -67,14 +69,18 @@ class Work:
     fingerprinting: Mapping[str, Callable[[], int]] = field(default_factory=dict)
     fingerprints: dict[str, int] = field(default_factory=dict)
     attempt: str | None = None
+    promote: Sequence[str] = ()
     error: StateholdError | None = None
 
 
 class Pipeline:
     """Takes saves from captured to committed, in order."""
 
-    def __init__(self, store: Store, publisher: Publisher, log: BackgroundLog) -> None:
+    def __init__(
+        self, store: Store, publisher: Publisher, promotions: Promotions, log: BackgroundLog
+    ) -> None:
         self._store = store
+        self._promotions = promotions
         self._log = log
         self._publisher = publisher
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="statehold-stage")
@@ -111,11 +117,16 @@ class Pipeline:
 
     def give_up(self, number: int, error: BaseException) -> None:
         """A save that was called and never began: other ranks wait for it."""
-        self._committer.submit(self._publisher.give_up, number, _named(error, "before it began"))
+        self._committer.submit(self._publisher.give_up, number, named(error, "before it began"))
 
     def newest_step(self) -> int | None:
         """The newest step among the saves that are under way."""
         return max((save.step for save in self._saves if not _ended(save)), default=None)
+
+    def wait_staged(self) -> None:
+        """Return once no save that has begun is still being copied from the state."""
+        for save in list(self._saves):
+            save._wait_ended("staged")
 
     def drain(self) -> None:
         """Return once every save has ended, one way or the other, and its cleaning up too."""
@@ -160,6 +171,8 @@ class Pipeline:
             self._publisher.give_up(work.number, work.error)
             self._publisher.clean_up(work)
             raise
+        # Before retention may take it.
+        self._promotions.start(work.save.step, work.promote, work.number)
         if self._publisher.leads:
             self._retain()
         self._publisher.announce(work)
@@ -190,7 +203,7 @@ class Pipeline:
     def _stop(self, work: Work, error: BaseException) -> None:
         """Stop the native job. That makes the other thread fail too: the first error counts."""
         with self._guard:
-            work.error = work.error or _named(error, f"while saving step {work.save.step}")
+            work.error = work.error or named(error, f"while saving step {work.save.step}")
         work.job.cancel()
         work.capture = None
 
@@ -224,18 +237,6 @@ class Pipeline:
         if PUBLISHED in cause.facts:
             steps = [step for step in steps if step != work.save.step]
         return f"step {steps[-1]} and older" if steps else "no step yet"
-
-
-def _named(error: BaseException, when: str) -> StateholdError:
-    if isinstance(error, StateholdError):
-        return error
-    unexpected = InvariantError(
-        f"unexpected {type(error).__name__} {when}",
-        facts={"cause": str(error)},
-        hint="please report it, with the traceback",
-    )
-    unexpected.__cause__ = error
-    return unexpected
 
 
 def _check_unmoved(moved: str | None) -> None:

@@ -11,7 +11,7 @@ its errors (segments), the live state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from statehold.planning.layout import Box
@@ -111,12 +111,12 @@ class ReadPlan:
                 where = Where(target.data_ptr(), inside, shared=also)
             self._append(name, chunk, part, where)
 
-    def start(self, engine: Engine, directory: str) -> Reading:
-        """Begin to read."""
+    def start(self, engine: Engine, locate: Callable[[str, int], str]) -> Reading:
+        """Begin to read; `locate` says where a file (name, bytes) is."""
         segments = sorted([*self._segments, *self._headers()], key=lambda each: each.order)
         return start_read(
             engine,
-            {f"{directory}/{name}": nbytes for name, (_, nbytes) in self._files.items()},
+            {locate(name, nbytes): nbytes for name, (_, nbytes) in self._files.items()},
             segments,
             self._saved.block_bytes,
             first_segment=len(segments) * self._rank // self._ranks,

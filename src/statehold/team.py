@@ -30,6 +30,7 @@ from statehold.writes import build_manifest, build_record, now, writer_name
 
 if TYPE_CHECKING:
     from statehold.background_log import BackgroundLog
+    from statehold.levels.promoting import Promotions
     from statehold.pipeline import Work
     from statehold.ranks.peers import Peers
     from statehold.storage.store import Store
@@ -67,14 +68,16 @@ class Alone:
     rank: int | None = None
     leads = True
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, promotions: Promotions) -> None:
         self._store = store
+        self._promotions = promotions
 
     def attempt(self, number: int) -> str | None:
         return None
 
     def publish(self, work: Work, sums: bytes) -> None:
         self._store.commit(build_manifest(work.plan.save, work.tree, sums))
+        work.promote = self._promotions.decide(work.save.step)
 
     def announce(self, work: Work) -> None: ...
 
@@ -90,8 +93,16 @@ class Alone:
 class Together:
     """One of several ranks that save into one run directory; rank 0 commits."""
 
-    def __init__(self, store: Store, peers: Peers, claims: Claims, log: BackgroundLog) -> None:
+    def __init__(
+        self,
+        store: Store,
+        peers: Peers,
+        claims: Claims,
+        promotions: Promotions,
+        log: BackgroundLog,
+    ) -> None:
         self._store = store
+        self._promotions = promotions
         self._log = log
         self._peers = peers
         self._claims = claims
@@ -170,7 +181,11 @@ class Together:
         )
         self._store.commit(commit, attempt)
         spread = balance([each["bytes"] for each in told], [each["host"] for each in told])
-        outcome = {"lesson": lesson_document(lesson), "balance": asdict(spread)}
+        outcome = {
+            "lesson": lesson_document(lesson),
+            "balance": asdict(spread),
+            "promote": self._promotions.decide(work.save.step),
+        }
         self._outcome = json.dumps(outcome).encode()
         self._take(work, outcome)
 
@@ -202,6 +217,7 @@ class Together:
 
     def _take(self, work: Work, outcome: Mapping[str, Any]) -> None:
         self._claims.learn(work.number, lesson_of(outcome["lesson"]))
+        work.promote = outcome["promote"]
         spreads = (Spread(**outcome["balance"][which]) for which in ("ranks", "nodes"))
         work.save._record(balance=Balance(*spreads))
 
