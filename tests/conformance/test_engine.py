@@ -508,3 +508,20 @@ def test_a_child_process_refuses_and_does_not_hang(disk: Disk) -> None:
     assert os.waitstatus_to_exitcode(status) == 7
     job.cancel()
     engine.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_misdirected_write_when_no_other_file_is_left(seed: int) -> None:
+    """A file may be unlinked while it is written; then there is none that the write could hit."""
+    fs = _core.SimFs(seed, misdirected=1.0)
+    fs.mkdir("run")
+    engine = _core.Engine(fs, 3 * BUFFER, BUFFER)
+    state = State(random_arrays(1, BUFFER))
+    file = fs.open_write("run/f", len(state.image))
+    fs.unlink("run/f")
+    job = state.write(engine)
+    job.attach(file)
+    assert job.wait_written(DEADLINE_S)
+    job.finish()
+    assert fs.fired["misdirected"] > 0
+    engine.close()
