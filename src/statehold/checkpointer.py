@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from statehold import _core
 from statehold.agreeing import led, together
@@ -34,6 +35,7 @@ from statehold.errors import (
     UsageError,
 )
 from statehold.gate import Gate
+from statehold.leaving import Leaving
 from statehold.levels.nearest import Nearest
 from statehold.levels.opening import CopyEngine, open_places
 from statehold.levels.promoting import LevelStatus, Promoter, Promotions
@@ -91,6 +93,7 @@ class Checkpointer:
         self._gate = Gate()
         self._watched: list[Save] = []
         self._saves_called = 0
+        self._leaving: Leaving | None = None
         self.restored: RestoreReport | None = None
 
     # -- saving ----------------------------------------------------------------------------
@@ -103,9 +106,11 @@ class Checkpointer:
         Buffers and whatever else may change between updates are copied before this returns.
         On several ranks all of them call this, equally often and with the same steps.
 
-        Blocks while two earlier saves are not committed. Raises the error of an earlier save that
-        failed since the last call, StepOrderError for a step older than the newest committed one,
-        UnsupportedValueError for a value that no step can hold.
+        Blocks while two earlier saves are not committed. Once this process was asked to leave, this
+        is the last save: waits until it is committed, and raises SystemExit (see leave_on).
+        Raises the error of an earlier save that failed since the last call, StepOrderError for a
+        step older than the newest committed one, UnsupportedValueError for a value that no step
+        can hold.
         """
         number, self._saves_called = self._saves_called, self._saves_called + 1
         try:
@@ -117,6 +122,8 @@ class Checkpointer:
         assert self._open is not None
         self._open.pipeline.wait_eager(work, captured)
         work.save._record(blocked_s=work.save._elapsed())
+        if self._leaving is not None and self._leaving.is_asked:
+            self._leave(self._leaving, work.save)
         return work.save
 
     def _begin(self, number: int, step: int, state: Mapping[str, Any]) -> tuple[Work, Capture]:
@@ -173,6 +180,41 @@ class Checkpointer:
         one. Raises WaitTimeout after `timeout` seconds.
         """
         self._gate.wait(timeout)
+
+    # -- leaving ---------------------------------------------------------------------------
+
+    def leave_on(
+        self,
+        *signals: signal.Signals,
+        within_s: float,
+    ) -> None:
+        """Let the signals, SIGTERM and SIGUSR1 if none is named, end this process in time.
+
+        After one of them the next save() is the last: it waits until the step is committed, and for
+        as long as there is time until all levels have it, and raises SystemExit(75). Save rarely?
+        Ask `is_leaving` at each step, and save when it is true. `within_s` seconds after the signal
+        the process has ended whatever it does, with exit code 75 if its last save is committed and
+        76 if not; older steps are safe. Replaces the signals' handlers until close(). Call it in
+        the main thread; on several ranks, on each: every one of them has to get the signal.
+        """
+        leaving = Leaving(within_s)
+        leaving.install(*(signals or (signal.SIGTERM, signal.SIGUSR1)))
+        self._leaving = leaving
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a signal has asked this process to leave: the next save is the last."""
+        return self._leaving is not None and self._leaving.is_asked
+
+    def _leave(self, leaving: Leaving, save: Save) -> NoReturn:
+        try:
+            save.wait("committed", leaving.remaining_s())
+            leaving.safe()
+            if self._open is not None and len(self._open.places) > 1:
+                self._open.flush(leaving.remaining_s())
+        except StateholdError as error:
+            logger.error("leaving, with less than was wanted\n%s", error)
+        raise leaving.left()
 
     # -- restoring -------------------------------------------------------------------------
 
@@ -309,6 +351,8 @@ class Checkpointer:
         self._gate.remove()
         if self._open is not None and self._open.is_of_this_process:
             self._open.close(flush=flush)
+        if self._leaving is not None:
+            self._leaving.remove()
         self._open = None  # a fork has nothing to wait for, and nothing to give back
 
     def _opened(self) -> _Opened:

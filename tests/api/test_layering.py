@@ -26,7 +26,7 @@ LAYERS: list[list[set[str]]] = [
     [{"planning"}, {"ranks"}, {"selection"}],
     [{"steps"}],
     [{"state"}, {"storage"}],
-    [{"agreeing", "background_log"}],
+    [{"agreeing", "background_log", "leaving"}],
     [{"levels"}],
     [
         {"checkpointer", "save", "gate", "pipeline", "team"}

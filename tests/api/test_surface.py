@@ -35,6 +35,7 @@ SIGNATURES = {
     statehold.Checkpointer.steps: "(self)",
     statehold.Checkpointer.rewind: "(self, step)",
     statehold.Checkpointer.levels: "(self)",
+    statehold.Checkpointer.leave_on: "(self, *signals, within_s)",
     statehold.Checkpointer.flush: "(self, timeout=None)",
     statehold.Checkpointer.close: "(self)",
     statehold.Save.wait: "(self, event='committed', timeout=None)",
