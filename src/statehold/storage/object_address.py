@@ -46,7 +46,7 @@ _HINT = (
 
 
 def check_url(url: str) -> str:
-    """`url` without a slash at its end, if it is one of an object store and holds no secret."""
+    """`url`, without a slash at its end, if it is one of an object store and holds no secret."""
     parts = urlsplit(url)
     if _has_more(parts):
         facts = {"url": _shown(parts), "expected": "no user, password, query or fragment in it"}
@@ -55,7 +55,7 @@ def check_url(url: str) -> str:
     if parts.scheme not in SCHEMES or (needs_bucket and not parts.netloc):
         facts = {"url": _shown(parts), "expected": "s3://, gs://, az://, file:// or memory://"}
         raise UsageError("not the URL of an object store", facts=facts)
-    return url.rstrip("/")
+    return url if parts.scheme == "memory" else url.rstrip("/")
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -242,9 +242,9 @@ class ObjectSteps:
         """
         names, directories = self._client.list()
         committed = {step_of_commit(name) for name in names}
-        found = [(*attempt, name) for name in directories if (attempt := attempt_of(name))]
-        several = Counter(step for step, _, _ in found)
-        for step, attempt, directory in found:
+        found = {name: known for name in directories if (known := attempt_of(name))}
+        several = Counter(step for step, _ in found.values())
+        for directory, (step, attempt) in found.items():
             # The only directory of a committed step is the one that is meant: it costs no request.
             is_named = step in committed and several[step] == 1
             if not is_named and attempt not in keep_attempts:
