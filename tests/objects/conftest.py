@@ -1,4 +1,4 @@
-"""Stores of every kind: in memory, in a directory, and on an S3 server that runs for the session."""
+"""Stores of every kind: in memory, in a directory, on an S3 server that runs for the session."""
 
 from __future__ import annotations
 

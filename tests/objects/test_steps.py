@@ -1,4 +1,4 @@
-"""The steps of a run in stores of every kind: commit, replacement, retirement, what is left over."""
+"""The steps of a run in stores of every kind: commit, replace, retire, what is left over."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from statehold.errors import InvariantError
+from statehold.errors import InvariantError, MissingFileError, StateholdError
 from statehold.storage.object_address import check_options, check_url, open_store
 from statehold.storage.object_errors import (
     BrokenOffError,
@@ -30,6 +30,7 @@ from statehold.storage.object_errors import (
 from statehold.units import MiB
 
 if TYPE_CHECKING:
+    from obstore import Bytes
     from obstore.store import ObjectStore
 
 __all__ = ["ObjectClient", "no_limit"]
@@ -72,7 +73,7 @@ class ObjectClient:
 
     def path(self, name: str) -> str:
         """The object `name`, for messages."""
-        return f"{self.url}/{name}"
+        return f"{self.url}/{name}" if name else self.url
 
     def close(self) -> None:
         """End the threads; the next use starts new ones."""
@@ -86,48 +87,43 @@ class ObjectClient:
     def get(self, name: str, bytes_max: int) -> bytes:
         """The content of an object of at most `bytes_max`."""
 
-        def get() -> bytes:
-            with naming("read", self.path(name)):
-                found = self._store().get(name)
-                if found.meta["size"] > bytes_max:
-                    raise too_large("read", self.path(name), bytes_max)
-                return found.bytes().to_bytes()
+        def get(store: ObjectStore) -> bytes:
+            found = store.get(name)
+            if found.meta["size"] > bytes_max:
+                raise too_large("read", self.path(name), bytes_max)
+            return found.bytes().to_bytes()
 
-        return self._persist(get)
+        return self._persist(lambda: self._ask("read", name, get))
 
     def size(self, name: str) -> int | None:
         """The size of an object; None if there is none."""
-        with naming("look at", self.path(name)):
-            try:
-                return self._store().head(name)["size"]
-            except FileNotFoundError:
-                return None
+        with contextlib.suppress(MissingFileError):
+            return self._ask("look at", name, lambda store: store.head(name)["size"])
+        return None
 
     def put(self, name: str, data: bytes) -> None:
         """Make an object, or replace it, by one request."""
-        with naming("write", self.path(name)):
-            self._store().put(name, data, use_multipart=False)
+        self._ask("write", name, lambda store: store.put(name, data, use_multipart=False))
 
     def list(self) -> tuple[list[str], list[str]]:
         """The names of objects, and of directories, directly below the URL."""
-        with naming("list", self.url):
-            found = self._store().list_with_delimiter()
-        return [entry["path"] for entry in found["objects"]], list(found["common_prefixes"])
+        found = self._ask("list", "", lambda store: store.list_with_delimiter())
+        return [entry["path"] for entry in found["objects"]], [*found["common_prefixes"]]
 
     def delete(self, name: str) -> None:
         """Delete an object, if it is there."""
-        with naming("delete", self.path(name)):
-            self._delete([name])
+        with contextlib.suppress(MissingFileError):
+            self._ask("delete", name, lambda store: store.delete(name))
 
     def delete_below(self, directory: str) -> None:
         """Delete all objects of a directory."""
-        with naming("delete", self.path(directory)):
-            for entries in self._store().list(directory):
-                self._delete([entry["path"] for entry in entries])
 
-    def _delete(self, names: Sequence[str]) -> None:
-        with contextlib.suppress(FileNotFoundError):  # somebody else deleted it meanwhile
-            self._store().delete(names)
+        def delete(store: ObjectStore) -> None:
+            for entries in store.list(directory):
+                store.delete([entry["path"] for entry in entries])
+
+        with contextlib.suppress(MissingFileError):  # somebody else deletes it, too
+            self._ask("delete", directory, delete)
 
     # -- uploads ---------------------------------------------------------------------------
 
@@ -136,22 +132,23 @@ class ObjectClient:
     ) -> None:
         """Make an object of the `size` bytes of `blocks`, in parts. See ObjectSteps.upload."""
         source = _Source(blocks, size, before)
-        with naming("write", self.path(name)):
-            try:
-                if size <= self._part_bytes:
-                    self._store().put(name, b"".join(source), use_multipart=False)
-                    return
-                part_bytes, in_flight = parts_of(size, self._part_bytes)
-                self._store().put(
-                    name,
-                    iter(source),
-                    use_multipart=True,
-                    chunk_size=part_bytes,
-                    max_concurrency=in_flight,
-                )
-            except Exception:
-                if source.failure is None:
-                    raise
+        part_bytes, in_flight = parts_of(size, self._part_bytes)
+        is_small = size <= part_bytes
+
+        def put(store: ObjectStore) -> None:
+            store.put(
+                name,
+                b"".join(source) if is_small else iter(source),
+                use_multipart=not is_small,
+                chunk_size=part_bytes,
+                max_concurrency=in_flight,
+            )
+
+        try:
+            self._ask("write", name, put)
+        except StateholdError:
+            if source.failure is None:
+                raise
         if source.failure is not None:
             raise source.failure
 
@@ -181,19 +178,23 @@ class ObjectClient:
         self._persist(lambda: self._fetch_once(name, begin, target))
 
     def _fetch_once(self, name: str, begin: int, target: memoryview) -> None:
-        if not len(target):
-            return
-        path, end = self.path(name), begin + len(target)
-        with naming("read", path):
+        end = begin + len(target)
+
+        def get(store: ObjectStore) -> Bytes | None:
             try:
-                data = self._store().get_range(name, start=begin, end=end)
+                return store.get_range(name, start=begin, end=end)
             except Exception as fault:
                 if not is_past_end(fault):
                     raise
-                data = None
-            if data is None or len(data) != len(target):
-                raise truncated("read", path, end)
-            target[:] = memoryview(data)
+                return None
+
+        data = self._ask("read", name, get) if len(target) else b""
+        if data is None or len(data) != len(target):
+            raise truncated("read", self.path(name), end)
+        target[:] = memoryview(data)
+
+    def _ask(self, operation: str, name: str, action: Callable[[ObjectStore], T]) -> T:
+        return naming(operation, self.path(name), lambda: action(self._store()))
 
     def _persist(self, read: Callable[[], T]) -> T:
         """What `read` returns, asked again where an answer broke off: obstore does not do that."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
 
 from statehold.errors import (
     MissingFileError,
@@ -24,6 +24,8 @@ from statehold.errors import (
 )
 
 __all__ = ["BrokenOffError", "is_past_end", "missing", "naming", "too_large", "truncated"]
+
+T = TypeVar("T")
 
 _STATUS = re.compile(r"status code: ([1-5][0-9]{2})\b")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,64})</Code>")
@@ -78,17 +80,16 @@ def is_past_end(fault: Exception) -> bool:
     return _PAST_END.search(str(fault)) is not None
 
 
-@contextmanager
-def naming(operation: str, path: str) -> Iterator[None]:
-    """Turn what obstore raises inside into an error of ours, with nothing chained to it."""
+def naming(operation: str, path: str, action: Callable[[], T]) -> T:
+    """The result of `action`; what obstore raises in it becomes an error of ours, unchained."""
     try:
-        yield
-        return
+        return action()
     except StateholdError:
         raise
     except Exception as fault:
         error = _named(fault, operation, path)
-    # Outside of the handler: what obstore raised, and quotes, is not the context of this.
+    # Outside of the handler, and not in a context manager: what obstore raised, with all that it
+    # quotes, would become the context of this, and stand in every traceback and error report.
     raise error
 
 
