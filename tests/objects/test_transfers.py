@@ -34,6 +34,15 @@ def publish(steps: ObjectSteps, data: bytes, block_bytes: int = 3 * MiB) -> None
     steps.publish(1, ATTEMPT, b"manifest")
 
 
+def test_read_only_blocks_are_sent_from_where_they_are(steps: ObjectSteps) -> None:
+    blocks = [memoryview(CONTENT)[:PART], memoryview(b""), memoryview(CONTENT)[PART:]]
+    steps.upload(1, ATTEMPT, NAME, len(CONTENT), blocks)
+    steps.publish(1, ATTEMPT, b"manifest")
+    memory = bytearray(len(CONTENT))
+    steps.fetch(1, NAME, 0, memoryview(memory))
+    assert memory == CONTENT
+
+
 def objects_of(steps: ObjectSteps) -> list[str]:
     return [entry["path"] for entry in steps._client._store().list().collect()]
 

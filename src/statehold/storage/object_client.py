@@ -3,8 +3,9 @@
 Owns: what is asked of `obstore`, into what parts a transfer is cut, and how many are under way.
 Holds: an object appears whole or not at all. A transfer has at most IN_FLIGHT_BYTES (or two parts)
 in memory, whatever its size. A request, its retries included, ends within `deadline_s`; a transfer
-is many of them, so it ends when the store stops to answer, and not because it is large. Blocks are
-copied before they are handed on, so whoever makes them may use their memory again at once.
+is many of them, so it ends when the store stops to answer, and not because it is large. A block
+that could be written to is copied, so whoever made it may use its memory again at once; one that
+is read-only is sent from where it is, and stays alive until then.
 Not here: which objects make a step (objects), addresses and credentials (object_address), what
 failures are called (object_errors).
 """
@@ -14,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -228,7 +231,7 @@ def parts_of(size: int, part_bytes: int) -> tuple[int, int]:
 
 
 class _Source:
-    """The bytes of `blocks` in pieces of their own memory: exactly `size` of them, or a failure.
+    """The bytes of `blocks` in pieces that do not change: exactly `size` of them, or a failure.
 
     `failure` is what was raised while they were made: that, and not what the store makes of it.
     """
@@ -239,16 +242,17 @@ class _Source:
         self._blocks = blocks
         self._size = size
         self._before = before
+        self._spare: deque[bytearray] = deque()
         self.failure: Exception | None = None
 
-    def __iter__(self) -> Iterator[bytes]:
+    def __iter__(self) -> Iterator[memoryview]:
         try:
             yield from self._pieces()
         except Exception as error:
             self.failure = error
             raise
 
-    def _pieces(self) -> Iterator[bytes]:
+    def _pieces(self) -> Iterator[memoryview]:
         left = self._size
         for block in self._blocks:
             view = memoryview(block).cast("B")
@@ -258,8 +262,16 @@ class _Source:
             for begin in range(0, len(view), PIECE_BYTES):
                 piece = view[begin : begin + PIECE_BYTES]
                 self._before(len(piece))
-                yield bytes(piece)
+                yield piece if piece.readonly else self._copied(piece)
         if left:
             what = "more" if left < 0 else f"{self._size - left}"
             facts = {"expected": f"{self._size} bytes", "got": what}
             raise InvariantError("a file has another size than was said", facts=facts)
+
+    def _copied(self, piece: memoryview) -> memoryview:
+        """A copy in memory that is used again once it was sent: fresh memory costs three copies."""
+        buffer = self._spare.popleft() if self._spare else bytearray(PIECE_BYTES)
+        copy = memoryview(buffer)[: len(piece)]
+        copy[:] = piece
+        weakref.finalize(copy, self._spare.append, buffer).atexit = False
+        return copy

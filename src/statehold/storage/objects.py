@@ -171,9 +171,10 @@ class ObjectSteps:
     ) -> None:
         """Make a file of an attempt, `size` bytes from `blocks`; whole, or not there.
 
-        Streams: blocks are asked for as parts are sent, and copied, so that their memory may be
-        used again when the next one is asked for. `before(n)` is called before each n bytes; what
-        it or `blocks` raises ends the upload and is raised here.
+        Streams: blocks are asked for as parts are sent. The memory of a block may be used again
+        when the next one is asked for: it is copied, unless it is read-only (bytes, a mapped file),
+        which is faster. `before(n)` is called before each n bytes; what it or `blocks` raises ends
+        the upload and is raised here.
         """
         path = f"{directory_name(step, attempt)}/{check_file(name)}"
         self._client.upload(path, size, blocks, before)
