@@ -43,9 +43,10 @@ def own_server() -> Iterator[str]:
     """Run bench/s3_server.py; its endpoint."""
     command = [sys.executable, "-m", "bench.s3_server"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=harness.ROOT, **pipes) as server:  # type: ignore[call-overload]
+    with subprocess.Popen(command, cwd=harness.ROOT, **pipes) as server:
         try:
-            yield f"http://127.0.0.1:{int(server.stdout.readline())}"
+            port = int(server.stdout.readline())
+            yield f"http://127.0.0.1:{port}"
         finally:
             server.stdin.close()
 

@@ -131,15 +131,20 @@ def test_an_answer_that_breaks_off(steps: ObjectSteps, proxy: s3.Proxy, times: i
     fetch(steps)
 
 
-@pytest.mark.parametrize("part", ["partNumber=1", "partNumber=2"])
-def test_a_server_that_dies_in_the_middle_of_a_part(
-    steps: ObjectSteps, proxy: s3.Proxy, part: str
+@pytest.mark.parametrize(
+    ("request_", "fault"),
+    [("PUT partNumber=1", "cut"), ("PUT partNumber=2", "busy"), ("POST uploadId=", "busy")],
+)
+def test_an_upload_that_fails_in_the_middle_leaves_nothing(
+    steps: ObjectSteps, proxy: s3.Proxy, s3_port: int, request_: str, fault: str
 ) -> None:
-    proxy.fault = lambda method, target: "cut" if part in target else None
+    its_method, query = request_.split()
+    proxy.fault = lambda method, target: fault if method == its_method and query in target else None
     with pytest.raises(UnavailableError):
         upload(steps)
-    assert proxy.fired["cut"] > 0
+    assert proxy.fired[fault] > 0
     assert not steps.has(1, ATTEMPT, NAME, len(DATA))
+    assert b"<UploadId>" not in s3.request(s3_port, "GET", "/bucket?uploads")
     proxy.fault = lambda method, target: None
     upload(steps)
     assert steps.has(1, ATTEMPT, NAME, len(DATA))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,13 @@ def fetched(steps: ObjectSteps, step: int, size: int) -> bytes:
 def below(steps: ObjectSteps) -> tuple[list[str], list[str]]:
     names, directories = steps._client.list()
     return sorted(names), sorted(directories)
+
+
+def beside(steps: ObjectSteps) -> ObjectSteps:
+    """Another user of the same store, who knows nothing of what is committed."""
+    other = ObjectSteps("memory://")
+    other._client = steps._client
+    return other
 
 
 def test_a_step_counts_when_it_is_published(steps: ObjectSteps) -> None:
@@ -80,9 +90,9 @@ def test_has_says_what_was_uploaded_whole(steps: ObjectSteps) -> None:
 
 def test_a_step_saved_again_replaces_the_first(steps: ObjectSteps) -> None:
     add(steps, 7, FIRST, b"first")
-    reader = ObjectSteps("memory://")
-    reader._client = steps._client  # a reader of its own memory of what is committed
-    assert fetched(reader, 7, 5) == b"first"
+    reader = beside(steps)
+    first = fetched(reader, 7, 5)
+    assert first == b"first"
     add(steps, 7, SECOND, b"second")
     assert steps.steps() == [7]
     assert below(steps)[1] == [f"step-000000000007.{SECOND}"]
@@ -146,6 +156,32 @@ def test_a_damaged_commit_object(steps: ObjectSteps) -> None:
     steps.publish(7, SECOND, b"manifest")
     steps.clear(())
     assert below(steps)[1] == [f"step-000000000007.{SECOND}"]
+
+
+@pytest.mark.parametrize("steps", ["memory", "s3"], indirect=True)
+def test_a_reader_never_sees_half_a_step(steps: ObjectSteps) -> None:
+    """Two steps are saved again and again, and retired, while another one lists and reads."""
+    reader, done, whole = beside(steps), threading.Event(), 0
+
+    def write() -> None:
+        for number in range(60):
+            add(steps, number % 2, f"00000000-{number}", b"manifest of 00000000-%d" % number)
+            if number % 5 == 4:
+                steps.retire(number % 2)
+        done.set()
+
+    with ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(write)
+        while not done.is_set() and not writing.done():
+            for step in reader.steps():
+                # It may be gone, or replaced, by the time that it is read; never half there.
+                with contextlib.suppress(StepNotFoundError, MissingFileError):
+                    manifest = reader.read(step, MANIFEST_NAME, BYTES_MAX)
+                    data = fetched(reader, step, len(manifest))
+                    assert data == manifest
+                    whole += 1
+        writing.result()
+    assert whole > 0
 
 
 class Died(BaseException):
