@@ -111,8 +111,9 @@ def test_a_fault_that_passes_is_not_noticed(
     assert steps.steps() == []
 
 
-@pytest.mark.parametrize("times", [1, 1000])
+@pytest.mark.parametrize("times", [1, 10**6])
 def test_an_answer_that_breaks_off(steps: ObjectSteps, proxy: s3.Proxy, times: int) -> None:
+    """Once: the rest is asked for, and nobody notices. For ever: an error, and no half a range."""
     upload(steps)
     steps.publish(1, ATTEMPT, b"manifest")
     left = iter(range(times))
@@ -125,8 +126,7 @@ def test_an_answer_that_breaks_off(steps: ObjectSteps, proxy: s3.Proxy, times: i
         with pytest.raises(UnavailableError) as caught:
             fetch(steps)
         assert caught.value.errno == errno.ECONNRESET
-        assert proxy.fired["truncate"] > 2
-    assert proxy.fired["truncate"] > 0
+    assert proxy.fired["truncate"] >= min(times, 3)
     proxy.fault = lambda method, target: None
     fetch(steps)
 

@@ -19,7 +19,7 @@ from support import s3
 SECRETS = ["Zecret4Key", "Zession5Token", "Zasswort6", "Zignature7", "Zuser8"]
 KEY, TOKEN, PASSWORD, SIGNATURE, USER = SECRETS
 ATTEMPT = "5f3a09c1-7"
-DEADLINE_S = 0.5
+DEADLINE_S = 0.3
 
 
 def everything_said(error: BaseException) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from statehold.errors import InvariantError, MissingFileError, StateholdError
 from statehold.storage.object_address import check_options, check_url, open_store
 from statehold.storage.object_errors import (
-    BrokenOffError,
     is_past_end,
     naming,
     too_large,
@@ -43,7 +41,6 @@ PARTS_MAX = 9_000  # of the 10,000 that S3 takes
 IN_FLIGHT_BYTES = 64 * MiB
 PIECE_BYTES = 1 * MiB  # copied at once: so long no other Python thread runs
 DEADLINE_S = 120.0
-TRIES = 3  # of a read whose answer breaks off
 
 T = TypeVar("T")
 
@@ -96,7 +93,7 @@ class ObjectClient:
                 raise too_large("read", self.path(name), bytes_max)
             return found.bytes().to_bytes()
 
-        return self._persist(lambda: self._ask("read", name, get))
+        return self._ask("read", name, get)
 
     def size(self, name: str) -> int | None:
         """The size of an object; None if there is none."""
@@ -178,9 +175,6 @@ class ObjectClient:
             wait(parts)  # whoever gave the memory may use it again
 
     def _fetch_part(self, name: str, begin: int, target: memoryview) -> None:
-        self._persist(lambda: self._fetch_once(name, begin, target))
-
-    def _fetch_once(self, name: str, begin: int, target: memoryview) -> None:
         end = begin + len(target)
 
         def get(store: ObjectStore) -> Bytes | None:
@@ -198,17 +192,6 @@ class ObjectClient:
 
     def _ask(self, operation: str, name: str, action: Callable[[ObjectStore], T]) -> T:
         return naming(operation, self.path(name), lambda: action(self._store()))
-
-    def _persist(self, read: Callable[[], T]) -> T:
-        """What `read` returns, asked again where an answer broke off: obstore does not do that."""
-        until = time.monotonic() + self._deadline_s / 2
-        for _ in range(TRIES - 1):
-            try:
-                return read()
-            except BrokenOffError:
-                if time.monotonic() > until:
-                    raise
-        return read()
 
     def _store(self) -> ObjectStore:
         with self._guard:

@@ -23,7 +23,7 @@ from statehold.errors import (
     storage_error,
 )
 
-__all__ = ["BrokenOffError", "is_past_end", "missing", "naming", "too_large", "truncated"]
+__all__ = ["is_past_end", "missing", "naming", "too_large", "truncated"]
 
 T = TypeVar("T")
 
@@ -54,10 +54,6 @@ _DENIED_HINT = (
 )
 _LATER_HINT = "what is committed is untouched; try again later"
 _HTTP_HINT = 'http:// without encryption needs options={"allow_http": True}, or AWS_ALLOW_HTTP=true'
-
-
-class BrokenOffError(UnavailableError):
-    """The store began to answer, and the answer ended in the middle."""
 
 
 def missing(operation: str, path: str) -> MissingFileError:
@@ -126,11 +122,8 @@ def _transport_failure(text: str, operation: str, path: str) -> StorageError:
     if number is None or "Generic LocalFileSystem" in text:
         local = _first(_OS_ERROR, text)
         return storage_error(operation, int(local) if local else errno.EIO, path)
-    # A request that failed names its retries; an answer that broke off was not asked for again.
-    is_broken_off = number == errno.ECONNRESET and "RetryError" not in text
-    kind = BrokenOffError if is_broken_off else UnavailableError
     hint = _HTTP_HINT if number == errno.EPROTONOSUPPORT else _LATER_HINT
-    return kind(f"cannot {operation}", errno=number, path=path, hint=hint)
+    return UnavailableError(f"cannot {operation}", errno=number, path=path, hint=hint)
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str | None:
