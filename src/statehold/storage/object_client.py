@@ -39,7 +39,8 @@ __all__ = ["ObjectClient", "no_limit"]
 PART_BYTES = 8 * MiB
 PARTS_MAX = 9_000  # of the 10,000 that S3 takes
 IN_FLIGHT_BYTES = 64 * MiB
-PIECE_BYTES = 1 * MiB  # copied at once: so long no other Python thread runs
+PIECE_BYTES = 4 * MiB  # handed on at once, and what a throttle is asked for
+COPY_BYTES = 1 * MiB  # copied at once: so long no other Python thread runs
 DEADLINE_S = 120.0
 
 T = TypeVar("T")
@@ -242,8 +243,9 @@ class _Source:
             left -= len(view)
             if left < 0:
                 break
-            for begin in range(0, len(view), PIECE_BYTES):
-                piece = view[begin : begin + PIECE_BYTES]
+            step = PIECE_BYTES if view.readonly else COPY_BYTES
+            for begin in range(0, len(view), step):
+                piece = view[begin : begin + step]
                 self._before(len(piece))
                 yield piece if piece.readonly else self._copied(piece)
         if left:
@@ -253,7 +255,7 @@ class _Source:
 
     def _copied(self, piece: memoryview) -> memoryview:
         """A copy in memory that is used again once it was sent: fresh memory costs three copies."""
-        buffer = self._spare.popleft() if self._spare else bytearray(PIECE_BYTES)
+        buffer = self._spare.popleft() if self._spare else bytearray(COPY_BYTES)
         copy = memoryview(buffer)[: len(piece)]
         copy[:] = piece
         weakref.finalize(copy, self._spare.append, buffer).atexit = False
