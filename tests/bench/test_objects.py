@@ -1,4 +1,4 @@
-"""The benchmark of object stores runs, and what it reports exists; its figures mean nothing here."""
+"""The benchmark of object stores runs and reports; its figures mean nothing here."""
 
 from __future__ import annotations
 
