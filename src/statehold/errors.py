@@ -14,7 +14,8 @@
     ├── PeerLostError              other ranks did not answer in time; `ranks` says which
     ├── PeerFailedError            another rank failed, and says why; `rank` says which
     ├── StorageError               the storage refused: errno, path and offset are attributes
-    │   └── NoSpaceError           ENOSPC or EDQUOT
+    │   ├── NoSpaceError           ENOSPC or EDQUOT
+    │   └── UnavailableError       an object store cannot be reached, or asks to slow down
     ├── CorruptionError            what is on disk is not what was committed
     │   ├── MissingFileError       a file that the manifest names is not there
     │   ├── TruncatedFileError     a file is shorter (or longer) than the manifest says
@@ -56,6 +57,7 @@ __all__ = [
     "StorageError",
     "TornSnapshot",
     "TruncatedFileError",
+    "UnavailableError",
     "UnsupportedValueError",
     "UsageError",
     "WaitTimeout",
@@ -194,6 +196,10 @@ class StorageError(StateholdError):
 
 class NoSpaceError(StorageError):
     """The file system or a quota is full."""
+
+
+class UnavailableError(StorageError):
+    """An object store did not answer, or asked to slow down, until the deadline: try later."""
 
 
 class CorruptionError(StateholdError):
