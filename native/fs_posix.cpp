@@ -178,7 +178,7 @@ Result<std::shared_ptr<File>> map_file(Descriptor& file, const std::string& path
   }
   return {
       {},
-      std::make_shared<MappedFile>(file.release(), path, std::move(mapping.value), bytes, false)};
+      std::make_shared<MappedFile>(file.release(), path, std::move(mapping.value), bytes, 0)};
 }
 
 // The file at `path` again, with the mapping it has; null where there is nothing to go on with.
@@ -245,12 +245,17 @@ void PosixFile::read_ahead(uint64_t offset, uint64_t bytes) {
 }
 
 Status MappedFile::populate(uint64_t begin, uint64_t bytes) {
-  return resident_ ? Status{} : mapping_.populate(begin, bytes, path());
+  const uint64_t present = present_.load(std::memory_order_relaxed);
+  if (begin + bytes <= present) return {};
+  Status status = mapping_.populate(begin, bytes, path());
+  const bool extends = status.ok() && begin <= present;
+  if (extends) present_.store(begin + bytes, std::memory_order_relaxed);
+  return status;
 }
 
 std::shared_ptr<MappedFile> MappedFile::renewed(const std::string& path, uint64_t bytes) {
   if (bytes > align_up(mapping_.bytes(), kPageBytes)) return nullptr;
-  return std::make_shared<MappedFile>(release(), path, std::move(mapping_), bytes, true);
+  return std::make_shared<MappedFile>(release(), path, std::move(mapping_), bytes, bytes);
 }
 
 bool MappedFile::is_at(const std::string& path) const {

@@ -3,6 +3,7 @@
 // data plane (submit, close) to fs_uring.h and fs_threads.h.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -37,12 +38,12 @@ class PosixFile : public File {
 // A file in memory. Never transferred: what is stored in its memory is in the file.
 class MappedFile final : public PosixFile {
  public:
-  // `resident`: its pages are in the page table already.
-  MappedFile(int fd, std::string path, Mapping mapping, uint64_t bytes, bool resident)
+  // The first `present` bytes are in the page table already.
+  MappedFile(int fd, std::string path, Mapping mapping, uint64_t bytes, uint64_t present)
       : PosixFile(fd, std::move(path), false),
         mapping_(std::move(mapping)),
         bytes_(bytes),
-        resident_(resident) {}
+        present_(present) {}
 
   bool mapped() const override { return true; }
   std::span<std::byte> memory() override { return {mapping_.data(), bytes_}; }
@@ -57,7 +58,7 @@ class MappedFile final : public PosixFile {
  private:
   Mapping mapping_;  // at least bytes_
   const uint64_t bytes_;
-  const bool resident_;
+  std::atomic<uint64_t> present_;  // at least; to look at each page again is half a copy
 };
 
 // A file in memory that is only read.

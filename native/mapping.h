@@ -30,8 +30,8 @@ class Mapping {
 
   std::byte* data() const { return data_; }
   uint64_t bytes() const { return bytes_; }
-  // Makes pages present for writing, so that no copy pays for page faults. Parts of them, and no
-  // failure, where the kernel cannot: then the copy pays.
+  // Makes pages present, so that no copy pays for page faults; not all of them, and no failure,
+  // where the kernel cannot: then the copy pays.
   Status populate(uint64_t begin, uint64_t bytes, const std::string& path) const;
 
  private:
