@@ -9,6 +9,7 @@ threads of the same niceness, the same bytes are copied from memory to memory wi
     prepared    a new file, whose pages were made present before the save
     fresh       a new file: the first saves of a run
     buffered    a retired file, through staging buffers and pwrite: what a mapping saves
+    restored    not a save: the file of `reused`, read and verified into tensors
 
 Holds: every save's file is compared with its source by checksums of all of it, taken from memory
 after the clock has stopped; each figure is the median of ratios within a round, because the machine
@@ -215,6 +216,26 @@ class Saves:
         viewed.close()
         return clock.took
 
+    def restored(self) -> Took:
+        """By reads from the page cache, which tmpfs is."""
+        sizes = self.arguments["sizes"]
+        targets = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+        read = {key: self.arguments[key] for key in ("block_bytes", "begins", "sizes", "flags")}
+        job = self._write(self.kept, None)
+        with Clock() as clock:
+            done = self.engine.read(
+                **read,
+                files=[self._path("reused.step")],
+                file_bytes=[self.file_bytes],
+                file_index=array("q", bytes(8 * len(sizes))),
+                addresses=array("Q", [target.data_ptr() for target in targets]),
+                strided={},
+                sums=job.checksums()[8:],
+            ).wait(600.0)
+        if not done:
+            raise RuntimeError("a restore took more than ten minutes")
+        return clock.took
+
     def verify(self, file: _core.File, job: _core.WriteJob) -> None:
         """The file holds the state, and the checksums are of it."""
         for tensor, begin in zip(self.tensors, self.arguments["begins"], strict=True):
@@ -231,7 +252,7 @@ class Saves:
         self.fs.close()
 
 
-CASES = ("reused", "remapped", "prepared", "fresh", "buffered")
+CASES = ("reused", "remapped", "prepared", "fresh", "buffered", "restored")
 PLAIN = ("memcpy", "memcpy by tensor")
 
 
