@@ -103,7 +103,11 @@ void declare_fs(nb::module_& m) {
       .def_prop_ro("direct", [](const PyFile& self) { return self.direct; })
       .def("size_bytes", [](PyFile& self) { return must(self.opened()->size_bytes()); })
       .def("read_into", &read_into, "memory"_a, "offset"_a)
-      .def("close", [](PyFile& self) { self.file.reset(); });
+      .def_prop_ro("mapped", [](const PyFile& self) { return self.mapped; })
+      .def_prop_ro("address", &address_of)
+      .def_prop_ro("view", [](const PyFile& self) { return view_of(self); })
+      .def("populate", &populate, "begin"_a, "nbytes"_a)
+      .def("close", &PyFile::close);
 
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<PyFs>(m, "Fs", "Every effect on storage; see native/fs.h.")
@@ -144,20 +148,20 @@ void declare_fs(nb::module_& m) {
           "path"_a, unlocked)
       .def("write_file", &write_file, "path"_a, "data"_a)
       .def("read_file", &read_file, "path"_a, "max_bytes"_a)
+      .def("open_write", &open_write, "path"_a, "bytes"_a, "reuse"_a = false, nb::kw_only(),
+           "mapped"_a = false, "kept"_a.none() = nb::none())
+      .def("can_reuse", &can_reuse, "path"_a, "kept"_a.none() = nb::none())
       .def(
-          "open_write",
-          [](PyFs& self, const std::string& path, uint64_t bytes, bool reuse) {
-            return PyFile(must(self->open_write(path, bytes, reuse)));
+          "open_view",
+          [](PyFs& self, const std::string& path, uint64_t bytes) {
+            return PyFile(must(self->open_view(path, bytes)));
           },
-          "path"_a, "bytes"_a, "reuse"_a = false, unlocked)
+          "path"_a, "bytes"_a, unlocked)
       .def(
           "open_read",
           [](PyFs& self, const std::string& path) {
             return PyFile(must(self->open_read(path, /*direct=*/false)));
           },
-          "path"_a, unlocked)
-      .def(
-          "can_reuse", [](PyFs& self, const std::string& path) { return self->can_reuse(path); },
           "path"_a, unlocked)
       .def("close", [](PyFs& self) { self->close(); }, unlocked);
 
@@ -248,10 +252,11 @@ void declare_write_job(nb::module_& m) {
       .def(
           "attach",
           [](PyWriteJob& self, PyFile& file) {
-            if (!file.file) throw Failure(Status::closed("attach"));
-            self->attach(file.file);
+            std::shared_ptr<File> shared = file.opened();
+            const nb::gil_scoped_release unlocked;
+            self->attach(std::move(shared));
           },
-          "file"_a, nb::call_guard<nb::gil_scoped_release>())
+          "file"_a)
       .def(
           "wait_eager",
           [](PyWriteJob& self, Timeout timeout) {
@@ -341,7 +346,8 @@ void declare_engine(nb::module_& m) {
       .def_prop_ro("buffer_bytes", [](PyEngine& self) { return self->memory()->buffer_bytes(); })
       .def_prop_ro("buffer_count", [](PyEngine& self) { return self->memory()->count(); })
       .def("write", &engine_write, nb::kw_only(), "file_bytes"_a, "block_bytes"_a, "begins"_a,
-           "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "header"_a)
+           "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "header"_a,
+           "file"_a.none() = nb::none())
       .def("read", &engine_read, nb::kw_only(), "files"_a, "file_bytes"_a, "block_bytes"_a,
            "file_index"_a, "begins"_a, "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "sums"_a,
            "boxes"_a = nb::dict(), "first_segment"_a = 0)

@@ -77,8 +77,10 @@ class State:
             },
         }
 
-    def write(self, engine: _core.Engine) -> _core.WriteJob:
-        return engine.write(file_bytes=self.file_bytes, header=self.header, **self._arguments())
+    def write(self, engine: _core.Engine, file: _core.File | None = None) -> _core.WriteJob:
+        return engine.write(
+            file_bytes=self.file_bytes, header=self.header, file=file, **self._arguments()
+        )
 
     def read(self, engine: _core.Engine, path: str, sums: bytes, **changes: Any) -> _core.ReadJob:
         """Everything behind the header, whose sums are therefore left out."""
@@ -107,6 +109,11 @@ def save(engine: _core.Engine, disk: Disk, name: str, state: State, reuse: bool 
     """Write the whole file durably, through Python where it is flagged so; returns the sums."""
     job = state.write(engine)
     job.attach(disk.fs.open_write(disk.path(name), state.file_bytes, reuse))
+    return finish(job, state)
+
+
+def finish(job: _core.WriteJob, state: State) -> bytes:
+    """Fill what Python has to fill, and wait for the rest; returns the sums."""
     while (fill := job.next_fill(DEADLINE_S)) is not None:
         for segment, offset, at, count in fill.pieces:
             source = state.arrays[segment - 1].tobytes()
