@@ -38,6 +38,7 @@ from statehold.gate import Gate
 from statehold.leaving import Leaving
 from statehold.levels.nearest import Nearest
 from statehold.levels.opening import open_places
+from statehold.levels.places import DirectoryPlace
 from statehold.levels.promoting import LevelStatus, Promoter, Promotions
 from statehold.levels.specs import Directory, Level, check_levels
 from statehold.options import Options
@@ -163,7 +164,7 @@ class Checkpointer:
             job=job,
             tree=captured.tree,
             capture=captured,
-            place=opened.places[0],
+            place=opened.near[0],
             copy_external=copies.run if copies else None,
             comparisons=known.comparisons,
             version=opened.claims.version,
@@ -418,7 +419,8 @@ class _Opened:
             rank=rank,
             world_size=ranks,
         )
-        first = self.places[0]
+        self.near = [place for place in self.places if isinstance(place, DirectoryPlace)]
+        first = self.near[0]
         self.store = first.store
         self.engine = _core.Engine(
             self.fs, options.staging_size, options.buffer_size, options.copy_thread_count
@@ -439,7 +441,7 @@ class _Opened:
         if self.peers is not None:
             publisher = Together(first, self.peers, self.claims, self.promotions, log)
         # Several ranks save into one directory: none can turn to another one by itself.
-        usable = self.places if self.peers is None else [first]
+        usable = self.near if self.peers is None else [first]
         self.pipeline = Pipeline(usable, publisher, self.promotions, log)
 
     @property
@@ -455,9 +457,9 @@ class _Opened:
         """Create the run directory; the rank that leads locks it and clears what a crash left."""
         if not self._is_prepared:
             try:
-                self.places[0].prepare(self._token)
+                self.near[0].prepare(self._token)
             except StorageError:
-                if self.peers is not None or len(self.places) == 1:
+                if self.peers is not None or len(self.near) == 1:
                     raise
                 # Saves go to the next level, and say why.
             self._is_prepared = True
@@ -477,8 +479,8 @@ class _Opened:
         self.store.check_order(step, newest)
 
     def quarantine(self, step: int) -> str:
-        """Set a step aside wherever it is; where it is now at the first level that had it."""
-        having = [place for place in self.places if step in place.steps()]
+        """Set a step aside in every directory; where it is now at the first level that had it."""
+        having = [place for place in self.near if step in place.steps()]
         for place in having:
             place.prepare(self._token)
         kept = [place.store.quarantine(step) for place in having]

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from statehold.errors import UsageError
-from statehold.levels.memory import memory_root
-from statehold.levels.places import CopyEngine, DirectoryPlace
-from statehold.levels.specs import Directory, Level, Memory
+from statehold.levels.memory import SHARED_MEMORY, memory_root
+from statehold.levels.object_place import ObjectPlace
+from statehold.levels.places import CopyEngine, DirectoryPlace, Place
+from statehold.levels.specs import Directory, Level, Memory, ObjectStore
+from statehold.storage.objects import ObjectSteps
 from statehold.storage.store import Store
 
 if TYPE_CHECKING:
@@ -31,13 +33,14 @@ def open_places(
     reuse: bool,
     rank: int,
     world_size: int,
-) -> list[DirectoryPlace]:
+) -> list[Place]:
     """The levels of the run directory `run`, from the nearest on; nothing is made yet."""
-    places: list[DirectoryPlace] = []
+    places: list[Place] = []
     roots: list[str] = []
     for level in levels:
-        if not isinstance(level, Directory | Memory):
-            raise UsageError("no such level yet", facts={"level": level.name})
+        if isinstance(level, ObjectStore):
+            places.append(_in_objects(level, run, leads=rank == 0))
+            continue
         called = _called(level, run)
         # It may be reached through links; below it, nothing is one.
         root = os.path.realpath(called)
@@ -46,6 +49,12 @@ def open_places(
         engine = CopyEngine(fs, buffer_bytes)
         places.append(DirectoryPlace(level.name, store, called, fs, engine))
     return places
+
+
+def _in_objects(level: ObjectStore, run: str, *, leads: bool) -> ObjectPlace:
+    objects = ObjectSteps(level.url, options=level.options)
+    near = (SHARED_MEMORY, run)
+    return ObjectPlace(level.name, objects, keep=level.keep, leads=leads, near=near)
 
 
 def _check_own(level: Level, root: str, roots: list[str]) -> None:
@@ -59,8 +68,9 @@ def _check_own(level: Level, root: str, roots: list[str]) -> None:
     roots.append(root)
 
 
-def _called(level: Directory | Memory, run: str) -> str:
+def _called(level: Level, run: str) -> str:
     """The directory of a level."""
-    if level.path is not None:
-        return os.path.abspath(os.fspath(level.path))
+    path = level.path if isinstance(level, Directory | Memory) else None
+    if path is not None:
+        return os.path.abspath(os.fspath(path))
     return memory_root(run) if isinstance(level, Memory) else run

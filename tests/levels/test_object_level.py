@@ -1,0 +1,92 @@
+"""A level in an object store: steps get there whole, and come back when nothing nearer is left."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import statehold
+from support.faults import DEADLINE_S, SMALL
+
+pytest.importorskip("obstore")
+
+NUMEL = 5_000_000  # 38 MiB: several blocks and several parts
+
+
+def content(step: int) -> dict[str, object]:
+    return {"w": torch.arange(NUMEL) * 3 + step, "b": torch.ones(5) * step, "step": step}
+
+
+def levels(folder: Path, **options: object) -> list[statehold.Directory | statehold.ObjectStore]:
+    store = folder / "bucket"
+    store.mkdir(exist_ok=True)
+    return [statehold.Directory(keep=2), statehold.ObjectStore(f"file://{store}/llama", **options)]
+
+
+def equal(state: dict[str, object], step: int) -> bool:
+    expected = content(step)
+    return state["step"] == step and all(
+        torch.equal(state[name], expected[name])  # type: ignore[arg-type]
+        for name in ("w", "b")
+    )
+
+
+def test_steps_reach_the_store_and_come_back_from_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with statehold.Checkpointer(run, levels=levels(tmp_path, every=2, keep=2), **SMALL) as ckpt:
+        for step in range(1, 5):
+            ckpt.save(step, content(step)).wait("committed", DEADLINE_S)
+            ckpt._opened().promotions.wait(DEADLINE_S)
+        assert [level.newest for level in ckpt.levels()] == [4]
+        ckpt.save(5, content(5))
+    shutil.rmtree(run)  # the disk is lost
+    live = content(0)
+    with statehold.Checkpointer(run, levels=levels(tmp_path, keep=2), **SMALL) as ckpt:
+        assert ckpt.steps() == [4, 5]
+        assert ckpt.restore(live) == 5
+        assert equal(live, 5)
+        assert ckpt.restore(live, 4) == 4
+        assert equal(live, 4)
+        ckpt.save(6, content(6)).wait("committed", DEADLINE_S)
+    assert not list(Path("/dev/shm").glob(".statehold-fetched-*"))
+
+
+def test_a_step_saved_again_replaces_the_one_in_the_store(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with statehold.Checkpointer(run, levels=levels(tmp_path), **SMALL) as ckpt:
+        for value in (1, 2):
+            again = content(7) | {"b": torch.ones(5) * value}
+            ckpt.save(7, again).wait("committed", DEADLINE_S)
+            ckpt.flush(DEADLINE_S)
+    shutil.rmtree(run)
+    live = content(0)
+    with statehold.Checkpointer(run, levels=levels(tmp_path), **SMALL) as ckpt:
+        assert ckpt.restore(live) == 7
+    assert torch.equal(live["b"], torch.ones(5) * 2)  # type: ignore[arg-type]
+
+
+def test_rewind_gives_up_steps_in_the_store(tmp_path: Path) -> None:
+    with statehold.Checkpointer(tmp_path / "run", levels=levels(tmp_path), **SMALL) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, content(step)).wait("committed", DEADLINE_S)
+            ckpt.flush(DEADLINE_S)
+        assert ckpt.rewind(1) == [2, 3]
+        assert ckpt.steps() == [1]
+
+
+def test_a_damaged_file_comes_from_the_store(tmp_path: Path, caplog: object) -> None:
+    run = tmp_path / "run"
+    with statehold.Checkpointer(run, levels=levels(tmp_path), **SMALL) as ckpt:
+        ckpt.save(1, content(1)).wait("committed", DEADLINE_S)
+    path = run / "step-000000000001" / "rank-00000-of-00001.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[9000] ^= 1
+    path.write_bytes(raw)
+    live = content(0)
+    with statehold.Checkpointer(run, levels=levels(tmp_path), **SMALL) as ckpt:
+        assert ckpt.restore(live) == 1
+    assert equal(live, 1)
+    assert "not intact at level directory" in caplog.text  # type: ignore[attr-defined]
