@@ -48,6 +48,7 @@ from statehold.state.device import Devices
 from statehold.storage.lock import RunLock
 from statehold.storage.store import Store
 from statehold.team import Alone, Together
+from statehold.watching import Watch
 from statehold.writes import in_file_order, start_write
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Checkpointer:
             raise
         assert self._open is not None
         self._open.pipeline.wait_eager(work, captured)
-        work.save._record(blocked_s=work.save._elapsed())
+        work.save._returned()
         return work.save
 
     def _begin(self, number: int, step: int, state: Mapping[str, Any]) -> tuple[Work, Capture]:
@@ -111,15 +112,19 @@ class Checkpointer:
         opened = self._opened()  # before anything can fail: other ranks have to be told
         self._raise_failures()
         _check_step(step)
+        save._watched_by(opened.watch)
         opened.prepare_saving()
-        opened.pipeline.wait_for_room()
+        with save._stage("wait"):
+            opened.pipeline.wait_for_room()
         save._record(waited_s=save._elapsed())
         self._raise_failures()
         opened.store.check_order(step, opened.pipeline.newest_step())
 
-        captured = capture(state, opened.rank)
-        known = opened.claims.resolve([tensor.spec for tensor in captured.tensors], number)
-        plan = opened.plans.get(known.specs, step)
+        with save._stage("capture"):
+            captured = capture(state, opened.rank)
+        with save._stage("plan"):
+            known = opened.claims.resolve([tensor.spec for tensor in captured.tensors], number)
+            plan = opened.plans.get(known.specs, step)
         save._record(
             state_bytes=sum(tensor.spec.nbytes for tensor in captured.tensors),
             written_bytes=plan.save.file_bytes,
@@ -131,6 +136,7 @@ class Checkpointer:
             _core.hash_memory,
         )
         ordered = in_file_order(plan, captured.tensors)
+        save._moving()
         job = start_write(opened.engine, plan.save, ordered)
         copies = opened.devices.copies(job, captured, ordered)
         self._gate.hold_for(save, copies.passing if copies else None)
@@ -147,6 +153,7 @@ class Checkpointer:
             version=opened.claims.version,
             fingerprinting=fingerprinting,
         )
+        opened.watch.save_began()
         opened.pipeline.submit(work)
         return work, captured
 
@@ -194,13 +201,12 @@ class Checkpointer:
         opened = self._opened()
         together(opened.peers, self._raise_failures)
         self._gate.wait()
-        restorer = Restorer(
-            opened.store, opened.engine, opened.devices, opened.peers, state, selection
-        )
-        if step is not None:
-            self.restored = restorer.step(step)
-            return step
-        self.restored, failed = restorer.newest()
+        with opened.watch.restore() as watch:
+            restorer = Restorer(
+                opened.store, opened.engine, opened.devices, opened.peers, state, selection, watch
+            )
+            self.restored, failed = restorer.newest() if step is None else restorer.only(step)
+            watch.end(self.restored, failed)
         if self.restored is None:
             return None
         if failed:
@@ -245,6 +251,13 @@ class Checkpointer:
     def backend(self) -> str:
         """How bytes move: "io_uring" or "threads"."""
         return self._opened().fs.backend
+
+    def write_trace(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Write what the option `trace` has recorded so far; returns the file's name.
+
+        To `path`, or where close() will write it. Raises UsageError where nothing is recorded.
+        """
+        return self._opened().watch.write_trace(path)
 
     def close(self) -> None:
         """Wait until every save has ended and give everything back. Safe to call twice.
@@ -332,6 +345,7 @@ class _Opened:
             self.fs, options.staging_size, options.buffer_size, options.copy_thread_count
         )
         self.devices = Devices(self.engine.staging_address, self.engine.staging.nbytes)
+        self.watch = Watch(run, rank, ranks, options.trace)
         self.claims = Claims(rank, ranks)
         self.plans = PlanCache(world_size=ranks, rank=rank)
         together = Together(self.store, self.peers, self.claims) if self.peers else None
@@ -354,6 +368,7 @@ class _Opened:
 
     def close(self) -> None:
         self.pipeline.close()
+        self.watch.close()
         self.devices.close()
         self.engine.close()
         if self._lock is not None:

@@ -126,13 +126,14 @@ class Pipeline:
 
     def _stage(self, work: Work) -> None:
         assert work.capture is not None
-        if work.copy_external is not None:
-            work.copy_external()
-        work.job.wait_copied(None)
-        work.fingerprints = {name: read() for name, read in work.fingerprinting.items()}
-        work.fingerprinting = {}
-        _check_unmoved(work.capture.settle())
-        work.capture = None
+        with work.save._stage("stage"):
+            if work.copy_external is not None:
+                work.copy_external()
+            work.job.wait_copied(None)
+            work.fingerprints = {name: read() for name, read in work.fingerprinting.items()}
+            work.fingerprinting = {}
+            _check_unmoved(work.capture.settle())
+            work.capture = None
         work.save._reach("staged")
 
     def _write_and_commit(self, work: Work) -> None:
@@ -148,23 +149,29 @@ class Pipeline:
             self._publisher.clean_up(work)
             raise
         if self._publisher.leads:
-            self._retain()
+            with work.save._stage("retain"):
+                self._retain()
         self._publisher.announce(work)
 
     def _publish(self, work: Work) -> None:
         save, plan, step = work.save, work.plan.save, work.save.step
-        work.attempt = self._publisher.attempt(work.number)
-        self._store.begin(step, work.attempt)
-        file, reused = self._store.data_file(step, plan.file_name, plan.file_bytes, work.attempt)
+        with save._stage("open"):
+            work.attempt = self._publisher.attempt(work.number)
+            self._store.begin(step, work.attempt)
+            name, file_bytes = plan.file_name, plan.file_bytes
+            file, reused = self._store.data_file(step, name, file_bytes, work.attempt)
         save._record(reused=reused, files=1)
-        work.job.attach(file)
-        work.job.wait_written(None)
-        work.job.finish()  # D2
+        with save._stage("write"):
+            work.job.attach(file)
+            work.job.wait_written(None)
+            work.job.finish()  # D2
+        save._moved(work.job.stats)
         save._wait_ended("staged")
         if work.error is not None:
             raise work.error
         save._reach("written")
-        self._publisher.publish(work, work.job.checksums())  # D3 to D7
+        with save._stage("commit"):
+            self._publisher.publish(work, work.job.checksums())  # D3 to D7
         save._reach("committed")
 
     def _retain(self) -> None:

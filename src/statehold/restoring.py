@@ -33,6 +33,7 @@ from statehold.errors import (
 from statehold.reads import ReadPlan
 from statehold.selection import RestoreReport, Selection
 from statehold.state.restore import Restoration, mismatch, prepare
+from statehold.watching import RestoreWatch
 
 if TYPE_CHECKING:
     from statehold._core import Engine
@@ -62,6 +63,7 @@ class Restorer:
         peers: Peers | None,
         state: Mapping[str, Any],
         selection: Selection,
+        watch: RestoreWatch,
     ) -> None:
         self._store = store
         self._engine = engine
@@ -71,6 +73,7 @@ class Restorer:
         self._ranks = peers.world_size if peers else 1
         self._state = state
         self._selection = selection
+        self._watch = watch
 
     def newest(self) -> tuple[RestoreReport | None, dict[int, CorruptionError]]:
         """Restore the newest intact step; the second value are the damaged ones passed over."""
@@ -86,11 +89,16 @@ class Restorer:
             raise failed[max(failed)].with_fact("also damaged", listed(failed))
         return None, failed
 
+    def only(self, step: int) -> tuple[RestoreReport, dict[int, CorruptionError]]:
+        """Restore this step and no other, in the form of newest()."""
+        return self.step(step), {}
+
     def step(self, step: int) -> RestoreReport:
         """Restore this step."""
         with self._store.protect(step):
             try:
-                matched = self._match(step)
+                with self._watch.stage("plan", step=step):
+                    matched = self._match(step)
                 self._read(step, matched)
             except (CorruptionError, StateMismatchError) as error:
                 error.with_fact("step", step)
@@ -100,7 +108,8 @@ class Restorer:
 
     def _steps(self) -> list[int]:
         """The committed steps, as rank 0 sees them."""
-        return led(self._peers, self._store.steps)
+        with self._watch.stage("discover"):
+            return led(self._peers, self._store.steps)
 
     # -- matching --------------------------------------------------------------------------
 
@@ -109,7 +118,8 @@ class Restorer:
 
         def first() -> Matched:
             nonlocal saved
-            saved = self._store.open(step, self._rank, self._ranks)
+            with self._watch.stage("open", step=step):
+                saved = self._store.open(step, self._rank, self._ranks)
             return self._matched(saved)
 
         try:
@@ -162,15 +172,19 @@ class Restorer:
     # -- reading ---------------------------------------------------------------------------
 
     def _read(self, step: int, matched: Matched) -> None:
-        together(self._peers, lambda: self._read_here(step, matched))
-        matched.restoration.finish()
+        with self._watch.stage("read", step=step):
+            together(self._peers, lambda: self._read_here(step, matched))
+        with self._watch.stage("values", step=step):
+            matched.restoration.finish()
 
     def _read_here(self, step: int, matched: Matched) -> None:
         reading = matched.reading.start(self._engine, self._store.path(step))
         try:
-            self._devices.load(reading.job, reading.external())
-            reading.job.wait(None)
-            reading.land()
+            with self._watch.reading(step, reading.job):  # each piece is verified and placed
+                self._devices.load(reading.job, reading.external())
+                reading.job.wait(None)
+            with self._watch.stage("place", step=step):
+                reading.land()
         except _core.Mismatch as found:
             raise reading.mismatch(found) from None
         finally:

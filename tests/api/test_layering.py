@@ -22,13 +22,14 @@ PACKAGE = "statehold"
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
     [{"units"}],
-    [{"options"}, {"encoding"}],
-    [{"planning"}, {"ranks"}, {"selection"}],
+    # tracing, counters, progress: what can be seen, whatever is looked at.
+    [{"options"}, {"encoding"}, {"tracing"}, {"counters"}, {"progress"}],
+    [{"planning"}, {"ranks"}, {"selection"}, {"metrics"}],
     [{"steps"}],
     [{"state"}, {"storage"}],
     [
         {"checkpointer", "save", "gate", "pipeline", "team", "agreeing"}
-        | {"restoring", "reads", "writes"},
+        | {"restoring", "reads", "writes", "watching"},
     ],
     # Beside the Checkpointer stands what torch.distributed.checkpoint calls: it plans, so dcp only
     # stores, with the same engine and the same commit.

@@ -20,6 +20,7 @@ PUBLIC = [
     "Volatile",
     "__version__",
     "errors",
+    "metrics",
 ]
 
 SIGNATURES = {
@@ -31,7 +32,9 @@ SIGNATURES = {
     statehold.Checkpointer.gate: "(self, timeout=None)",
     statehold.Checkpointer.steps: "(self)",
     statehold.Checkpointer.rewind: "(self, step)",
+    statehold.Checkpointer.write_trace: "(self, path=None)",
     statehold.Checkpointer.close: "(self)",
+    statehold.metrics.serve: "(port, host='127.0.0.1')",
     statehold.Save.wait: "(self, event='committed', timeout=None)",
     statehold.Save.done: "(self, event='committed')",
 }
@@ -46,6 +49,7 @@ OPTIONS = [
     "reuse_files",
     "coordination",
     "peer_timeout_s",
+    "trace",
 ]
 
 
