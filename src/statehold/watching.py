@@ -115,7 +115,8 @@ class Watch:
         self._figures.set("state_bytes", stats.state_bytes)
         self._figures.set("committed_timestamp_seconds", time.time())
         self._interval("save", started_s, started_s + stats.committed_s, told)
-        logger.info("%s", save_text(stats), extra={"statehold": told})
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s", save_text(stats), extra={"statehold": told})
 
     @_harmless
     def save_failed(self, started_s: float, stats: SaveStats) -> None:
