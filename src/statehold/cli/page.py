@@ -207,9 +207,11 @@ def _saves(document: Document) -> Markup:
     saves, limit = document["saves"], document["limit_bytes_per_s"]
     fastest = max([save["bytes_per_s"] or 0 for save in saves])
     whole = max(fastest, limit or 0, 1)
+    longest = max([save["committed_s"] or save["written_s"] for save in saves]) or 1.0
     rows = [
         (
             _look(save),
+            _course(save, longest),
             save["ranks"],
             format_bytes(save["written_bytes"]),
             _seconds(save["blocked_s"]),
@@ -223,8 +225,8 @@ def _saves(document: Document) -> Markup:
         )
         for save in reversed(saves[-SAVES_SHOWN:])
     ]
-    header = ("step", "ranks", "bytes", "blocked", "gate", "staged", "written", "committed",
-              "rate", "", "of_limit")  # fmt: skip
+    numbers = "step ranks bytes blocked gate staged written committed rate of_limit"
+    header = ("step", "course", *numbers.split()[1:9], "", "of_limit")
     note = (
         "Seconds since the call of save(), of several ranks the slowest; the rate is to the commit."
     )
@@ -232,8 +234,20 @@ def _saves(document: Document) -> Markup:
         note += f" The line is the limit of the storage, {format_bytes(int(limit))}/s."
     if len(saves) > SAVES_SHOWN:
         note += f" The newest {SAVES_SHOWN} of {len(saves)}."
-    table = _table(header, rows, right=" ".join(header))
+    table = _table(header, rows, right=numbers)
     return join([table, tag("p", note, class_="note")])
+
+
+def _course(save: Document, longest: float) -> Markup:
+    """How a save went, from its call to the commit, as parts of the longest."""
+    ends = [save["staged_s"], save["written_s"], save["committed_s"] or 0]
+    drawn = [tag("rect", class_="k-plan", width=f"{save['blocked_s'] / longest:.2%}", height=3)]
+    at = 0.0
+    for kind, end in zip(("copy", "move", "commit"), ends, strict=True):
+        x, width = f"{at / longest:.2%}", f"{max(end - at, 0) / longest:.2%}"
+        drawn.append(tag("rect", class_=f"k-{kind}", x=x, width=width, y=4, height=8))
+        at = max(at, end)
+    return tag("svg", *drawn, width=150, height=12, class_="course", aria_hidden="true")
 
 
 def _restores(document: Document) -> Markup:

@@ -1,13 +1,14 @@
 """The timeline of a report: a lane for each thread of each rank, and one below it for the engine.
 
-Owns: where a mark lies. Positions are shares of the width, so that the drawing follows the page; its
-script only moves them when somebody looks closer.
+Owns: where a mark lies. Positions are shares of the width, so that the drawing follows the page;
+its script only moves them when somebody looks closer.
 Not here: the marks (traces), colours (report.css).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from datetime import datetime, timezone
 
 from statehold.cli.markup import Markup, join, tag
 from statehold.cli.traces import Lane, Mark, Traces
@@ -36,7 +37,7 @@ _MEANING = {
 }
 _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 _ROW_PX = 15
-_TICKS = 5
+_TICKS = 4  # a quarter of the width each: report.css draws lines there
 
 
 def timeline(traces: Traces) -> Markup:
@@ -46,11 +47,16 @@ def timeline(traces: Traces) -> Markup:
     end = max(max(mark.end for lane in lanes for mark in lane.marks), begin + 1)
     several = len({lane.rank for lane in lanes}) > 1
     rows = [_row(lane, begin, end, several) for lane in lanes]
-    body = tag("div", *rows, _axis(end - begin), class_="lanes", id="lanes",
+    body = tag("div", *rows, _axis(begin, end - begin), class_="lanes", id="lanes",
                data_begin=begin, data_end=end, data_ticks=_TICKS)  # fmt: skip
     reset = tag("button", "Whole timeline", id="whole", type="button", hidden="")
     about = tag("output", "Point at a stage to read it.", id="about")
     return join([_legend(lanes), body, tag("p", reset, about, class_="reading")])
+
+
+def _label(lane: Lane, several: bool) -> str:
+    thread = lane.thread.removeprefix("statehold-").removesuffix("_0")
+    return f"rank {lane.rank} · {thread}" if several else thread
 
 
 def _legend(lanes: Iterable[Lane]) -> Markup:
@@ -69,7 +75,7 @@ def _swatch(kind: str) -> Markup:
 def _row(lane: Lane, begin: int, end: int, several: bool) -> Markup:
     places = list(_stacked(lane.marks))
     height = _ROW_PX * (max(row for _, row in places) + 1)
-    label = f"rank {lane.rank} · {lane.thread}" if several else lane.thread
+    label = _label(lane, several)
     drawn = [_mark(mark, row, begin, end) for mark, row in places]
     drawing = tag("svg", *drawn, height=height, width="100%", role="img", aria_label=label)
     return join([tag("div", label, class_="lane"), tag("div", drawing, class_="track")])
@@ -112,11 +118,12 @@ def _kind(mark: Mark) -> str:
     return _KIND_OF.get(mark.name, "rest")
 
 
-def _axis(span: int) -> Markup:
+def _axis(begin: int, span: int) -> Markup:
     ticks = [
         tag("text", format_seconds(span * i / _TICKS / 1e6), x=f"{100 * i // _TICKS}%", y=14,
             text_anchor="start" if i == 0 else "end" if i == _TICKS else "middle")
         for i in range(_TICKS + 1)
     ]  # fmt: skip
     drawing = tag("svg", *ticks, id="axis", height=18, width="100%", aria_hidden="true")
-    return join([tag("div", "time", class_="lane"), tag("div", drawing, class_="track axis")])
+    label = f"from {datetime.fromtimestamp(begin // 10**6, timezone.utc):%H:%M:%S} UTC"
+    return join([tag("div", label, class_="lane"), tag("div", drawing, class_="track axis")])

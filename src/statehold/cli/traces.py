@@ -174,6 +174,6 @@ def _text(value: Any) -> str:
 
 def _time(value: Any) -> int:
     number = int(value)
-    if isinstance(value, str) or not 0 <= number < 2**60:
+    if isinstance(value, str) or not 0 <= number < 2**53:
         raise ValueError(value)
     return number
