@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 
 import statehold
+from cli.conftest import Asked, ask, golden, run, shared
 from support.faults import DEADLINE_S, SMALL
 from support.training import Training
+
+__all__ = ["Asked", "Seen", "ask", "golden", "run", "seen", "shared"]
 
 
 class Seen(NamedTuple):

@@ -228,7 +228,8 @@ def _saves(document: Document) -> Markup:
     numbers = "step ranks bytes blocked gate staged written committed rate of_limit"
     header = ("step", "course", *numbers.split()[1:9], "", "of_limit")
     note = (
-        "Seconds since the call of save(), of several ranks the slowest; the rate is to the commit."
+        "Times since the call of save(), of several ranks the slowest; the rate is to the commit. "
+        "Course, on one scale: until staged, written, committed; above it, how long save() took."
     )
     if limit:
         note += f" The line is the limit of the storage, {format_bytes(int(limit))}/s."
