@@ -119,7 +119,8 @@ def test_ranks_of_a_save_are_one_row(seen: Seen, tmp_path: Path, ask: Asked) -> 
     for one, two in zip(alone["saves"], both["saves"], strict=True):
         assert two["written_bytes"] == 2 * one["written_bytes"]
         assert two["committed_s"] == one["committed_s"]
-    _, page = page_of(tmp_path, seen.run, "--trace", seen.trace, other)
+    _, page = page_of(tmp_path, seen.run, "--trace", seen.trace, other, "--limit", "1 GB")
+    assert {"of limit", "3"} <= set(page.texts)
     assert {"rank 0 · engine", "rank 1 · engine"} <= set(page.texts)
 
 
@@ -182,7 +183,7 @@ def test_text_cannot_become_markup() -> None:
 def test_events_that_are_not_well_formed_are_counted(tmp_path: Path) -> None:
     found = read_traces([str(hostile_trace(tmp_path))])
     assert found.left_out == 8
-    assert len(found.saves) == len(HOSTILE)
+    assert found.saves == []
     assert found.restores == []
 
 

@@ -221,12 +221,12 @@ def _saves(document: Document) -> Markup:
             _badge("bad", "failed") if save["failed"] else _seconds(save["committed_s"]),
             "-" if save["bytes_per_s"] is None else f"{format_bytes(int(save['bytes_per_s']))}/s",
             _bar((save["bytes_per_s"] or 0) / whole, limit / whole if limit else None),
-            f"{(save['bytes_per_s'] or 0) / limit:.0%}" if limit else "-",
+            *([f"{(save['bytes_per_s'] or 0) / limit:.0%}"] if limit else []),
         )
         for save in reversed(saves[-SAVES_SHOWN:])
     ]
     numbers = "step ranks bytes blocked gate staged written committed rate of_limit"
-    header = ("step", "course", *numbers.split()[1:9], "", "of_limit")
+    header = ("step", "course", *numbers.split()[1:9], "", *(["of_limit"] if limit else []))
     note = (
         "Times since the call of save(), of several ranks the slowest; the rate is to the commit. "
         "Course, on one scale: until staged, written, committed; above it, how long save() took."

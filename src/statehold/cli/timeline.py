@@ -32,17 +32,19 @@ _MEANING = {
     "copy": "copying",
     "move": "storage",
     "commit": "commit",
-    "rest": "other",
+    "rest": "retain, restore, other",
     "failed": "failed",
 }
 _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
+LANES_MAX = 64
 _ROW_PX = 15
 _TICKS = 4  # a quarter of the width each: report.css draws lines there
 
 
 def timeline(traces: Traces) -> Markup:
     """The lanes, the axis below them, and what the colours mean."""
-    lanes = [lane for lane in traces.lanes if lane.marks]
+    drawable = [lane for lane in traces.lanes if lane.marks]
+    lanes, more = drawable[:LANES_MAX], len(drawable) - LANES_MAX
     begin = min(mark.begin for lane in lanes for mark in lane.marks)
     end = max(max(mark.end for lane in lanes for mark in lane.marks), begin + 1)
     several = len({lane.rank for lane in lanes}) > 1
@@ -51,7 +53,8 @@ def timeline(traces: Traces) -> Markup:
                data_begin=begin, data_end=end, data_ticks=_TICKS)  # fmt: skip
     reset = tag("button", "Whole timeline", id="whole", type="button", hidden="")
     about = tag("output", "Point at a stage to read it.", id="about")
-    return join([_legend(lanes), body, tag("p", reset, about, class_="reading")])
+    note = tag("p", f"{more} more lanes, of later ranks.", class_="note") if more > 0 else ""
+    return join([_legend(lanes), body, tag("p", reset, about, class_="reading"), note])
 
 
 def _label(lane: Lane, several: bool) -> str:

@@ -25,6 +25,8 @@ MARKS_MAX = 6000
 RANK_MAX = 10**6
 
 _ENGINE = "engine"
+# Below the threads of the program.
+_ORDER = {"statehold-stage_0": 1, "statehold-commit_0": 2, _ENGINE: 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def read_traces(paths: Iterable[str]) -> Traces:
     for path in paths:
         for rank, thread, mark in _File(path, found):
             _sort_in(found, rank, thread, mark)
-    found.lanes.sort(key=lambda lane: (lane.rank, lane.thread == _ENGINE))
+    found.lanes.sort(key=lambda lane: (lane.rank, _ORDER.get(lane.thread, 0)))
     _bound(found)
     return found
 
@@ -70,11 +72,12 @@ def read_traces(paths: Iterable[str]) -> Traces:
 def _sort_in(found: Traces, rank: int, thread: str, mark: Mark) -> None:
     event = mark.facts.get("event")
     about = {**mark.facts, "rank": rank, "begin": mark.begin, "end": mark.end}
-    if thread == _ENGINE and event in ("save", "failed save"):
-        found.saves.append(about)
-        return
-    if event == "restore" and type(mark.facts.get("step")) is int:
-        found.restores.append(about)
+    if type(mark.facts.get("step")) is int:
+        if thread == _ENGINE and event in ("save", "failed save"):
+            found.saves.append(about)  # the whole of it: its stages are what the lanes show
+            return
+        if event == "restore":
+            found.restores.append(about)
     lane = next((x for x in found.lanes if (x.rank, x.thread) == (rank, thread)), None)
     if lane is None:
         lane = Lane(rank, thread)
