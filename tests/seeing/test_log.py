@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import statehold
 from statehold import progress
 from statehold.progress import Progress, pause_after, progress_text
+from statehold.save import Save
 from statehold.testing import SimFs, checkpointer_on
 from statehold.units import GiB, MiB
 from support.faults import DEADLINE_S, SMALL, Holdup
@@ -61,6 +63,24 @@ def test_a_line_for_each_save_and_each_restore(
     assert json.loads(json.dumps([*said, restore])) == [*said, restore]
     assert "step 2 committed: " in lines[1]
     assert "step 2 restored: " in lines[2]
+
+
+@pytest.mark.parametrize("is_first", ["returned", "committed"])
+def test_a_save_is_told_of_once_and_when_all_is_known(
+    told: list[logging.LogRecord], is_first: str
+) -> None:
+    """A small save may be committed before save() returns."""
+    save = Save(1, time.perf_counter())
+    events = [save._returned, lambda: save._reach("committed")]
+    if is_first == "committed":
+        events.reverse()
+    events[0]()
+    assert figures(told, "save") == []
+    events[1]()
+    save._tell_once()  # as both threads may come to it at once
+    (said,) = figures(told, "save")
+    assert said["blocked_s"] > 0
+    assert said["committed_s"] > 0
 
 
 def test_nothing_is_said_before_the_commit(tmp_path: Path, told: list[logging.LogRecord]) -> None:

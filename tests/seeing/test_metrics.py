@@ -151,8 +151,10 @@ def test_a_forked_child_neither_serves_nor_keeps_the_port() -> None:
     endpoint = metrics.serve(0)
     child = os.fork()
     if child == 0:  # must not return into pytest
-        os.write(told, b"1" if endpoint._server.socket.fileno() == -1 else b"0")
-        endpoint.close()  # neither hangs nor closes what is its parent's
+        forgotten = endpoint._server.socket.fileno() == -1
+        if forgotten:
+            endpoint.close()  # neither hangs nor closes what is its parent's
+        os.write(told, b"1" if forgotten else b"0")
         os.read(go_on, 1)
         os._exit(0)
     try:
@@ -171,6 +173,7 @@ def test_a_forked_child_neither_serves_nor_keeps_the_port() -> None:
 def test_a_peer_that_says_nothing_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    assert metrics._Handler.timeout == metrics.REQUEST_S_MAX
     monkeypatch.setattr(metrics._Handler, "timeout", 0.05)
     with metrics.serve(0) as endpoint:
         with socket.create_connection(("127.0.0.1", endpoint.port)):
