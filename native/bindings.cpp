@@ -153,6 +153,20 @@ nb::bytes read_file(PyFs& fs, const std::string& path, uint64_t max_bytes) {
   return nb::bytes(data.data(), data.size());
 }
 
+void read_into(PyFile& file, nb::handle memory, uint64_t offset) {
+  const std::shared_ptr<File> source = file.opened();
+  Py_buffer view;
+  if (PyObject_GetBuffer(memory.ptr(), &view, PyBUF_CONTIG) != 0) throw nb::python_error();
+  Status status;
+  {
+    const nb::gil_scoped_release unlocked;
+    status =
+        source->read(static_cast<std::byte*>(view.buf), static_cast<uint64_t>(view.len), offset);
+  }
+  PyBuffer_Release(&view);
+  must(status);
+}
+
 void new_engine(PyEngine* self, PyFs& fs, uint64_t staging_bytes, uint64_t buffer_bytes,
                 int copy_threads) {
   const EngineOptions options{staging_bytes, buffer_bytes, copy_threads};

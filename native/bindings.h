@@ -87,6 +87,11 @@ using PyReadJob = JobHandle<ReadJob>;
 struct PyFile {
   explicit PyFile(std::shared_ptr<File> opened)
       : file(std::move(opened)), path(file->path()), direct(file->direct()) {}
+  // Throws after close.
+  std::shared_ptr<File> opened() const {
+    if (file == nullptr) throw Failure(Status::closed("a use of " + path));
+    return file;
+  }
   std::shared_ptr<File> file;  // null after close
   std::string path;
   bool direct;
@@ -156,6 +161,8 @@ std::vector<std::pair<std::string, bool>> list_dir(PyFs& fs, const std::string& 
 std::optional<int64_t> stat_bytes(PyFs& fs, const std::string& path);
 void write_file(PyFs& fs, const std::string& path, nb::bytes data);
 nb::bytes read_file(PyFs& fs, const std::string& path, uint64_t max_bytes);
+// Fills a writable, contiguous buffer; whole or an error.
+void read_into(PyFile& file, nb::handle memory, uint64_t offset);
 
 void new_engine(PyEngine* self, PyFs& fs, uint64_t staging_bytes, uint64_t buffer_bytes,
                 int copy_threads);

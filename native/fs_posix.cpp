@@ -60,8 +60,16 @@ auto restarted(Call&& call) {
   return result;
 }
 
+// Never one of the standard descriptors: where a process has closed them, what it (or a library)
+// goes on printing would land in the file that got their number.
 int open_file(const std::string& path, int flags) {
-  return restarted([&] { return ::open(path.c_str(), flags | O_CLOEXEC, 0666); });
+  const int fd = restarted([&] { return ::open(path.c_str(), flags | O_CLOEXEC, 0666); });
+  if (fd < 0 || fd > STDERR_FILENO) return fd;
+  const int moved = ::fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  const int error = errno;
+  ::close(fd);
+  errno = error;
+  return moved;
 }
 
 // Opens a regular file of this very name. A link is not followed, and nothing waits for the other
@@ -104,7 +112,9 @@ bool set_direct(int fd) {
 // Blocks for the whole file now: allocation in the middle of the writes would make them wait.
 Status allocate(int fd, uint64_t bytes, bool reuse, const std::string& path) {
   const auto size = static_cast<off_t>(bytes);
-  if (reuse && ::ftruncate(fd, size) != 0) return last_error("truncate", path);
+  if (reuse && restarted([&] { return ::ftruncate(fd, size); }) != 0) {
+    return last_error("truncate", path);
+  }
   if (bytes == 0) return {};
   if (restarted([&] { return ::fallocate(fd, 0, 0, size); }) == 0) return {};
   if (errno == EOPNOTSUPP || errno == ENOSYS) return {};

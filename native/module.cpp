@@ -9,6 +9,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <system_error>
+
 #include "bindings.h"
 #include "checksum.h"
 #include "fs_threads.h"
@@ -71,6 +73,8 @@ void translate(const std::exception_ptr& thrown, void*) {
     raise_status(failure.status);
   } catch (const CheckFailed& failure) {
     raise_status(Status::invariant(failure.what()));
+  } catch (const std::system_error& failure) {  // only threads throw it, where there are no more
+    raise_status(Status::io(failure.code().value(), "start a thread", {}));
   }
 }
 
@@ -97,6 +101,8 @@ void declare_fs(nb::module_& m) {
   nb::class_<PyFile>(m, "File", "An open data file; closed by WriteJob.finish() or close().")
       .def_prop_ro("path", [](const PyFile& self) { return self.path; })
       .def_prop_ro("direct", [](const PyFile& self) { return self.direct; })
+      .def("size_bytes", [](PyFile& self) { return must(self.opened()->size_bytes()); })
+      .def("read_into", &read_into, "memory"_a, "offset"_a)
       .def("close", [](PyFile& self) { self.file.reset(); });
 
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
@@ -144,6 +150,12 @@ void declare_fs(nb::module_& m) {
             return PyFile(must(self->open_write(path, bytes, reuse)));
           },
           "path"_a, "bytes"_a, "reuse"_a = false, unlocked)
+      .def(
+          "open_read",
+          [](PyFs& self, const std::string& path) {
+            return PyFile(must(self->open_read(path, /*direct=*/false)));
+          },
+          "path"_a, unlocked)
       .def(
           "can_reuse", [](PyFs& self, const std::string& path) { return self->can_reuse(path); },
           "path"_a, unlocked)

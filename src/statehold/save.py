@@ -7,13 +7,14 @@ fails reaches no further event, and every wait for one raises its error.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from statehold.errors import PeerFailedError, StateholdError, UsageError, WaitTimeout
+from statehold.errors import ClosedError, PeerFailedError, StateholdError, UsageError, WaitTimeout
 from statehold.planning.share import Balance
 from statehold.units import format_bytes, format_seconds
 from statehold.watching import UNWATCHED, Stage, Watch
@@ -64,6 +65,7 @@ class Save:
         self._is_told = False
         self._moving_from = started
         self._changed = threading.Condition()
+        self._pid = os.getpid()
         self._stats = SaveStats(step)
         self._error: StateholdError | None = None
         self._raised = False
@@ -117,6 +119,10 @@ class Save:
 
     def _wait_ended(self, event: Event, timeout: float | None = None) -> bool:
         """Wait for the event or a failure; False when neither came in time."""
+        if self._reached(event) is not None or self._error is not None:
+            return True
+        if not self._is_of_this_process:
+            raise forked("this save", self._pid)
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._reached(event) is not None or self._error is not None, timeout
@@ -128,6 +134,10 @@ class Save:
     def _stage(self, name: str) -> Stage:
         """A stage of this save, for the trace."""
         return self._watch.stage(name, step=self.step)
+
+    @property
+    def _is_of_this_process(self) -> bool:
+        return os.getpid() == self._pid
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._started
@@ -189,6 +199,15 @@ class Save:
                 return None
             self._raised = True
             return self._error
+
+
+def forked(what: str, owner_pid: int) -> ClosedError:
+    """The error where a fork uses what its parent has begun: nothing there would ever end."""
+    return ClosedError(
+        f"{what} belongs to the process that was forked",
+        facts={"begun by": f"process {owner_pid}", "used by": f"process {os.getpid()}"},
+        hint="open another Checkpointer here; the parent's goes on undisturbed",
+    )
 
 
 def _checked(event: Event) -> Event:

@@ -2,7 +2,7 @@
 
     save     save() (wait, capture, plan) on the trainer's thread; stage; open, write,
              commit (of several ranks: seal, arrive, gather, publish), retain
-    restore  discover, plan (open), read (verify: each piece is checked and placed; place), values
+    restore  discover, plan (open), read (verify: each piece is checked and placed), values
 
 Each save and each restore that has ended well is one INFO line of the logger "statehold": a
 sentence for people, and its figures as `record.statehold` for programs.

@@ -27,9 +27,11 @@ LAYERS: list[list[set[str]]] = [
     [{"planning"}, {"ranks"}, {"selection"}, {"metrics"}],
     [{"steps"}],
     [{"state"}, {"storage"}],
+    [{"agreeing", "background_log"}],
+    [{"levels"}],
     [
-        {"checkpointer", "save", "gate", "pipeline", "team", "agreeing"}
-        | {"restoring", "reads", "writes", "watching"},
+        {"checkpointer", "save", "gate", "pipeline", "team"}
+        | {"restoring", "reads", "segments", "writes", "watching"},
     ],
     # Beside the Checkpointer stands what torch.distributed.checkpoint calls: it plans, so dcp only
     # stores, with the same engine and the same commit.
@@ -37,7 +39,7 @@ LAYERS: list[list[set[str]]] = [
     [{"cli", "__main__"}],
 ]
 # cli reads and verifies whole steps through an engine of its own: no state, no torch.
-CORE_USERS = {"storage", "checkpointer", "save", "testing", "restoring", "dcp", "cli"}
+CORE_USERS = {"storage", "levels", "checkpointer", "save", "testing", "segments", "dcp", "cli"}
 TORCH_USERS = {"state", "testing", "dcp"}
 # Modules that may not even name torch in annotations: they make sense without it.
 PURE = {"errors", "units", "options", "encoding", "planning", "selection", "steps"}

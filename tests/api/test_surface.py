@@ -12,7 +12,10 @@ from statehold.options import Options
 
 PUBLIC = [
     "Checkpointer",
+    "Directory",
     "Gated",
+    "Memory",
+    "ObjectStore",
     "Rng",
     "Save",
     "SaveStats",
@@ -24,7 +27,7 @@ PUBLIC = [
 ]
 
 SIGNATURES = {
-    statehold.Checkpointer.__init__: "(self, run, **options)",
+    statehold.Checkpointer.__init__: "(self, run, *, levels=None, **options)",
     statehold.Checkpointer.save: "(self, step, state)",
     statehold.Checkpointer.restore: (
         "(self, state, step=None, *, only=None, skip=None, rename=None, strict=True)"
@@ -32,6 +35,8 @@ SIGNATURES = {
     statehold.Checkpointer.gate: "(self, timeout=None)",
     statehold.Checkpointer.steps: "(self)",
     statehold.Checkpointer.rewind: "(self, step)",
+    statehold.Checkpointer.levels: "(self)",
+    statehold.Checkpointer.flush: "(self, timeout=None)",
     statehold.Checkpointer.write_trace: "(self, path=None)",
     statehold.Checkpointer.close: "(self)",
     statehold.metrics.serve: "(port, host='127.0.0.1')",

@@ -117,8 +117,19 @@ def test_when_every_step_is_damaged_it_raises_instead_of_starting_anew(three_ste
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         with pytest.raises(errors.TruncatedFileError) as caught:
             ckpt.restore(Training().state)
-        assert caught.value.facts["also damaged"] == "1, 2, 3 (3 in all)"
+        assert caught.value.facts["step"] == 3
+        assert caught.value.facts["also damaged"] == "1, 2 (2 in all)"
         assert ckpt.steps() == [1, 2, 3]
+
+
+def test_when_the_only_step_is_damaged_no_other_one_is_said_to_be(run: Path) -> None:
+    training = Training()
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        ckpt.save(1, training.state).wait("committed", DEADLINE_S)
+        truncate(run / "step-000000000001")
+        with pytest.raises(errors.TruncatedFileError) as caught:
+            ckpt.restore(training.state)
+    assert "also damaged" not in caught.value.facts
 
 
 def test_newer_format_is_refused_and_nothing_is_passed_over(three_steps) -> None:

@@ -245,8 +245,10 @@ def test_cancel_leaves_the_sources_alone(disk: Disk, engine: _core.Engine) -> No
 
 def test_dropping_a_job_cancels_it(disk: Disk, engine: _core.Engine) -> None:
     for _ in range(10):
-        job = State(random_arrays(1, *[BUFFER] * 8)).write(engine)
+        state = State(random_arrays(1, *[BUFFER] * 8))
+        job = state.write(engine)
         del job
+        del state  # only now: until the job is gone its sources are read
     gc.collect()
     after = State(random_arrays(2, 700_000))
     assert 2 * BUFFER < after.file_bytes <= engine.buffer_count * BUFFER == 3 * BUFFER
@@ -284,7 +286,8 @@ def test_a_fill_that_is_given_back_twice_is_refused(disk: Disk, engine: _core.En
 
 
 def test_finish_before_written_is_refused(disk: Disk, engine: _core.Engine) -> None:
-    job = State(random_arrays(1, 1000)).write(engine)
+    state = State(random_arrays(1, 1000))
+    job = state.write(engine)
     with pytest.raises(InvariantError):
         job.finish()
     job.cancel()
@@ -455,7 +458,8 @@ def test_what_was_finished_survives_a_crash() -> None:
         state = State(random_arrays(seed, 1_000_001))
         sums = save(engine, disk, "f", state)
         fs.sync_dir("run")
-        job = State(random_arrays(99, 500_000)).write(engine)
+        unfinished = State(random_arrays(99, 500_000))
+        job = unfinished.write(engine)
         job.attach(fs.open_write("run/unfinished", 504_096))
         fs.crash()
         job.cancel()
@@ -490,7 +494,8 @@ def test_an_unfinished_file_may_be_anything_but_is_noticed() -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that is what is tested
 def test_a_child_process_refuses_and_does_not_hang(disk: Disk) -> None:
     engine = _core.Engine(disk.fs, 3 * BUFFER, BUFFER)
-    job = State(random_arrays(1, 1_000_000)).write(engine)
+    state = State(random_arrays(1, 1_000_000))
+    job = state.write(engine)
     child = os.fork()
     if child == 0:
         try:
@@ -502,4 +507,21 @@ def test_a_child_process_refuses_and_does_not_hang(disk: Disk) -> None:
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 7
     job.cancel()
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_misdirected_write_when_no_other_file_is_left(seed: int) -> None:
+    """A file may be unlinked while it is written; then there is none that the write could hit."""
+    fs = _core.SimFs(seed, misdirected=1.0)
+    fs.mkdir("run")
+    engine = _core.Engine(fs, 3 * BUFFER, BUFFER)
+    state = State(random_arrays(1, BUFFER))
+    file = fs.open_write("run/f", len(state.image))
+    fs.unlink("run/f")
+    job = state.write(engine)
+    job.attach(file)
+    assert job.wait_written(DEADLINE_S)
+    job.finish()
+    assert fs.fired["misdirected"] > 0
     engine.close()

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from statehold import _core
-from statehold.errors import ClosedError, NoSpaceError, StorageError
+from statehold.errors import (
+    ClosedError,
+    MissingFileError,
+    NoSpaceError,
+    StorageError,
+    TruncatedFileError,
+)
 from statehold.testing import SimFs
 from support.disks import Disk
 
@@ -52,6 +58,28 @@ def test_small_files_replace_their_content(disk: Disk) -> None:
     assert fs.read_file(disk.path("f"), 6) == b"short\0"
     fs.write_file(disk.path("f"), b"")
     assert fs.read_file(disk.path("f"), 0) == b""
+
+
+def test_parts_of_files(disk: Disk) -> None:
+    disk.fs.write_file(disk.path("f"), bytes(range(200)))
+    file = disk.fs.open_read(disk.path("f"))
+    assert file.size_bytes() == 200
+    memory = bytearray(50)
+    file.read_into(memory, 100)
+    assert memory == bytes(range(100, 150))
+    file.read_into(memoryview(memory)[10:20], 0)
+    assert memory[8:22] == bytes([108, 109, *range(10), 120, 121])
+    with pytest.raises(TruncatedFileError):
+        file.read_into(memory, 151)
+    with pytest.raises((BufferError, TypeError)):
+        file.read_into(b"read-only", 0)  # type: ignore[arg-type]
+    file.close()
+    with pytest.raises(ClosedError):
+        file.read_into(memory, 0)
+    with pytest.raises(ClosedError):
+        file.size_bytes()
+    with pytest.raises(MissingFileError):
+        disk.fs.open_read(disk.path("nothing"))
 
 
 def test_small_files_have_a_limit(disk: Disk) -> None:

@@ -65,7 +65,7 @@ def test_the_stages_of_a_restore_are_there_and_in_order(seen: Seen) -> None:
         for each in seen.events
         if each["ph"] == "X" and each["tid"] == restore["tid"] and each["ts"] >= restore["ts"]
     ]
-    expected = ["restore", "discover", "plan", "open", "read", "verify", "place", "values"]
+    expected = ["restore", "discover", "plan", "open", "read", "verify", "values"]
     assert names(inside) == expected
     assert restore["args"]["step"] == 3
     assert restore["args"]["read_bytes"] > 0

@@ -233,7 +233,7 @@ def test_own_state_dicts_are_filled_in_place() -> None:
     moments = [state["momentum_buffer"] for state in live.optimizer.state.values()]
     restoration = MemoryStep(saved.state).restore(live.state)
     own = {tensor.data_ptr() for tensor in [*live.model.parameters(), *moments]}
-    assert {target.address for target in restoration.destinations} == own
+    assert {target.tensor.data_ptr() for target in restoration.destinations} == own
     assert [s["momentum_buffer"].data_ptr() for s in live.optimizer.state.values()] == [
         moment.data_ptr() for moment in moments
     ]

@@ -128,7 +128,7 @@ def check_boxes_of_destinations(job: Job) -> None:
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         must(found["m.up.weight"].box.shape == local.shape)
         must(found["m.up.weight"].shared is expected)
-        must(found["m.up.weight"].address == local.data_ptr())
+        must(found["m.up.weight"].tensor.data_ptr() == local.data_ptr())
         must(found["t"].shared)
         must(found["t"].box == Box.whole((2,)))
 
