@@ -19,6 +19,7 @@ from statehold import errors as errors
 from statehold._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from statehold import metrics as metrics
     from statehold.checkpointer import Checkpointer as Checkpointer
     from statehold.errors import StateholdError as StateholdError
     from statehold.levels.specs import Directory as Directory
@@ -43,6 +44,7 @@ __all__ = [
     "Volatile",
     "__version__",
     "errors",
+    "metrics",
 ]
 
 _HOMES = {
@@ -56,6 +58,7 @@ _HOMES = {
     "SaveStats": "statehold.save",
     "StateholdError": "statehold.errors",
     "Volatile": "statehold.state.marks",
+    "metrics": "statehold.metrics",
 }
 
 
@@ -63,7 +66,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'statehold' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    module = importlib.import_module(home)
+    return module if home == f"statehold.{name}" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -54,6 +54,7 @@ from statehold.state import fingerprints
 from statehold.state.capture import Capture, capture
 from statehold.state.device import Devices
 from statehold.team import Alone, Publisher, Together
+from statehold.watching import Watch
 from statehold.writes import in_file_order, start_write
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class Checkpointer:
             raise
         assert self._open is not None
         self._open.pipeline.wait_eager(work, captured)
-        work.save._record(blocked_s=work.save._elapsed())
+        work.save._returned()
         if self._leaving is not None and self._leaving.is_asked:
             self._leave(self._leaving, work.save)
         return work.save
@@ -133,15 +134,19 @@ class Checkpointer:
         opened = self._opened()  # before anything can fail: other ranks have to be told
         self._raise_failures()
         _check_step(step)
+        save._watched_by(opened.watch)
         opened.prepare_saving()
-        opened.pipeline.wait_for_room()
+        with save._stage("wait"):
+            opened.pipeline.wait_for_room()
         save._record(waited_s=save._elapsed())
         self._raise_failures()
         opened.check_order(step)
 
-        captured = capture(state, opened.rank)
-        known = opened.claims.resolve([tensor.spec for tensor in captured.tensors], number)
-        plan = opened.plans.get(known.specs, step)
+        with save._stage("capture"):
+            captured = capture(state, opened.rank)
+        with save._stage("plan"):
+            known = opened.claims.resolve([tensor.spec for tensor in captured.tensors], number)
+            plan = opened.plans.get(known.specs, step)
         save._record(
             state_bytes=sum(tensor.spec.nbytes for tensor in captured.tensors),
             written_bytes=plan.save.file_bytes,
@@ -153,6 +158,7 @@ class Checkpointer:
             _core.hash_memory,
         )
         ordered = in_file_order(plan, captured.tensors)
+        save._moving()
         job = start_write(opened.engine, plan.save, ordered)
         copies = opened.devices.copies(job, captured, ordered)
         self._gate.hold_for(save, copies.passing if copies else None)
@@ -170,6 +176,7 @@ class Checkpointer:
             version=opened.claims.version,
             fingerprinting=fingerprinting,
         )
+        opened.watch.save_began()
         opened.pipeline.submit(work)
         return work, captured
 
@@ -252,13 +259,18 @@ class Checkpointer:
         opened = self._opened()
         together(opened.peers, self._raise_failures)
         self._gate.wait()
-        restorer = Restorer(
-            opened.nearest(), opened.engine, opened.devices, opened.peers, state, selection
-        )
-        if step is not None:
-            self.restored = restorer.step(step)
-            return step
-        self.restored, failed = restorer.newest()
+        with opened.watch.restore() as watch:
+            restorer = Restorer(
+                opened.nearest(),
+                opened.engine,
+                opened.devices,
+                opened.peers,
+                state,
+                selection,
+                watch,
+            )
+            self.restored, failed = restorer.newest() if step is None else restorer.only(step)
+            watch.end(self.restored, failed)
         if self.restored is None:
             return None
         if failed:
@@ -324,6 +336,13 @@ class Checkpointer:
     def backend(self) -> str:
         """How bytes move: "io_uring" or "threads"."""
         return self._opened().fs.backend
+
+    def write_trace(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Write what the option `trace` has recorded so far; returns the file's name.
+
+        To `path`, or where close() will write it. Raises UsageError where nothing is recorded.
+        """
+        return self._opened().watch.write_trace(path)
 
     def close(self) -> None:
         """Wait until every save has ended, bring the newest step to all levels, and give everything
@@ -426,6 +445,7 @@ class _Opened:
             self.fs, options.staging_size, options.buffer_size, options.copy_thread_count
         )
         self.devices = Devices(self.engine.staging_address, self.engine.staging.nbytes)
+        self.watch = Watch(run, rank, ranks, options.trace)
         self.claims = Claims(rank, ranks)
         self.plans = PlanCache(world_size=ranks, rank=rank)
         log = BackgroundLog()
@@ -507,6 +527,7 @@ class _Opened:
             with _logged("could not bring the newest step to all levels"):
                 self.flush(None)
         self.promotions.close()
+        self.watch.close()
         self.devices.close()
         self.engine.close()
         for place in self.places:

@@ -7,7 +7,8 @@
     │   ├── StepNotFoundError      the step that was asked for is not committed in this run
     │   ├── StepOrderError         a save of a step older than the newest one
     │   ├── ClosedError            the Checkpointer was closed
-    │   └── RunBusyError           another process (or object) is saving into this run directory
+    │   ├── RunBusyError           another process (or object) is saving into this run directory
+    │   └── PortInUseError         something else listens on the port for metrics
     ├── TornSnapshot               a tensor changed while it was being copied; nothing was published
     ├── ReplicasDifferError        ranks hold different values of what had been one tensor
     ├── WaitTimeout                a deadline passed; the save itself goes on
@@ -48,6 +49,7 @@ __all__ = [
     "NoSpaceError",
     "PeerFailedError",
     "PeerLostError",
+    "PortInUseError",
     "ReplicasDifferError",
     "RunBusyError",
     "StateMismatchError",
@@ -121,6 +123,10 @@ class ClosedError(UsageError):
 
 class RunBusyError(UsageError):
     """Another Checkpointer holds the run directory for saving."""
+
+
+class PortInUseError(UsageError):
+    """Something else listens on the port."""
 
 
 class TornSnapshot(StateholdError):

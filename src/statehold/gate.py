@@ -55,7 +55,8 @@ class Gate:
             ):
                 continue
             started = time.perf_counter()
-            ended = save._wait_ended("staged", timeout)
+            with save._stage("gate"):
+                ended = save._wait_ended("staged", timeout)
             save._add_gate(time.perf_counter() - started)
             if not ended:
                 raise WaitTimeout(

@@ -17,6 +17,8 @@ COORDINATIONS = ("auto", "store", "directory", "none")
 # A day: no rank that is alive is later than that, and clocks and stores can still count it.
 PEER_TIMEOUT_S_MAX = 86_400
 
+_PATH = (str, os.PathLike)
+
 # A buffer is one write: below 1 MiB the device is not kept busy, and a checksum block (1 MiB)
 # must never straddle two buffers.
 BUFFER_BYTES_MIN = MiB
@@ -40,6 +42,8 @@ class Options:
         from the environment; "none": this process is alone, whatever runs beside it; "auto": the
         store if torch.distributed is initialized with more than one rank, else alone.
     peer_timeout_s: how long to wait for another rank before it counts as lost.
+    trace: a file for what happened when, as Chrome/Perfetto JSON, written at close(); of several
+        ranks each writes its own, with its rank in the name. None: nothing is recorded.
     """
 
     keep: int | None = None
@@ -51,6 +55,7 @@ class Options:
     reuse_files: bool = True
     coordination: str = "auto"
     peer_timeout_s: float = 600.0
+    trace: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
@@ -64,6 +69,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 1 <= value <= 4096):
                 raise UsageError(f"{name} must be 1 to 4096", facts={"got": repr(value)})
+        if self.trace is not None and not (self.trace and isinstance(self.trace, _PATH)):
+            raise UsageError("trace is the path of a file", facts={"got": repr(self.trace)})
         self._check_timeout()
         self._check_memory()
 

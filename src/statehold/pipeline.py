@@ -162,13 +162,14 @@ class Pipeline:
 
     def _stage(self, work: Work) -> None:
         assert work.capture is not None
-        if work.copy_external is not None:
-            work.copy_external()
-        work.job.wait_copied(None)
-        work.fingerprints = {name: read() for name, read in work.fingerprinting.items()}
-        work.fingerprinting = {}
-        _check_unmoved(work.capture.settle())
-        work.capture = None
+        with work.save._stage("stage"):
+            if work.copy_external is not None:
+                work.copy_external()
+            work.job.wait_copied(None)
+            work.fingerprints = {name: read() for name, read in work.fingerprinting.items()}
+            work.fingerprinting = {}
+            _check_unmoved(work.capture.settle())
+            work.capture = None
         work.save._reach("staged")
 
     def _write_and_commit(self, work: Work) -> None:
@@ -186,22 +187,27 @@ class Pipeline:
         # Before retention may take it.
         self._promotions.start(work.save.step, work.promote, work.place)
         if self._publisher.leads:
-            self._retain(work.place)
+            with work.save._stage("retain"):
+                self._retain(work.place)
         self._publisher.announce(work)
 
     def _publish(self, work: Work) -> None:
         save = work.save
-        work.attempt = self._publisher.attempt(work.number)
-        file, reused = self._open_file(work)
+        with save._stage("open"):
+            work.attempt = self._publisher.attempt(work.number)
+            file, reused = self._open_file(work)
         save._record(reused=reused, files=1)
-        work.job.attach(file)
-        work.job.wait_written(None)
-        work.job.finish()  # D2
+        with save._stage("write"):
+            work.job.attach(file)
+            work.job.wait_written(None)
+            work.job.finish()  # D2
+        save._moved(work.job.stats)
         save._wait_ended("staged")
         if work.error is not None:
             raise work.error
         save._reach("written")
-        self._publisher.publish(work, work.job.checksums())  # D3 to D7
+        with save._stage("commit"):
+            self._publisher.publish(work, work.job.checksums())  # D3 to D7
         save._reach("committed")
 
     def _open_file(self, work: Work) -> tuple[File, bool]:

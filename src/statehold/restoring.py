@@ -38,6 +38,7 @@ from statehold.errors import (
 from statehold.reads import ReadPlan
 from statehold.selection import RestoreReport, Selection
 from statehold.state.restore import Restoration, mismatch, prepare
+from statehold.watching import RestoreWatch
 
 if TYPE_CHECKING:
     from statehold._core import Engine
@@ -67,6 +68,7 @@ class Restorer:
         peers: Peers | None,
         state: Mapping[str, Any],
         selection: Selection,
+        watch: RestoreWatch,
     ) -> None:
         self._saved = steps
         self._engine = engine
@@ -76,6 +78,7 @@ class Restorer:
         self._ranks = peers.world_size if peers else 1
         self._state = state
         self._selection = selection
+        self._watch = watch
 
     def newest(self) -> tuple[RestoreReport | None, dict[int, CorruptionError]]:
         """Restore the newest intact step; the second value are the damaged ones passed over."""
@@ -92,13 +95,18 @@ class Restorer:
             raise newest.with_fact("also damaged", listed(failed)) if failed else newest
         return None, failed
 
+    def only(self, step: int) -> tuple[RestoreReport, dict[int, CorruptionError]]:
+        """Restore this step and no other, in the form of newest()."""
+        return self.step(step), {}
+
     def step(self, step: int) -> RestoreReport:
         """Restore this step."""
         with self._saved.protect(step):
             try:
                 matched = self._from_any_copy(step)
                 # A rank that fails here fails alone: all bytes are in place.
-                matched.restoration.finish()
+                with self._watch.stage("values", step=step):
+                    matched.restoration.finish()
             except (CorruptionError, StateMismatchError) as error:
                 error.with_fact("step", step)
                 others = [other for other in self._saved.steps() if other != step]
@@ -108,7 +116,8 @@ class Restorer:
     def _from_any_copy(self, step: int) -> Matched:
         while True:
             try:
-                matched = self._match(step)
+                with self._watch.stage("plan", step=step):
+                    matched = self._match(step)
                 self._read(step, matched)
                 return matched
             except PeerLostError:
@@ -131,7 +140,8 @@ class Restorer:
 
     def _steps(self) -> list[int]:
         """The committed steps, as rank 0 sees them."""
-        return led(self._peers, self._saved.steps)
+        with self._watch.stage("discover"):
+            return led(self._peers, self._saved.steps)
 
     # -- matching --------------------------------------------------------------------------
 
@@ -140,7 +150,8 @@ class Restorer:
 
         def first() -> Matched:
             nonlocal saved
-            saved = self._saved.open(step, self._rank, self._ranks)
+            with self._watch.stage("open", step=step):
+                saved = self._saved.open(step, self._rank, self._ranks)
             return self._matched(saved)
 
         try:
@@ -193,12 +204,14 @@ class Restorer:
     # -- reading ---------------------------------------------------------------------------
 
     def _read(self, step: int, matched: Matched) -> None:
-        together(self._peers, lambda: self._read_here(step, matched))
+        with self._watch.stage("read", step=step):
+            together(self._peers, lambda: self._read_here(step, matched))
 
     def _read_here(self, step: int, matched: Matched) -> None:
         locate = partial(self._saved.locate, step)
         reading = matched.reading.start(self._engine, locate)
-        reading.finish(self._devices.load)
+        with self._watch.reading(step, reading.job):  # each piece is verified and placed
+            reading.finish(self._devices.load)
 
 
 def listed(steps: Iterable[int]) -> str:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from statehold.errors import ClosedError, PeerFailedError, StateholdError, UsageError, WaitTimeout
 from statehold.planning.share import Balance
 from statehold.units import format_bytes, format_seconds
+from statehold.watching import UNWATCHED, Stage, Watch
 
 Event = Literal["staged", "written", "committed"]
 EVENTS: tuple[Event, ...] = get_args(Event)
@@ -59,6 +61,9 @@ class Save:
 
     def __init__(self, step: int, started: float) -> None:
         self._started = started
+        self._watch = UNWATCHED
+        self._is_told = False
+        self._moving_from = started
         self._changed = threading.Condition()
         self._pid = os.getpid()
         self._stats = SaveStats(step)
@@ -123,6 +128,13 @@ class Save:
                 lambda: self._reached(event) is not None or self._error is not None, timeout
             )
 
+    def _watched_by(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def _stage(self, name: str) -> Stage:
+        """A stage of this save, for the trace."""
+        return self._watch.stage(name, step=self.step)
+
     @property
     def _is_of_this_process(self) -> bool:
         return os.getpid() == self._pid
@@ -134,20 +146,45 @@ class Save:
         with self._changed:
             self._stats = replace(self._stats, **figures)  # type: ignore[arg-type]
 
+    def _moving(self) -> None:
+        """The engine begins now."""
+        self._moving_from = time.perf_counter()
+
+    def _moved(self, engine: Mapping[str, int]) -> None:
+        """The engine has written all; its own figures count from when it began."""
+        self._watch.save_moved(self.step, self._moving_from, engine)
+
+    def _returned(self) -> None:
+        """save() ends now."""
+        self._record(blocked_s=self._elapsed())
+        self._watch.save_returned(self._started, self._stats)
+        self._tell_once()
+
+    def _tell_once(self) -> None:
+        """Tell of a committed save once all is known: small ones commit before save() returns."""
+        with self._changed:
+            is_known = self._stats.committed_s is not None and self._stats.blocked_s > 0
+            is_due, self._is_told = is_known and not self._is_told, self._is_told or is_known
+        if is_due:
+            self._watch.save_committed(self._started, self._stats)
+
     def _add_gate(self, seconds: float) -> None:
         with self._changed:
             self._stats = replace(self._stats, gate_s=self._stats.gate_s + seconds)
+        self._watch.gate_waited(seconds)
 
     def _reach(self, event: Event) -> None:
         with self._changed:
             reached = {f"{event}_s": self._elapsed()}
             self._stats = replace(self._stats, **reached)  # type: ignore[arg-type]
             self._changed.notify_all()
+        self._tell_once()
 
     def _fail(self, error: StateholdError) -> None:
         with self._changed:
             self._error = error
             self._changed.notify_all()
+        self._watch.save_failed(self._started, self._stats)
 
     def _unraised_error(self) -> StateholdError | None:
         """The error if nobody has been told yet; whoever calls this tells.

@@ -118,8 +118,10 @@ class Together:
         record = build_record(work.plan, work.tree, sums, work.attempt, work.fingerprints)
         raw = record.encode()
         name = record_name(self._peers.rank, self._peers.world_size)
-        self._store.seal(work.save.step, work.attempt, name, raw)  # D3
-        self._peers.arrive(work.number, self._told(work, record.said(), raw))  # D4
+        with work.save._stage("seal"):
+            self._store.seal(work.save.step, work.attempt, name, raw)  # D3
+        with work.save._stage("arrive"):
+            self._peers.arrive(work.number, self._told(work, record.said(), raw))  # D4
         self._arrived = work.number
         if self.leads:
             self._commit(work, work.attempt)
@@ -161,7 +163,8 @@ class Together:
     # -- rank 0 ----------------------------------------------------------------------------
 
     def _commit(self, work: Work, attempt: str) -> None:
-        told = [json.loads(each) for each in self._peers.gather(work.number)]
+        with work.save._stage("gather"):
+            told = [json.loads(each) for each in self._peers.gather(work.number)]
         _check_alike(told, "step", "a rank saves another step than rank 0")
         _check_alike(told, "version", "a rank knows other things of earlier saves than rank 0")
         lesson = judge([each["claims"] for each in told])
@@ -178,7 +181,8 @@ class Together:
             state=groups_of([each["said"] for each in told]),
             shared=_shared(lesson),
         )
-        self._store.commit(commit, attempt)
+        with work.save._stage("publish"):
+            self._store.commit(commit, attempt)
         spread = balance([each["bytes"] for each in told], [each["host"] for each in told])
         outcome = {
             "lesson": lesson_document(lesson),
@@ -192,7 +196,9 @@ class Together:
 
     def _wait(self, work: Work, attempt: str) -> None:
         try:
-            self._take(work, json.loads(self._peers.outcome(work.number)))
+            with work.save._stage("wait for rank 0"):
+                outcome = self._peers.outcome(work.number)
+            self._take(work, json.loads(outcome))
         except PeerLostError:
             # Rank 0 may have been lost after it committed, before it could say so.
             if not self._store.confirm(work.save.step, attempt):

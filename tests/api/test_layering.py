@@ -22,15 +22,16 @@ PACKAGE = "statehold"
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
     [{"units"}],
-    [{"options"}, {"encoding"}],
-    [{"planning"}, {"ranks"}, {"selection"}],
+    # tracing, counters, progress: what can be seen, whatever is looked at.
+    [{"options"}, {"encoding"}, {"tracing"}, {"counters"}, {"progress"}],
+    [{"planning"}, {"ranks"}, {"selection"}, {"metrics"}],
     [{"steps"}],
     [{"state"}, {"storage"}],
     [{"agreeing", "background_log", "leaving"}],
     [{"levels"}],
     [
         {"checkpointer", "save", "gate", "pipeline", "team"}
-        | {"restoring", "reads", "segments", "writes"},
+        | {"restoring", "reads", "segments", "writes", "watching"},
     ],
     # Beside the Checkpointer stands what torch.distributed.checkpoint calls: it plans, so dcp only
     # stores, with the same engine and the same commit.

@@ -23,6 +23,7 @@ PUBLIC = [
     "Volatile",
     "__version__",
     "errors",
+    "metrics",
 ]
 
 SIGNATURES = {
@@ -37,7 +38,9 @@ SIGNATURES = {
     statehold.Checkpointer.levels: "(self)",
     statehold.Checkpointer.leave_on: "(self, *signals, within_s)",
     statehold.Checkpointer.flush: "(self, timeout=None)",
+    statehold.Checkpointer.write_trace: "(self, path=None)",
     statehold.Checkpointer.close: "(self)",
+    statehold.metrics.serve: "(port, host='127.0.0.1')",
     statehold.Save.wait: "(self, event='committed', timeout=None)",
     statehold.Save.done: "(self, event='committed')",
 }
@@ -52,6 +55,7 @@ OPTIONS = [
     "reuse_files",
     "coordination",
     "peer_timeout_s",
+    "trace",
 ]
 
 

@@ -72,6 +72,15 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
     verify.add_argument("--all", action="store_true", help="all steps of the run")
 
+    report = _command(commands, "report", "a page about a run: steps, saves over time, integrity")
+    report.add_argument("run", metavar="RUN", help="a run directory")
+    report.add_argument("-o", "--output", metavar="FILE", help="the page; needed without --json")
+    report.add_argument("--trace", metavar="FILE", nargs="+", default=[], action="extend",
+                        help="what Checkpointer(..., trace=FILE) wrote; of every rank")  # fmt: skip
+    report.add_argument("--limit", metavar="BYTES", help='a second, such as "7.9 GB": draws the '
+                        "limit of the storage beside what saves reached")  # fmt: skip
+    report.add_argument("--verify", action="store_true", help="read and check every step")
+
     diff = _command(
         commands, "diff", "which tensors and values of two steps differ, and by how much"
     )

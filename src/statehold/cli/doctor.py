@@ -139,7 +139,7 @@ def _storage(path: str) -> Iterator[Check]:
 
 
 def _file_system(path: str) -> Check:
-    kind = _type_of(path)
+    kind = type_of(path)
     if kind.split(".")[0] in _NETWORK:
         means = "commits need rename and fsync as on a local disk: test it before you trust it"
         return Check("file system", kind, None, means)
@@ -148,7 +148,7 @@ def _file_system(path: str) -> Check:
     return Check("file system", kind)
 
 
-def _type_of(path: str) -> str:
+def type_of(path: str) -> str:
     """The type of the mount that a path lies in, as the kernel calls it."""
     real, found = os.path.realpath(path), ("", "unknown")
     with contextlib.suppress(OSError):

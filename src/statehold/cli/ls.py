@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 # What a step that is not committed is called, for people.
-_KINDS = {
+KINDS = {
     "partial": "being written, or left by a crash",
     "retired": "given up",
     "corrupt": "set aside: did not verify",
@@ -32,7 +32,7 @@ _KINDS = {
 def run(args: argparse.Namespace) -> int:
     fs, path = file_system(), run_of(args.run)
     store = Store(fs, path)
-    steps = [_step(fs, store, step) for step in store.steps()]
+    steps = [describe(fs, store, step) for step in store.steps()]
     document = {"run": path, "steps": steps, "other": leftovers_of(fs, path)}
     if args.json:
         emit(document)
@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     return codes.NO if any(step["state"] == "damaged" for step in steps) else codes.YES
 
 
-def _step(fs: Fs, store: Store, step: int) -> dict[str, Any]:
+def describe(fs: Fs, store: Store, step: int) -> dict[str, Any]:
+    """What is known of a step without reading more than its manifest."""
     directory = store.path(step)
     found: dict[str, Any] = {"step": step, "path": directory, "state": "committed"}
     found["bytes"], found["files"] = tree_bytes(directory)
@@ -69,7 +70,7 @@ def _show(document: dict[str, Any]) -> None:
         print("no committed step")
     if document["other"]:
         rows = (
-            (each["name"], format_bytes(each["bytes"]), _KINDS[each["kind"]])
+            (each["name"], format_bytes(each["bytes"]), KINDS[each["kind"]])
             for each in document["other"]
         )
         print(f"\n{table(('OTHER', 'BYTES', 'WHAT IT IS'), rows, right='BYTES')}")

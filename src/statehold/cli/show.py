@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         document = _tensor(saved, place, args.tensor)
         emit(document) if args.json else _show_tensor(document)
         return codes.YES
-    document = _step(fs, saved, place)
+    document = describe(fs, saved, place)
     if args.values:
         document["values"] = leaves_of(saved.state)
     emit(document) if args.json else _show_step(document)
@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
 # -- a step ----------------------------------------------------------------------------------------
 
 
-def _step(fs: Fs, saved: SavedStep, place: Place) -> dict[str, Any]:
+def describe(fs: Fs, saved: SavedStep, place: Place) -> dict[str, Any]:
+    """What a step holds; of its data nothing is read."""
     manifest = load_manifest(fs, place.directory)
     tensors = [_entry(saved, name) for name in saved.tensors]
     size, files = tree_bytes(place.directory)

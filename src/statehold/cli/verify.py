@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from statehold.cli import codes
@@ -27,22 +28,29 @@ def run(args: argparse.Namespace) -> int:
     fs = file_system()
     places = _all(fs, args.step) if args.all else [find(fs, args.step)]
     documents = []
-    with SpanReader() as reader:
-        for place in places:
-            begin_s = time.perf_counter()
-            report = _verify(fs, place, reader)
-            if report is None:  # retired by its job while it was read: nothing to say of it
-                continue
-            seconds = time.perf_counter() - begin_s
-            documents.append(_document(report, seconds))
-            if not args.json:
-                _show(report, seconds)
+    for report, seconds in verified(fs, places):
+        documents.append(document_of(report, seconds))
+        if not args.json:
+            _show(report, seconds)
     if not documents:
         raise StepNotFoundError("the step was given up while it was read")
     intact = all(document["intact"] for document in documents)
     if args.json:
         emit({"intact": intact, "steps": documents})
     return codes.YES if intact else codes.NO
+
+
+def verified(fs: Fs, places: Iterable[Place]) -> Iterator[tuple[Report, float]]:
+    """Read and check steps; what was found in each, and in how many seconds.
+
+    A step that its job retires while it is read is passed over: there is nothing to say of it.
+    """
+    with SpanReader() as reader:
+        for place in places:
+            begin_s = time.perf_counter()
+            report = _verify(fs, place, reader)
+            if report is not None:
+                yield report, time.perf_counter() - begin_s
 
 
 def _all(fs: Fs, text: str) -> list[Place]:
@@ -62,7 +70,8 @@ def _verify(fs: Fs, place: Place, reader: SpanReader) -> Report | None:
     return report if report.is_intact or fs.is_dir(place.directory) else None
 
 
-def _document(report: Report, seconds: float) -> dict[str, Any]:
+def document_of(report: Report, seconds: float) -> dict[str, Any]:
+    """What is said of a step with --json."""
     return {
         "step": report.place.step,
         "path": report.place.directory,

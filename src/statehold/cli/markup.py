@@ -1,0 +1,43 @@
+"""HTML and SVG by construction: text cannot become markup, whatever somebody named a tensor.
+
+Holds: only tag() and join() make Markup, and everything else that they are given is escaped, after
+control characters (and what turns the direction of text) have become visible.
+Not here: what a page says (page, timeline).
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+
+from statehold.cli.output import plain
+
+__all__ = ["Markup", "Piece", "join", "tag"]
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+Piece = Markup | str | int
+
+
+def tag(name: str, *children: Piece, **attributes: str | float | None) -> Markup:
+    """An element. `class_` loses its underscore, others become dashes; None is left out."""
+    told = "".join(
+        f' {key.strip("_").replace("_", "-")}="{_safe(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Markup(f"<{name}{told}>{join(children)}</{name}>")
+
+
+def join(pieces: Iterable[Piece]) -> Markup:
+    """Pieces one after another; what is not Markup is escaped."""
+    return Markup("".join(p if isinstance(p, Markup) else _safe(str(p)) for p in pieces))
+
+
+def _safe(text: str) -> str:
+    return html.escape(plain(text), quote=True)

@@ -1,0 +1,176 @@
+"""`statehold report RUN -o FILE`: one self-contained page about a run; or its data, with --json.
+
+Owns: the data of the page. With traces: how saves and restores went, all ranks of a step together.
+Holds: reads manifests, traces and, with --verify, everything else; changes nothing in the run, and
+the page is written whole or not at all.
+Not here: how it looks (page), what a trace says (traces), what counts as damage (checking).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from statehold._version import __version__
+from statehold.cli import codes, ls, show
+from statehold.cli.doctor import type_of
+from statehold.cli.output import emit
+from statehold.cli.page import page_of
+from statehold.cli.places import Place, file_system, leftovers_of, run_of
+from statehold.cli.traces import Traces, read_traces
+from statehold.cli.verify import document_of, verified
+from statehold.errors import StateholdError, UsageError
+from statehold.storage.store import Store
+from statehold.units import parse_bytes
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+# Of the newest step, the largest.
+TENSORS_SHOWN = 25
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.output is None and not args.json:
+        raise UsageError("where should the page go?", hint="-o report.html, or --json for its data")
+    path = run_of(args.run)
+    traces = read_traces(args.trace)
+    document = _document(file_system(), path, traces, args)
+    if args.output is not None:
+        _write(args.output, page_of(document, traces))
+    if args.json:
+        emit(document)
+    else:
+        print(args.output)
+    return codes.NO if any(step["state"] == "damaged" for step in document["steps"]) else codes.YES
+
+
+def _document(fs: Fs, path: str, traces: Traces, args: argparse.Namespace) -> dict[str, Any]:
+    store = Store(fs, path)
+    steps = [ls.describe(fs, store, step) for step in store.steps()]
+    if args.verify:
+        _verify(fs, steps)
+    limit = limit_of(path) if args.limit is None else parse_bytes(args.limit)
+    return {
+        "run": path,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "writer": f"statehold {__version__}",
+        "verified": args.verify,
+        "steps": steps,
+        "other": leftovers_of(fs, path),
+        "levels": _levels(path, steps),
+        "newest": _newest(fs, steps),
+        "limit_bytes_per_s": limit,
+        "saves": _saves(traces.saves),
+        "restores": [_restore(each) for each in traces.restores],
+        "left_out_events": traces.left_out,
+    }
+
+
+def limit_of(_run: str) -> float | None:
+    """What the storage below a run can take, in bytes a second, as its profile says."""
+    return None  # until there are profiles
+
+
+def _verify(fs: Fs, steps: Iterable[dict[str, Any]]) -> None:
+    by_path = {step["path"]: step for step in steps if step["state"] != "newer format"}
+    places = [Place(path, step["step"], path) for path, step in by_path.items()]
+    for report, seconds in verified(fs, places):
+        step = by_path[report.place.directory]
+        step["integrity"] = document_of(report, seconds)
+        if not report.is_intact:
+            step["state"] = "damaged"
+
+
+def _levels(path: str, steps: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Where steps of this run lie: the run directory."""
+    space = os.statvfs(path)
+    kind = type_of(path)
+    held = list(steps)
+    return [
+        {
+            "kind": "memory" if kind == "tmpfs" else "directory",
+            "path": path,
+            "file_system": kind,
+            "steps": [step["step"] for step in held],
+            "bytes": sum(step["bytes"] for step in held),
+            "free_bytes": space.f_bavail * space.f_frsize,
+        }
+    ]
+
+
+def _newest(fs: Fs, steps: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What the newest readable step holds: dtypes, and the largest tensors."""
+    for step in reversed(steps):
+        try:
+            place = Place(step["path"], step["step"], step["path"])
+            told = show.describe(fs, place.open(fs), place)
+        except StateholdError:  # the table of steps says what is wrong with it
+            continue
+        tensors = sorted(told["tensors"], key=lambda tensor: (-tensor["bytes"], tensor["name"]))
+        keys = ("step", "tensor_bytes", "dtypes")
+        shown = {"tensor_count": len(tensors), "largest": tensors[:TENSORS_SHOWN]}
+        return {**{key: told[key] for key in keys}, **shown}
+    return None
+
+
+# -- what the traces say -------------------------------------------------------------------
+
+
+def _saves(told: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Saves, all ranks of each together, in the order of their calls."""
+    groups: dict[tuple[Any, int], list[dict[str, Any]]] = {}
+    seen: dict[tuple[Any, Any], int] = {}
+    for each in sorted(told, key=lambda each: each["begin"]):
+        rank_and_step = each["rank"], each.get("step")
+        again = seen[rank_and_step] = seen.get(rank_and_step, -1) + 1
+        groups.setdefault((each.get("step"), again), []).append(each)
+    return [_save(parts) for parts in groups.values()]
+
+
+def _save(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    nbytes = sum(_number(each, "written_bytes") for each in parts)
+    committed_s = max(_number(each, "committed_s") for each in parts)
+    failed = any(each["event"] == "failed save" for each in parts)
+    return {
+        "step": int(_number(parts[0], "step")),
+        "failed": failed,
+        "ranks": len(parts),
+        "begin_us": min(each["begin"] for each in parts),
+        "end_us": max(each["end"] for each in parts),
+        "written_bytes": int(nbytes),
+        **{name: max(_number(each, name) for each in parts)
+           for name in ("blocked_s", "gate_s", "staged_s", "written_s")},
+        "committed_s": None if failed else committed_s,
+        "bytes_per_s": None if failed or not committed_s else nbytes / committed_s,
+    }  # fmt: skip
+
+
+def _restore(told: dict[str, Any]) -> dict[str, Any]:
+    nbytes, seconds = _number(told, "read_bytes"), _number(told, "seconds")
+    return {
+        "step": told["step"],
+        "rank": told["rank"],
+        "begin_us": told["begin"],
+        "end_us": told["end"],
+        "read_bytes": int(nbytes),
+        "seconds": seconds,
+        "passed_over": int(_number(told, "passed_over")),
+        "bytes_per_s": nbytes / seconds if seconds else None,
+    }
+
+
+def _number(told: dict[str, Any], name: str) -> float:
+    """A fact that is a number; 0 where it is not, or not yet."""
+    value = told.get(name)
+    return value if isinstance(value, int | float) else 0
+
+
+def _write(path: str, page: str) -> None:
+    temporary = f"{path}.{os.getpid()}.partial"
+    with open(temporary, "wb") as file:
+        file.write(page.encode("utf-8", "backslashreplace"))
+    os.replace(temporary, path)

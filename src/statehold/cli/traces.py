@@ -1,0 +1,182 @@
+"""Trace files, read back: spans by lane, saves and restores, on one clock.
+
+Owns: what of a trace a report uses. Another tool's trace of the same form gives a timeline, too.
+Holds: a file is bounded, and nothing in it is trusted: an event that is not well-formed is left out
+and counted; a file that is no trace at all is an error.
+Not here: writing traces (tracing), drawing them (timeline).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from statehold.errors import UsageError
+
+__all__ = ["Lane", "Mark", "Traces", "read_traces"]
+
+TRACE_BYTES_MAX = 128 * 1024 * 1024
+# Of all files together; the newest are kept. A page with more is slow, and nobody can see them.
+MARKS_MAX = 6000
+RANK_MAX = 10**6
+
+_ENGINE = "engine"
+# Below the threads of the program.
+_ORDER = {"statehold-stage_0": 1, "statehold-commit_0": 2, _ENGINE: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A stage on the timeline, in microseconds of wall-clock time."""
+
+    name: str
+    begin: int
+    end: int
+    facts: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Lane:
+    """A thread of a rank, or its engine: marks in the order of their beginnings."""
+
+    rank: int
+    thread: str
+    marks: list[Mark] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Traces:
+    """What all files say. saves, restores: the facts of each that has ended, with its `begin`."""
+
+    lanes: list[Lane] = field(default_factory=list)
+    saves: list[dict[str, Any]] = field(default_factory=list)
+    restores: list[dict[str, Any]] = field(default_factory=list)
+    left_out: int = 0
+
+
+def read_traces(paths: Iterable[str]) -> Traces:
+    """Read trace files. Raises UsageError for what is no trace."""
+    found = Traces()
+    for path in paths:
+        for rank, thread, mark in _File(path, found):
+            _sort_in(found, rank, thread, mark)
+    found.lanes.sort(key=lambda lane: (lane.rank, _ORDER.get(lane.thread, 0)))
+    _bound(found)
+    return found
+
+
+def _sort_in(found: Traces, rank: int, thread: str, mark: Mark) -> None:
+    event = mark.facts.get("event")
+    about = {**mark.facts, "rank": rank, "begin": mark.begin, "end": mark.end}
+    if type(mark.facts.get("step")) is int:
+        if thread == _ENGINE and event in ("save", "failed save"):
+            found.saves.append(about)  # the whole of it: its stages are what the lanes show
+            return
+        if event == "restore":
+            found.restores.append(about)
+    lane = next((x for x in found.lanes if (x.rank, x.thread) == (rank, thread)), None)
+    if lane is None:
+        lane = Lane(rank, thread)
+        found.lanes.append(lane)
+    lane.marks.append(mark)
+
+
+def _bound(found: Traces) -> None:
+    begins = sorted((mark.begin for lane in found.lanes for mark in lane.marks), reverse=True)
+    if len(begins) > MARKS_MAX:
+        since = begins[MARKS_MAX]
+        found.left_out += len(begins) - MARKS_MAX
+        for lane in found.lanes:
+            lane.marks = [mark for mark in lane.marks if mark.begin > since]
+    for lane in found.lanes:
+        lane.marks.sort(key=lambda mark: (mark.begin, -mark.end))
+
+
+class _File:
+    """The marks of one file: spans as they are, intervals from their two halves."""
+
+    def __init__(self, path: str, found: Traces) -> None:
+        self._events = _events_of(path)
+        self._found = found
+        self._threads: dict[tuple[int, int], str] = {}
+        self._begun: dict[tuple[int, str, str], tuple[int, dict[str, Any]]] = {}
+
+    def __iter__(self) -> Iterator[tuple[int, str, Mark]]:
+        for event in self._events:
+            try:
+                yield from self._marks(event)
+            except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+                self._found.left_out += 1
+
+    def _marks(self, event: dict[str, Any]) -> Iterator[tuple[int, str, Mark]]:
+        kind, rank = event["ph"], _rank(event["pid"])
+        if kind == "M":
+            if event["name"] == "thread_name":
+                self._threads[rank, int(event["tid"])] = _text(event["args"]["name"])
+        elif kind == "X":
+            lane = int(event["tid"])
+            begin, name = _time(event["ts"]), _text(event["name"])
+            mark = Mark(name, begin, begin + _time(event["dur"]), _facts(event))
+            yield rank, self._threads.get((rank, lane), f"thread {lane}"), mark
+        elif kind in ("b", "e"):
+            yield from self._halves(event, rank)
+
+    def _halves(self, event: dict[str, Any], rank: int) -> Iterator[tuple[int, str, Mark]]:
+        name = _text(event["name"])
+        key = rank, _text(event["id"]), name
+        if event["ph"] == "b":
+            self._begun[key] = _time(event["ts"]), _facts(event)
+        elif key in self._begun:
+            begin, facts = self._begun.pop(key)
+            yield rank, _ENGINE, Mark(name, begin, max(begin, _time(event["ts"])), facts)
+
+
+def _events_of(path: str) -> list[Any]:
+    size = os.stat(path).st_size
+    if size > TRACE_BYTES_MAX:
+        facts = {"file": path, "expected": f"up to {TRACE_BYTES_MAX} bytes", "got": size}
+        raise UsageError("a trace is too large", facts=facts)
+    with open(path, "rb") as file:
+        raw = file.read()
+    try:
+        document = json.loads(raw)
+        events = document["traceEvents"] if isinstance(document, dict) else document
+        if isinstance(events, list):
+            return events
+    except (ValueError, KeyError, RecursionError):
+        pass
+    hint = "it is what Checkpointer(..., trace=PATH) writes"
+    raise UsageError("not a trace", facts={"file": path}, hint=hint)
+
+
+def _facts(event: dict[str, Any]) -> dict[str, Any]:
+    """The facts that are plain: numbers that are numbers, and text."""
+    return {
+        _text(key): value
+        for key, value in event.get("args", {}).items()
+        if isinstance(value, str | bool | int)
+        or (isinstance(value, float) and math.isfinite(value))
+    }
+
+
+def _rank(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= RANK_MAX:
+        raise ValueError(value)
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+def _time(value: Any) -> int:
+    number = int(value)
+    if isinstance(value, str) or not 0 <= number < 2**53:
+        raise ValueError(value)
+    return number

@@ -1,0 +1,133 @@
+"""Figures of this process's saves and restores, and their text for Prometheus.
+
+Owns: the names (`statehold_*`), what each means, and the text exposition format 0.0.4.
+Holds: thread-safe; the figures of the newest RUNS_MAX runs and no more; the same run opened again
+goes on counting where it was, for a counter never falls.
+Not here: when something counts (watching), who asks (metrics).
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+
+__all__ = ["Figures", "exposition", "figures_of"]
+
+RUNS_MAX = 64
+BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 50.0, 100.0, 500.0, 1000.0)
+
+# Name without "statehold_": kind and meaning, in the order of the text.
+_KNOWN: dict[str, tuple[str, str]] = {
+    "saves_committed_total": ("counter", "Saves that are durable on all ranks and published."),
+    "saves_failed_total": ("counter", "Saves that began and failed."),
+    "written_bytes_total": ("counter", "Bytes that this rank wrote for committed steps."),
+    "gate_wait_seconds_total": ("counter", "Time that updates waited for copies of a save."),
+    "restores_total": ("counter", "Restores of a step that have ended well."),
+    "restores_failed_total": ("counter", "Restores that have raised an error."),
+    "restored_bytes_total": ("counter", "Bytes that this rank read and verified in restores."),
+    "steps_passed_over_total": ("counter", "Damaged steps that restores passed over."),
+    "saves_in_flight": ("gauge", "Saves that have begun and not ended."),
+    "newest_step": ("gauge", "The newest step that this process has committed."),
+    "state_bytes": ("gauge", "Size of what this rank held in the newest committed save."),
+    "committed_timestamp_seconds": ("gauge", "When the newest save was committed, Unix time."),
+    "restored_step": ("gauge", "The step that was restored last."),
+    "save_seconds": ("histogram", "From the call of save() to the commit."),
+    "save_blocked_seconds": ("histogram", "How long save() itself took."),
+    "restore_seconds": ("histogram", "How long restore() took."),
+}
+
+
+class _Histogram:
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS_S) + 1)
+        self.sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(BUCKETS_S, seconds)] += 1
+        self.sum += seconds
+
+
+class Figures:
+    """The figures of one rank of one run."""
+
+    def __init__(self, run: str, rank: int) -> None:
+        self._labels = f'run="{_escaped(run)}",rank="{rank}"'
+        self._guard = threading.Lock()
+        self._values = {name: 0.0 for name, (kind, _) in _KNOWN.items() if kind == "counter"}
+        self._values["saves_in_flight"] = 0.0
+        self._histograms = {
+            name: _Histogram() for name, (kind, _) in _KNOWN.items() if kind == "histogram"
+        }
+
+    def add(self, name: str, amount: float = 1) -> None:
+        with self._guard:
+            self._values[name] += amount
+
+    def set(self, name: str, value: float) -> None:
+        with self._guard:
+            self._values[name] = value
+
+    def observe(self, name: str, seconds: float) -> None:
+        with self._guard:
+            self._histograms[name].observe(seconds)
+
+    def samples(self, name: str) -> Iterator[str]:
+        """The lines of one metric; none for a gauge that was never set."""
+        with self._guard:
+            histogram, value = self._histograms.get(name), self._values.get(name)
+            if histogram is not None:
+                counts, total = list(accumulate(histogram.counts)), histogram.sum
+        if histogram is not None:
+            yield from self._buckets(name, counts, total)
+        elif value is not None:
+            yield f"statehold_{name}{{{self._labels}}} {_number(value)}"
+
+    def _buckets(self, name: str, counts: list[int], total: float) -> Iterator[str]:
+        limits = [*map(_number, BUCKETS_S), "+Inf"]
+        for limit, count in zip(limits, counts, strict=True):
+            yield f'statehold_{name}_bucket{{{self._labels},le="{limit}"}} {count}'
+        yield f"statehold_{name}_sum{{{self._labels}}} {_number(total)}"
+        yield f"statehold_{name}_count{{{self._labels}}} {counts[-1]}"
+
+
+_runs: dict[tuple[str, int], Figures] = {}
+_runs_guard = threading.Lock()
+
+
+def figures_of(run: str, rank: int) -> Figures:
+    """The figures of a rank of a run, in this process."""
+    with _runs_guard:
+        found = _runs.pop((run, rank), None) or Figures(run, rank)
+        _runs[run, rank] = found  # now the newest
+        while len(_runs) > RUNS_MAX:
+            del _runs[next(iter(_runs))]
+        return found
+
+
+def exposition() -> str:
+    """The figures of all runs of this process, in the text format 0.0.4 of Prometheus."""
+    with _runs_guard:
+        runs = list(_runs.values())
+    return "".join(f"{line}\n" for name in _KNOWN for line in _metric(name, runs))
+
+
+def _metric(name: str, runs: Iterable[Figures]) -> Iterator[str]:
+    samples = [line for figures in runs for line in figures.samples(name)]
+    if samples:
+        kind, meaning = _KNOWN[name]
+        yield f"# HELP statehold_{name} {meaning}"
+        yield f"# TYPE statehold_{name} {kind}"
+        yield from samples
+
+
+def _escaped(text: str) -> str:
+    """A label's value: the three characters that the format escapes; lone surrogates cannot be
+    sent as UTF-8."""
+    sendable = text.encode("utf-8", "backslashreplace").decode()
+    return sendable.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(value)

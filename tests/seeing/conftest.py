@@ -1,0 +1,40 @@
+"""A run to look at: saves and a restore of a small training, with a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import statehold
+from cli.conftest import Asked, ask, golden, run, shared
+from support.faults import DEADLINE_S, SMALL
+from support.training import Training
+
+__all__ = ["Asked", "Seen", "ask", "golden", "run", "seen", "shared"]
+
+
+class Seen(NamedTuple):
+    """A run with steps 1 to 3, of which 2 and 3 are kept, and where its trace lies."""
+
+    run: Path
+    trace: Path
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return json.loads(self.trace.read_text())["traceEvents"]
+
+
+@pytest.fixture(scope="session")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = tmp_path_factory.mktemp("seen")
+    training = Training()
+    options = {**SMALL, "keep": 2, "trace": folder / "trace.json"}
+    with statehold.Checkpointer(folder / "run", **options) as ckpt:
+        for step in (1, 2, 3):
+            training.step()
+            ckpt.save(step, training.state).wait("committed", DEADLINE_S)
+        ckpt.restore(training.state)
+    return Seen(folder / "run", folder / "trace.json")
