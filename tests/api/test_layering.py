@@ -24,7 +24,7 @@ LAYERS: list[list[set[str]]] = [
     [{"units"}],
     [{"options"}, {"encoding"}],
     [{"planning"}, {"ranks"}, {"selection"}],
-    [{"steps"}],
+    [{"steps"}, {"study"}],
     [{"state"}, {"storage"}],
     [
         {"checkpointer", "save", "gate", "pipeline", "team", "agreeing"}
@@ -36,7 +36,7 @@ LAYERS: list[list[set[str]]] = [
     [{"cli", "__main__"}],
 ]
 # cli reads and verifies whole steps through an engine of its own: no state, no torch.
-CORE_USERS = {"storage", "checkpointer", "save", "testing", "restoring", "dcp", "cli"}
+CORE_USERS = {"storage", "checkpointer", "save", "testing", "restoring", "dcp", "cli", "study"}
 TORCH_USERS = {"state", "testing", "dcp"}
 # Modules that may not even name torch in annotations: they make sense without it.
 PURE = {"errors", "units", "options", "encoding", "planning", "selection", "steps"}
