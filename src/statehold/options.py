@@ -123,7 +123,9 @@ class Options:
     @property
     def buffer_size(self) -> int:
         """buffer_bytes, in bytes; None resolved, as in what follows."""
-        return DEFAULTS.buffer_bytes if self.buffer_bytes is None else parse_bytes(self.buffer_bytes)
+        return (
+            DEFAULTS.buffer_bytes if self.buffer_bytes is None else parse_bytes(self.buffer_bytes)
+        )
 
     @property
     def depth(self) -> int:

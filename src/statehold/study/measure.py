@@ -17,20 +17,12 @@ from dataclasses import dataclass
 from statehold.errors import StateholdError
 from statehold.study.memory import Memory, kept
 from statehold.study.sessions import Session, open_session
-from statehold.study.strategies import Operation, State, Strategy, spans_of
+from statehold.study.strategies import Case, Operation, State, Strategy, spans_of
 
-__all__ = ["Case", "Machine", "Timing"]
+__all__ = ["Machine", "Timing"]
 
 _READ_BYTES = 1 << 22
 GB = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A strategy and what is timed of it, in an order in which each finds what it needs."""
-
-    strategy: Strategy
-    operations: tuple[Operation, ...]
 
 
 @dataclass(frozen=True, slots=True)

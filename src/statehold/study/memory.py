@@ -6,6 +6,7 @@ no storage can take for zeros; restoring writes the same bytes into it again, so
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -32,10 +33,8 @@ class Memory:
 
 def kept(nbytes: int) -> Memory:
     memory = Memory(nbytes)
-    try:
+    with contextlib.suppress(OSError):  # a kernel without them: slower, for all strategies alike
         memory.prefer_huge_pages()
-    except OSError:
-        pass  # a kernel without them: slower, for every strategy alike
     pattern = os.urandom(_PATTERN_BYTES)
     for at in range(0, nbytes, _PATTERN_BYTES):
         part = memory.view[at : min(nbytes, at + _PATTERN_BYTES)]

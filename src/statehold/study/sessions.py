@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from array import array
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from statehold import _core
 from statehold.study.memory import Memory, new
@@ -116,7 +116,7 @@ class EngineSession:
         )
         job.wait(None)
 
-    def _segments(self, memory: Memory) -> dict[str, object]:
+    def _segments(self, memory: Memory) -> dict[str, Any]:
         return {
             "block_bytes": _GRID_BYTES,
             "begins": array("q", [begin for begin, _ in self._spans]),

@@ -15,7 +15,7 @@ from enum import Enum
 
 from statehold.units import KiB, MiB, format_bytes
 
-__all__ = ["FilePlan", "Mover", "Operation", "State", "Strategy", "Transfer", "files_of",
+__all__ = ["Case", "FilePlan", "Mover", "Operation", "State", "Strategy", "Transfer", "files_of",
            "llama", "uniform"]  # fmt: skip
 
 PAGE_BYTES = 4 * KiB
@@ -96,6 +96,14 @@ class Strategy:
         words += ["unaligned"] * (not self.aligned)
         words += ["equal tensors"] * (self.state == "uniform")
         return ", ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A strategy and what is timed of it, in an order in which each finds what it needs."""
+
+    strategy: Strategy
+    operations: tuple[Operation, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +209,7 @@ def _parts(spans: list[tuple[int, int]], count: int) -> list[list[tuple[int, int
     return [part for part in parts if part]
 
 
-def _file(
-    strategy: Strategy, name: str, spans: list[tuple[int, int]], file_begin: int
-) -> FilePlan:
+def _file(strategy: Strategy, name: str, spans: list[tuple[int, int]], file_begin: int) -> FilePlan:
     """A file of neighbouring tensors, of which the first lies at `file_begin`."""
     first, last = spans[0][0], spans[-1][1]
     whole = [(first, last)] if strategy.coalesced else spans

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from statehold.study.memory import Memory, new
 from statehold.study.strategies import FilePlan, Operation, State, Strategy, files_of
@@ -46,7 +47,10 @@ class PythonSession:
                 if not overwrite:
                     os.posix_fallocate(descriptor, 0, max(1, plan.nbytes))
             in_turns(_moves(opened, self._memory.view, _write_all), self._strategy.depth)
-            in_turns([lambda fd=fd: os.fdatasync(fd) for fd, _ in opened], self._strategy.depth)
+            in_turns(
+                [partial(os.fdatasync, descriptor) for descriptor, _ in opened],
+                self._strategy.depth,
+            )
             return time.perf_counter() - begin
 
     def _read(self, memory: Memory) -> float:
@@ -79,7 +83,7 @@ def _moves(
     for descriptor, plan in opened:
         for each in plan.transfers:
             part = view[each.memory : each.memory + each.nbytes]
-            yield lambda fd=descriptor, part=part, at=each.offset: act(fd, part, at)
+            yield partial(act, descriptor, part, each.offset)
 
 
 def _write_all(descriptor: int, part: memoryview, offset: int) -> None:
