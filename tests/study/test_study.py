@@ -1,0 +1,195 @@
+"""Every strategy really moves its bytes; a study ends in a profile that a Checkpointer takes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import statehold
+from statehold.cli import main
+from statehold.study import plot
+from statehold.study.measure import Machine
+from statehold.study.memory import Memory, kept
+from statehold.study.profile import decode, path_for
+from statehold.study.sessions import open_session
+from statehold.study.strategies import Case, Operation, State, Strategy, files_of
+from statehold.study.study import run
+from statehold.study.sweep import cases_of, centre, strategies
+from statehold.study.threads import in_turns
+from statehold.units import KiB, MiB
+
+STATES = (
+    State("model", (700 * KiB, 4, 2 * MiB, 5000, 4, 300 * KiB + 2, 1)),
+    State("uniform", (512 * KiB,) * 6),
+)
+MIDDLE = centre(2)
+FIGURES = strategies(MIDDLE, full=False)
+SWEEP = list(dict.fromkeys(strategy for strategy, _ in FIGURES))
+
+
+@pytest.fixture(scope="module")
+def memory() -> Memory:
+    return kept(4 * MiB)
+
+
+def state_of(strategy: Strategy) -> State:
+    return next(state for state in STATES if state.name == strategy.state)
+
+
+@pytest.mark.parametrize("strategy", SWEEP, ids=lambda strategy: strategy.name)
+def test_every_strategy_saves_and_restores(
+    tmp_path: Path, memory: Memory, strategy: Strategy
+) -> None:
+    state = state_of(strategy)
+    session = open_session(strategy, state, memory, str(tmp_path))
+    try:
+        took = [session.seconds(Operation.FRESH), session.seconds(Operation.OVERWRITE)]
+        plans = files_of(strategy, state)
+        contents = [Path(path).read_bytes() for path in session.paths]
+        assert [len(content) for content in contents] == [plan.nbytes for plan in plans]
+        wanted = bytes(memory.view)
+        moves_memory = strategy.is_engine or strategy.mover.value.startswith("Python")
+        if moves_memory:  # the core's raw mode has memory of its own
+            for content, plan in zip(contents, plans, strict=True):
+                for t in plan.transfers:
+                    part = content[t.offset : t.offset + t.nbytes]
+                    assert part == wanted[t.memory : t.memory + t.nbytes]
+            moved = sum(plan.nbytes for plan in plans)
+            memory.view[:moved] = bytes(moved)
+        took.append(session.seconds(Operation.COLD))
+        assert bytes(memory.view) == wanted
+        took.append(session.seconds(Operation.COLD_NEW))
+    finally:
+        session.close()
+    assert all(seconds > 0 for seconds in took)
+
+
+def test_a_machine_runs_whole_cases_and_leaves_nothing(tmp_path: Path) -> None:
+    machine = Machine(str(tmp_path), STATES)
+    for case in cases_of(FIGURES):
+        timing = machine.time(case)
+        assert timing.refused == ""
+        assert set(timing.rates) == set(case.operations)
+        assert os.listdir(tmp_path) == []
+
+
+def test_what_is_refused_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    machine = Machine(str(tmp_path / "none"), STATES)
+    timing = machine.time(Case(MIDDLE, (Operation.FRESH,)))
+    assert timing.rates == {}
+    assert "open_write" in timing.refused or "no such" in timing.refused.lower()
+
+
+def test_the_first_error_of_a_thread_is_raised() -> None:
+    done: list[int] = []
+
+    def move(number: int) -> None:
+        if number == 5:
+            raise OSError("this one")
+        done.append(number)
+
+    with pytest.raises(OSError, match="this one"):
+        in_turns(iter([lambda n=n: move(n) for n in range(100)]), 3)
+    assert set(range(5)) <= set(done)
+
+
+def test_without_time_the_candidates_come_first(tmp_path: Path) -> None:
+    machine = Machine(str(tmp_path), STATES)
+    study = run(machine, 2, 0.2, False, lambda name, share: None)
+    assert study.unmeasured
+    assert MIDDLE not in study.unmeasured
+    assert study.chosen.is_engine
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def studied(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What `statehold bench io` says of a small study, in seconds."""
+    (tmp_path / "here").mkdir()
+    words = [str(tmp_path / "here"), "--size", "1MiB", "--seconds", "2", "--json"]
+    code = main(["bench", "io", *words, "--out", str(tmp_path / "out")])
+    assert code == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_study_writes_a_profile_and_records(studied: dict[str, Any], tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    assert os.listdir(here) == []
+    file = path_for(str(here))
+    assert studied["profile"] == str(file)
+    assert decode(file.read_bytes(), "f").moving.buffer_bytes == studied["chosen"]["buffer_bytes"]
+    assert {proof["kind"] for proof in studied["proofs"]} <= {"statehold", "bytes"}
+    records = {"io-results.json", "io-table.txt", *["io-plot.png"] * plot.is_possible()}
+    assert records <= set(os.listdir(tmp_path / "out"))
+    assert str(tmp_path) not in (tmp_path / "out" / "io-results.json").read_text()
+
+
+def test_a_checkpointer_takes_the_profile(
+    studied: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _put(tmp_path, buffer_bytes=2 * MiB, backend="threads")
+    with statehold.Checkpointer(tmp_path / "run", staging_bytes="64MiB") as ckpt:
+        assert ckpt.backend == "threads"
+        assert ckpt._opened().engine.buffer_bytes == 2 * MiB
+    given = {"buffer_bytes": "1MiB", "staging_bytes": "64MiB"}
+    with statehold.Checkpointer(tmp_path / "run", **given) as ckpt:
+        assert ckpt._opened().engine.buffer_bytes == MiB
+        assert ckpt.backend == "threads"
+    with statehold.Checkpointer(tmp_path / "run", profile=None, staging_bytes="64MiB") as ckpt:
+        assert ckpt._opened().engine.buffer_bytes == 16 * MiB
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert "buffers of 2 MiB" in capsys.readouterr().out
+
+
+def test_a_broken_profile_is_ignored_with_one_warning(
+    home: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = path_for(str(tmp_path))
+    file.parent.mkdir(parents=True)
+    file.write_text('{"format": "statehold-io-profile", "version": 99}')
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with statehold.Checkpointer(tmp_path / "run", staging_bytes="64MiB") as ckpt:
+                assert ckpt._opened().engine.buffer_bytes == 16 * MiB
+    said = [record for record in caplog.records if "without a profile" in record.message]
+    assert len(said) == 1
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert "unusable" in capsys.readouterr().out
+
+
+def _put(tmp_path: Path, **settings: object) -> None:
+    """Change the profile that a study wrote."""
+    file = path_for(str(tmp_path))
+    document = json.loads(file.read_bytes())
+    document["settings"].update(settings)
+    file.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["nowhere"], 3),
+        ([".", "--size", "1KiB"], 2),
+        ([".", "--seconds", "0"], 2),
+        ([".", "--seconds", "nan"], 2),
+        ([".", "--size", "1000000TiB"], 4),
+    ],
+)
+def test_exit_codes(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    assert main(["bench", "io", *words]) == code
+    assert sorted(os.listdir(tmp_path)) == before
