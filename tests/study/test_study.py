@@ -13,10 +13,10 @@ import pytest
 import statehold
 from statehold.cli import main
 from statehold.study import plot
-from statehold.study.measure import Machine
+from statehold.study.measure import Bench
 from statehold.study.memory import Memory, kept
 from statehold.study.profile import decode, path_for
-from statehold.study.sessions import open_session
+from statehold.study.sessions import EngineSession, open_session
 from statehold.study.strategies import Case, Operation, State, Strategy, files_of
 from statehold.study.study import run
 from statehold.study.sweep import cases_of, centre, strategies
@@ -69,20 +69,31 @@ def test_every_strategy_saves_and_restores(
     assert all(seconds > 0 for seconds in took)
 
 
-def test_a_machine_runs_whole_cases_and_leaves_nothing(tmp_path: Path) -> None:
-    machine = Machine(str(tmp_path), STATES)
+def test_a_bench_runs_whole_cases_and_leaves_nothing(tmp_path: Path) -> None:
+    bench = Bench(str(tmp_path), STATES)
     for case in cases_of(FIGURES):
-        timing = machine.time(case)
+        timing = bench.time(case)
         assert timing.refused == ""
         assert set(timing.rates) == set(case.operations)
         assert os.listdir(tmp_path) == []
 
 
 def test_what_is_refused_says_why_and_leaves_nothing(tmp_path: Path) -> None:
-    machine = Machine(str(tmp_path / "none"), STATES)
-    timing = machine.time(Case(MIDDLE, (Operation.FRESH,)))
+    bench = Bench(str(tmp_path / "none"), STATES)
+    timing = bench.time(Case(MIDDLE, (Operation.FRESH,)))
     assert timing.rates == {}
     assert "open_write" in timing.refused or "no such" in timing.refused.lower()
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(session: object, path: str, *, reuse: bool) -> None:
+        Path(path).touch()
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(EngineSession, "_save", fail)
+    timing = Bench(str(tmp_path), STATES).time(Case(MIDDLE, (Operation.FRESH,)))
+    assert timing.refused == "the disk is full"
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_first_error_of_a_thread_is_raised() -> None:
@@ -99,8 +110,8 @@ def test_the_first_error_of_a_thread_is_raised() -> None:
 
 
 def test_without_time_the_candidates_come_first(tmp_path: Path) -> None:
-    machine = Machine(str(tmp_path), STATES)
-    study = run(machine, 2, 0.2, False, lambda name, share: None)
+    bench = Bench(str(tmp_path), STATES)
+    study = run(bench, 2, 0.2, False, lambda name, share: None)
     assert study.unmeasured
     assert MIDDLE not in study.unmeasured
     assert study.chosen.is_engine

@@ -25,7 +25,7 @@ from statehold.errors import NoSpaceError, UsageError
 from statehold.options import Options
 from statehold.study import plot, profile, report, study
 from statehold.study.choose import Figures, best_of, moving_of
-from statehold.study.measure import Machine
+from statehold.study.measure import Bench
 from statehold.study.mounts import mount_of
 from statehold.study.strategies import Operation, Strategy, llama, uniform
 from statehold.study.sweep import JUDGED
@@ -76,8 +76,8 @@ def _measured(path: str, size: int, args: argparse.Namespace) -> study.Study:
     directory = tempfile.mkdtemp(prefix=".statehold-bench-", dir=path)
     threads = Options().copy_thread_count
     try:
-        machine = Machine(directory, (llama(size), uniform(size)))
-        return study.run(machine, threads, args.seconds, args.full, _told)
+        bench = Bench(directory, (llama(size), uniform(size)))
+        return study.run(bench, threads, args.seconds, args.full, _told)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         if sys.stderr.isatty():

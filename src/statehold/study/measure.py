@@ -19,7 +19,7 @@ from statehold.study.memory import Memory, kept
 from statehold.study.sessions import Session, open_session
 from statehold.study.strategies import Case, Operation, State, Strategy, spans_of
 
-__all__ = ["Machine", "Timing"]
+__all__ = ["Bench", "Timing"]
 
 _READ_BYTES = 1 << 22
 GB = 1e9
@@ -35,7 +35,7 @@ class Timing:
     refused: str = ""
 
 
-class Machine:
+class Bench:
     """Where cases are run: memory with the states, and a directory."""
 
     def __init__(self, directory: str, states: Iterable[State]) -> None:
@@ -57,16 +57,18 @@ class Machine:
 
     def _run(self, case: Case, rates: dict[Operation, float]) -> None:
         state = self._states[case.strategy.state]
-        session = open_session(case.strategy, state, self._memory, self._directory)
-        try:
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._clear)
+            session = open_session(case.strategy, state, self._memory, self._directory)
+            closing.callback(session.close)
             for operation in case.operations:
                 _prepare(session, operation)
                 rates[operation] = state.total_bytes / session.seconds(operation) / GB
-        finally:
-            session.close()
-            for path in session.paths:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+
+    def _clear(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            for entry in os.scandir(self._directory):
+                os.unlink(entry.path)
 
 
 def _prepare(session: Session, operation: Operation) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from statehold.study.choose import Figures, best_of, choose, likely
-from statehold.study.measure import Machine
+from statehold.study.measure import Bench
 from statehold.study.strategies import Case, Operation, Strategy
 from statehold.study.sweep import (
     JUDGED,
@@ -69,10 +69,10 @@ class Study:
     took_s: float = 0.0
 
 
-def run(machine: Machine, copy_threads: int, seconds: float, full: bool, told: Told) -> Study:
+def run(bench: Bench, copy_threads: int, seconds: float, full: bool, told: Told) -> Study:
     """Measure, choose, prove."""
     study = Study(centre(copy_threads), full)
-    clock = _Clock(machine, study, seconds, told)
+    clock = _Clock(bench, study, seconds, told)
     cases = cases_of(strategies(study.middle, full))
     clock.rounds(cases, FIRST, ROUNDS_MAX)
     study.unmeasured = [
@@ -91,8 +91,8 @@ def run(machine: Machine, copy_threads: int, seconds: float, full: bool, told: T
 class _Clock:
     """Runs cases while there is time."""
 
-    def __init__(self, machine: Machine, study: Study, seconds: float, told: Told) -> None:
-        self._machine, self._study, self._seconds = machine, study, seconds
+    def __init__(self, bench: Bench, study: Study, seconds: float, told: Told) -> None:
+        self._bench, self._study, self._seconds = bench, study, seconds
         self._told = told
         self._begin_s = time.monotonic()
 
@@ -118,7 +118,7 @@ class _Clock:
         if case.strategy in study.refused:
             return {}
         self._told(case.strategy.name, min(1.0, self.elapsed_s / self._seconds))
-        timing = self._machine.time(case)
+        timing = self._bench.time(case)
         if timing.refused:
             study.refused[case.strategy] = timing.refused
         study.figures.add(case.strategy, timing.rates)
