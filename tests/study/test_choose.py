@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from statehold.options import Moving
 from statehold.study.choose import (
@@ -13,6 +14,7 @@ from statehold.study.choose import (
     combined,
     finding,
     likely,
+    margin,
     moving_of,
     score,
 )
@@ -36,6 +38,26 @@ def test_nothing_changes_for_noise() -> None:
     figures = figures_of(lambda s, _: 4.0 if s == MIDDLE else 4.1)
     assert choose(figures, figures.engines(), MIDDLE) == MIDDLE
     assert combined(figures, MIDDLE, False) == MIDDLE
+
+
+def test_what_moves_more_has_to_win_by_more() -> None:
+    def rate(factor: float, strategy: Strategy, _: Operation) -> float:
+        return factor * (4.4 if strategy.depth == 1 else 4.0)
+
+    def study_of(spread: float) -> Figures:
+        figures = figures_of(partial(rate, 1.0))
+        for factor in (1 - spread, 1 + spread):
+            again = figures_of(partial(rate, factor))
+            for figure, rates in again.rates.items():
+                figures.rates[figure] += rates
+        return figures
+
+    still, moving = study_of(0.01), study_of(0.2)
+    assert margin(Figures()) == 0.1
+    assert margin(still) == 0.03
+    assert margin(moving) > 0.1
+    assert choose(still, still.engines(), MIDDLE) == replace(MIDDLE, depth=1)
+    assert choose(moving, moving.engines(), MIDDLE) == MIDDLE
 
 
 def test_what_is_clearly_better_is_taken() -> None:

@@ -17,10 +17,26 @@ from statehold.options import Moving
 from statehold.study.strategies import Operation, Strategy
 from statehold.study.sweep import JUDGED, Comparison, Figure, neighbours
 
-__all__ = ["Figures", "best_of", "choose", "combined", "finding", "likely", "moving_of", "score"]
+__all__ = [
+    "Figures",
+    "best_of",
+    "choose",
+    "combined",
+    "finding",
+    "likely",
+    "margin",
+    "moving_of",
+    "score",
+]
 
-# Two settings whose scores differ by less are equally good: a busy storage moves by more.
-MARGIN = 0.03
+# Two settings whose scores differ by less are equally good, however still the storage is.
+MARGIN_MIN = 0.03
+# Before a figure was measured three times, nobody knows how far it moves.
+MARGIN_UNKNOWN = 0.1
+SPREADS_MIN = 3
+# By how much two medians of n figures differ for nothing: median absolute deviation to standard
+# deviation, that of one to that of a median, and two of them.
+DEVIATIONS = 1.4826 * 1.2533 * 2**0.5
 # A figure whose runs lie further apart has moved: it is marked.
 MOVED = 1.25
 LIKELY = 4
@@ -73,6 +89,22 @@ def score(figures: Figures, strategy: Strategy, candidates: Iterable[Strategy]) 
     return min(shares, default=0.0)
 
 
+def margin(figures: Figures) -> float:
+    """Scores that differ by less differ for nothing: how far the figures of a study move."""
+    found = [
+        DEVIATIONS * _deviation(rates) / len(rates) ** 0.5
+        for (strategy, operation), rates in figures.rates.items()
+        if strategy.is_engine and operation in JUDGED and len(rates) >= SPREADS_MIN
+    ]
+    return max(MARGIN_MIN, median(found)) if found else MARGIN_UNKNOWN
+
+
+def _deviation(rates: list[float]) -> float:
+    """The median absolute deviation, as a share of the median."""
+    middle = median(rates)
+    return median(abs(rate - middle) for rate in rates) / middle
+
+
 def combined(figures: Figures, middle: Strategy, full: bool) -> Strategy:
     """The best level of each setting, as measured around the middle, put together.
 
@@ -100,7 +132,7 @@ def choose(figures: Figures, candidates: list[Strategy], middle: Strategy) -> St
     scores = {each: score(figures, each, figures.engines()) for each in candidates}
     if not scores:
         return middle
-    enough = max(scores.values()) - MARGIN
+    enough = max(scores.values()) - margin(figures)
     good = [each for each in candidates if scores[each] >= enough]
     return min(good, key=lambda each: (len(_changes(each, middle)), -scores[each]))
 

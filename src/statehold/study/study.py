@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from statehold.study.choose import Figures, best_of, choose, likely
+from statehold.study.choose import Figures, best_of, choose, likely, margin, score
 from statehold.study.measure import Bench
 from statehold.study.strategies import Case, Operation, Strategy
 from statehold.study.sweep import (
@@ -31,15 +31,15 @@ __all__ = ["Proof", "Study", "run"]
 
 # Shares of the time: rounds of everything, rounds of the likely ones, the proof.
 FIRST, SECOND = 0.6, 0.8
-ROUNDS_MAX = 5
-PROOF_ROUNDS_MIN, PROOF_ROUNDS_MAX = 3, 9
+ROUNDS_MAX = 9
+TURNS_MIN, TURNS_MAX = 3, 15
 
 Told = Callable[[str, float], None]  # what runs now, and the share of the time that is over
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The chosen settings against the best of a kind, measured again in turns.
+    """The chosen settings against the best other ones of a kind, measured again in turns.
 
     ratio: the median of the ratios of the turns, `low` and `high` their ends.
     """
@@ -56,7 +56,11 @@ class Proof:
 
 @dataclass
 class Study:
-    """What was found: `refused` are the strategies that cannot be run here, and why."""
+    """What was found: `refused` are the strategies that cannot be run here, and why.
+
+    score, score_before: of what was chosen and of the middle, when it was chosen; scores that
+    differ by less than `margin` were equal.
+    """
 
     middle: Strategy
     full: bool
@@ -65,6 +69,9 @@ class Study:
     unmeasured: list[Strategy] = field(default_factory=list)
     rounds: int = 0
     chosen: Strategy = field(default_factory=Strategy)
+    score: float = 0.0
+    score_before: float = 0.0
+    margin: float = 0.0
     proofs: list[Proof] = field(default_factory=list)
     took_s: float = 0.0
 
@@ -82,10 +89,18 @@ def run(bench: Bench, copy_threads: int, seconds: float, full: bool, told: Told)
     ]
     candidates = likely(study.figures, study.middle, full)
     clock.rounds(cases_of(_judged(candidates)), SECOND, ROUNDS_MAX)
-    study.chosen = choose(study.figures, candidates, study.middle)
+    _choose(study, candidates)
     _prove(study, clock)
     study.took_s = clock.elapsed_s
     return study
+
+
+def _choose(study: Study, candidates: list[Strategy]) -> None:
+    figures, pool = study.figures, study.figures.engines()
+    study.chosen = choose(figures, candidates, study.middle)
+    study.score = score(figures, study.chosen, pool)
+    study.score_before = score(figures, study.middle, pool)
+    study.margin = margin(figures)
 
 
 class _Clock:
@@ -110,7 +125,7 @@ class _Clock:
             for case in ordered(cases, index):
                 if self.is_over(SECOND if index == 0 else share):
                     return
-                self.time(case)
+                self._study.figures.add(case.strategy, self.time(case))
             self._study.rounds = max(self._study.rounds, index + 1)
 
     def time(self, case: Case) -> dict[Operation, float]:
@@ -121,7 +136,6 @@ class _Clock:
         timing = self._bench.time(case)
         if timing.refused:
             study.refused[case.strategy] = timing.refused
-        study.figures.add(case.strategy, timing.rates)
         return timing.rates
 
 
@@ -136,36 +150,30 @@ def _prove(study: Study, clock: _Clock) -> None:
     engines = study.figures.engines()
     plain = bytes_of(study.chosen)
     others = [each for each in study.figures.strategies() if not each.is_engine]
-    for operation in (Operation.OVERWRITE, Operation.COLD):
-        _prove_one(study, clock, "statehold", operation, study.chosen, engines)
-        _prove_one(study, clock, "bytes", operation, plain, others)
+    pairs = [
+        (kind, operation, chosen, pool)
+        for operation in (Operation.OVERWRITE, Operation.COLD)
+        for kind, chosen, pool in (("statehold", study.chosen, engines), ("bytes", plain, others))
+    ]
+    for number, (kind, operation, chosen, pool) in enumerate(pairs, 1):
+        best = best_of(study.figures, [each for each in pool if each != chosen], operation)
+        until = SECOND + (1 - SECOND) * number / len(pairs)
+        ratios = _turns(clock, chosen, best, operation, until) if best else []
+        if best and ratios:
+            ends = min(ratios), max(ratios)
+            study.proofs.append(
+                Proof(kind, operation, chosen, best, median(ratios), *ends, len(ratios))
+            )
 
 
-def _prove_one(
-    study: Study,
-    clock: _Clock,
-    kind: str,
-    operation: Operation,
-    chosen: Strategy,
-    pool: Sequence[Strategy],
-) -> None:
-    best = best_of(study.figures, pool, operation)
-    if best is None:
-        return
-    ratios = [1.0] if best == chosen else _turns(clock, chosen, best, operation)
-    if ratios:
-        turns = 0 if best == chosen else len(ratios)
-        study.proofs.append(
-            Proof(kind, operation, chosen, best, median(ratios), min(ratios), max(ratios), turns)
-        )
-
-
-def _turns(clock: _Clock, chosen: Strategy, best: Strategy, operation: Operation) -> list[float]:
+def _turns(
+    clock: _Clock, chosen: Strategy, best: Strategy, operation: Operation, until: float
+) -> list[float]:
     """chosen / best of each turn; who goes first changes."""
     cases = cases_of([(chosen, operation), (best, operation)])
     ratios: list[float] = []
-    for index in range(PROOF_ROUNDS_MAX):
-        if index >= PROOF_ROUNDS_MIN and clock.is_over(1.0):
+    for index in range(TURNS_MAX):
+        if index >= TURNS_MIN and clock.is_over(until):
             break
         rates = {case.strategy: clock.time(case) for case in ordered(cases, index)}
         if not all(operation in found for found in rates.values()):
