@@ -12,10 +12,12 @@ import pytest
 
 import statehold
 from statehold.cli import main
+from statehold.options import Moving
 from statehold.study import plot
 from statehold.study.measure import Bench
 from statehold.study.memory import Memory, kept
-from statehold.study.profile import decode, path_for
+from statehold.study.mounts import mount_of
+from statehold.study.profile import Profile, decode, path_for, save
 from statehold.study.sessions import EngineSession, open_session
 from statehold.study.strategies import Case, Operation, State, Strategy, files_of
 from statehold.study.study import run
@@ -144,9 +146,10 @@ def test_a_study_writes_a_profile_and_records(studied: dict[str, Any], tmp_path:
 
 
 def test_a_checkpointer_takes_the_profile(
-    studied: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _put(tmp_path, buffer_bytes=2 * MiB, backend="threads")
+    moving = Moving(buffer_bytes=2 * MiB, queue_depth=4, backend="threads", copy_threads=1)
+    save(Profile(mount_of(str(tmp_path)), moving, "today"), path_for(str(tmp_path)))
     with statehold.Checkpointer(tmp_path / "run", staging_bytes="64MiB") as ckpt:
         assert ckpt.backend == "threads"
         assert ckpt._opened().engine.buffer_bytes == 2 * MiB
@@ -177,14 +180,6 @@ def test_a_broken_profile_is_ignored_with_one_warning(
     assert len(said) == 1
     assert main(["doctor", str(tmp_path)]) == 0
     assert "unusable" in capsys.readouterr().out
-
-
-def _put(tmp_path: Path, **settings: object) -> None:
-    """Change the profile that a study wrote."""
-    file = path_for(str(tmp_path))
-    document = json.loads(file.read_bytes())
-    document["settings"].update(settings)
-    file.write_text(json.dumps(document))
 
 
 @pytest.mark.parametrize(
