@@ -125,6 +125,7 @@ def _caching() -> list[Comparison]:
     small = replace(RANKS, block_bytes=SMALL_BYTES)
     shown = "direct transfers of 256 KiB"
     return [
+        *_pairs(shown, "direct transfers of 16 MiB", small, RANKS),
         *_pairs("buffered transfers of 16 MiB", "direct ones", BUFFERED, RANKS),
         *_pairs("buffered transfers of 256 KiB", shown, replace(small, direct=False), small),
         *_pairs("unaligned tensors, buffered", "aligned ones, buffered",
