@@ -53,7 +53,7 @@ def reasons(study: Study) -> list[str]:
     lines += [proved(proof) for proof in study.proofs]
     if study.proofs:
         worst = min(proof.ratio for proof in study.proofs)
-        lines.append(f"so the chosen settings reach {worst:.3f} or more of the best of the sweep")
+        lines.append(f"so the chosen settings reach {worst:.3f} of the best others, or more")
     return lines
 
 
@@ -67,8 +67,8 @@ def _value(strategy: Strategy, name: str) -> object:
 def proved(proof: Proof) -> str:
     """One proof as a sentence."""
     against = {
-        "statehold": "the best other setting of statehold",
-        "bytes": "the best other strategy of all, moving bytes only",
+        "statehold": "a rival setting",
+        "bytes": "a rival of all strategies, bytes only",
     }[proof.kind]
     return (
         f"{proof.operation.value}: measured again in {proof.turns} turns, the settings reach "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from statehold.study.choose import Figures, best_of, choose, likely, margin, score
@@ -30,9 +30,13 @@ from statehold.study.sweep import (
 __all__ = ["Proof", "Study", "run"]
 
 # Shares of the time: rounds of everything, rounds of the likely ones, the proof.
-FIRST, SECOND = 0.6, 0.8
+FIRST, SECOND = 0.5, 0.65
 ROUNDS_MAX = 9
 TURNS_MIN, TURNS_MAX = 3, 15
+CHALLENGES_MAX = 3
+DUELS = 4  # that share what is left of the time
+SLACK = 0.05
+PROVED = (Operation.OVERWRITE, Operation.COLD)
 
 Told = Callable[[str, float], None]  # what runs now, and the share of the time that is over
 
@@ -58,8 +62,8 @@ class Proof:
 class Study:
     """What was found: `refused` are the strategies that cannot be run here, and why.
 
-    score, score_before: of what was chosen and of the middle, when it was chosen; scores that
-    differ by less than `margin` were equal.
+    score, score_before: of what was chosen and of the middle, by the rounds, in which scores that
+    differ by less than `margin` are equal.
     """
 
     middle: Strategy
@@ -89,15 +93,15 @@ def run(bench: Bench, copy_threads: int, seconds: float, full: bool, told: Told)
     ]
     candidates = likely(study.figures, study.middle, full)
     clock.rounds(cases_of(_judged(candidates)), SECOND, ROUNDS_MAX)
-    _choose(study, candidates)
+    study.chosen = choose(study.figures, candidates, study.middle)
     _prove(study, clock)
+    _judge(study)
     study.took_s = clock.elapsed_s
     return study
 
 
-def _choose(study: Study, candidates: list[Strategy]) -> None:
+def _judge(study: Study) -> None:
     figures, pool = study.figures, study.figures.engines()
-    study.chosen = choose(figures, candidates, study.middle)
     study.score = score(figures, study.chosen, pool)
     study.score_before = score(figures, study.middle, pool)
     study.margin = margin(figures)
@@ -114,6 +118,11 @@ class _Clock:
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._begin_s
+
+    @property
+    def share(self) -> float:
+        """Of the time that is over."""
+        return min(1.0, self.elapsed_s / self._seconds)
 
     def is_over(self, share: float) -> bool:
         return self.elapsed_s >= share * self._seconds
@@ -132,7 +141,7 @@ class _Clock:
         study = self._study
         if case.strategy in study.refused:
             return {}
-        self._told(case.strategy.name, min(1.0, self.elapsed_s / self._seconds))
+        self._told(case.strategy.name, self.share)
         timing = self._bench.time(case)
         if timing.refused:
             study.refused[case.strategy] = timing.refused
@@ -147,36 +156,71 @@ def _judged(found: Sequence[Strategy]) -> list[Figure]:
 
 
 def _prove(study: Study, clock: _Clock) -> None:
-    engines = study.figures.engines()
+    """Let the best others challenge the choice; who is better side by side takes its place.
+
+    Rounds compare figures that lie minutes apart, turns such that lie seconds apart.
+    """
+    beaten: set[Strategy] = set()
+    for _ in range(CHALLENGES_MAX):
+        pool = [each for each in study.figures.engines() if each not in beaten]
+        duels = [
+            _duel(clock, "statehold", study.chosen, rival)
+            for rival in _rivals(study.figures, pool, study.chosen)
+        ]
+        study.proofs = [proof for duel in duels for proof in duel]
+        lost = next((duel for duel in duels if is_lost(duel)), None)
+        if lost is None:
+            break
+        beaten.add(study.chosen)
+        study.chosen, study.proofs = lost[0].best, [_turned(proof) for proof in lost]
+        if clock.is_over(1.0):
+            break
     plain = bytes_of(study.chosen)
     others = [each for each in study.figures.strategies() if not each.is_engine]
-    pairs = [
-        (kind, operation, chosen, pool)
-        for operation in (Operation.OVERWRITE, Operation.COLD)
-        for kind, chosen, pool in (("statehold", study.chosen, engines), ("bytes", plain, others))
-    ]
-    for number, (kind, operation, chosen, pool) in enumerate(pairs, 1):
-        best = best_of(study.figures, [each for each in pool if each != chosen], operation)
-        until = SECOND + (1 - SECOND) * number / len(pairs)
-        ratios = _turns(clock, chosen, best, operation, until) if best else []
-        if best and ratios:
-            ends = min(ratios), max(ratios)
-            study.proofs.append(
-                Proof(kind, operation, chosen, best, median(ratios), *ends, len(ratios))
-            )
+    for rival in _rivals(study.figures, others, plain):
+        study.proofs += _duel(clock, "bytes", plain, rival)
 
 
-def _turns(
-    clock: _Clock, chosen: Strategy, best: Strategy, operation: Operation, until: float
-) -> list[float]:
-    """chosen / best of each turn; who goes first changes."""
-    cases = cases_of([(chosen, operation), (best, operation)])
-    ratios: list[float] = []
+def _rivals(figures: Figures, pool: Sequence[Strategy], chosen: Strategy) -> list[Strategy]:
+    """The best others in what is proved."""
+    others = [each for each in pool if each != chosen]
+    found = [best_of(figures, others, operation) for operation in PROVED]
+    return list(dict.fromkeys(each for each in found if each is not None))
+
+
+def is_lost(duel: Sequence[Proof]) -> bool:
+    """Whether the other is better: what it does worst, and by more than nothing."""
+    own = min((proof.ratio for proof in duel), default=1.0)
+    others = min((1 / proof.ratio for proof in duel), default=1.0)
+    return own < 1 - SLACK and others > own
+
+
+def _turned(proof: Proof) -> Proof:
+    """The same from the other side."""
+    return replace(
+        proof,
+        chosen=proof.best,
+        best=proof.chosen,
+        ratio=1 / proof.ratio,
+        low=1 / proof.high,
+        high=1 / proof.low,
+    )
+
+
+def _duel(clock: _Clock, kind: str, chosen: Strategy, rival: Strategy) -> list[Proof]:
+    """Both in turns, until a part of the time that is left is over; who goes first changes."""
+    cases = cases_of([(each, operation) for each in (chosen, rival) for operation in PROVED])
+    ratios: dict[Operation, list[float]] = {operation: [] for operation in PROVED}
+    until = clock.share + (1 - clock.share) / DUELS
     for index in range(TURNS_MAX):
         if index >= TURNS_MIN and clock.is_over(until):
             break
         rates = {case.strategy: clock.time(case) for case in ordered(cases, index)}
-        if not all(operation in found for found in rates.values()):
+        if not all(rates.values()):
             return []
-        ratios.append(rates[chosen][operation] / rates[best][operation])
-    return ratios
+        for operation, found in ratios.items():
+            found.append(rates[chosen][operation] / rates[rival][operation])
+    return [
+        Proof(kind, operation, chosen, rival, median(found), min(found), max(found), len(found))
+        for operation, found in ratios.items()
+    ]
