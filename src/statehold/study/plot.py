@@ -43,7 +43,7 @@ def draw(study: Study, path: Path) -> None:
     ):
         _lines(figure.add_subplot(grid[1, column]), study, name, scale, label)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     pyplot.close(figure)
 
 
