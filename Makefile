@@ -10,7 +10,7 @@ bin := .venv/bin
 native_sources := $(wildcard native/*.h native/*.cpp native/test/*.h native/test/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test sim modes fuzz soak check bench clean
+.PHONY: help setup build demo test sim modes sanitize fuzz soak check bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
@@ -35,6 +35,9 @@ modes: setup  ## the Python tests under python -O, without io_uring, with warnin
 	@$(bin)/python -O -m pytest -q -W "ignore:assertions not in test:pytest.PytestConfigWarning" $(ARGS)
 	@$(bin)/python -m pytest -q --no-io-uring $(ARGS)
 	@PYTHONWARNINGS=error $(bin)/python -m pytest -q $(ARGS)
+
+sanitize: setup  ## the C++ and the Python tests of the native code under ASan, UBSan and TSan
+	@tools/sanitize.sh
 
 fuzz: setup  ## hostile steps, guided by coverage, for SECONDS=600
 	@$(bin)/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0

@@ -48,6 +48,13 @@ def sync_tree(directory: Path) -> None:
     sync_path(directory)
 
 
+def publish(partial: Path) -> None:
+    """Make a directory `*.partial` durable, then visible under its name."""
+    sync_tree(partial)
+    os.rename(partial, partial.with_suffix(""))
+    sync_path(partial.parent)
+
+
 def drop_method() -> str:
     """How `drop_caches` will work in this process."""
     return "drop_caches" if os.access(DROP_CACHES, os.W_OK) else "fadvise"

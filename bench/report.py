@@ -89,7 +89,7 @@ def limits_of(records: list[Record]) -> dict[str, Any]:
     return limits
 
 
-def _ratio(value: float | None, limit: float | None) -> float | None:
+def ratio(value: float | None, limit: float | None) -> float | None:
     return value / limit if value is not None and limit else None
 
 
@@ -111,10 +111,10 @@ def _save_row(peer: str, records: list[Record], limits: dict[str, Any]) -> Row:
         "durable_first_s": spread(save["durable_s"] for save in first),
         "durable_later_s": later_durable,
         "first_gb_s": first_rate,
-        "first_of_fresh_limit": _ratio(first_rate, limits["best"].get("fresh")),
+        "first_of_fresh_limit": ratio(first_rate, limits["best"].get("fresh")),
         "later_gb_s": later_rate,
         "later_limit": later_limit,
-        "later_of_limit": _ratio(later_rate, limits["best"].get(later_limit)),
+        "later_of_limit": ratio(later_rate, limits["best"].get(later_limit)),
         "by_save_s": [
             median([result["saves"][index]["durable_s"] for result in results])
             for index in range(min(len(result["saves"]) for result in results))
@@ -181,7 +181,7 @@ def _restore_row(peer: str, records: list[Record], limits: dict[str, Any]) -> Ro
     for key in ("cold_s", "warm_s"):
         row[key] = spread(value for result in results for value in result[key])
     row["cold_gb_s"] = size / GB / row["cold_s"]["median"]
-    row["cold_of_read_limit"] = _ratio(row["cold_gb_s"], limits["best"].get("read"))
+    row["cold_of_read_limit"] = ratio(row["cold_gb_s"], limits["best"].get("read"))
     row["warm_gb_s"] = size / GB / row["warm_s"]["median"]
     row["extra_memory_bytes"] = max(result["extra_memory_bytes"] for result in results)
     row["verified"] = all(result["difference"] is None for result in results)
@@ -275,6 +275,13 @@ def text(facts: dict[str, Any], summary: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def save_files(out: Path, whole: dict[str, Any], shown: str) -> None:
+    """results.json, and table.txt, which is printed too."""
+    (out / "results.json").write_text(json.dumps(whole, indent=1) + "\n")
+    (out / "table.txt").write_text(shown)
+    print(shown)
+
+
 def write(
     out: Path,
     facts: dict[str, Any],
@@ -290,10 +297,7 @@ def write(
         "summary": summary,
         "records": records,
     }
-    (out / "results.json").write_text(json.dumps(whole, indent=1) + "\n")
-    table = text(facts, summary)
-    (out / "table.txt").write_text(table)
-    print(table)
+    save_files(out, whole, text(facts, summary))
     try:
         from bench.plot import draw
     except ImportError as error:

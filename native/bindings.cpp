@@ -26,6 +26,13 @@ std::vector<uint64_t> integers(nb::handle source, const char* name) {
   return values;
 }
 
+nb::object view_of(Region region) {
+  const nb::object owner = nb::cast(std::move(region));
+  PyObject* view = PyMemoryView_FromObject(owner.ptr());
+  if (view == nullptr) throw nb::python_error();
+  return nb::steal(view);
+}
+
 void apply_strides(nb::dict strided, std::vector<Segment>& segments) {
   using Layout = std::tuple<uint64_t, std::vector<int64_t>, std::vector<int64_t>>;
   for (const auto& [key, value] : strided) {
@@ -92,16 +99,63 @@ std::vector<Segment> parse_segments(nb::handle begins, nb::handle sizes, nb::han
 
 int region_get_buffer(PyObject* self, Py_buffer* view, int flags) {
   const Region* region = nb::inst_ptr<Region>(self);
-  return PyBuffer_FillInfo(view, self, region->data, static_cast<Py_ssize_t>(region->bytes), 0,
-                           flags);
+  return PyBuffer_FillInfo(view, self, region->data, static_cast<Py_ssize_t>(region->bytes),
+                           region->read_only ? 1 : 0, flags);
 }
 
 nb::object view_of(std::shared_ptr<StagingMemory> memory, uint64_t first, uint64_t count) {
-  Region region{memory, memory->buffer(first), count * memory->buffer_bytes()};
-  const nb::object owner = nb::cast(std::move(region));
-  PyObject* view = PyMemoryView_FromObject(owner.ptr());
-  if (view == nullptr) throw nb::python_error();
-  return nb::steal(view);
+  return view_of(Region{memory, memory->buffer(first), count * memory->buffer_bytes()});
+}
+
+nb::object view_of(const PyFile& file) {
+  const std::shared_ptr<File>& shared = file.opened();
+  const std::span<const std::byte> view = shared->view();
+  // The buffer protocol knows no const; `read_only` keeps Python from writing.
+  return view_of(Region{shared, const_cast<std::byte*>(view.data()), view.size(), true});
+}
+
+uintptr_t address_of(const PyFile& file) {
+  return reinterpret_cast<uintptr_t>(file.opened()->view().data());
+}
+
+void populate(const PyFile& file, uint64_t begin, uint64_t bytes) {
+  const std::shared_ptr<File> shared = file.opened();
+  const nb::gil_scoped_release unlocked;
+  must(shared->populate(begin, bytes));
+}
+
+const std::shared_ptr<File>& PyFile::opened() const {
+  if (::getpid() != process_) throw Failure(Status::closed("use in a forked process"));
+  if (!file_) throw Failure(Status::closed("a use of " + path));
+  return file_;
+}
+
+std::shared_ptr<File> PyFile::take() {
+  static_cast<void>(opened());
+  return std::move(file_);
+}
+
+void PyFile::close() {
+  std::shared_ptr<File> file = std::move(file_);
+  if (!file || file->view().empty()) return;
+  const nb::gil_scoped_release unlocked;  // undoing a mapping takes long
+  file.reset();
+}
+
+PyFile open_write(PyFs& fs, const std::string& path, uint64_t bytes, bool reuse, bool mapped,
+                  PyFile* kept) {
+  std::shared_ptr<File> before = kept != nullptr ? kept->take() : nullptr;
+  const nb::gil_scoped_release unlocked;
+  return PyFile(must(mapped ? fs->open_mapped(path, bytes, reuse, std::move(before))
+                            : fs->open_write(path, bytes, reuse)));
+}
+
+// With the GIL where a file is kept, so that no other thread becomes its owner meanwhile; it is
+// quick in memory.
+bool can_reuse(PyFs& fs, const std::string& path, PyFile* kept) {
+  if (kept != nullptr) return fs->can_reuse_kept(path, kept->opened());
+  const nb::gil_scoped_release unlocked;
+  return fs->can_reuse(path);
 }
 
 PyBufferPool::PyBufferPool(uint64_t count, uint64_t buffer_bytes)
@@ -153,6 +207,20 @@ nb::bytes read_file(PyFs& fs, const std::string& path, uint64_t max_bytes) {
   return nb::bytes(data.data(), data.size());
 }
 
+void read_into(PyFile& file, nb::handle memory, uint64_t offset) {
+  const std::shared_ptr<File> source = file.opened();
+  Py_buffer view;
+  if (PyObject_GetBuffer(memory.ptr(), &view, PyBUF_CONTIG) != 0) throw nb::python_error();
+  Status status;
+  {
+    const nb::gil_scoped_release unlocked;
+    status =
+        source->read(static_cast<std::byte*>(view.buf), static_cast<uint64_t>(view.len), offset);
+  }
+  PyBuffer_Release(&view);
+  must(status);
+}
+
 void new_engine(PyEngine* self, PyFs& fs, uint64_t staging_bytes, uint64_t buffer_bytes,
                 int copy_threads) {
   const EngineOptions options{staging_bytes, buffer_bytes, copy_threads};
@@ -161,8 +229,9 @@ void new_engine(PyEngine* self, PyFs& fs, uint64_t staging_bytes, uint64_t buffe
 
 PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_bytes,
                         nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
-                        nb::dict strided, nb::bytes header) {
+                        nb::dict strided, nb::bytes header, PyFile* file) {
   WriteRequest request;
+  if (file != nullptr) request.file = file->opened();
   request.file_bytes = file_bytes;
   request.block_bytes = block_bytes;
   request.header.assign(static_cast<const char*>(header.data()), header.size());

@@ -84,12 +84,29 @@ class JobHandle : public Handle<SomeJob> {
 using PyWriteJob = JobHandle<WriteJob>;
 using PyReadJob = JobHandle<ReadJob>;
 
-struct PyFile {
+class PyFile {
+ public:
   explicit PyFile(std::shared_ptr<File> opened)
-      : file(std::move(opened)), path(file->path()), direct(file->direct()) {}
-  std::shared_ptr<File> file;  // null after close
-  std::string path;
-  bool direct;
+      : path(opened->path()),
+        direct(opened->direct()),
+        mapped(opened->mapped()),
+        file_(std::move(opened)),
+        process_(::getpid()) {}
+  PyFile(PyFile&&) = default;
+  ~PyFile() { close(); }
+
+  // Throws after close, and in a forked process: what was mapped is not there.
+  const std::shared_ptr<File>& opened() const;
+  std::shared_ptr<File> take();  // closes it for Python
+  void close();
+
+  const std::string path;
+  const bool direct;
+  const bool mapped;
+
+ private:
+  std::shared_ptr<File> file_;  // null after close
+  const pid_t process_;
 };
 
 struct PyFill {
@@ -108,14 +125,22 @@ struct PyReady {
   }
 };
 
-// Exports staging memory through the buffer protocol and keeps it mapped.
+// Exports staging memory, or a file that is memory, through the buffer protocol and keeps it
+// mapped.
 struct Region {
-  std::shared_ptr<StagingMemory> memory;
+  std::shared_ptr<const void> owner;
   std::byte* data;
   uint64_t bytes;
+  bool read_only = false;
 };
 
 int region_get_buffer(PyObject* self, Py_buffer* view, int flags);
+nb::object view_of(const PyFile& file);
+uintptr_t address_of(const PyFile& file);
+void populate(const PyFile& file, uint64_t begin, uint64_t bytes);
+PyFile open_write(PyFs& fs, const std::string& path, uint64_t bytes, bool reuse, bool mapped,
+                  PyFile* kept);
+bool can_reuse(PyFs& fs, const std::string& path, PyFile* kept);
 nb::object view_of(std::shared_ptr<StagingMemory> memory, uint64_t first, uint64_t count);
 
 class PyBufferPool {
@@ -156,12 +181,14 @@ std::vector<std::pair<std::string, bool>> list_dir(PyFs& fs, const std::string& 
 std::optional<int64_t> stat_bytes(PyFs& fs, const std::string& path);
 void write_file(PyFs& fs, const std::string& path, nb::bytes data);
 nb::bytes read_file(PyFs& fs, const std::string& path, uint64_t max_bytes);
+// Fills a writable, contiguous buffer; whole or an error.
+void read_into(PyFile& file, nb::handle memory, uint64_t offset);
 
 void new_engine(PyEngine* self, PyFs& fs, uint64_t staging_bytes, uint64_t buffer_bytes,
                 int copy_threads);
 PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_bytes,
                         nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
-                        nb::dict strided, nb::bytes header);
+                        nb::dict strided, nb::bytes header, PyFile* file);
 PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
                       std::vector<uint64_t> file_bytes, uint64_t block_bytes, nb::handle file_index,
                       nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,

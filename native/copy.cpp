@@ -8,6 +8,10 @@
 #include "check.h"
 #include "checksum.h"
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 namespace statehold {
 
 // What walk finds: rows of `bytes` bytes, at these offsets and so far apart.
@@ -238,6 +242,94 @@ uint64_t gather_hashed(const Place& place, uint64_t begin, uint64_t end, std::by
     hash.update(to, bytes);
     at += bytes;
   }
+  return hash.digest();
+}
+
+namespace {
+
+constexpr uint64_t kLineBytes = 64;
+// What is on the way at once: it stays in the L1 cache, and streams of loads and stores this short
+// keep each other busy.
+constexpr uint64_t kAwayBytes = 4096;
+
+#ifdef __SSE2__
+
+// Whole lines to a line's begin. Fetches `next` meanwhile: the processor does not foresee it.
+void store_lines(const std::byte* from, uint64_t bytes, std::byte* to, const std::byte* next) {
+  for (uint64_t at = 0; at < bytes; at += kLineBytes) {
+    _mm_prefetch(reinterpret_cast<const char*>(next + at), _MM_HINT_T0);
+    const auto* line = reinterpret_cast<const __m128i*>(from + at);
+    auto* target = reinterpret_cast<__m128i*>(to + at);
+    const __m128i a = _mm_loadu_si128(line);
+    const __m128i b = _mm_loadu_si128(line + 1);
+    const __m128i c = _mm_loadu_si128(line + 2);
+    const __m128i d = _mm_loadu_si128(line + 3);
+    _mm_stream_si128(target, a);
+    _mm_stream_si128(target + 1, b);
+    _mm_stream_si128(target + 2, c);
+    _mm_stream_si128(target + 3, d);
+  }
+}
+
+// Such stores are not ordered by locks.
+void finish_stores() { _mm_sfence(); }
+
+#else
+
+void store_lines(const std::byte* from, uint64_t bytes, std::byte* to, const std::byte*) {
+  std::memcpy(to, from, bytes);
+}
+
+void finish_stores() {}
+
+#endif
+
+// Calls part(from, bytes, to) for the ends that are not whole lines, and lines(from, bytes, to,
+// next) for what is between, in parts of kAwayBytes.
+template <class Part, class Lines>
+void walk_lines(const std::byte* from, uint64_t bytes, std::byte* to, Part&& part, Lines&& lines) {
+  const uint64_t skew = reinterpret_cast<uintptr_t>(to) % kLineBytes;
+  uint64_t at = std::min(bytes, (kLineBytes - skew) % kLineBytes);
+  if (at > 0) part(from, at, to);
+  const uint64_t end = at + (bytes - at) / kLineBytes * kLineBytes;
+  while (at < end) {
+    const uint64_t count = std::min(kAwayBytes, end - at);
+    const std::byte* here = from + at;
+    lines(here, count, to + at, at + 2 * kAwayBytes <= bytes ? here + count : here);
+    at += count;
+  }
+  if (at < bytes) part(from + at, bytes - at, to + at);
+}
+
+}  // namespace
+
+void copy_away(const std::byte* from, uint64_t bytes, std::byte* to) {
+  walk_lines(
+      from, bytes, to, [](const auto* f, auto n, auto* t) { std::memcpy(t, f, n); }, store_lines);
+  finish_stores();
+}
+
+uint64_t gather_hashed_away(const Place& place, uint64_t begin, uint64_t end, std::byte* dense) {
+  if (!place.contiguous() || end - begin < 2 * kAwayBytes) {
+    return gather_hashed(place, begin, end, dense);
+  }
+  alignas(kLineBytes) std::byte copy[kAwayBytes];
+  Xxh3 hash;
+  const auto take = [&](const std::byte* from, uint64_t bytes) {
+    std::memcpy(copy, from, bytes);
+    hash.update(copy, bytes);
+  };
+  walk_lines(
+      place.address + begin, end - begin, dense,
+      [&](const std::byte* from, uint64_t bytes, std::byte* to) {
+        take(from, bytes);
+        std::memcpy(to, copy, bytes);
+      },
+      [&](const std::byte* from, uint64_t bytes, std::byte* to, const std::byte* next) {
+        take(from, bytes);
+        store_lines(copy, bytes, to, next);
+      });
+  finish_stores();
   return hash.digest();
 }
 

@@ -11,7 +11,20 @@ const char* name_of(IoRequest::Kind kind) {
   return kind == IoRequest::Kind::read ? "read" : "write";
 }
 
+Status not_memory(const std::string& path) {
+  return Status::io(EOPNOTSUPP, "map (its file system is not in memory)", path);
+}
+
 }  // namespace
+
+Result<std::shared_ptr<File>> Fs::open_mapped(const std::string& path, uint64_t, bool,
+                                              std::shared_ptr<File>) {
+  return {not_memory(path), {}};
+}
+
+Result<std::shared_ptr<File>> Fs::open_view(const std::string& path, uint64_t) {
+  return {not_memory(path), {}};
+}
 
 uint32_t IoRequest::next_bytes() const {
   constexpr uint64_t call_bytes_max = uint64_t{1}

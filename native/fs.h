@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -55,6 +56,14 @@ class File {
   virtual void read_ahead(uint64_t offset, uint64_t bytes) = 0;
   // Closes it for all owners. Only when no transfer is in flight, and nothing else is called after.
   virtual void close() = 0;
+
+  // Of a file that is memory (Fs::open_mapped, Fs::open_view): its bytes, as long as somebody owns
+  // the File. What is stored in `memory` is written: it outlives the process, not the power.
+  virtual bool mapped() const { return false; }  // for writing
+  virtual std::span<std::byte> memory() { return {}; }
+  virtual std::span<const std::byte> view() const { return {}; }
+  // Makes a range of `memory` present, so that no copy pays for page faults; nothing else.
+  virtual Status populate(uint64_t /*begin*/, uint64_t /*bytes*/) { return {}; }
 
  private:
   const std::string path_;
@@ -128,6 +137,20 @@ class Fs {
   virtual Result<std::shared_ptr<File>> open_read(const std::string& path, bool direct) = 0;
   // True when overwriting this file can hurt nobody: regular, ours, one name, not open or mapped.
   virtual bool can_reuse(const std::string& path) = 0;
+
+  // Files that are memory. Refused with EOPNOTSUPP where a file's pages are not the file itself:
+  // there an error of the device would be a SIGBUS. A simulated disk is a disk: it refuses.
+  //
+  // open_write, mapped, and all of it allocated: storing in it cannot fail. `kept` (or null) is a
+  // mapped file from before: if it is the file at `path`, and this its last owner, its mapping
+  // goes on, for setting one up costs as much as filling it.
+  virtual Result<std::shared_ptr<File>> open_mapped(const std::string& path, uint64_t bytes,
+                                                    bool reuse, std::shared_ptr<File> kept);
+  // can_reuse of a file that this process has mapped: nobody but the owner of `kept` has it.
+  virtual bool can_reuse_kept(const std::string&, const std::shared_ptr<File>&) { return false; }
+  // For reading as memory. Another size than `bytes` is Status::truncated, and reading is safe only
+  // as long as nobody cuts the file.
+  virtual Result<std::shared_ptr<File>> open_view(const std::string& path, uint64_t bytes);
 
   // Starts a transfer, or queues it when the depth is reached; reads go before writes. Never
   // blocks on other transfers. After close, `done` gets Status::closed.

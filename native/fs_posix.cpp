@@ -8,13 +8,19 @@
 // - io_uring fails what would block on a descriptor with O_NONBLOCK, so the flag does not stay on.
 // - One POSIX_FADV_WILLNEED reads no more than the device's read-ahead window, 128 KiB by default,
 //   and leaves the rest out in silence; pages that are there or under way are not read again.
+// - Pages of tmpfs and ramfs are the file itself; those of tmpfs that were allocated stay so, in
+//   memory or swap. hugetlbfs has no files of any size.
+// - The counts that a lease is judged by are of descriptions, and a mapping holds that of its
+//   descriptor: a lease through the very descriptor that was mapped says that nobody else is there.
 // - cachestat(2), Linux 6.5, has number 451 on every architecture.
 #include "fs_posix.h"
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -60,8 +66,16 @@ auto restarted(Call&& call) {
   return result;
 }
 
+// Never one of the standard descriptors: where a process has closed them, what it (or a library)
+// goes on printing would land in the file that got their number.
 int open_file(const std::string& path, int flags) {
-  return restarted([&] { return ::open(path.c_str(), flags | O_CLOEXEC, 0666); });
+  const int fd = restarted([&] { return ::open(path.c_str(), flags | O_CLOEXEC, 0666); });
+  if (fd < 0 || fd > STDERR_FILENO) return fd;
+  const int moved = ::fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  const int error = errno;
+  ::close(fd);
+  errno = error;
+  return moved;
 }
 
 // Opens a regular file of this very name. A link is not followed, and nothing waits for the other
@@ -104,11 +118,74 @@ bool set_direct(int fd) {
 // Blocks for the whole file now: allocation in the middle of the writes would make them wait.
 Status allocate(int fd, uint64_t bytes, bool reuse, const std::string& path) {
   const auto size = static_cast<off_t>(bytes);
-  if (reuse && ::ftruncate(fd, size) != 0) return last_error("truncate", path);
+  if (reuse && restarted([&] { return ::ftruncate(fd, size); }) != 0) {
+    return last_error("truncate", path);
+  }
   if (bytes == 0) return {};
   if (restarted([&] { return ::fallocate(fd, 0, 0, size); }) == 0) return {};
   if (errno == EOPNOTSUPP || errno == ENOSYS) return {};
   return last_error("allocate", path);
+}
+
+bool is_memory(const struct statfs& info) {
+  return info.f_type == TMPFS_MAGIC || info.f_type == RAMFS_MAGIC;
+}
+
+bool is_memory(int fd) {
+  struct statfs info;
+  return restarted([&] { return ::fstatfs(fd, &info); }) == 0 && is_memory(info);
+}
+
+// Asked before a file is created: a refusal leaves nothing behind.
+bool parent_is_memory(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  const std::string parent = slash == std::string::npos ? "." : path.substr(0, slash + 1);
+  struct statfs info;
+  // A directory that is not there is for open to report.
+  return restarted([&] { return ::statfs(parent.c_str(), &info); }) != 0 || is_memory(info);
+}
+
+// All of it, so that storing cannot run out of memory. A file that has all its pages is left alone:
+// to look at each of them takes half the time of a copy.
+Status allocate_pages(int fd, uint64_t bytes, const std::string& path) {
+  struct stat info;
+  if (::fstat(fd, &info) != 0) return last_error("stat", path);
+  const auto size = static_cast<off_t>(bytes);
+  if (info.st_size != size && ::ftruncate(fd, size) != 0) return last_error("truncate", path);
+  constexpr uint64_t unit = 512;  // of st_blocks
+  const bool whole =
+      info.st_size >= size && static_cast<uint64_t>(info.st_blocks) * unit >=
+                                  align_up(static_cast<uint64_t>(info.st_size), kPageBytes);
+  return whole ? Status{} : allocate(fd, bytes, false, path);
+}
+
+// Of an open file: regular, ours, one name, and no other description of it.
+bool is_ours_alone(int fd) {
+  struct stat info;
+  if (::fstat(fd, &info) != 0) return false;
+  if (info.st_nlink != 1 || info.st_uid != ::geteuid()) return false;
+  // A lease break sends SIGIO, which kills by default; SIGURG is ignored by default.
+  if (::fcntl(fd, F_SETSIG, SIGURG) != 0) return false;
+  return ::fcntl(fd, F_SETLEASE, F_WRLCK) == 0 && ::fcntl(fd, F_SETLEASE, F_UNLCK) == 0;
+}
+
+Result<std::shared_ptr<File>> map_file(Descriptor& file, const std::string& path, uint64_t bytes,
+                                       Mapping::Access access) {
+  Result<Mapping> mapping = Mapping::of(file.get(), bytes, access, path);
+  if (!mapping.ok()) return {mapping.status, {}};
+  if (access == Mapping::Access::read) {
+    return {{}, std::make_shared<ViewedFile>(file.release(), path, std::move(mapping.value))};
+  }
+  return {{},
+          std::make_shared<MappedFile>(file.release(), path, std::move(mapping.value), bytes, 0)};
+}
+
+// The file at `path` again, with the mapping it has; null where there is nothing to go on with.
+std::shared_ptr<MappedFile> renewed(const std::string& path, uint64_t bytes,
+                                    const std::shared_ptr<File>& kept) {
+  auto* mapped = dynamic_cast<MappedFile*>(kept.get());
+  const bool usable = mapped != nullptr && kept.use_count() == 1 && mapped->is_at(path);
+  return usable ? mapped->renewed(path, bytes) : nullptr;
 }
 
 }  // namespace
@@ -164,6 +241,27 @@ void PosixFile::read_ahead(uint64_t offset, uint64_t bytes) {
     static_cast<void>(::posix_fadvise(fd_, static_cast<off_t>(at), static_cast<off_t>(part),
                                       POSIX_FADV_WILLNEED));
   }
+}
+
+Status MappedFile::populate(uint64_t begin, uint64_t bytes) {
+  const uint64_t present = present_.load(std::memory_order_relaxed);
+  if (begin + bytes <= present) return {};
+  Status status = mapping_.populate(begin, bytes, path());
+  const bool extends = status.ok() && begin <= present;
+  if (extends) present_.store(begin + bytes, std::memory_order_relaxed);
+  return status;
+}
+
+std::shared_ptr<MappedFile> MappedFile::renewed(const std::string& path, uint64_t bytes) {
+  if (bytes > align_up(mapping_.bytes(), kPageBytes)) return nullptr;
+  return std::make_shared<MappedFile>(release(), path, std::move(mapping_), bytes, bytes);
+}
+
+bool MappedFile::is_at(const std::string& path) const {
+  struct stat mine;
+  struct stat named;
+  return ::fstat(fd(), &mine) == 0 && ::lstat(path.c_str(), &named) == 0 &&
+         mine.st_dev == named.st_dev && mine.st_ino == named.st_ino;
 }
 
 Status PosixFs::mkdir(const std::string& path) {
@@ -283,13 +381,42 @@ bool PosixFs::can_reuse(const std::string& path) {
   const Result<int> opened = open_regular(path, O_RDONLY, "can_reuse");
   if (!opened.ok()) return false;
   const Descriptor file(opened.value);
+  return is_ours_alone(file.get());
+}
+
+Result<std::shared_ptr<File>> PosixFs::open_mapped(const std::string& path, uint64_t bytes,
+                                                   bool reuse, std::shared_ptr<File> kept) {
+  if (auto file = reuse ? renewed(path, bytes, std::move(kept)) : nullptr) {
+    Status status = allocate_pages(file->fd(), bytes, path);
+    return {std::move(status), std::move(file)};
+  }
+  if (!parent_is_memory(path)) return Fs::open_mapped(path, bytes, reuse, nullptr);
+  const int flags = O_RDWR | (reuse ? 0 : O_CREAT | O_EXCL);
+  const Result<int> opened = open_regular(path, flags, "open_write");
+  if (!opened.ok()) return {opened.status, {}};
+  Descriptor file(opened.value);
+  if (!is_memory(file.get())) return Fs::open_mapped(path, bytes, reuse, nullptr);
+  if (Status status = allocate_pages(file.get(), bytes, path); !status.ok()) return {status, {}};
+  return map_file(file, path, bytes, Mapping::Access::write);
+}
+
+bool PosixFs::can_reuse_kept(const std::string& path, const std::shared_ptr<File>& kept) {
+  const auto* mapped = dynamic_cast<const MappedFile*>(kept.get());
+  return mapped != nullptr && kept.use_count() == 1 && mapped->is_at(path) &&
+         is_ours_alone(mapped->fd());
+}
+
+Result<std::shared_ptr<File>> PosixFs::open_view(const std::string& path, uint64_t bytes) {
+  const Result<int> opened = open_regular(path, O_RDONLY, "open_view");
+  if (opened.status.error == ENOENT) return {Status::missing("open_view", path), {}};
+  if (!opened.ok()) return {opened.status, {}};
+  Descriptor file(opened.value);
+  if (!is_memory(file.get())) return Fs::open_view(path, bytes);
   struct stat info;
-  if (::fstat(file.get(), &info) != 0) return false;
-  if (info.st_nlink != 1 || info.st_uid != ::geteuid()) return false;
-  // A lease break sends SIGIO, which kills by default; SIGURG is ignored by default.
-  if (::fcntl(file.get(), F_SETSIG, SIGURG) != 0) return false;
-  return ::fcntl(file.get(), F_SETLEASE, F_WRLCK) == 0 &&
-         ::fcntl(file.get(), F_SETLEASE, F_UNLCK) == 0;
+  if (::fstat(file.get(), &info) != 0) return {last_error("open_view", path), {}};
+  const auto size = static_cast<uint64_t>(info.st_size);
+  if (size != bytes) return {Status::truncated("open_view", path, size), {}};
+  return map_file(file, path, bytes, Mapping::Access::read);
 }
 
 }  // namespace statehold

@@ -244,8 +244,9 @@ void SimDisk::misdirect(const SimNodePtr& node, const std::string& path, uint64_
   const auto pick = [&](const char* what, uint64_t count) {
     return static_cast<uint64_t>(chance(what, path, offset) * static_cast<double>(count));
   };
-  const SimNodePtr victim =
-      pick("stray", 2) == 0 ? node : files[pick("victim", files.size())].second;
+  // There may be no file left: who still writes to this one may have unlinked it.
+  const bool stays = pick("stray", 2) == 0 || files.empty();
+  const SimNodePtr victim = stays ? node : files[pick("victim", files.size())].second;
   const uint64_t sectors = align_up(victim->data.bytes().size(), kPageBytes) / kPageBytes;
   victim->data.strike(pick("place", sectors) * kPageBytes, data);
   victim->damaged = node->damaged = true;

@@ -9,6 +9,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <system_error>
+
 #include "bindings.h"
 #include "checksum.h"
 #include "fs_threads.h"
@@ -71,6 +73,8 @@ void translate(const std::exception_ptr& thrown, void*) {
     raise_status(failure.status);
   } catch (const CheckFailed& failure) {
     raise_status(Status::invariant(failure.what()));
+  } catch (const std::system_error& failure) {  // only threads throw it, where there are no more
+    raise_status(Status::io(failure.code().value(), "start a thread", {}));
   }
 }
 
@@ -97,7 +101,13 @@ void declare_fs(nb::module_& m) {
   nb::class_<PyFile>(m, "File", "An open data file; closed by WriteJob.finish() or close().")
       .def_prop_ro("path", [](const PyFile& self) { return self.path; })
       .def_prop_ro("direct", [](const PyFile& self) { return self.direct; })
-      .def("close", [](PyFile& self) { self.file.reset(); });
+      .def("size_bytes", [](PyFile& self) { return must(self.opened()->size_bytes()); })
+      .def("read_into", &read_into, "memory"_a, "offset"_a)
+      .def_prop_ro("mapped", [](const PyFile& self) { return self.mapped; })
+      .def_prop_ro("address", &address_of)
+      .def_prop_ro("view", [](const PyFile& self) { return view_of(self); })
+      .def("populate", &populate, "begin"_a, "nbytes"_a)
+      .def("close", &PyFile::close);
 
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<PyFs>(m, "Fs", "Every effect on storage; see native/fs.h.")
@@ -138,14 +148,20 @@ void declare_fs(nb::module_& m) {
           "path"_a, unlocked)
       .def("write_file", &write_file, "path"_a, "data"_a)
       .def("read_file", &read_file, "path"_a, "max_bytes"_a)
+      .def("open_write", &open_write, "path"_a, "bytes"_a, "reuse"_a = false, nb::kw_only(),
+           "mapped"_a = false, "kept"_a.none() = nb::none())
+      .def("can_reuse", &can_reuse, "path"_a, "kept"_a.none() = nb::none())
       .def(
-          "open_write",
-          [](PyFs& self, const std::string& path, uint64_t bytes, bool reuse) {
-            return PyFile(must(self->open_write(path, bytes, reuse)));
+          "open_view",
+          [](PyFs& self, const std::string& path, uint64_t bytes) {
+            return PyFile(must(self->open_view(path, bytes)));
           },
-          "path"_a, "bytes"_a, "reuse"_a = false, unlocked)
+          "path"_a, "bytes"_a, unlocked)
       .def(
-          "can_reuse", [](PyFs& self, const std::string& path) { return self->can_reuse(path); },
+          "open_read",
+          [](PyFs& self, const std::string& path) {
+            return PyFile(must(self->open_read(path, /*direct=*/false)));
+          },
           "path"_a, unlocked)
       .def("close", [](PyFs& self) { self->close(); }, unlocked);
 
@@ -236,10 +252,11 @@ void declare_write_job(nb::module_& m) {
       .def(
           "attach",
           [](PyWriteJob& self, PyFile& file) {
-            if (!file.file) throw Failure(Status::closed("attach"));
-            self->attach(file.file);
+            std::shared_ptr<File> shared = file.opened();
+            const nb::gil_scoped_release unlocked;
+            self->attach(std::move(shared));
           },
-          "file"_a, nb::call_guard<nb::gil_scoped_release>())
+          "file"_a)
       .def(
           "wait_eager",
           [](PyWriteJob& self, Timeout timeout) {
@@ -329,7 +346,8 @@ void declare_engine(nb::module_& m) {
       .def_prop_ro("buffer_bytes", [](PyEngine& self) { return self->memory()->buffer_bytes(); })
       .def_prop_ro("buffer_count", [](PyEngine& self) { return self->memory()->count(); })
       .def("write", &engine_write, nb::kw_only(), "file_bytes"_a, "block_bytes"_a, "begins"_a,
-           "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "header"_a)
+           "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "header"_a,
+           "file"_a.none() = nb::none())
       .def("read", &engine_read, nb::kw_only(), "files"_a, "file_bytes"_a, "block_bytes"_a,
            "file_index"_a, "begins"_a, "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "sums"_a,
            "boxes"_a = nb::dict(), "first_segment"_a = 0)

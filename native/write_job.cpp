@@ -28,6 +28,7 @@ WriteJob::WriteJob(std::shared_ptr<Shared> shared, WriteRequest request)
   }
   sums_.resize(sum_count);
   make_blocks();
+  if (request.file) adopt(std::move(request.file));
 }
 
 void WriteJob::check_tiling() const {
@@ -76,10 +77,21 @@ uint64_t WriteJob::elapsed_ns() const {
 void WriteJob::attach(std::shared_ptr<File> file) {
   const Lock lock(shared_->mutex);
   if (failed()) return;  // the next wait says why
-  CHECK(file_ == nullptr);
   CHECK(!finished_);
-  file_ = std::move(file);
+  adopt(std::move(file));
   wake_all();
+}
+
+void WriteJob::adopt(std::shared_ptr<File> file) {
+  CHECK(file_ == nullptr);
+  if (file->mapped()) {
+    const std::span<std::byte> memory = file->memory();
+    if (memory.size() != file_bytes_) {
+      throw Failure(Status::truncated("attach", file->path(), memory.size()));
+    }
+    memory_ = memory.data();
+  }
+  file_ = std::move(file);
 }
 
 bool WriteJob::wait_eager(Deadline deadline) {
@@ -104,6 +116,11 @@ void WriteJob::finish() {
     CHECK(file_ != nullptr);
     finished_ = true;
     file = std::move(file_);
+  }
+  if (file->mapped()) {
+    const uint64_t bytes = must(file->size_bytes());
+    if (bytes != file_bytes_) throw Failure(Status::truncated("finish", file->path(), bytes));
+    return;
   }
   const bool padded = file->direct() && file_bytes_ % kPageBytes != 0;
   if (padded) must(file->truncate(file_bytes_));
@@ -182,12 +199,17 @@ bool WriteJob::take_queued(std::deque<uint64_t>& queue, int kind, Work& work, Jo
 
 bool WriteJob::take_fill(std::deque<uint64_t>& queue, Work& work) {
   if (queue.empty()) return false;
-  const std::optional<Lease> lease = shared_->pool.acquire_nowait();
-  if (!lease) return false;
   Block& block = blocks_[queue.front()];
   CHECK(block.stage == Stage::free);
+  if (memory_ != nullptr && !block.external) {
+    block.to = memory_ + block_begin(queue.front());
+  } else {
+    const std::optional<Lease> lease = shared_->pool.acquire_nowait();
+    if (!lease) return false;
+    block.lease = *lease;
+    block.to = shared_->address(*lease);
+  }
   block.stage = Stage::copying;
-  block.lease = *lease;
   return take_queued(queue, kFill, work, *this);
 }
 
@@ -203,7 +225,7 @@ void WriteJob::run(const Work& work) {
 }
 
 bool WriteJob::move_pieces(const Block& block, uint64_t index, bool external) {
-  std::byte* buffer = shared_->address(block.lease);
+  const auto gather = block.buffered() ? gather_hashed : gather_hashed_away;
   const uint64_t base = block_begin(index);
   for (uint64_t s = block.first_segment; s < block.last_segment; ++s) {
     const Segment& segment = segments_[s];
@@ -211,10 +233,10 @@ bool WriteJob::move_pieces(const Block& block, uint64_t index, bool external) {
     for_each_piece(segment, base, block_end(index), block_bytes_,
                    [&](uint64_t sum, uint64_t begin, uint64_t end) {
                      if (stopped()) return;
-                     std::byte* to = buffer + (begin - base);
+                     std::byte* to = block.to + (begin - base);
                      sums_[sum] = external ? xxh3_64(to, end - begin)
-                                           : gather_hashed(segment.place, begin - segment.begin,
-                                                           end - segment.begin, to);
+                                           : gather(segment.place, begin - segment.begin,
+                                                    end - segment.begin, to);
                    });
   }
   return !stopped();
@@ -223,13 +245,15 @@ bool WriteJob::move_pieces(const Block& block, uint64_t index, bool external) {
 // The stage says that no one else touches the block, so it is read without the mutex here.
 void WriteJob::fill(uint64_t index) {
   const Block& block = blocks_[index];
-  if (move_pieces(block, index, false)) {
-    const uint64_t bytes = block_end(index) - block_begin(index);
-    const uint64_t padding = align_up(bytes, kPageBytes) - bytes;
-    std::memset(shared_->address(block.lease) + bytes, 0, padding);
+  const uint64_t bytes = block_end(index) - block_begin(index);
+  Status status;
+  if (!block.buffered()) status = file_->populate(block_begin(index), bytes);
+  if (status.ok() && move_pieces(block, index, false) && block.buffered()) {
+    std::memset(block.to + bytes, 0, align_up(bytes, kPageBytes) - bytes);
   }
   const Lock lock(shared_->mutex);
-  if (failed()) return shared_->release(block.lease);
+  if (failed()) return release(block);
+  if (!status.ok()) return fail(status);
   if (block.eager) --eager_left_;
   if (!block.external) return copied(index);
   blocks_[index].stage = Stage::offered;
@@ -250,8 +274,24 @@ void WriteJob::copied(uint64_t index) {
   CHECK(copies_left_ > 0);
   block.stage = Stage::copied;
   if (--copies_left_ == 0) stats_.copy_ns = elapsed_ns();
-  write_queue_.push_back(index);
+  if (block.buffered()) {
+    write_queue_.push_back(index);
+  } else {
+    if (stats_.first_write_ns == 0) stats_.first_write_ns = elapsed_ns();
+    written(block);
+  }
   wake_all();
+}
+
+void WriteJob::written(Block& block) {
+  CHECK(block.stage == Stage::copied);
+  CHECK(writes_left_ > 0);
+  block.stage = Stage::written;
+  if (--writes_left_ == 0) stats_.write_ns = elapsed_ns();
+}
+
+void WriteJob::release(const Block& block) {
+  if (block.buffered()) shared_->release(block.lease);
 }
 
 void WriteJob::write(uint64_t index) {
@@ -266,6 +306,12 @@ void WriteJob::write(uint64_t index) {
     request.memory = shared_->address(block.lease);
     request.slot = slot(block.lease);
   }
+  if (request.file->mapped()) {
+    Status status = store(index, request.memory);
+    const Lock lock(shared_->mutex);
+    landed(index, std::move(status));
+    return wake_all();
+  }
   const uint64_t bytes = block_end(index) - block_begin(index);
   request.kind = IoRequest::Kind::write;
   request.bytes = request.file->direct() ? align_up(bytes, kPageBytes) : bytes;
@@ -274,14 +320,18 @@ void WriteJob::write(uint64_t index) {
   transfer(std::move(request), index);
 }
 
+Status WriteJob::store(uint64_t index, const std::byte* buffer) {
+  const uint64_t bytes = block_end(index) - block_begin(index);
+  Status status = file_->populate(block_begin(index), bytes);
+  if (status.ok()) copy_away(buffer, bytes, memory_ + block_begin(index));
+  return status;
+}
+
 void WriteJob::landed(uint64_t index, Status status) {
   Block& block = blocks_[index];
-  CHECK(block.stage == Stage::copied);
-  block.stage = Stage::written;
   shared_->release(block.lease);
   if (!status.ok()) return fail(status);
-  CHECK(writes_left_ > 0);
-  if (--writes_left_ == 0) stats_.write_ns = elapsed_ns();
+  written(block);
 }
 
 // Blocks in the hands of a worker, of Python or of the Fs are released by those.
@@ -292,9 +342,15 @@ void WriteJob::drop_queued() {
   }
 }
 
-// A complete file stays open for finish().
+// A complete file stays open for finish(). One that is memory is left to the job's last owner, who
+// does not hold the mutex: undoing a mapping takes long.
 void WriteJob::drop_files() {
-  if (failed()) file_.reset();
+  if (failed() && memory_ == nullptr) file_.reset();
+}
+
+bool WriteJob::wants_buffers() const {
+  if (memory_ != nullptr) return fills_left_ > 0;
+  return !eager_queue_.empty() || !fill_queue_.empty();
 }
 
 std::vector<BufferPiece> WriteJob::external_pieces(const Block& block, uint64_t index) const {

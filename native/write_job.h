@@ -5,6 +5,11 @@
 //        -> written -> buffer released
 // Blocks with eager segments are copied first. Copying starts at once, writing when a file is
 // attached. Checksums are of the bytes in the buffers, which are the bytes written.
+//
+// A file that is memory (File::mapped) needs no buffers. Per block:
+//   free -> copied into the file and hashed on the way, which is written
+// Only blocks with external parts, and those copied before the file was attached, go through a
+// buffer and are copied from there. The job's share keeps the file mapped until the job is gone.
 #pragma once
 
 #include <deque>
@@ -21,6 +26,7 @@ struct WriteRequest {
   uint64_t block_bytes = 0;
   std::string header;
   std::vector<Segment> segments;  // after the header: in file order, without gaps; begin/end/place
+  std::shared_ptr<File> file;     // attached before the first copy, or null
 };
 
 // A block whose buffer waits for bytes that only Python can copy.
@@ -40,15 +46,17 @@ struct WriteStats {
 
 class WriteJob final : public Job {
  public:
-  // Throws std::invalid_argument when the segments do not tile the file.
+  // Throws std::invalid_argument when the segments do not tile the file, and as attach.
   WriteJob(std::shared_ptr<Shared> shared, WriteRequest request);
 
+  // Throws Failure when a file that is memory has another size.
   void attach(std::shared_ptr<File> file);
   // Every eager byte that the engine itself copies is copied; not those that Python fills in.
   bool wait_eager(Deadline deadline);
   bool wait_copied(Deadline deadline);
   bool wait_written(Deadline deadline);
-  // After wait_written: exact size, durable, closed.
+  // After wait_written: exact size, durable, closed. A file that is memory has all it can have; its
+  // size is checked, and its other owners go on.
   void finish();
   std::vector<uint64_t> checksums();  // after wait_copied
   // nullopt: the deadline passed, or fills_left() is 0.
@@ -61,7 +69,7 @@ class WriteJob final : public Job {
   bool take(Rank rank, Work& work) override;
   void run(const Work& work) override;
   void drop_files() override;
-  bool wants_buffers() const override { return !eager_queue_.empty() || !fill_queue_.empty(); }
+  bool wants_buffers() const override;
 
  private:
   enum Kind : int { kFill, kSeal, kWrite };
@@ -73,11 +81,15 @@ class WriteJob final : public Job {
     bool eager = false;
     bool external = false;
     Stage stage = Stage::free;
-    Lease lease;
+    Lease lease;              // none: it goes straight into the file
+    std::byte* to = nullptr;  // where it is copied to
+
+    bool buffered() const { return lease.generation != 0; }
   };
 
   void check_tiling() const;
   void make_blocks();
+  void adopt(std::shared_ptr<File> file);  // with the mutex, or before anybody knows the job
   uint64_t block_begin(uint64_t block) const { return block * buffer_bytes_; }
   uint64_t block_end(uint64_t block) const;
   bool take_fill(std::deque<uint64_t>& queue, Work& work);
@@ -85,9 +97,12 @@ class WriteJob final : public Job {
   void fill(uint64_t index);
   void seal(uint64_t index);
   void write(uint64_t index);
+  Status store(uint64_t index, const std::byte* buffer);  // into a file that is memory
+  void release(const Block& block);                       // with the mutex
   // Copies (or, for external ones, only hashes) the pieces of a block; false when stopped.
   bool move_pieces(const Block& block, uint64_t index, bool external);
   void copied(uint64_t index);  // with the mutex
+  void written(Block& block);   // with the mutex
   std::vector<BufferPiece> external_pieces(const Block& block, uint64_t index) const;
   uint64_t elapsed_ns() const;
 
@@ -104,6 +119,7 @@ class WriteJob final : public Job {
   std::vector<Block> blocks_;      // guarded by the mutex, as all below
 
   std::shared_ptr<File> file_;
+  std::byte* memory_ = nullptr;       // of the file, when it is memory
   std::deque<uint64_t> eager_queue_;  // to copy
   std::deque<uint64_t> fill_queue_;   // to copy
   std::deque<uint64_t> offer_queue_;  // for next_fill

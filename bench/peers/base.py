@@ -11,7 +11,6 @@ Not here: timing.
 
 from __future__ import annotations
 
-import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import sync_path, sync_tree
+from bench.harness import publish
 from bench.state import TrainingState
 
 DEADLINE_S = 600.0
@@ -92,13 +91,43 @@ class Peer(ABC):
         return
 
 
+class Finisher:
+    """A background thread that ends saves, one after the other."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bench-finish")
+        self._pending: Future[None] | None = None
+
+    def finish(self, act: Callable[..., None], *args: Any) -> None:
+        """What makes the newest save durable."""
+        self._pending = self._thread.submit(act, *args)
+
+    def later(self, act: Callable[..., object], *args: Any) -> None:
+        """After that, what no save waits for."""
+        self._thread.submit(act, *args)
+
+    def wait(self) -> None:
+        """Until the newest save is durable."""
+        if self._pending is not None:
+            self._pending.result(DEADLINE_S)
+            self._pending = None
+
+    def settle(self) -> None:
+        """Until there is nothing left to do."""
+        self.wait()
+        self._thread.submit(lambda: None).result(DEADLINE_S)
+
+    def close(self) -> None:
+        self.settle()
+        self._thread.shutdown()
+
+
 class FilePeer(Peer):
     """A peer that writes a directory per step: durable, atomic, keep = 1."""
 
     def __init__(self, directory: Path, state: TrainingState, options: PeerOptions) -> None:
         super().__init__(directory, state, options)
-        self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bench-finish")
-        self._pending: Future[None] | None = None
+        self._finisher = Finisher()
 
     @abstractmethod
     def write(self, path: Path) -> Callable[[], object] | None:
@@ -111,37 +140,30 @@ class FilePeer(Peer):
     def save(self, step: int) -> None:
         self.wait_durable()
         previous = [path for path in self.directory.iterdir() if path.suffix == ""]
-        final = self.directory / f"step-{step:012d}"
-        partial = final.with_suffix(".partial")
+        partial = self.directory / f"step-{step:012d}.partial"
         partial.mkdir()
         wait = self.write(partial)
-        self._pending = self._finisher.submit(self._publish, partial, final, wait)
+        self._finisher.finish(self._publish, partial, wait)
         for path in previous:
-            self._finisher.submit(shutil.rmtree, path)
+            self._finisher.later(shutil.rmtree, path)
 
     @staticmethod
-    def _publish(partial: Path, final: Path, wait: Callable[[], object] | None) -> None:
+    def _publish(partial: Path, wait: Callable[[], object] | None) -> None:
         if wait is not None:
             wait()
-        sync_tree(partial)
-        os.rename(partial, final)
-        sync_path(final.parent)
+        publish(partial)
 
     def wait_durable(self) -> None:
-        if self._pending is not None:
-            self._pending.result(DEADLINE_S)
-            self._pending = None
+        self._finisher.wait()
 
     def settle(self) -> None:
-        self.wait_durable()
-        self._finisher.submit(lambda: None).result(DEADLINE_S)
+        self._finisher.settle()
 
     def restore(self, warm: bool) -> None:
         self.read(self.step_directory(), warm)
 
     def close(self) -> None:
-        self.settle()
-        self._finisher.shutdown()
+        self._finisher.close()
 
 
 @torch.no_grad()

@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from bench.peers.base import FilePeer, PeerOptions
+from bench.peers.stager import kept_stager
 from bench.state import TrainingState
 
 
@@ -79,17 +80,6 @@ class DcpHuggingFace(Dcp):
         self.state.progress.update(plain["progress"])
 
 
-def _kept_stager(shared: bool) -> DefaultStager:
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=False,
-            use_shared_memory=shared,
-            use_async_staging=False,
-            use_non_blocking_copy=False,
-        )
-    )
-
-
 class DcpAsync(Dcp):
     """async_save; `stager` None means the library's default, fresh memory at every save."""
 
@@ -115,7 +105,7 @@ class DcpAsync(Dcp):
 class DcpAsyncCached(DcpAsync):
     def __init__(self, directory: Path, state: TrainingState, options: PeerOptions) -> None:
         super().__init__(directory, state, options)
-        self.stager = _kept_stager(shared=False)
+        self.stager = kept_stager(shared=False)
 
 
 class DcpProcess(DcpAsync):
@@ -137,4 +127,4 @@ class DcpProcess(DcpAsync):
 class DcpProcessShared(DcpProcess):
     def __init__(self, directory: Path, state: TrainingState, options: PeerOptions) -> None:
         super().__init__(directory, state, options)
-        self.stager = _kept_stager(shared=True)
+        self.stager = kept_stager(shared=True)

@@ -10,22 +10,21 @@ Not here: timing; meeting the other ranks after a wait (measure.py).
 
 from __future__ import annotations
 
-import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
-from bench.harness import sync_path, sync_tree
-from bench.peers.base import DEADLINE_S
+from bench.harness import publish
+from bench.peers.base import DEADLINE_S, Finisher
+from bench.peers.stager import kept_stager
 from bench.ranks.state import RankState
 from bench.ranks.task import Task
 from statehold import Checkpointer
@@ -125,8 +124,7 @@ class Dcp(RankPeer):
         # Of its own: a background save must not meet the trainer's collectives.
         self._group = dist.new_group(backend="gloo")
         self._leads = dist.get_rank() == 0
-        self._finisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bench-finish")
-        self._pending: Future[None] | None = None
+        self._finisher = Finisher()
 
     def whole(self) -> dict[str, Any]:
         return {**self.state.tensors(), "progress": self.state.progress}
@@ -144,29 +142,22 @@ class Dcp(RankPeer):
         self.wait_durable()
         old = [path for path in self.task.path.iterdir() if path.suffix == ""]
         wait = self.write(step)
-        self._pending = self._finisher.submit(self._publish, step, wait)
+        self._finisher.finish(self._publish, step, wait)
         for path in old if self._leads else ():
-            self._finisher.submit(shutil.rmtree, path)
+            self._finisher.later(shutil.rmtree, path)
 
     def _publish(self, step: int, wait: Callable[[], object] | None) -> None:
         """Rank 0's save is done when all ranks have written."""
         if wait is not None:
             wait()
         if self._leads:
-            final = self.task.path / f"step-{step:012d}"
-            partial = final.with_suffix(".partial")
-            sync_tree(partial)
-            os.rename(partial, final)
-            sync_path(final.parent)
+            publish(self.task.path / f"step-{step:012d}.partial")
 
     def wait_durable(self) -> None:
-        if self._pending is not None:
-            self._pending.result(DEADLINE_S)
-            self._pending = None
+        self._finisher.wait()
 
     def settle(self) -> None:
-        self.wait_durable()
-        self._finisher.submit(lambda: None).result(DEADLINE_S)
+        self._finisher.settle()
 
     def restore(self) -> None:
         newest = max(path for path in self.task.path.iterdir() if path.name.startswith("step-"))
@@ -175,8 +166,7 @@ class Dcp(RankPeer):
         self.state.progress.update(whole["progress"])
 
     def close(self) -> None:
-        self.settle()
-        self._finisher.shutdown()
+        self._finisher.close()
 
 
 class DcpTwoThreads(Dcp):
@@ -208,7 +198,7 @@ class DcpAsync(Dcp):
 class DcpAsyncCached(DcpAsync):
     def __init__(self, task: Task, state: RankState) -> None:
         super().__init__(task, state)
-        self.stager = _kept_stager(shared=False)
+        self.stager = kept_stager(shared=False)
 
 
 class DcpProcess(DcpAsync):
@@ -218,18 +208,7 @@ class DcpProcess(DcpAsync):
 class DcpProcessShared(DcpProcess):
     def __init__(self, task: Task, state: RankState) -> None:
         super().__init__(task, state)
-        self.stager = _kept_stager(shared=True)
-
-
-def _kept_stager(shared: bool) -> DefaultStager:
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=False,
-            use_shared_memory=shared,
-            use_async_staging=False,
-            use_non_blocking_copy=False,
-        )
-    )
+        self.stager = kept_stager(shared=True)
 
 
 DCP: dict[str, type[Dcp]] = {

@@ -10,14 +10,24 @@ No path of this machine gets into a report.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 from bench.harness import GB, median, spread
 from bench.ranks.peers import TITLES
-from bench.report import Column, Record, Row, limits_of, number, percent, spread_text, table
+from bench.report import (
+    Column,
+    Record,
+    Row,
+    limits_of,
+    number,
+    percent,
+    ratio,
+    save_files,
+    spread_text,
+    table,
+)
 from bench.train import NO_SAVES
 
 SAME = ("fsdp-4", "fsdp-4")
@@ -123,18 +133,14 @@ def _save_row(peer: str, records: list[Record], limits: Row) -> Row:
         "durable_s": durable,
         "gb_s": rate,
         "limit": limit,
-        "of_limit": _ratio(rate, limits["limits"]["best"].get(limit)),
-        "of_ranks_limit": _ratio(rate, ranks_limit["median"] if ranks_limit else None),
+        "of_limit": ratio(rate, limits["limits"]["best"].get(limit)),
+        "of_ranks_limit": ratio(rate, ranks_limit["median"] if ranks_limit else None),
         "parts_s": _parts(measured),
     }
 
 
 def _last_blocked(save: list[dict[str, Any]]) -> float:
     return float(max(each["blocked"] - each["begin"] for each in save))
-
-
-def _ratio(value: float | None, limit: float | None) -> float | None:
-    return value / limit if value is not None and limit else None
 
 
 def _parts(saves: list[list[dict[str, Any]]]) -> dict[str, float | None]:
@@ -157,8 +163,8 @@ def _train_rows(found: dict[str, list[Record]]) -> list[Row]:
     rows = []
     for peer, records in found.items():
         loops = _loop_s(records)
-        ratio = {key: value / base for key, value in loops.items()}
-        rows.append({"peer": peer, "step_s": loops["median"] / steps, "ratio": ratio})
+        of_base = {key: value / base for key, value in loops.items()}
+        rows.append({"peer": peer, "step_s": loops["median"] / steps, "ratio": of_base})
     return rows
 
 
@@ -302,10 +308,7 @@ def write(
         "records": records,
         "limits": [record.get("result") for record in limits],
     }
-    (options.out / "results.json").write_text(json.dumps(whole, indent=1) + "\n")
-    shown = text(facts, summary)
-    (options.out / "table.txt").write_text(shown)
-    print(shown)
+    save_files(options.out, whole, text(facts, summary))
     try:
         from bench.ranks.plot import draw
     except ImportError as error:

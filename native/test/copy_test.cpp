@@ -147,6 +147,36 @@ TEST(large_contiguous_ranges) {
   EXPECT(sum == xxh3_64(out.data(), out.size()));
 }
 
+// Past the caches, from and to every alignment, and nothing beside it.
+TEST(copies_past_the_caches) {
+  constexpr std::byte untouched{0xab};
+  for (const uint64_t bytes : {0, 1, 63, 64, 65, 4096, 8191, 8192, 8193, 8256, 12'345, 300'001}) {
+    const std::vector<std::byte> memory = numbered(bytes + 7);
+    for (const uint64_t skew : {0, 1, 16, 63}) {
+      std::vector<std::byte> expected(bytes + 2 * 64, untouched);
+      std::vector<std::byte> copied = expected;
+      std::vector<std::byte> hashed = expected;
+      if (bytes > 0) std::memcpy(expected.data() + skew, memory.data() + 7, bytes);
+      copy_away(memory.data() + 7, bytes, copied.data() + skew);
+      EXPECT(copied == expected);
+      const Place place{const_cast<std::byte*>(memory.data()), std::nullopt};
+      const uint64_t sum = gather_hashed_away(place, 7, 7 + bytes, hashed.data() + skew);
+      EXPECT(hashed == expected);
+      EXPECT(sum == xxh3_64(memory.data() + 7, bytes));
+    }
+  }
+}
+
+TEST(strided_past_the_caches) {
+  const std::vector<std::byte> memory = numbered(400 * 300);
+  const Place place{const_cast<std::byte*>(memory.data()), Strides(1, {300, 400}, {1, 300})};
+  std::vector<std::byte> expected(memory.size());
+  std::vector<std::byte> got(memory.size());
+  const uint64_t sum = gather_hashed(place, 0, memory.size(), expected.data());
+  EXPECT(gather_hashed_away(place, 0, memory.size(), got.data()) == sum);
+  EXPECT(got == expected);
+}
+
 TEST(boxes_in_parts) {
   std::mt19937_64 random(11);
   for (int round = 0; round < 3000; ++round) {

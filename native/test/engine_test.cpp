@@ -6,15 +6,18 @@
 #include <unistd.h>
 
 #include <cstring>
-#include <filesystem>
 #include <random>
 
+#include "folder.h"
 #include "fs_sim.h"
 #include "fs_threads.h"
 #include "fs_uring.h"
 #include "test.h"
 
 using namespace statehold;
+using statehold::test::Folder;
+using statehold::test::kMemory;
+using statehold::test::skip;
 
 namespace {
 
@@ -153,6 +156,44 @@ void box_round_trips(Engine& engine, Fs& fs, const std::string& folder, uint64_t
   }
 }
 
+// Into files that are memory: attached from the start, later or in the middle, and written again
+// with the mapping they have.
+void mapped_round_trips(Engine& engine, Fs& fs, const std::string& folder, uint64_t seed,
+                        int rounds) {
+  const std::string path = folder + "/mapped-" + std::to_string(seed);
+  std::shared_ptr<File> file;
+  for (int round = 0; round < rounds; ++round) {
+    State state(seed * 1000 + static_cast<uint64_t>(round), round % 2 == 1);
+    const auto original = state.arrays;
+    file = must(fs.open_mapped(path, state.bytes(), round > 0, std::move(file)));
+    WriteRequest request = state.write_request();
+    if (round % 3 == 0) request.file = file;
+    const auto job = engine.write(std::move(request));
+    if (round % 3 == 1) job->wait_copied(std::chrono::steady_clock::now());
+    if (round % 3 != 0) job->attach(file);
+    fill_all(engine, *job, state);
+    EXPECT(job->wait_written(std::nullopt));
+    job->finish();
+    for (auto& array : state.arrays) std::ranges::fill(array, std::byte{0xee});
+    restore(engine, path, job->checksums(), state);
+    EXPECT(state.arrays == original);
+  }
+}
+
+// The file is unmapped at once, as far as this thread is concerned.
+void mapped_cancellations(Engine& engine, Fs& fs, const std::string& folder, int rounds) {
+  std::mt19937_64 random(8);
+  for (int round = 0; round < rounds; ++round) {
+    State state(random(), round % 2 == 1);
+    const std::string path = folder + "/mapped-cancelled";
+    WriteRequest request = state.write_request();
+    request.file = must(fs.open_mapped(path, state.bytes(), round > 0, nullptr));
+    const auto job = engine.write(std::move(request));
+    job->wait_copied(std::chrono::steady_clock::now() + std::chrono::microseconds(random() % 500));
+    job->cancel();
+  }
+}
+
 // Starts jobs and cancels them at any moment; memory is freed right after.
 void cancellations(Engine& engine, Fs& fs, const std::string& folder, int rounds) {
   std::mt19937_64 random(7);
@@ -188,19 +229,6 @@ void stress(const std::shared_ptr<Fs>& fs, const std::string& folder, int rounds
   engine.close();
 }
 
-class Folder {
- public:
-  Folder() {
-    static int count = 0;
-    const std::string name =
-        "statehold-" + std::to_string(::getpid()) + "-" + std::to_string(count++);
-    path = (std::filesystem::temp_directory_path() / name).string();
-    EXPECT(std::filesystem::create_directory(path));
-  }
-  ~Folder() { std::filesystem::remove_all(path); }
-  std::string path;
-};
-
 std::shared_ptr<Fs> sim(const SimOptions& options) {
   auto fs = std::make_shared<SimFs>(options);
   must(fs->mkdir("run"));
@@ -230,6 +258,52 @@ TEST(stress_uring) {
     return;
   }
   stress(fs.value, folder.path, 15);
+}
+
+TEST(stress_mapped) {
+  const Folder folder(kMemory);
+  if (!folder.is_memory()) return skip("stress_mapped");
+  const auto fs = std::make_shared<ThreadsFs>(3, "");
+  Engine engine(fs, {kBufferCount * kBufferBytes, kBufferBytes, 3});
+  run_together({
+      [&] { mapped_round_trips(engine, *fs, folder.path, 1, 40); },
+      [&] { mapped_round_trips(engine, *fs, folder.path, 2, 40); },
+      [&] { round_trips(engine, *fs, folder.path, 3, 10); },
+      [&] { mapped_cancellations(engine, *fs, folder.path, 200); },
+  });
+  engine.close();
+}
+
+TEST(close_ends_mapped_jobs) {
+  const Folder folder(kMemory);
+  if (!folder.is_memory()) return skip("close_ends_mapped_jobs");
+  const auto fs = std::make_shared<ThreadsFs>(1, "");
+  Engine engine(fs, {kBufferCount * kBufferBytes, kBufferBytes, 2});
+  State state(1, true);
+  state.arrays.emplace_back(kBlockBytes);
+  state.external.assign(state.arrays.size(), true);  // nobody fills them
+  WriteRequest request = state.write_request();
+  request.file = must(fs->open_mapped(folder.path + "/f", state.bytes(), false, nullptr));
+  const auto job = engine.write(std::move(request));
+  engine.close();
+  EXPECT_THROWS(Failure, job->wait_written(std::nullopt));
+}
+
+TEST(a_mapped_file_has_the_size_of_the_job) {
+  const Folder folder(kMemory);
+  if (!folder.is_memory()) return skip("a_mapped_file_has_the_size_of_the_job");
+  const auto fs = std::make_shared<ThreadsFs>(1, "");
+  Engine engine(fs, {kBufferCount * kBufferBytes, kBufferBytes, 2});
+  State state(2, false);
+  const std::string path = folder.path + "/f";
+  const auto other = must(fs->open_mapped(path, state.bytes() + 1, false, nullptr));
+  const auto job = engine.write(state.write_request());
+  EXPECT_THROWS(Failure, job->attach(other));
+  const auto file = must(fs->open_mapped(path, state.bytes(), true, nullptr));
+  job->attach(file);
+  EXPECT(job->wait_written(std::nullopt));
+  must(file->truncate(state.bytes() - 1));
+  EXPECT_THROWS(Failure, job->finish());
 }
 
 TEST(failures_stay_in_their_job) {

@@ -21,6 +21,9 @@ from statehold._version import __version__ as __version__
 if TYPE_CHECKING:
     from statehold.checkpointer import Checkpointer as Checkpointer
     from statehold.errors import StateholdError as StateholdError
+    from statehold.levels.specs import Directory as Directory
+    from statehold.levels.specs import Memory as Memory
+    from statehold.levels.specs import ObjectStore as ObjectStore
     from statehold.save import Save as Save
     from statehold.save import SaveStats as SaveStats
     from statehold.state.marks import Gated as Gated
@@ -29,7 +32,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpointer",
+    "Directory",
     "Gated",
+    "Memory",
+    "ObjectStore",
     "Rng",
     "Save",
     "SaveStats",
@@ -41,7 +47,10 @@ __all__ = [
 
 _HOMES = {
     "Checkpointer": "statehold.checkpointer",
+    "Directory": "statehold.levels.specs",
     "Gated": "statehold.state.marks",
+    "Memory": "statehold.levels.specs",
+    "ObjectStore": "statehold.levels.specs",
     "Rng": "statehold.state.rng",
     "Save": "statehold.save",
     "SaveStats": "statehold.save",

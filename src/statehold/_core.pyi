@@ -32,13 +32,28 @@ class Mismatch(ValueError):
 class File:
     """An open data file, closed by WriteJob.finish() or close().
 
-    After close() the descriptor stays open until the last transfer in flight has completed.
+    After close() the descriptor stays open until the last transfer in flight has completed. One
+    that is memory is closed by close() only, and stays mapped until jobs and views let go of it.
     """
 
     @property
     def path(self) -> str: ...
     @property
     def direct(self) -> bool: ...
+    def size_bytes(self) -> int: ...
+    def read_into(self, memory: bytearray | memoryview, offset: int) -> None:
+        """Fill `memory` with the bytes from `offset` on; not for direct files."""
+    @property
+    def mapped(self) -> bool:
+        """Opened to be written as memory."""
+    @property
+    def address(self) -> int:
+        """Of a file that is memory; 0 for others."""
+    @property
+    def view(self) -> memoryview:
+        """Of a file that is memory, read-only; empty for others. Keeps it mapped."""
+    def populate(self, begin: int, nbytes: int) -> None:
+        """Pay for the page faults of a new mapped file now, not during a save."""
     def close(self) -> None: ...
 
 class Fs:
@@ -60,8 +75,25 @@ class Fs:
     def sync_dir(self, path: str) -> None: ...
     def write_file(self, path: str, data: bytes) -> None: ...
     def read_file(self, path: str, max_bytes: int) -> bytes: ...
-    def open_write(self, path: str, bytes: int, reuse: bool = False) -> File: ...
-    def can_reuse(self, path: str) -> bool: ...
+    def open_write(
+        self,
+        path: str,
+        bytes: int,
+        reuse: bool = False,
+        *,
+        mapped: bool = False,
+        kept: File | None = None,
+    ) -> File:
+        """`mapped`: as memory; refused (EOPNOTSUPP) where the file system is not in memory.
+
+        `kept` is a mapped file of before; the call closes it, and goes on with its mapping where it
+        is the file at `path` and nobody else has it.
+        """
+    def open_read(self, path: str) -> File: ...
+    def can_reuse(self, path: str, kept: File | None = None) -> bool:
+        """`kept`: this process has the file mapped, and nobody else may."""
+    def open_view(self, path: str, bytes: int) -> File:
+        """A file in memory to be read as memory; refused where open_write(mapped=True) is."""
     def close(self) -> None: ...
 
 class SimFs(Fs):
@@ -151,8 +183,13 @@ class Engine:
         flags: bytes,
         strided: dict[int, Strided],
         header: bytes,
+        file: File | None = None,
     ) -> WriteJob:
-        """Start copying. Keys of `strided` index the arrays (0 is the first after the header)."""
+        """Start copying. Keys of `strided` index the arrays (0 is the first after the header).
+
+        `file` is attached from the start: into one that is mapped everything but external
+        segments is copied directly, without a buffer.
+        """
     def read(
         self,
         *,

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from statehold import _core
 from statehold.agreeing import led, together
+from statehold.background_log import BackgroundLog, logger
 from statehold.errors import (
     ClosedError,
     CorruptionError,
@@ -33,20 +35,23 @@ from statehold.errors import (
     UsageError,
 )
 from statehold.gate import Gate
+from statehold.leaving import Leaving
+from statehold.levels.nearest import Nearest
+from statehold.levels.opening import CopyEngine, open_places
+from statehold.levels.promoting import LevelStatus, Promoter, Promotions
+from statehold.levels.specs import Directory, Level, check_levels
 from statehold.options import Options
-from statehold.pipeline import Pipeline, Work, logger
+from statehold.pipeline import Pipeline, Work
 from statehold.planning.claims import Claims
 from statehold.planning.plan import STEP_MAX
 from statehold.planning.share import PlanCache
 from statehold.ranks.joining import join
 from statehold.restoring import Restorer
-from statehold.save import Save
+from statehold.save import Save, forked
 from statehold.selection import RestoreReport, Selection
 from statehold.state import fingerprints
 from statehold.state.capture import Capture, capture
 from statehold.state.device import Devices
-from statehold.storage.lock import RunLock
-from statehold.storage.store import Store
 from statehold.study.profile import tuned
 from statehold.team import Alone, Together
 from statehold.writes import in_file_order, start_write
@@ -60,17 +65,28 @@ class Checkpointer:
     """Saves and restores the state of a training run in the directory `run`.
 
     A state is a mapping of names to modules, optimizers, anything with `state_dict` and
-    `load_state_dict`, tensors, plain values, and dicts, lists and tuples of these. The other
-    parameters are the fields of statehold.options.Options.
+    `load_state_dict`, tensors, plain values, and dicts, lists and tuples of these.
+
+    levels: where steps are kept, from the nearest on; None: in the run directory alone. Saves go to
+    the first and from there, in the background, to the others; a restore takes the nearest intact
+    copy. The other parameters are the fields of statehold.options.Options.
 
     Nothing is opened before the first use. Use it as a context manager, or call close(): both wait
     until every save is committed. One Checkpointer at a time may save into a run directory.
-    Not thread-safe: call it from the thread that trains.
+    Not thread-safe: call it from the thread that trains. In a fork of its process (a data-loading
+    worker) it raises ClosedError once it has been used before the fork; the fork may open its own.
     """
 
-    def __init__(self, run: str | os.PathLike[str], **options: Any) -> None:
+    def __init__(
+        self,
+        run: str | os.PathLike[str],
+        *,
+        levels: Sequence[Level] | None = None,
+        **options: Any,
+    ) -> None:
         self._run = os.path.abspath(os.fspath(run))
         self._options = Options(**options)
+        self._levels = _levels_of(levels, self._options)
         self._open: _Opened | None = None
         self._closed = False
         self._borrowed_fs: Fs | None = None  # for statehold.testing
@@ -78,6 +94,7 @@ class Checkpointer:
         self._gate = Gate()
         self._watched: list[Save] = []
         self._saves_called = 0
+        self._leaving: Leaving | None = None
         self.restored: RestoreReport | None = None
 
     # -- saving ----------------------------------------------------------------------------
@@ -90,20 +107,24 @@ class Checkpointer:
         Buffers and whatever else may change between updates are copied before this returns.
         On several ranks all of them call this, equally often and with the same steps.
 
-        Blocks while two earlier saves are not committed. Raises the error of an earlier save that
-        failed since the last call, StepOrderError for a step older than the newest committed one,
-        UnsupportedValueError for a value that no step can hold.
+        Blocks while two earlier saves are not committed. Once this process was asked to leave, this
+        is the last save: waits until it is committed, and raises SystemExit (see leave_on).
+        Raises the error of an earlier save that failed since the last call, StepOrderError for a
+        step older than the newest committed one, UnsupportedValueError for a value that no step
+        can hold.
         """
         number, self._saves_called = self._saves_called, self._saves_called + 1
         try:
             work, captured = self._begin(number, step, state)
         except BaseException as error:
-            if self._open is not None:
+            if self._open is not None and self._open.is_of_this_process:
                 self._open.pipeline.give_up(number, self._told_of(error))
             raise
         assert self._open is not None
         self._open.pipeline.wait_eager(work, captured)
         work.save._record(blocked_s=work.save._elapsed())
+        if self._leaving is not None and self._leaving.is_asked:
+            self._leave(self._leaving, work.save)
         return work.save
 
     def _begin(self, number: int, step: int, state: Mapping[str, Any]) -> tuple[Work, Capture]:
@@ -116,7 +137,7 @@ class Checkpointer:
         opened.pipeline.wait_for_room()
         save._record(waited_s=save._elapsed())
         self._raise_failures()
-        opened.store.check_order(step, opened.pipeline.newest_step())
+        opened.check_order(step)
 
         captured = capture(state, opened.rank)
         known = opened.claims.resolve([tensor.spec for tensor in captured.tensors], number)
@@ -161,6 +182,41 @@ class Checkpointer:
         """
         self._gate.wait(timeout)
 
+    # -- leaving ---------------------------------------------------------------------------
+
+    def leave_on(
+        self,
+        *signals: signal.Signals,
+        within_s: float,
+    ) -> None:
+        """Let the signals, SIGTERM and SIGUSR1 if none is named, end this process in time.
+
+        After one of them the next save() is the last: it waits until the step is committed, and for
+        as long as there is time until all levels have it, and raises SystemExit(75). Save rarely?
+        Ask `is_leaving` at each step, and save when it is true. `within_s` seconds after the signal
+        the process has ended whatever it does, with exit code 75 if its last save is committed and
+        76 if not; older steps are safe. Replaces the signals' handlers until close(). Call it in
+        the main thread; on several ranks, on each: every one of them has to get the signal.
+        """
+        leaving = Leaving(within_s)
+        leaving.install(*(signals or (signal.SIGTERM, signal.SIGUSR1)))
+        self._leaving = leaving
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a signal has asked this process to leave: the next save is the last."""
+        return self._leaving is not None and self._leaving.is_asked
+
+    def _leave(self, leaving: Leaving, save: Save) -> NoReturn:
+        try:
+            save.wait("committed", leaving.remaining_s())
+            leaving.safe()
+            if self._open is not None and len(self._open.places) > 1:
+                self._open.flush(leaving.remaining_s())
+        except StateholdError as error:
+            logger.error("leaving, with less than was wanted\n%s", error)
+        raise leaving.left()
+
     # -- restoring -------------------------------------------------------------------------
 
     def restore(
@@ -196,7 +252,7 @@ class Checkpointer:
         together(opened.peers, self._raise_failures)
         self._gate.wait()
         restorer = Restorer(
-            opened.store, opened.engine, opened.devices, opened.peers, state, selection
+            opened.nearest(), opened.engine, opened.devices, opened.peers, state, selection
         )
         if step is not None:
             self.restored = restorer.step(step)
@@ -223,24 +279,41 @@ class Checkpointer:
         """Where the damaged step is now; where it was if the run is another job's, or not ours to
         change: the state is restored all the same."""
         with contextlib.suppress(RunBusyError, StorageError):
-            return self._opened_for_saving().store.quarantine(step)
+            return self._opened_for_saving().quarantine(step)
         return opened.store.path(step)
 
     # -- the run ---------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The committed steps, oldest first."""
-        return self._opened().store.steps()
+        """The steps that are committed at any level, oldest first."""
+        return self._opened().nearest().steps()
 
     def rewind(self, step: int) -> list[int]:
         """Give up every committed step newer than `step`, to go on from there; returns them."""
         opened = self._opened()
         together(opened.peers, self._ready_to_rewind)
-        return led(opened.peers, lambda: opened.store.rewind(step))
+        return led(opened.peers, lambda: opened.rewind(step))
 
     def _ready_to_rewind(self) -> None:
         self._raise_failures()
-        self._opened_for_saving().pipeline.drain()
+        opened = self._opened_for_saving()
+        opened.pipeline.drain()
+        opened.promotions.wait(None)
+
+    def levels(self) -> list[LevelStatus]:
+        """How the levels after the first stand: their newest step, what is copied, what failed."""
+        return self._opened().promotions.status()
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Bring the newest committed step to every level; all ranks call this.
+
+        Waits for the saves and copies under way, and copies what a level lacks whatever its
+        cadence. A level that fails is logged, and told by levels(). Raises WaitTimeout after
+        `timeout` seconds; the copies go on.
+        """
+        opened = self._opened_for_saving()
+        opened.pipeline.drain()
+        opened.flush(timeout)
 
     @property
     def backend(self) -> str:
@@ -248,7 +321,8 @@ class Checkpointer:
         return self._opened().fs.backend
 
     def close(self) -> None:
-        """Wait until every save has ended and give everything back. Safe to call twice.
+        """Wait until every save has ended, bring the newest step to all levels, and give everything
+        back. Safe to call twice.
 
         Raises the error of a save that failed since the last call.
         """
@@ -265,25 +339,31 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._close()
+        # On several ranks, others may not come to an end of their own that an error has brought on.
+        self._close(flush=kind is None or self._open is None or self._open.peers is None)
         if kind is None:
             self._raise_failures()
 
     def __repr__(self) -> str:
         return f"<statehold.Checkpointer {self._run!r}>"
 
-    def _close(self) -> None:
+    def _close(self, *, flush: bool = True) -> None:
         self._closed = True
         self._gate.remove()
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        if self._open is not None and self._open.is_of_this_process:
+            self._open.close(flush=flush)
+        if self._leaving is not None:
+            self._leaving.remove()
+        self._open = None  # a fork has nothing to wait for, and nothing to give back
 
     def _opened(self) -> _Opened:
         if self._closed:
             raise ClosedError("this Checkpointer was closed", facts={"run": self._run})
         if self._open is None:
-            self._open = _Opened(self._run, self._options, self._borrowed_fs, self._borrowed_peers)
+            self._open = _Opened(
+                self._run, self._levels, self._options, self._borrowed_fs, self._borrowed_peers
+            )
+        self._open.check_process()
         return self._open
 
     def _opened_for_saving(self) -> _Opened:
@@ -309,10 +389,15 @@ class _Opened:
     """What an open Checkpointer holds: the file system, the engine, the store, the pipeline."""
 
     def __init__(
-        self, run: str, options: Options, borrowed_fs: Fs | None, borrowed_peers: Peers | None
+        self,
+        run: str,
+        levels: Sequence[Level],
+        options: Options,
+        borrowed_fs: Fs | None,
+        borrowed_peers: Peers | None,
     ) -> None:
         self._run = run
-        self._lock: RunLock | None = None
+        self._pid = os.getpid()
         self._is_prepared = False
         self.peers = borrowed_peers or join(run, options)
         self.rank = self.peers.rank if self.peers else None
@@ -323,53 +408,126 @@ class _Opened:
         self.fs = borrowed_fs or _core.open_fs(options.backend_choice, options.depth)
         _say_once(self.fs.note and f"saving with threads instead of io_uring: {self.fs.note}")
         rank, ranks = (self.peers.rank, self.peers.world_size) if self.peers else (0, 1)
-        # The run directory may be reached through links; below it, nothing is a link.
-        self.store = Store(
+        self._copy_engine = CopyEngine(self.fs, options.buffer_size)
+        self.places = open_places(
+            levels,
+            run,
             self.fs,
-            os.path.realpath(run),
-            keep=options.keep,
+            self._copy_engine,
             reuse=options.reuse_files,
             rank=rank,
             world_size=ranks,
         )
+        first = self.places[0]
+        self.store = first.store
         self.engine = _core.Engine(
             self.fs, options.staging_size, options.buffer_size, options.copy_thread_count
         )
         self.devices = Devices(self.engine.staging_address, self.engine.staging.nbytes)
         self.claims = Claims(rank, ranks)
         self.plans = PlanCache(world_size=ranks, rank=rank)
-        together = Together(self.store, self.peers, self.claims) if self.peers else None
-        self.pipeline = Pipeline(self.store, together or Alone(self.store))
+        log = BackgroundLog()
+        self.promotions = Promotions(
+            [
+                Promoter(level, place, first, self.fs, self.peers, self._give_way, log)
+                for level, place in zip(levels[1:], self.places[1:], strict=True)
+            ],
+            self.peers,
+        )
+        together = None
+        if self.peers is not None:
+            together = Together(self.store, self.peers, self.claims, self.promotions, log)
+        publisher = together or Alone(self.store, self.promotions)
+        self.pipeline = Pipeline(self.store, publisher, self.promotions, log)
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank commits, retires and sets aside, for all ranks."""
-        return not self.rank
+    def is_of_this_process(self) -> bool:
+        """False in a fork: the threads that would do the work are not there."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        if not self.is_of_this_process:
+            raise forked("this Checkpointer", self._pid)
 
     def prepare_saving(self) -> None:
         """Create the run directory; the rank that leads locks it and clears what a crash left."""
-        if self._is_prepared:
-            return
-        self.store.create()
-        if self.leads:
-            self._lock = RunLock(self._run, in_memory=self.fs.backend == "sim")
-            self.store.recover(self.peers.token if self.peers else None)
-        self._is_prepared = True
+        if not self._is_prepared:
+            self.places[0].prepare(self._token)
+            self._is_prepared = True
 
-    def close(self) -> None:
+    @property
+    def _token(self) -> str | None:
+        return self.peers.token if self.peers else None
+
+    def nearest(self) -> Nearest:
+        """The steps of all levels, for one look at them."""
+        return Nearest(self.places, os.path.realpath(self._run))
+
+    def check_order(self, step: int) -> None:
+        """Refuse a save that would not become the newest step of all levels."""
+        known = (self.pipeline.newest_step(), self.promotions.newest())
+        newest = max((each for each in known if each is not None), default=None)
+        self.store.check_order(step, newest)
+
+    def quarantine(self, step: int) -> str:
+        """Set a step aside wherever it is; where it is now at the first level that had it."""
+        having = [place for place in self.places if step in place.steps()]
+        for place in having:
+            place.prepare(self._token)
+        kept = [place.store.quarantine(step) for place in having]
+        return kept[0]
+
+    def rewind(self, step: int) -> list[int]:
+        """Give up what is newer than `step` at every level."""
+        return sorted({*self.store.rewind(step), *self.promotions.rewind(step)})
+
+    def flush(self, timeout: float | None) -> None:
+        """Bring the newest step of the first level to the others. All ranks together."""
+        until = None if timeout is None else time.monotonic() + timeout
+        self.promotions.wait(timeout)
+        self.promotions.catch_up(self.store.newest)
+        self.promotions.wait(None if until is None else max(0.0, until - time.monotonic()))
+
+    def _give_way(self) -> None:
+        self.pipeline.wait_staged()
+
+    def close(self, *, flush: bool) -> None:
         self.pipeline.close()
+        if flush and self._is_prepared and len(self.places) > 1:
+            with _logged("could not bring the newest step to all levels"):
+                self.flush(None)
+        self.promotions.close()
+        self._copy_engine.close()
         self.devices.close()
         self.engine.close()
-        if self._lock is not None:
-            try:
-                self.store.drop_spare()
-            except StateholdError as error:
-                logger.warning("could not remove a retired step\n%s", error)
-            self._lock.release()
+        for place in self.places:
+            with _logged("could not remove a retired step"):
+                place.close()
         if self._owns_fs:
             self.fs.close()
         if self.peers is not None:
             self.peers.close()
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """At the end there is nobody left to raise to."""
+    try:
+        yield
+    except StateholdError as error:
+        logger.warning("%s\n%s", what, error)
+
+
+def _levels_of(levels: Sequence[Level] | None, options: Options) -> tuple[Level, ...]:
+    if levels is None:
+        return (Directory(keep=options.keep),)
+    if options.keep is not None:
+        raise UsageError(
+            "with levels, each of them says how many steps it keeps",
+            facts={"got": f"keep={options.keep}"},
+            hint=f"give keep={options.keep} to the level that is meant",
+        )
+    return check_levels(levels)
 
 
 _said: set[str] = set()

@@ -14,7 +14,8 @@
     ├── PeerLostError              other ranks did not answer in time; `ranks` says which
     ├── PeerFailedError            another rank failed, and says why; `rank` says which
     ├── StorageError               the storage refused: errno, path and offset are attributes
-    │   └── NoSpaceError           ENOSPC or EDQUOT
+    │   ├── NoSpaceError           ENOSPC or EDQUOT
+    │   └── UnavailableError       an object store cannot be reached, or asks to slow down
     ├── CorruptionError            what is on disk is not what was committed
     │   ├── MissingFileError       a file that the manifest names is not there
     │   ├── TruncatedFileError     a file is shorter (or longer) than the manifest says
@@ -56,6 +57,7 @@ __all__ = [
     "StorageError",
     "TornSnapshot",
     "TruncatedFileError",
+    "UnavailableError",
     "UnsupportedValueError",
     "UsageError",
     "WaitTimeout",
@@ -196,6 +198,10 @@ class NoSpaceError(StorageError):
     """The file system or a quota is full."""
 
 
+class UnavailableError(StorageError):
+    """An object store did not answer, or asked to slow down, until the deadline: try later."""
+
+
 class CorruptionError(StateholdError):
     """What is on disk is not what was committed."""
 
@@ -237,13 +243,41 @@ def _printable(line: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
+_FREE_SPACE = (
+    "free space (and inodes: df -i) on this file system, or keep fewer steps; committed steps are "
+    "untouched"
+)
+_HINTS = {
+    _errno.ENOSPC: _FREE_SPACE,
+    _errno.EDQUOT: _FREE_SPACE,
+    _errno.EMFILE: "raise this process's limit of open files (ulimit -n)",
+    _errno.ENFILE: "this machine has too many files open (sysctl fs.file-max)",
+    _errno.EFBIG: "raise this process's limit of the size of a file (ulimit -f)",
+    _errno.EROFS: "save into a directory that may be written; restoring works as it is",
+    _errno.EAGAIN: "raise this process's limits of threads and memory (ulimit -u, ulimit -v)",
+    _errno.ENOMEM: "lower staging_bytes, or raise this process's limit of memory (ulimit -v)",
+}
+
+
+def named(error: BaseException, when: str) -> StateholdError:
+    """`error` itself; for one that nobody has foreseen, an InvariantError that says so."""
+    if isinstance(error, StateholdError):
+        return error
+    unexpected = InvariantError(
+        f"unexpected {type(error).__name__} {when}",
+        facts={"cause": str(error)},
+        hint="please report it, with the traceback",
+    )
+    unexpected.__cause__ = error
+    return unexpected
+
+
 def storage_error(operation: str, errno: int, path: str, offset: int | None = None) -> StorageError:
     """The error for a failed storage operation; the native core raises through this, too."""
     kind = NoSpaceError if errno in (_errno.ENOSPC, _errno.EDQUOT) else StorageError
-    hint = None
-    if kind is NoSpaceError:
-        hint = "free space on this file system, or keep fewer steps; committed steps are untouched"
-    return kind(f"cannot {operation}", errno=errno, path=path, offset=offset, hint=hint)
+    return kind(
+        f"cannot {operation}", errno=errno, path=path, offset=offset, hint=_HINTS.get(errno)
+    )
 
 
 def from_native(

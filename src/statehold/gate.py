@@ -47,7 +47,12 @@ class Gate:
     def wait(self, timeout: float | None = None) -> None:
         """Return once no save still has bytes to copy; `timeout` is in seconds."""
         for save, passing in list(self._saves):
-            if save.done("staged") or (passing is not None and passing()):
+            # A fork updates a copy, which nobody saves.
+            if (
+                not save._is_of_this_process
+                or save.done("staged")
+                or (passing is not None and passing())
+            ):
                 continue
             started = time.perf_counter()
             ended = save._wait_ended("staged", timeout)

@@ -10,30 +10,38 @@ there to be overwritten. Commits happen in the order of the calls.
 
 A failure on either thread stops the native job first (after that no thread touches the state),
 then fails the handle. The threads belong to executors that the interpreter joins at exit: saves
-under way when a script ends without close() are still committed.
+under way when a script ends without close() are still committed. Neither logs by itself: a log
+that blocks must not keep a step from being committed (background_log).
 """
 
 from __future__ import annotations
 
-import logging
+import errno
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from statehold.errors import InvariantError, PeerLostError, StateholdError, TornSnapshot
+from statehold.errors import (
+    PeerLostError,
+    StateholdError,
+    TornSnapshot,
+    named,
+    storage_error,
+)
 from statehold.save import Save
+from statehold.storage.publish import PUBLISHED
 from statehold.storage.store import Store
 
 if TYPE_CHECKING:
     from statehold._core import WriteJob
+    from statehold.background_log import BackgroundLog
+    from statehold.levels.promoting import Promotions
     from statehold.planning.claims import Comparison
     from statehold.planning.share import RankPlan
     from statehold.state.capture import Capture
     from statehold.team import Publisher
-
-logger = logging.getLogger("statehold")
 
 # One save writing and one staging: more would only hold more captured state, not finish sooner.
 SAVES_IN_FLIGHT_MAX = 2
@@ -45,7 +53,8 @@ class Work:
 
     number: counts the calls of save(), the same on all ranks. attempt: names the partial directory,
     once the other ranks have been met. comparisons, version: what this rank assumes of the others
-    (claims); fingerprinting gives the fingerprints for it, on the stage thread.
+    (claims); fingerprinting gives the fingerprints for it, on the stage thread. promote: the levels
+    that are to have the step, known when it is committed.
     """
 
     save: Save
@@ -60,18 +69,26 @@ class Work:
     fingerprinting: Mapping[str, Callable[[], int]] = field(default_factory=dict)
     fingerprints: dict[str, int] = field(default_factory=dict)
     attempt: str | None = None
+    promote: Sequence[str] = ()
     error: StateholdError | None = None
 
 
 class Pipeline:
     """Takes saves from captured to committed, in order."""
 
-    def __init__(self, store: Store, publisher: Publisher) -> None:
+    def __init__(
+        self, store: Store, publisher: Publisher, promotions: Promotions, log: BackgroundLog
+    ) -> None:
         self._store = store
+        self._promotions = promotions
+        self._log = log
         self._publisher = publisher
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="statehold-stage")
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="statehold-commit")
-        self.drain()  # starts the threads now, not in the first save
+        try:
+            self.drain()  # starts the threads now, not in the first save
+        except RuntimeError as error:
+            raise storage_error("start a thread", errno.EAGAIN, "") from error
         self._saves: list[Save] = []
         self._guard = threading.Lock()
 
@@ -100,21 +117,28 @@ class Pipeline:
 
     def give_up(self, number: int, error: BaseException) -> None:
         """A save that was called and never began: other ranks wait for it."""
-        self._committer.submit(self._publisher.give_up, number, _named(error, "before it began"))
+        self._committer.submit(self._publisher.give_up, number, named(error, "before it began"))
 
     def newest_step(self) -> int | None:
         """The newest step among the saves that are under way."""
         return max((save.step for save in self._saves if not _ended(save)), default=None)
 
+    def wait_staged(self) -> None:
+        """Return once no save that has begun is still being copied from the state."""
+        for save in list(self._saves):
+            save._wait_ended("staged")
+
     def drain(self) -> None:
         """Return once every save has ended, one way or the other, and its cleaning up too."""
         self._stager.submit(lambda: None).result()
         self._committer.submit(lambda: None).result()
+        self._log.flush()
 
     def close(self) -> None:
         """Finish what is under way and end the threads."""
         self._stager.shutdown(wait=True)
         self._committer.shutdown(wait=True)
+        self._log.flush()
 
     # -- the two threads -------------------------------------------------------------------
 
@@ -147,6 +171,8 @@ class Pipeline:
             self._publisher.give_up(work.number, work.error)
             self._publisher.clean_up(work)
             raise
+        # Before retention may take it.
+        self._promotions.start(work.save.step, work.promote, work.number)
         if self._publisher.leads:
             self._retain()
         self._publisher.announce(work)
@@ -172,12 +198,12 @@ class Pipeline:
             self._store.retain()
         except StateholdError as error:
             # The step is safe; only old ones could not be removed. The next save tries again.
-            logger.warning("could not remove steps that are no longer kept\n%s", error)
+            self._log.warning("could not remove steps that are no longer kept\n%s", error)
 
     def _stop(self, work: Work, error: BaseException) -> None:
         """Stop the native job. That makes the other thread fail too: the first error counts."""
         with self._guard:
-            work.error = work.error or _named(error, f"while saving step {work.save.step}")
+            work.error = work.error or named(error, f"while saving step {work.save.step}")
         work.job.cancel()
         work.capture = None
 
@@ -188,37 +214,29 @@ class Pipeline:
             if cause is None or work.save.error is not None:
                 return
             cause.with_fact("failed", self._what_failed(work, cause))
-            cause.with_fact("still safe", self._still_safe())
+            cause.with_fact("still safe", self._still_safe(work, cause))
             work.save._fail(cause)
-        logger.error("%s", cause)
+        self._log.error("%s", cause)
 
     def _what_failed(self, work: Work, cause: StateholdError) -> str:
         rank = self._publisher.rank
         where = "" if rank is None else f" on rank {rank}"
-        if isinstance(cause, PeerLostError) and 0 in cause.ranks and rank:
+        if PUBLISHED in cause.facts:
+            outcome = "its last sync failed"
+        elif isinstance(cause, PeerLostError) and 0 in cause.ranks and rank:
             outcome = "published only if rank 0 was lost after it committed"
         else:
             outcome = "nothing was published"
         return f"the save of step {work.save.step}{where}; {outcome}"
 
-    def _still_safe(self) -> str:
+    def _still_safe(self, work: Work, cause: StateholdError) -> str:
         try:
-            newest = self._store.newest()
+            steps = self._store.steps()
         except StateholdError:
             return "unknown: the run directory cannot be listed"
-        return "no step yet" if newest is None else f"step {newest} and older"
-
-
-def _named(error: BaseException, when: str) -> StateholdError:
-    if isinstance(error, StateholdError):
-        return error
-    unexpected = InvariantError(
-        f"unexpected {type(error).__name__} {when}",
-        facts={"cause": str(error)},
-        hint="please report it, with the traceback",
-    )
-    unexpected.__cause__ = error
-    return unexpected
+        if PUBLISHED in cause.facts:
+            steps = [step for step in steps if step != work.save.step]
+        return f"step {steps[-1]} and older" if steps else "no step yet"
 
 
 def _check_unmoved(moved: str | None) -> None:

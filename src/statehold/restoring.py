@@ -5,15 +5,18 @@ Alone, or on each of several ranks:
     match     the live state against the step; nothing is changed yet
     read      every wanted byte, verified, into place
     finish    the plain values
-After `match` and after `read` the ranks agree: all go on, or none does. Damage that one rank finds
-makes all ranks try the next older step; any other error on one rank is an error on all.
+After `match` and after `read` the ranks agree: all go on, or none does. Where a copy of a file that
+one rank reads is bad, all ranks begin again without that copy, as long as there is another one.
+Damage beyond that makes all ranks try the next older step; any other error on one rank is an error
+on all.
 
 A rank that is at its place again looks at its own record first, which is all it needs if the layout
 is the same. If that does not match on some rank, all ranks look at what all have saved.
 
 Holds: no rank changes a byte before all ranks have matched; a step counts as restored only when all
 ranks have read and verified it.
-Not here: matching (state/restore), which bytes (reads), the steps (store), agreeing (agreeing).
+Not here: matching (state/restore), which bytes (reads), which copy of them (levels/nearest),
+agreeing (agreeing).
 """
 
 from __future__ import annotations
@@ -21,14 +24,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from statehold import _core
 from statehold.agreeing import ROUND, MismatchElsewhere, led, together
 from statehold.errors import (
     CorruptionError,
+    PeerLostError,
     StateholdError,
     StateMismatchError,
+    StorageError,
 )
 from statehold.reads import ReadPlan
 from statehold.selection import RestoreReport, Selection
@@ -36,10 +41,10 @@ from statehold.state.restore import Restoration, mismatch, prepare
 
 if TYPE_CHECKING:
     from statehold._core import Engine
+    from statehold.levels.nearest import Nearest
     from statehold.ranks.peers import Peers
     from statehold.state.device import Devices
     from statehold.steps.saved import SavedStep
-    from statehold.storage.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +61,14 @@ class Restorer:
 
     def __init__(
         self,
-        store: Store,
+        steps: Nearest,
         engine: Engine,
         devices: Devices,
         peers: Peers | None,
         state: Mapping[str, Any],
         selection: Selection,
     ) -> None:
-        self._store = store
+        self._saved = steps
         self._engine = engine
         self._devices = devices
         self._peers = peers
@@ -80,27 +85,51 @@ class Restorer:
             try:
                 return self.step(step), failed
             except CorruptionError as error:
-                if self._peers or step in self._store.steps():  # else it was retired meanwhile
+                if self._peers or step in self._saved.steps():  # else it was retired meanwhile
                     failed[step] = error
         if failed:
-            raise failed[max(failed)].with_fact("also damaged", listed(failed))
+            newest = failed.pop(max(failed))
+            raise newest.with_fact("also damaged", listed(failed)) if failed else newest
         return None, failed
 
     def step(self, step: int) -> RestoreReport:
         """Restore this step."""
-        with self._store.protect(step):
+        with self._saved.protect(step):
             try:
-                matched = self._match(step)
-                self._read(step, matched)
+                matched = self._from_any_copy(step)
             except (CorruptionError, StateMismatchError) as error:
                 error.with_fact("step", step)
-                others = [other for other in self._store.steps() if other != step]
+                others = [other for other in self._saved.steps() if other != step]
                 raise error.with_fact("other steps", listed(others)) from None
         return replace(matched.restoration.report, unexpected=matched.unexpected)
 
+    def _from_any_copy(self, step: int) -> Matched:
+        while True:
+            try:
+                matched = self._match(step)
+                self._read(step, matched)
+                return matched
+            except PeerLostError:
+                raise
+            except Exception as error:
+                if not self._has_another_copy(step, error):
+                    raise
+
+    def _has_another_copy(self, step: int, error: Exception) -> bool:
+        """Whether to begin again without a copy that was bad on some rank."""
+        if not self._saved.has_copies:
+            return False
+        mine = False
+        if isinstance(error, CorruptionError | StorageError):
+            mine = self._saved.has_another(step, error)
+        if self._peers is None:
+            return mine
+        told = self._peers.agree(ROUND, json.dumps(mine).encode(), _any)
+        return bool(json.loads(told))
+
     def _steps(self) -> list[int]:
         """The committed steps, as rank 0 sees them."""
-        return led(self._peers, self._store.steps)
+        return led(self._peers, self._saved.steps)
 
     # -- matching --------------------------------------------------------------------------
 
@@ -109,7 +138,7 @@ class Restorer:
 
         def first() -> Matched:
             nonlocal saved
-            saved = self._store.open(step, self._rank, self._ranks)
+            saved = self._saved.open(step, self._rank, self._ranks)
             return self._matched(saved)
 
         try:
@@ -166,15 +195,9 @@ class Restorer:
         matched.restoration.finish()
 
     def _read_here(self, step: int, matched: Matched) -> None:
-        reading = matched.reading.start(self._engine, self._store.path(step))
-        try:
-            self._devices.load(reading.job, reading.external())
-            reading.job.wait(None)
-            reading.land()
-        except _core.Mismatch as found:
-            raise reading.mismatch(found) from None
-        finally:
-            reading.job.cancel()
+        locate = partial(self._saved.locate, step)
+        reading = matched.reading.start(self._engine, locate)
+        reading.finish(self._devices.load)
 
 
 def listed(steps: Iterable[int]) -> str:
@@ -195,6 +218,10 @@ def _bits(flags: Sequence[bool]) -> bytes:
 
 def _of_bits(raw: bytes) -> Iterator[bool]:
     return (bool(byte >> bit & 1) for byte in raw for bit in range(8))
+
+
+def _any(told: Sequence[bytes]) -> bytes:
+    return json.dumps(any(json.loads(each) for each in told)).encode()
 
 
 def _in_common(told: Sequence[bytes]) -> bytes:

@@ -7,12 +7,13 @@ fails reaches no further event, and every wait for one raises its error.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from statehold.errors import PeerFailedError, StateholdError, UsageError, WaitTimeout
+from statehold.errors import ClosedError, PeerFailedError, StateholdError, UsageError, WaitTimeout
 from statehold.planning.share import Balance
 from statehold.units import format_bytes, format_seconds
 
@@ -59,6 +60,7 @@ class Save:
     def __init__(self, step: int, started: float) -> None:
         self._started = started
         self._changed = threading.Condition()
+        self._pid = os.getpid()
         self._stats = SaveStats(step)
         self._error: StateholdError | None = None
         self._raised = False
@@ -112,10 +114,18 @@ class Save:
 
     def _wait_ended(self, event: Event, timeout: float | None = None) -> bool:
         """Wait for the event or a failure; False when neither came in time."""
+        if self._reached(event) is not None or self._error is not None:
+            return True
+        if not self._is_of_this_process:
+            raise forked("this save", self._pid)
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._reached(event) is not None or self._error is not None, timeout
             )
+
+    @property
+    def _is_of_this_process(self) -> bool:
+        return os.getpid() == self._pid
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._started
@@ -152,6 +162,15 @@ class Save:
                 return None
             self._raised = True
             return self._error
+
+
+def forked(what: str, owner_pid: int) -> ClosedError:
+    """The error where a fork uses what its parent has begun: nothing there would ever end."""
+    return ClosedError(
+        f"{what} belongs to the process that was forked",
+        facts={"begun by": f"process {owner_pid}", "used by": f"process {os.getpid()}"},
+        hint="open another Checkpointer here; the parent's goes on undisturbed",
+    )
 
 
 def _checked(event: Event) -> Event:

@@ -16,7 +16,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import logging
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -30,11 +29,11 @@ from statehold.steps.manifest import Commit, RecordEntry, Shared, groups_of, rec
 from statehold.writes import build_manifest, build_record, now, writer_name
 
 if TYPE_CHECKING:
+    from statehold.background_log import BackgroundLog
+    from statehold.levels.promoting import Promotions
     from statehold.pipeline import Work
     from statehold.ranks.peers import Peers
     from statehold.storage.store import Store
-
-logger = logging.getLogger("statehold")
 
 
 class Publisher(Protocol):
@@ -69,14 +68,16 @@ class Alone:
     rank: int | None = None
     leads = True
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, promotions: Promotions) -> None:
         self._store = store
+        self._promotions = promotions
 
     def attempt(self, number: int) -> str | None:
         return None
 
     def publish(self, work: Work, sums: bytes) -> None:
         self._store.commit(build_manifest(work.plan.save, work.tree, sums))
+        work.promote = self._promotions.decide(work.save.step)
 
     def announce(self, work: Work) -> None: ...
 
@@ -92,8 +93,17 @@ class Alone:
 class Together:
     """One of several ranks that save into one run directory; rank 0 commits."""
 
-    def __init__(self, store: Store, peers: Peers, claims: Claims) -> None:
+    def __init__(
+        self,
+        store: Store,
+        peers: Peers,
+        claims: Claims,
+        promotions: Promotions,
+        log: BackgroundLog,
+    ) -> None:
         self._store = store
+        self._promotions = promotions
+        self._log = log
         self._peers = peers
         self._claims = claims
         self.rank: int | None = peers.rank
@@ -123,7 +133,9 @@ class Together:
         try:
             self._peers.conclude(work.number, self._outcome)
         except StateholdError as error:  # the step is safe: the others look for it themselves
-            logger.warning("could not tell the other ranks of step %d\n%s", work.save.step, error)
+            self._log.warning(
+                "could not tell the other ranks of step %d\n%s", work.save.step, error
+            )
 
     def give_up(self, number: int, error: StateholdError) -> None:
         self._claims.forget(number)
@@ -133,7 +145,7 @@ class Together:
             elif number > self._arrived:
                 self._peers.fail(number, error)
         except StateholdError as fault:  # they find out when their deadline passes
-            logger.warning("could not tell the other ranks of a failure\n%s", fault)
+            self._log.warning("could not tell the other ranks of a failure\n%s", fault)
 
     def cause(self, work: Work, error: BaseException) -> BaseException:
         # Once a save has failed, rank 0 removes its directory under those who still write there.
@@ -169,7 +181,11 @@ class Together:
         )
         self._store.commit(commit, attempt)
         spread = balance([each["bytes"] for each in told], [each["host"] for each in told])
-        outcome = {"lesson": lesson_document(lesson), "balance": asdict(spread)}
+        outcome = {
+            "lesson": lesson_document(lesson),
+            "balance": asdict(spread),
+            "promote": self._promotions.decide(work.save.step),
+        }
         self._outcome = json.dumps(outcome).encode()
         self._take(work, outcome)
 
@@ -201,6 +217,7 @@ class Together:
 
     def _take(self, work: Work, outcome: Mapping[str, Any]) -> None:
         self._claims.learn(work.number, lesson_of(outcome["lesson"]))
+        work.promote = outcome["promote"]
         spreads = (Spread(**outcome["balance"][which]) for which in ("ranks", "nodes"))
         work.save._record(balance=Balance(*spreads))
 

@@ -12,7 +12,10 @@ from statehold.options import Options
 
 PUBLIC = [
     "Checkpointer",
+    "Directory",
     "Gated",
+    "Memory",
+    "ObjectStore",
     "Rng",
     "Save",
     "SaveStats",
@@ -23,7 +26,7 @@ PUBLIC = [
 ]
 
 SIGNATURES = {
-    statehold.Checkpointer.__init__: "(self, run, **options)",
+    statehold.Checkpointer.__init__: "(self, run, *, levels=None, **options)",
     statehold.Checkpointer.save: "(self, step, state)",
     statehold.Checkpointer.restore: (
         "(self, state, step=None, *, only=None, skip=None, rename=None, strict=True)"
@@ -31,6 +34,9 @@ SIGNATURES = {
     statehold.Checkpointer.gate: "(self, timeout=None)",
     statehold.Checkpointer.steps: "(self)",
     statehold.Checkpointer.rewind: "(self, step)",
+    statehold.Checkpointer.levels: "(self)",
+    statehold.Checkpointer.leave_on: "(self, *signals, within_s)",
+    statehold.Checkpointer.flush: "(self, timeout=None)",
     statehold.Checkpointer.close: "(self)",
     statehold.Save.wait: "(self, event='committed', timeout=None)",
     statehold.Save.done: "(self, event='committed')",

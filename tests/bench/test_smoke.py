@@ -155,7 +155,8 @@ def test_planning_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(str(ROOT))
     from bench.plan import main
 
-    assert main(["--smoke", "--out", str(tmp_path)]) == 0
+    status = main(["--smoke", "--out", str(tmp_path)])
+    assert status == 0
     whole = json.loads((tmp_path / "plan.json").read_text())
     assert {row["case"] for row in whole["rows"]} == {"llama-405b", "hybrid", "replicated"}
     for row in whole["rows"]:

@@ -88,7 +88,8 @@ def test_damage_is_named_and_the_step_before_is_restored(three_steps, name: str)
         assert caught.value.facts["step"] == 3
         assert caught.value.facts["other steps"] == "1, 2 (2 in all)"
         with pytest.warns(RuntimeWarning, match="step 3 is damaged; step 2 was restored"):
-            assert ckpt.restore(live.state) == 2
+            got = ckpt.restore(live.state)
+        assert got == 2
         assert bits(live) == second
         assert ckpt.steps() == [1, 2]
         assert (run / "step-000000000003.corrupt").is_dir()
@@ -116,8 +117,19 @@ def test_when_every_step_is_damaged_it_raises_instead_of_starting_anew(three_ste
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         with pytest.raises(errors.TruncatedFileError) as caught:
             ckpt.restore(Training().state)
-        assert caught.value.facts["also damaged"] == "1, 2, 3 (3 in all)"
+        assert caught.value.facts["step"] == 3
+        assert caught.value.facts["also damaged"] == "1, 2 (2 in all)"
         assert ckpt.steps() == [1, 2, 3]
+
+
+def test_when_the_only_step_is_damaged_no_other_one_is_said_to_be(run: Path) -> None:
+    training = Training()
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        ckpt.save(1, training.state).wait("committed", DEADLINE_S)
+        truncate(run / "step-000000000001")
+        with pytest.raises(errors.TruncatedFileError) as caught:
+            ckpt.restore(training.state)
+    assert "also damaged" not in caught.value.facts
 
 
 def test_newer_format_is_refused_and_nothing_is_passed_over(three_steps) -> None:
@@ -221,7 +233,8 @@ def test_every_operation_may_fail_and_the_run_goes_on(operation: str) -> None:
         assert fs.fired["injected"] == 1
         assert ckpt.steps() == [1]
         live = Training(seed=2)
-        assert ckpt.restore(live.state) == 1
+        got = ckpt.restore(live.state)
+        assert got == 1
         assert bits(live) == expected
         training.step()
         ckpt.save(3, training.state).wait("committed", DEADLINE_S)

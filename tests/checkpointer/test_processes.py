@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import statehold
+from soak.usage import Usage, settled
 from support.faults import DEADLINE_S, SMALL
 from support.training import Training, bits
 
@@ -60,7 +61,8 @@ def test_a_forked_child_changes_nothing_for_its_parent(run) -> None:
         training.step()
         ckpt.save(2, training.state).wait("committed", DEADLINE_S)
         live = Training(seed=2)
-        assert ckpt.restore(live.state) == 2
+        got = ckpt.restore(live.state)
+        assert got == 2
         assert bits(live) == bits(training)
 
 
@@ -80,15 +82,13 @@ def test_data_loading_workers_that_fork_do_not_disturb(run) -> None:
 
 
 def test_threads_and_memory_are_given_back(run) -> None:
-    def count() -> tuple[int, int]:
-        return threading.active_count(), len(os.listdir("/proc/self/task"))
-
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         ckpt.save(1, {"x": 1}).wait("committed", DEADLINE_S)
-    before, descriptors = count(), len(os.listdir("/proc/self/fd"))
+    before, python_threads = Usage.now(), threading.active_count()
     for step in range(2, 12):
         with statehold.Checkpointer(run, keep=2, **SMALL) as ckpt:
             ckpt.save(step, {"x": torch.zeros(1000)}).wait("committed", DEADLINE_S)
             ckpt.restore({"x": torch.zeros(1000)})
-    assert count() == before
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    growth = settled(before).growth_since(before)
+    assert not growth
+    assert threading.active_count() == python_threads

@@ -36,7 +36,8 @@ def test_keep_holds_the_newest(run, keep: int) -> None:
         save_steps(ckpt, training, range(1, 7))
         assert ckpt.steps() == list(range(7 - keep, 7))
         live = Training(seed=3)
-        assert ckpt.restore(live.state) == 6
+        got = ckpt.restore(live.state)
+        assert got == 6
         assert bits(live) == bits(training)
     assert sorted(os.listdir(run)) == [".lock"] + [f"step-{s:012d}" for s in range(7 - keep, 7)]
 
@@ -49,9 +50,11 @@ def test_without_keep_everything_stays(run) -> None:
 
 def test_retired_files_are_overwritten(run) -> None:
     with statehold.Checkpointer(run, keep=1, **SMALL) as ckpt:
-        assert save_steps(ckpt, Training(), range(1, 6)) == [False, False, True, True, True]
+        reused = save_steps(ckpt, Training(), range(1, 6))
+        assert reused == [False, False, True, True, True]
     with statehold.Checkpointer(run, keep=1, reuse_files=False, **SMALL) as ckpt:
-        assert save_steps(ckpt, Training(), range(6, 10)) == [False] * 4
+        reused = save_steps(ckpt, Training(), range(6, 10))
+        assert reused == [False] * 4
 
 
 def test_a_file_that_somebody_maps_is_never_overwritten(run) -> None:
@@ -60,7 +63,8 @@ def test_a_file_that_somebody_maps_is_never_overwritten(run) -> None:
         save_steps(ckpt, training, range(1, 3))
         expected = training.model.hidden.weight.detach().clone()
         with safe_open(run / "step-000000000002" / DATA, "pt") as file:
-            assert save_steps(ckpt, training, range(3, 5)) == [True, False]
+            reused = save_steps(ckpt, training, range(3, 5))
+            assert reused == [True, False]
             assert torch.equal(file.get_tensor("model.hidden.weight"), expected)
 
 
@@ -70,7 +74,8 @@ def test_a_file_with_a_second_name_is_never_overwritten(run, tmp_path: Path) -> 
         save_steps(ckpt, training, range(1, 3))
         os.link(run / "step-000000000002" / DATA, tmp_path / "copy")
         raw = (tmp_path / "copy").read_bytes()
-        assert save_steps(ckpt, training, range(3, 5)) == [True, False]
+        reused = save_steps(ckpt, training, range(3, 5))
+        assert reused == [True, False]
         assert (tmp_path / "copy").read_bytes() == raw
 
 
@@ -144,7 +149,8 @@ def test_one_checkpointer_saves_at_a_time(run) -> None:
                 other.save(2, {"x": 2})
             ckpt.save(2, {"x": 2}).wait("committed", DEADLINE_S)
             live = {"x": 0}
-            assert other.restore(live) == 2, "reading needs no lock"
+            got = other.restore(live)
+            assert got == 2, "reading needs no lock"
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         ckpt.save(3, {"x": 3})
 

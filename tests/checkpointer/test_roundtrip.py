@@ -23,14 +23,16 @@ def test_resumed_run_equals_the_uninterrupted_one(run, backend: str) -> None:
 
     first = Training()
     with statehold.Checkpointer(run, backend=backend, **SMALL) as ckpt:
-        assert ckpt.restore(first.state) is None
+        got = ckpt.restore(first.state)
+        assert got is None
         for step in range(1, 5):
             first.step()
             ckpt.save(step, first.state)
 
     resumed = Training(seed=1)
     with statehold.Checkpointer(run, backend=backend, **SMALL) as ckpt:
-        assert ckpt.restore(resumed.state) == 4
+        got = ckpt.restore(resumed.state)
+        assert got == 4
         for _ in range(4):
             resumed.step()
     assert [x.hex() for x in resumed.losses] == [x.hex() for x in whole.losses[4:]]

@@ -254,7 +254,8 @@ def test_prune(run: Path, say: Say, ask: Ask) -> None:
     assert code == 0
     assert document.keys() == {"run", "keep", "retire", "leftovers", "bytes", "done"}
     assert [path.name for path in run.glob("step-*")] == ["step-000000000002"]
-    assert say("prune", run, "--keep", 5, "--yes")[0] == 0
+    code, _ = say("prune", run, "--keep", 5, "--yes")
+    assert code == 0
     assert [path.name for path in run.glob("step-*")] == ["step-000000000002"]
 
 
@@ -262,7 +263,8 @@ def test_prune_of_leftovers(run: Path, ask: Ask) -> None:
     names = ["step-000000000003.partial", ".spare", "step-000000000000.corrupt"]
     for name in names:
         (run / name).mkdir()
-    assert ask("prune", run, "--keep", 2, "--yes")[1]["leftovers"] == []
+    _, document = ask("prune", run, "--keep", 2, "--yes")
+    assert document["leftovers"] == []
     assert all((run / name).exists() for name in names)
     _, document = ask("prune", run, "--keep", 2, "--leftovers", "--yes")
     assert sorted(each["name"] for each in document["leftovers"]) == sorted(names[:2])

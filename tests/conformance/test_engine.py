@@ -94,7 +94,8 @@ def test_checksums_are_xxh3_of_every_piece(disk: Disk, engine: _core.Engine, nam
             end = min((at // BLOCK + 1) * BLOCK, begin + size)
             expected.append(_core.xxh3_64(image[at:end]))
             at = end
-    assert list(array("Q", save(engine, disk, "f", state))) == expected
+    sums = list(array("Q", save(engine, disk, "f", state)))
+    assert sums == expected
 
 
 def test_overwriting_leaves_nothing_of_the_old(disk: Disk, engine: _core.Engine) -> None:
@@ -191,7 +192,8 @@ def test_eager_blocks_are_copied_first_and_writing_waits_for_the_file(
     for index in (7, 11):  # whatever happens to them now is not in the step
         state.arrays[index][:] = 0
     assert eager_count < engine.buffer_count < 12
-    assert not job.wait_copied(0.0)
+    copied = job.wait_copied(0.0)
+    assert not copied
     job.attach(disk.fs.open_write(disk.path("f"), state.file_bytes))
     must(job.wait_written(DEADLINE_S))
     must(job.wait_copied(0.0))
@@ -243,10 +245,19 @@ def test_cancel_leaves_the_sources_alone(disk: Disk, engine: _core.Engine) -> No
 
 def test_dropping_a_job_cancels_it(disk: Disk, engine: _core.Engine) -> None:
     for _ in range(10):
-        job = State(random_arrays(1, *[BUFFER] * 8)).write(engine)
+        state = State(random_arrays(1, *[BUFFER] * 8))
+        job = state.write(engine)
         del job
+        del state  # only now: until the job is gone its sources are read
     gc.collect()
-    save(engine, disk, "f", State(random_arrays(2, 1_000_000)))
+    after = State(random_arrays(2, 700_000))
+    assert 2 * BUFFER < after.file_bytes <= engine.buffer_count * BUFFER == 3 * BUFFER
+    job = after.write(engine)
+    must(job.wait_copied(DEADLINE_S), "a buffer is not free again")
+    job.attach(disk.fs.open_write(disk.path("f"), after.file_bytes))
+    must(job.wait_written(DEADLINE_S))
+    job.finish()
+    assert disk.fs.read_file(disk.path("f"), 1 << 30) == after.image
 
 
 def test_close_fails_what_is_running(disk: Disk, engine: _core.Engine) -> None:
@@ -275,7 +286,8 @@ def test_a_fill_that_is_given_back_twice_is_refused(disk: Disk, engine: _core.En
 
 
 def test_finish_before_written_is_refused(disk: Disk, engine: _core.Engine) -> None:
-    job = State(random_arrays(1, 1000)).write(engine)
+    state = State(random_arrays(1, 1000))
+    job = state.write(engine)
     with pytest.raises(InvariantError):
         job.finish()
     job.cancel()
@@ -446,7 +458,8 @@ def test_what_was_finished_survives_a_crash() -> None:
         state = State(random_arrays(seed, 1_000_001))
         sums = save(engine, disk, "f", state)
         fs.sync_dir("run")
-        job = State(random_arrays(99, 500_000)).write(engine)
+        unfinished = State(random_arrays(99, 500_000))
+        job = unfinished.write(engine)
         job.attach(fs.open_write("run/unfinished", 504_096))
         fs.crash()
         job.cancel()
@@ -481,7 +494,8 @@ def test_an_unfinished_file_may_be_anything_but_is_noticed() -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that is what is tested
 def test_a_child_process_refuses_and_does_not_hang(disk: Disk) -> None:
     engine = _core.Engine(disk.fs, 3 * BUFFER, BUFFER)
-    job = State(random_arrays(1, 1_000_000)).write(engine)
+    state = State(random_arrays(1, 1_000_000))
+    job = state.write(engine)
     child = os.fork()
     if child == 0:
         try:
@@ -490,6 +504,24 @@ def test_a_child_process_refuses_and_does_not_hang(disk: Disk) -> None:
             del job, engine  # nothing is waited for
             os._exit(7)
         os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
     job.cancel()
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_misdirected_write_when_no_other_file_is_left(seed: int) -> None:
+    """A file may be unlinked while it is written; then there is none that the write could hit."""
+    fs = _core.SimFs(seed, misdirected=1.0)
+    fs.mkdir("run")
+    engine = _core.Engine(fs, 3 * BUFFER, BUFFER)
+    state = State(random_arrays(1, BUFFER))
+    file = fs.open_write("run/f", len(state.image))
+    fs.unlink("run/f")
+    job = state.write(engine)
+    job.attach(file)
+    assert job.wait_written(DEADLINE_S)
+    job.finish()
+    assert fs.fired["misdirected"] > 0
     engine.close()

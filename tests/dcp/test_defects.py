@@ -7,6 +7,7 @@ A test that says "no longer" means that torch has fixed its side: turn that half
 from __future__ import annotations
 
 import errno
+import io
 import threading
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,14 @@ def test_a_value_that_no_step_can_hold_is_named(tmp_path: Path) -> None:
     assert isinstance(caught[1], UnsupportedValueError)
     assert caught[1].facts["path"] == "a.b"
     assert not (tmp_path / "step-1").exists()
+
+
+def test_a_refused_buffer_of_bytes_is_named_and_says_what_to_store(tmp_path: Path) -> None:
+    with failing() as caught:
+        dcp.save({"a": {"b": io.BytesIO(b"x")}}, storage_writer=StorageWriter(tmp_path / "step-1"))
+    assert isinstance(caught[1], UnsupportedValueError)
+    assert caught[1].facts == {"path": "a.b", "type": "_io.BytesIO"}
+    assert caught[1].hint == "store value.getvalue()"
 
 
 def test_a_flipped_bit_is_named(tmp_path: Path) -> None:

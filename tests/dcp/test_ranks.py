@@ -37,7 +37,8 @@ def test_a_checkpointer_of_one_rank_restores_it(directory: Path) -> None:
     run = directory / "check_for_one"
     live = {"model": dcp_checks.Net(2), "n": 0}
     with statehold.Checkpointer(run, staging_bytes="32MiB") as ckpt:
-        assert ckpt.restore(live) == 7
+        got = ckpt.restore(live)
+        assert got == 7
     assert live["n"] == 5
     torch.testing.assert_close(live["model"].state_dict(), torch.load(run / "whole.pt"))
 

@@ -18,11 +18,12 @@ import statehold
 from statehold.dcp import StorageReader, StorageWriter
 from statehold.testing import SimFs
 from support.dcp_checks import Net, failing
+from support.faults import DEADLINE_S, must
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def same(one: Any, other: Any) -> None:
+def assert_equal(one: Any, other: Any) -> None:
     torch.testing.assert_close(other, one, rtol=0, atol=0)
 
 
@@ -33,8 +34,9 @@ def test_a_checkpointer_restores_it(tmp_path: Path) -> None:
     other = Net(2)
     live = {"model": other, "epoch": 0, "order": None}
     with statehold.Checkpointer(tmp_path, staging_bytes="32MiB") as ckpt:
-        assert ckpt.restore(live) == 7
-    same(net.state_dict(), other.state_dict())
+        got = ckpt.restore(live)
+        assert got == 7
+    assert_equal(net.state_dict(), other.state_dict())
     assert (live["epoch"], live["order"]) == (5, [3, 1, 2])
 
 
@@ -52,9 +54,9 @@ def test_it_loads_what_a_checkpointer_saved(tmp_path: Path) -> None:
         "epoch": 0,
     }
     dcp.load(loaded, checkpoint_id=tmp_path / "step-000000000003", storage_reader=StorageReader())
-    same(net.state_dict(), loaded["model"])
+    assert_equal(net.state_dict(), loaded["model"])
     moment = loaded["optim"]["state"]["model.up.weight"]["exp_avg"]  # type: ignore[index]
-    same(optimizer.state[net.up.weight]["exp_avg"], moment)
+    assert_equal(optimizer.state[net.up.weight]["exp_avg"], moment)
     assert (loaded["pair"], loaded["epoch"]) == ((1, "b"), 5)
 
 
@@ -69,14 +71,14 @@ def test_objects_without_flattening(tmp_path: Path) -> None:
     assert loaded["b"].all()
     flat = {"a": {"x": torch.zeros(5)}}
     dcp.load(flat, storage_reader=StorageReader(tmp_path))
-    same(state["a"]["x"], flat["a"]["x"])
+    assert_equal(state["a"]["x"], flat["a"]["x"])
 
 
 def test_without_a_state_dict(tmp_path: Path) -> None:
     state = {"a": {"x": torch.arange(5.0), "n": [1, 2]}, "b": 2.5}
     dcp.save(state, storage_writer=StorageWriter(tmp_path / "c"))
     found = _load_state_dict_from_keys(storage_reader=StorageReader(tmp_path / "c"))
-    same(state["a"]["x"], found["a"]["x"])
+    assert_equal(state["a"]["x"], found["a"]["x"])
     assert (found["a"]["n"], found["b"]) == ([1, 2], 2.5)
 
 
@@ -84,7 +86,7 @@ def test_another_dtype_is_converted(tmp_path: Path) -> None:
     dcp.save({"a": torch.arange(6.0).view(2, 3)}, storage_writer=StorageWriter(tmp_path))
     loaded = {"a": torch.zeros(3, 2, dtype=torch.float64).t()}
     dcp.load(loaded, storage_reader=StorageReader(tmp_path))
-    same(torch.arange(6.0, dtype=torch.float64).view(2, 3), loaded["a"].contiguous())
+    assert_equal(torch.arange(6.0, dtype=torch.float64).view(2, 3), loaded["a"].contiguous())
 
 
 def test_a_moved_checkpoint_loads(tmp_path: Path) -> None:
@@ -103,18 +105,20 @@ def test_both_can_be_pickled_after_use(tmp_path: Path) -> None:
     dcp.save({"a": torch.full((3,), 2.0)}, storage_writer=copy)
     loaded = {"a": torch.zeros(3)}
     dcp.load(loaded, storage_reader=pickle.loads(pickle.dumps(reader)))
-    same(torch.full((3,), 2.0), loaded["a"])
+    assert_equal(torch.full((3,), 2.0), loaded["a"])
 
 
 def test_staged_memory_is_not_used_while_a_save_reads_it() -> None:
     writer = StorageWriter()
-    first = writer.stage({"a": torch.ones(1000)})
-    second = writer.stage({"a": torch.zeros(1000)})
+    live = {"a": torch.ones(1000)}
+    first = writer.stage(live)
+    live["a"].zero_()
+    second = writer.stage(live)
     assert first["a"].all()
     place = second["a"].data_ptr()
     del second
-    assert writer.stage({"a": torch.ones(1000)})["a"].data_ptr() != first["a"].data_ptr()
-    assert place
+    third = writer.stage(live)
+    assert third["a"].data_ptr() == place != first["a"].data_ptr()
     writer.close()
 
 
@@ -127,7 +131,7 @@ class Waiting(dcp.DefaultSavePlanner):
 
     def create_local_plan(self) -> Any:
         self.asked.set()
-        assert self.may.wait(60)
+        must(self.may.wait(DEADLINE_S))
         return super().create_local_plan()
 
 
@@ -138,7 +142,7 @@ def test_a_save_that_begins_before_another_ends(tmp_path: Path) -> None:
     first = dcp.async_save(
         {"a": torch.ones(3)}, checkpoint_id=one, storage_writer=writer, planner=planner
     )
-    assert planner.asked.wait(60)
+    must(planner.asked.wait(DEADLINE_S))
     second = dcp.async_save({"a": torch.zeros(3)}, checkpoint_id=two, storage_writer=writer)
     second.result()
     planner.may.set()
@@ -146,7 +150,7 @@ def test_a_save_that_begins_before_another_ends(tmp_path: Path) -> None:
     for path, value in ((one, 1.0), (two, 0.0)):
         loaded = {"a": torch.full((3,), -1.0)}
         dcp.load(loaded, storage_reader=StorageReader(path))
-        same(torch.full((3,), value), loaded["a"])
+        assert_equal(torch.full((3,), value), loaded["a"])
 
 
 @pytest.fixture
@@ -178,4 +182,4 @@ def test_a_cached_plan_of_a_failed_save(tmp_path: Path) -> None:
         reader._machine.borrowed_fs = fs
         loaded = {"a": torch.zeros(rows)}
         dcp.load(loaded, storage_reader=reader)
-        same(torch.full((rows,), value), loaded["a"])
+        assert_equal(torch.full((rows,), value), loaded["a"])

@@ -115,7 +115,8 @@ def test_hugging_face_index(tmp_path: Path) -> None:
     sharded(tmp_path)
     save_file({"a": torch.zeros(9)}, tmp_path / "stale.safetensors")
     live = {"a": torch.zeros(3), "b": torch.zeros(3)}
-    assert restore_stock(tmp_path, live).loaded == ("a", "b")
+    report = restore_stock(tmp_path, live)
+    assert report.loaded == ("a", "b")
     assert live["a"].all()
 
 

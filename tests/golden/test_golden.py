@@ -50,7 +50,8 @@ def state() -> dict[str, Any]:
         "array": numpy.zeros(3, numpy.int64),
     }
     with statehold.Checkpointer(GOLDEN, **SMALL) as ckpt:
-        assert ckpt.restore(state, 7) == 7
+        got = ckpt.restore(state, 7)
+        assert got == 7
         assert ckpt.steps() == [7, 8]
     return state
 

@@ -23,40 +23,34 @@ from statehold.planning.share import Held
 from statehold.steps.manifest import Commit, Manifest, RecordEntry, Shared
 from statehold.steps.record import Record
 from statehold.steps.saved import _check_cover
-from support.records import DIRECTORY, World, example, rewritten
-from support.steps import changed
+from support.lies import (
+    NOT_ARRAYS,
+    NOT_INTEGERS,
+    NOT_OBJECTS,
+    NOT_STRINGS,
+    Cases,
+    Where,
+    each_wrong,
+    missing_and_unknown,
+    refused_as,
+)
+from support.records import DIRECTORY, World, example
+from support.steps import changed, document_of, seal
 
 WORLD = example()
 COMMIT = replace(WORLD.commit, shared=(Shared(Ranks(((0, 1), (3, 3))), ("own",)),))
 RAW = COMMIT.encode()
-DOCUMENT: dict[str, Any] = {}
-rewritten(RAW, DOCUMENT.update, "manifest")
-NOT_INTEGERS: list[Any] = [None, True, 1.0, "1", [1], {}, -1, 2**63, 10**30]
-NOT_STRINGS: list[Any] = [None, True, 7, 1.5, ["x"], {"x": 1}]
-NOT_ARRAYS: list[Any] = [None, True, 3, "abc", {}]
-NOT_OBJECTS: list[Any] = [None, True, 3, "abc", []]
+DOCUMENT = document_of(RAW)
 RANKS: list[Any] = [*NOT_ARRAYS, [], [None], [[0]], [[0, 1, 2]], [[1, 0]], [[0, 4]], [[-1, 0]]]
 RANKS += [[[2, 2], [0, 0]], [[0, 0], [1, 1]], [[0, 1], [1, 2]], [[True, 1]], [[0.0, 1]]]
 
 
-def sealed(document: Any) -> bytes:
-    def replace_all(into: dict[str, Any]) -> None:
-        into.clear()
-        into.update(document)
-
-    return rewritten(RAW, replace_all, "manifest")
-
-
 def refused(document: Any) -> ManifestError:
-    with pytest.raises(ManifestError) as caught:
-        Manifest.decode(sealed(document), "run/manifest.json")
-    error = caught.value
-    assert {"file", "where", "expected", "got"} <= set(error.facts), error
-    assert len(str(error)) < 4000
-    return error
+    raw, file = seal(document), "run/manifest.json"
+    return refused_as(ManifestError, file, lambda: Manifest.decode(raw, file))
 
 
-def cases() -> list[tuple[Sequence[str | int], list[Any]]]:
+def cases() -> Cases:
     record: tuple[str | int, ...] = ("records", 1)
     own_name = DOCUMENT["records"][0]["name"]
     return [
@@ -83,38 +77,25 @@ def cases() -> list[tuple[Sequence[str | int], list[Any]]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("where", "value"),
-    [
-        pytest.param(where, value, id=f"{'.'.join(map(str, where))}={str(value)[:24]!a}")
-        for where, wrong in cases()
-        for value in wrong
-    ],
-)
-def test_every_member(where: Sequence[str | int], value: Any) -> None:
+@each_wrong(cases())
+def test_every_member(where: Where, value: Any) -> None:
     refused(changed(DOCUMENT, where, value))
 
 
 @pytest.mark.parametrize("where", [(), ("records", 0), ("shared", 0)], ids=str)
-def test_members_are_neither_missing_nor_unknown(where: Sequence[str | int]) -> None:
-    node: Any = DOCUMENT
-    for key in where:
-        node = node[key]
-    for name in node:
-        rest = {key: value for key, value in node.items() if key != name}
-        refused(changed(DOCUMENT, where, rest) if where else rest)
-    more = {**node, "more": 1}
-    refused(changed(DOCUMENT, where, more) if where else more)
+def test_members_are_neither_missing_nor_unknown(where: Where) -> None:
+    for wrong in missing_and_unknown(DOCUMENT, where):
+        refused(wrong)
 
 
 def test_the_untouched_document_is_accepted() -> None:
     assert Manifest.decode(RAW, "m") == COMMIT
-    assert sealed(DOCUMENT) == RAW
+    assert seal(DOCUMENT) == RAW
 
 
 def test_a_newer_version() -> None:
     with pytest.raises(FormatVersionError):
-        Manifest.decode(sealed(changed(DOCUMENT, ("version",), 3)), "m")
+        Manifest.decode(seal(changed(DOCUMENT, ("version",), 3)), "m")
 
 
 # -- records that do not belong ---------------------------------------------------------------

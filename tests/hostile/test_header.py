@@ -11,6 +11,7 @@ import pytest
 
 from statehold.encoding import header
 from statehold.errors import HeaderError
+from support.lies import refused_as
 from support.steps import header_of
 
 GOOD: dict[str, Any] = {
@@ -24,13 +25,8 @@ DATA_BYTES = 25
 
 def refused(raw: bytes, file_bytes: int | None = None) -> HeaderError:
     size = len(raw) + DATA_BYTES if file_bytes is None else file_bytes
-    with pytest.raises(HeaderError) as caught:
-        header.decode(raw, size, "run/x.safetensors")
-    error = caught.value
-    assert {"file", "where", "expected", "got"} <= set(error.facts), error
-    assert error.facts["file"] == "run/x.safetensors"
-    assert len(str(error)) < 4000
-    return error
+    file = "run/x.safetensors"
+    return refused_as(HeaderError, file, lambda: header.decode(raw, size, file))
 
 
 def with_a(**members: Any) -> bytes:

@@ -4,57 +4,48 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from statehold.errors import FormatVersionError, ManifestError
 from statehold.steps.record import MESH_RANKS_MAX, Record
-from support.records import example, rewritten
-from support.steps import changed
+from support.lies import (
+    NOT_ARRAYS,
+    NOT_INTEGERS,
+    NOT_OBJECTS,
+    NOT_STRINGS,
+    Cases,
+    Where,
+    each_wrong,
+    missing_and_unknown,
+    refused_as,
+)
+from support.records import example
+from support.steps import changed, document_of, seal
 
 RAW = example().records[0].encode()
-DOCUMENT: dict[str, Any] = {}
-rewritten(RAW, DOCUMENT.update, "record")
+DOCUMENT = document_of(RAW, "record")
 FILE = ("files", 0)
 SHARDED, UNEVEN = ("tensors", "sharded"), ("tensors", "uneven")
 FREE, REPLICATED, OWN = ("tensors", "free"), ("tensors", "replicated"), ("tensors", "own")
 CHUNK, BOX = (*SHARDED, "chunks", 0), (*FREE, "layout", "boxes", 0)
 LAYOUT = (*SHARDED, "layout")
-NOT_INTEGERS: list[Any] = [None, True, 1.0, "1", [1], {}, -1, 2**63, 10**30]
-NOT_STRINGS: list[Any] = [None, True, 7, 1.5, ["x"], {"x": 1}]
-NOT_ARRAYS: list[Any] = [None, True, 3, "abc", {}]
-NOT_OBJECTS: list[Any] = [None, True, 3, "abc", []]
-
-
-def sealed(document: Any) -> bytes:
-    def replace(into: dict[str, Any]) -> None:
-        into.clear()
-        into.update(document)
-
-    return rewritten(RAW, replace, "record")
 
 
 def refused(document: Any) -> ManifestError:
-    with pytest.raises(ManifestError) as caught:
-        Record.decode(sealed(document), "run/rank-00000-of-00004.json")
-    error = caught.value
-    assert {"file", "where", "expected", "got"} <= set(error.facts), error
-    assert error.facts["file"] == "run/rank-00000-of-00004.json"
-    assert len(str(error)) < 4000
-    return error
+    raw, file = seal(document, "record"), "run/rank-00000-of-00004.json"
+    return refused_as(ManifestError, file, lambda: Record.decode(raw, file))
 
 
 def test_the_untouched_document_is_accepted() -> None:
-    assert sealed(DOCUMENT) == RAW
+    assert seal(DOCUMENT, "record") == RAW
     assert Record.decode(RAW, "r").encode() == RAW
 
 
-def cases() -> list[tuple[Sequence[str | int], list[Any]]]:
-    """(where, values that must not stand there)."""
+def cases() -> Cases:
     hexes = ["", "0" * 15, "0" * 17, "G" * 16, "0" * 32]
-    integers: list[tuple[Sequence[str | int], list[Any]]] = [
+    integers: Cases = [
         (("version",), [*NOT_INTEGERS[:-2], 0]),
         (("step",), [*NOT_INTEGERS, 10**12]),
         (("world_size",), [*NOT_INTEGERS, 0, 1, 2, 3, 5, 100_000]),
@@ -72,7 +63,7 @@ def cases() -> list[tuple[Sequence[str | int], list[Any]]]:
         ((*OWN, "writer"), [*NOT_INTEGERS, 1]),
         ((*BOX, "rank"), [*NOT_INTEGERS, 0, 4]),
     ]
-    strings: list[tuple[Sequence[str | int], list[Any]]] = [
+    strings: Cases = [
         (("format",), [*NOT_STRINGS, "", "statehold"]),
         (("attempt",), [*NOT_STRINGS, "", "X", "a" * 65, "../a", "a\n"]),
         ((*FILE, "name"), [*NOT_STRINGS, *names()]),
@@ -83,7 +74,7 @@ def cases() -> list[tuple[Sequence[str | int], list[Any]]]:
         ((*CHUNK, "sums"), [*NOT_STRINGS, *hexes]),
     ]
     shapes = [*NOT_ARRAYS, [], [6], [6.0, 4], [True, 4], [-6, -4], [4, 6], [6, 4, 1], [2**64, 1]]
-    containers: list[tuple[Sequence[str | int], list[Any]]] = [
+    containers: Cases = [
         ((*SHARDED, "shape"), [*shapes, [2] * 100, [1 << 62, 1 << 62]]),
         ((*CHUNK, "shape"), [*NOT_ARRAYS, [], [3], [6, 4], [2, 3]]),
         ((*CHUNK, "offsets"), [*NOT_ARRAYS, [], [0], [0, 2], [3, 0], [False, 0]]),
@@ -116,7 +107,7 @@ def names() -> list[str]:
     return [*bad, "rank-00001-of-00004.safetensors", "rank-00000-of-00005.safetensors"]
 
 
-def mesh_cases() -> list[tuple[Sequence[str | int], list[Any]]]:
+def mesh_cases() -> Cases:
     affine = ("meshes", 0, "ranks")
     listed = ("meshes", 1, "ranks")
     return [
@@ -130,15 +121,8 @@ def mesh_cases() -> list[tuple[Sequence[str | int], list[Any]]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("where", "value"),
-    [
-        pytest.param(where, value, id=f"{'.'.join(map(str, where))}={str(value)[:24]!a}")
-        for where, wrong in cases()
-        for value in wrong
-    ],
-)
-def test_every_member(where: Sequence[str | int], value: Any) -> None:
+@each_wrong(cases())
+def test_every_member(where: Where, value: Any) -> None:
     refused(changed(DOCUMENT, where, value))
 
 
@@ -147,20 +131,14 @@ def test_every_member(where: Sequence[str | int], value: Any) -> None:
     [(), FILE, SHARDED, FREE, CHUNK, BOX, LAYOUT, ("meshes", 0), ("meshes", 0, "ranks")],
     ids=str,
 )
-def test_members_are_neither_missing_nor_unknown(where: Sequence[str | int]) -> None:
-    node: Any = DOCUMENT
-    for key in where:
-        node = node[key]
-    for name in node:
-        rest = {key: value for key, value in node.items() if key != name}
-        refused(changed(DOCUMENT, where, rest) if where else rest)
-    more = {**node, "more": 1}
-    refused(changed(DOCUMENT, where, more) if where else more)
+def test_members_are_neither_missing_nor_unknown(where: Where) -> None:
+    for wrong in missing_and_unknown(DOCUMENT, where):
+        refused(wrong)
 
 
 def test_a_record_of_a_newer_version() -> None:
     with pytest.raises(FormatVersionError):
-        Record.decode(sealed(changed(DOCUMENT, ("version",), 3)), "r")
+        Record.decode(seal(changed(DOCUMENT, ("version",), 3), "record"), "r")
 
 
 def test_a_mesh_without_this_rank() -> None:

@@ -127,11 +127,13 @@ def test_a_file_of_a_step_that_is_none(run: Path, outside: Path, name: str, make
             ckpt.restore(live, 2)
         assert caught.value.facts["file"] == str(victim)
         with pytest.warns(RuntimeWarning, match="step 2 is damaged; step 1 was restored"):
-            assert ckpt.restore(live) == 1
+            got = ckpt.restore(live)
+        assert got == 1
         assert live["w"].eq(1).all()
         for step in (3, 4, 5):  # retires, reuses and deletes
             ckpt.save(step, state(step)).wait("committed", DEADLINE_S)
-        assert ckpt.restore(live) == 5
+        got = ckpt.restore(live)
+        assert got == 5
 
 
 @pytest.mark.parametrize("make", KINDS)
@@ -173,7 +175,8 @@ def test_a_step_that_is_a_link(run: Path, outside: Path, name: str) -> None:
             ckpt.save(step, state(7)).wait("committed", DEADLINE_S)
         ckpt.rewind(0)
         ckpt.save(9, state(9)).wait("committed", DEADLINE_S)
-        assert ckpt.restore(live) == 9
+        got = ckpt.restore(live)
+        assert got == 9
     assert link.is_symlink()
 
 
@@ -185,11 +188,13 @@ def test_a_leftover_that_is_a_link(run: Path, outside: Path, suffix: str) -> Non
     live = state(0)
     with in_time(), statehold.Checkpointer(run, keep=1, **SMALL) as ckpt:
         with pytest.warns(RuntimeWarning, match="step 2 is damaged"):
-            assert ckpt.restore(live) == 1
+            got = ckpt.restore(live)
+        assert got == 1
         for step in (3, 4, 5):
             with contextlib.suppress(errors.StorageError):
                 ckpt.save(step, state(step)).wait("committed", DEADLINE_S)
-        assert ckpt.restore(live) == 5
+        got = ckpt.restore(live)
+        assert got == 5
 
 
 @pytest.mark.parametrize("inside", [None, DATA])
@@ -204,7 +209,8 @@ def test_spare_files_that_are_links(run: Path, outside: Path, inside: str | None
         for step in (3, 4, 5):
             with contextlib.suppress(errors.StorageError):
                 ckpt.save(step, state(step)).wait("committed", DEADLINE_S)
-        assert ckpt.restore(state(0)) == 5
+        got = ckpt.restore(state(0))
+        assert got == 5
 
 
 @pytest.mark.parametrize("make", [link_to_file, link_to_nothing, fifo, directory, device])
@@ -214,7 +220,8 @@ def test_a_lock_that_is_no_file(run: Path, outside: Path, make: Make) -> None:
     make(run / ".lock", outside)
     try:
         with in_time(), statehold.Checkpointer(run, **SMALL) as ckpt:
-            assert ckpt.restore(state(0)) == 2  # readers take no lock
+            got = ckpt.restore(state(0))  # readers take no lock
+            assert got == 2
             with pytest.raises(errors.StorageError, match="lock"):
                 ckpt.save(3, state(3))
         assert (outside / ".lock").read_bytes() == b"not yours"
@@ -244,7 +251,8 @@ def test_a_run_directory_behind_links(tmp_path: Path) -> None:
         with statehold.Checkpointer(run, keep=1, **SMALL) as ckpt:
             for step in (1, 2, 3):
                 ckpt.save(step, state(step)).wait("committed", DEADLINE_S)
-            assert ckpt.restore(live) == 3
+            got = ckpt.restore(live)
+            assert got == 3
         assert live["w"].eq(3).all()
     assert step_dir(real, 3).is_dir()
     reader = statehold.dcp.StorageReader(step_dir(tmp_path / "link", 3))

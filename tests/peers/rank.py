@@ -18,6 +18,7 @@ import torch.distributed as dist
 from statehold.errors import StateholdError
 from statehold.ranks.board import Board, DirectoryBoard, StoreBoard
 from statehold.ranks.peers import Peers
+from support.boards import DEADLINE_S
 
 
 def board(kind: str, where: str) -> Board:
@@ -46,8 +47,9 @@ def take_part(peers: Peers, seq: int) -> dict[str, object]:
 
 def main() -> None:
     kind, where, rank, size, timeout_s = sys.argv[1:]
-    peers = Peers(board(kind, where), int(rank), int(size), float(timeout_s))
+    peers = Peers(board(kind, where), int(rank), int(size), DEADLINE_S)
     print(json.dumps({"open": peers.open()}), flush=True)
+    peers._timeout_s = float(timeout_s)  # not before: the others may still be importing torch
     for line in sys.stdin:
         print(json.dumps({"round": int(line), **take_part(peers, int(line))}), flush=True)
 

@@ -59,12 +59,14 @@ def test_rounds_go_well_on_every_board(make_any: Maker) -> None:
     assert len(set(tokens)) == 1
     assert {one.attempt(3) for one in peers} == {f"{tokens[0]}-3"}
     for seq in range(4):
-        assert together(peers, lambda one, seq=seq: save(one, seq)) == [everybody()] * SIZE
+        got = together(peers, lambda one, seq=seq: save(one, seq))
+        assert got == [everybody()] * SIZE
 
 
 def test_a_world_of_one(make: Maker) -> None:
     (alone,) = peers_of(make, 1)
-    assert save(alone, 0) == everybody(1)
+    got = save(alone, 0)
+    assert got == everybody(1)
     assert alone.agree("x", b"m", lambda messages: messages[0] * 2) == b"mm"
 
 
@@ -76,8 +78,10 @@ def test_the_committer_waits_for_the_slowest(make: Maker) -> None:
         while make().peek(f"{peers[0].open()}/save-0/1") is None:
             pass
         assert not any(each.done() for each in rounds)
-        assert save(peers[2], 0) == everybody(3)
-        assert [each.result(DEADLINE_S) for each in rounds] == [everybody(3)] * 2
+        got = save(peers[2], 0)
+        assert got == everybody(3)
+        got = [each.result(DEADLINE_S) for each in rounds]
+        assert got == [everybody(3)] * 2
 
 
 def test_missing_ranks_are_named_on_all_ranks(make: Maker) -> None:
@@ -176,7 +180,8 @@ def test_the_round_after_a_failure_goes_well(make_any: Maker) -> None:
                 save(one, 0)
         return save(one, 1)
 
-    assert together(peers, act) == [everybody()] * SIZE
+    got = together(peers, act)
+    assert got == [everybody()] * SIZE
 
 
 def test_a_late_rank_learns_that_it_was_given_up(make: Maker) -> None:
@@ -188,7 +193,8 @@ def test_a_late_rank_learns_that_it_was_given_up(make: Maker) -> None:
         save(peers[2], 0)
     assert caught.value.ranks == (2,)
     peers[0]._timeout_s = DEADLINE_S
-    assert together(peers, lambda one: save(one, 1)) == [everybody(3)] * 3
+    got = together(peers, lambda one: save(one, 1))
+    assert got == [everybody(3)] * 3
 
 
 def test_errors_of_the_committer_reach_the_others(make: Maker) -> None:
@@ -219,7 +225,8 @@ def test_a_failure_after_arriving_changes_nothing(make: Maker) -> None:
         one.conclude(0, b"committed")
         return b"committed"
 
-    assert together(peers, act) == [b"committed"] * 2
+    got = together(peers, act)
+    assert got == [b"committed"] * 2
 
 
 # -- agreements ----------------------------------------------------------------------------
@@ -236,7 +243,8 @@ def test_ranks_agree_while_a_save_is_under_way(make_any: Maker) -> None:
             assert decided == [b"2"] * 3, turn
         assert not any(each.done() for each in saves)
         saves.append(pool.submit(save, peers[2], 0))
-        assert [each.result(DEADLINE_S) for each in saves] == [everybody(3)] * 3
+        got = [each.result(DEADLINE_S) for each in saves]
+        assert got == [everybody(3)] * 3
 
 
 @pytest.mark.parametrize("error", [StorageError("no such step"), ValueError("no such step")])
@@ -261,7 +269,8 @@ def test_a_run_opened_again_starts_afresh(make: Maker) -> None:
     tokens = set()
     for _ in range(3):
         peers = peers_of(make, 3)
-        assert together(peers, lambda one: save(one, 0)) == [everybody(3)] * 3
+        got = together(peers, lambda one: save(one, 0))
+        assert got == [everybody(3)] * 3
         tokens.add(peers[0].open())
         for one in peers:
             one.close()
@@ -294,7 +303,8 @@ def test_failed_rounds_leave_nothing_behind_either() -> None:
     for seq in range(12):
         together(peers, lambda one, seq=seq: act(one, seq))
     for seq in range(12, 15):
-        assert together(peers, lambda one, seq=seq: save(one, seq)) == [everybody()] * SIZE
+        got = together(peers, lambda one, seq=seq: save(one, seq))
+        assert got == [everybody()] * SIZE
     left = {key.split("/")[-2] for key in board.store.keys_left() if "/save-" in key}
     assert left == {"save-13", "save-14"}
 

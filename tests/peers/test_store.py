@@ -71,7 +71,8 @@ def test_a_rank_may_begin_before_rank_0_clears_the_run() -> None:
     fs = SimFs(seed=1)
     ranks = stores(fs)
     ranks[2].create()
-    assert not write(ranks[2], 2, 1, f"{TOKEN}-0")
+    reused = write(ranks[2], 2, 1, f"{TOKEN}-0")
+    assert not reused
     ranks[0].recover(TOKEN)
     for rank in (0, 1):
         write(ranks[rank], rank, 1, f"{TOKEN}-0")
@@ -104,14 +105,14 @@ def test_a_step_saved_again_is_replaced() -> None:
 def test_each_rank_overwrites_its_own_retired_file() -> None:
     fs = SimFs(seed=1)
     ranks = opened(fs, keep=1)
-    assert [save(ranks, step, step) for step in range(4)] == [
-        [False] * 3, [False] * 3, [True] * 3, [True] * 3
-    ]  # fmt: skip
+    reused = [save(ranks, step, step) for step in range(4)]
+    assert reused == [[False] * 3, [False] * 3, [True] * 3, [True] * 3]
     assert names(fs) == [".spare", "step-000000000003"]
     for store in ranks:
         store.drop_spare()
     assert names(fs) == ["step-000000000003"]
-    assert not any(any(save(opened(fs, keep=1, reuse=False), step, step)) for step in range(4, 7))
+    reused = [save(opened(fs, keep=1, reuse=False), step, step) for step in range(4, 7)]
+    assert reused == [[False] * 3] * 3
 
 
 def test_a_rank_that_misses_the_spare_files_writes_a_new_one() -> None:
@@ -120,9 +121,11 @@ def test_a_rank_that_misses_the_spare_files_writes_a_new_one() -> None:
     for step in range(2):
         save(ranks, step, step)
     attempt = f"{TOKEN}-2"
-    assert write(ranks[0], 0, 2, attempt)
+    reused = write(ranks[0], 0, 2, attempt)
+    assert reused
     ranks[0].drop_spare()
-    assert not write(ranks[1], 1, 2, attempt)
+    reused = write(ranks[1], 1, 2, attempt)
+    assert not reused
 
 
 class Stolen:
@@ -145,7 +148,8 @@ def test_a_spare_file_deleted_while_it_is_taken_is_not_missed() -> None:
     for step in range(2):
         save(ranks, step, step)
     stolen = Stolen(fs, "rename", ranks[0].drop_spare)
-    assert not write(Store(stolen, RUN, rank=1, world_size=RANKS), 1, 2, f"{TOKEN}-2")
+    reused = write(Store(stolen, RUN, rank=1, world_size=RANKS), 1, 2, f"{TOKEN}-2")
+    assert not reused
     assert stolen.fired
 
 

@@ -130,15 +130,13 @@ def destinations(
         order = box.shape[::-1] if how == "strided" else box.shape
         memory = torch.from_numpy(np.full(order, 77, arrays[name].dtype))
         tensor = memory.permute(tuple(reversed(range(len(shape))))) if how == "strided" else memory
-        external = how == "external"
-        strided = None if external else strides_of(tensor)
-        found.append(Destination(name, tensor, strided, external, box, shared=rank % 2 == 1))
+        found.append(Destination(name, tensor, how == "external", box, shared=rank % 2 == 1))
     return found
 
 
 def read(engine: _core.Engine, plan: reads.ReadPlan, directory: str) -> dict[str, int]:
     """Read all; play the part of the device for memory that the engine cannot reach."""
-    reading = plan.start(engine, directory)
+    reading = plan.start(engine, lambda name, _: f"{directory}/{name}")
     external = reading.external()
     while (ready := reading.job.next_ready(DEADLINE_S)) is not None:
         for segment, offset, at, count in ready.pieces:

@@ -34,7 +34,8 @@ SIZE = 4
 def check_step(ranks: Ranks, step: int) -> None:
     """The newest step is `step`, and every rank gets its own state back."""
     found = [blank() for _ in range(ranks.size)]
-    assert ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank])) == [step] * ranks.size
+    got = ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank]))
+    assert got == [step] * ranks.size
     for rank, each in enumerate(found):
         check(each, rank, step)
 
@@ -282,7 +283,8 @@ def test_many_saves_in_a_row_without_waiting(ranks: Ranks) -> None:
             ranks.ckpts[rank].gate(DEADLINE_S)
         return [save.wait("committed", DEADLINE_S).step for save in saves]
 
-    assert ranks.each(train) == [list(range(1, 13))] * SIZE
+    got = ranks.each(train)
+    assert got == [list(range(1, 13))] * SIZE
     check_step(ranks, 12)
     assert ranks.data_bytes(12).count(OWN_BYTES) == SIZE - 1
 
@@ -411,7 +413,8 @@ def test_a_failure_that_one_rank_has_yet_to_hear_of_ends_a_restore_on_all(ranks:
     assert outcomes[2] is fake
     assert all(type(outcomes[rank]) is PeerFailedError for rank in (0, 1, 3))
     assert all(torch.equal(each["w"], blank()["w"]) for each in found)
-    assert ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank])) == [3] * SIZE
+    got = ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank]))
+    assert got == [3] * SIZE
 
 
 def test_a_step_that_is_no_number_in_the_first_save_of_one_rank_is_told(ranks: Ranks) -> None:

@@ -7,7 +7,7 @@ saves `saves` more; with `kill` that rank sends itself SIGKILL in the last save 
 after the step of the protocol that is called `at` (see `POINTS`).
 
 Reports: {"pids"}, then by rank {"restored", "steps"}, {"requested"}, {"committed"},
-{"killed": at, "after"} before dying, {"failed": step, "error", "ranks", "seconds"}, {"wrong"},
+{"killed": at, "after"} before dying, {"failed": what, "error", "ranks", "seconds"}, {"wrong"},
 {"done": [what was passed, in order]}. Ranks that are done stay until a packet comes: rank 0
 serves the store, or would still tell the others. Last comes {"exits": wait status of each}.
 """
@@ -134,30 +134,33 @@ def check(ckpt: statehold.Checkpointer, rank: int, report: Callable[..., None]) 
 def take_part(order: dict[str, Any], rank: int, report: Callable[..., None]) -> None:
     kill = order["kill"] if order["kill"] and order["kill"]["rank"] == rank else None
     executioner = Executioner(kill, report)
-    options = {**SMALL, "keep": 2, "peer_timeout_s": order["timeout_s"]}
+    options = {**SMALL, "keep": 2, "peer_timeout_s": COMMIT_S}
     coordination = "auto" if order["kind"] == "store" else "directory"
     ckpt = statehold.Checkpointer(order["run"], coordination=coordination, **options)
-    first = check(ckpt, rank, report) + 1
-    executioner.stand_around(ckpt)
-    last = first + order["saves"] - 1
-    for step in range(first, last + 1):
-        if step == last - 1:
-            ckpt._opened().pipeline.drain()  # nothing of an earlier save is taken for this one's
-            executioner.armed = True
-        begin = time.monotonic()
-        try:
+    peers: Any = ckpt._opened().peers
+    peers.open()
+    peers._timeout_s = order["timeout_s"]  # not before: a busy machine forks slowly
+    begin, doing = time.monotonic(), "restore"
+    try:
+        first = check(ckpt, rank, report) + 1
+        executioner.stand_around(ckpt)
+        last = first + order["saves"] - 1
+        for step in range(first, last + 1):
+            if step == last - 1:
+                ckpt._opened().pipeline.drain()  # nothing of an earlier save is taken for this one
+                executioner.armed = True
+            begin, doing = time.monotonic(), f"save {step}"
             report(requested=step)
             ckpt.save(step, content(rank, step)).wait("committed", COMMIT_S)
-        except statehold.StateholdError as error:
-            report(
-                failed=step,
-                error=type(error).__name__,
-                text=str(error),
-                ranks=getattr(error, "ranks", ()),
-                seconds=time.monotonic() - begin,
-            )
-            break
-        report(committed=step)
+            report(committed=step)
+    except statehold.StateholdError as error:
+        report(
+            failed=doing,
+            error=type(error).__name__,
+            text=str(error),
+            ranks=getattr(error, "ranks", ()),
+            seconds=time.monotonic() - begin,
+        )
     report(done=executioner.passed)
 
 

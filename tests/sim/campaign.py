@@ -15,13 +15,16 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from sim.seeds import FAULTS, Report, run_seed
+
+BATCH = 500
 
 
 def quiet() -> None:
@@ -43,6 +46,17 @@ def summary(reports: Iterable[Report]) -> tuple[Counter[str], list[Report]]:
     return counts, failed
 
 
+def reports(seeds: range, processes: int) -> Iterator[Report]:
+    """What became of each seed. Processes are new for every batch: what leaks is told apart from
+    what a seed does. Raises BrokenProcessPool where one of them dies."""
+    context = multiprocessing.get_context("spawn")
+    for first in seeds[::BATCH]:
+        batch = range(first, min(first + BATCH, seeds.stop))
+        with ProcessPoolExecutor(processes, context, quiet) as pool:
+            yield from pool.map(run_seed, batch, chunksize=10)
+        print(f"seeds {batch.start} to {batch.stop - 1}: done", flush=True)
+
+
 def missing(counts: Counter[str]) -> list[str]:
     """The faults that never fired."""
     return [fault for fault in FAULTS if not counts[fault]]
@@ -56,9 +70,7 @@ def main() -> int:
     options = parser.parse_args()
     begin = time.monotonic()
     seeds = range(options.first, options.first + options.seeds)
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(options.processes, len(seeds)), quiet, maxtasksperchild=500) as pool:
-        counts, failed = summary(pool.imap_unordered(run_seed, seeds, chunksize=10))
+    counts, failed = summary(reports(seeds, options.processes))
     for what, count in sorted(counts.items()):
         print(f"{count:9} {what}")
     never = missing(counts) if len(seeds) >= 1000 else []

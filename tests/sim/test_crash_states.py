@@ -150,7 +150,8 @@ def test_every_crash_state_after_a_process_has_died(size: int, script: str) -> N
         fs.record()
         seen = new_job(fs, size, 1)
         ahead = max(seen.ckpts[0].steps(), default=0)
-        assert play(seen, [("save", ahead), ("save", ahead + 1)], record, fs, 50) == [None] * size
+        got = play(seen, [("save", ahead), ("save", ahead + 1)], record, fs, 50)
+        assert got == [None] * size
         total += recover_all(fs, record, size, dies_at)
     assert total > 10
 

@@ -1,9 +1,8 @@
-"""Saves and restores in a loop for hours: memory, descriptors and threads must stay what they are.
+"""Saves and restores in a loop for hours: memory, descriptors, threads and files must not grow.
 
     python -m soak --minutes 120
 
-A job of one rank and one of two (as threads) take turns: save, restore, and now and then a
-damaged step, a failed save, and another Checkpointer on the run. After a warm-up nothing may grow.
+Says every minute what it holds, and fails as soon as something has grown. What a round is: loop.py.
 """
 
 from __future__ import annotations
@@ -15,12 +14,16 @@ from pathlib import Path
 from soak.loop import Soak
 
 
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=120)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        print(Soak(Path(folder)).run(60 * given.minutes, tell=print))
+        print(Soak(Path(folder)).run(60 * given.minutes, tell=say))
 
 
 if __name__ == "__main__":

@@ -285,4 +285,5 @@ def test_host_states_involve_no_device(tmp_path: Path, monkeypatch: pytest.Monke
     model = nn.Linear(4, 4)
     with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
         ckpt.save(1, {"model": model}).wait("committed", DEADLINE_S)
-        assert ckpt.restore({"model": model}) == 1
+        got = ckpt.restore({"model": model})
+        assert got == 1

@@ -212,7 +212,7 @@ def test_no_second_copy_of_the_model_is_made() -> None:
     restoration = step.prepare(live.state)
     own = {t.data_ptr() for t in live.model.state_dict().values()}
     own |= {t.data_ptr() for state in live.optimizer.state.values() for t in state.values()}
-    assert {target.address for target in restoration.destinations} == own
+    assert {target.tensor.data_ptr() for target in restoration.destinations} == own
     step.restore(live.state)
     assert bits(live) == bits(training)
 

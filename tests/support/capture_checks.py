@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 from statehold.errors import UnsupportedValueError
 from statehold.planning.layout import Box, Layout, Mesh
 from statehold.state.capture import CapturedTensor
+from support.faults import must
 from support.jobs import Job, captured
 
 
@@ -76,18 +77,18 @@ def live_tensors(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
 
 def assert_boxes(job: Job, captured: Mapping[str, CapturedTensor], live: Any) -> None:
     """Every box holds its piece of the whole, and together they tile it."""
-    assert captured.keys() == live.keys()
+    must(captured.keys() == live.keys())
     for name, each in captured.items():
         spec, value = each.spec, live[name]
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         layout, shape = spec.layout, tuple(whole.shape)
-        assert layout is not None, name
-        assert spec.global_shape == shape, name
+        must(layout is not None, name)
+        must(spec.global_shape == shape, name)
         box = layout.box(shape, job.rank)
-        assert (spec.offsets, spec.shape) == (box.offsets, box.shape), name
-        assert spec.nbytes == each.tensor.numel() * each.tensor.element_size()
-        assert torch.equal(each.tensor, piece(whole, box)), name
-        assert sum(part.numel for part, _ in layout.boxes(shape)) == whole.numel(), name
+        must((spec.offsets, spec.shape) == (box.offsets, box.shape), name)
+        must(spec.nbytes == each.tensor.numel() * each.tensor.element_size())
+        must(torch.equal(each.tensor, piece(whole, box)), name)
+        must(sum(part.numel for part, _ in layout.boxes(shape)) == whole.numel(), name)
 
 
 def piece(whole: torch.Tensor, box: Box) -> torch.Tensor:
@@ -105,8 +106,8 @@ def check_fsdp2(job: Job) -> None:
         optimizer = trained(model, make(model.parameters()))
         captured = found({"m": model, "o": optimizer})
         assert_boxes(job, captured, live_tensors(model, optimizer))
-        assert not any(each.spec.eager for each in captured.values())
-    assert captured["m.down.weight"].spec.shape == ((0, 7) if job.rank == 3 else (1, 7))
+        must(not any(each.spec.eager for each in captured.values()))
+    must(captured["m.down.weight"].spec.shape == ((0, 7) if job.rank == 3 else (1, 7)))
 
 
 def check_computing_is_no_change(job: Job) -> None:
@@ -117,7 +118,7 @@ def check_computing_is_no_change(job: Job) -> None:
     result = captured({"m": model, "o": optimizer})
     model(torch.ones(4, 5)).sum().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    assert result.moved(eager=False) is None
+    must(result.moved(eager=False) is None)
 
 
 def check_tensor_parallel(job: Job) -> None:
@@ -127,8 +128,8 @@ def check_tensor_parallel(job: Job) -> None:
     optimizer = trained(model)
     captured = found({"m": model, "o": optimizer})
     assert_boxes(job, captured, live_tensors(model, optimizer))
-    assert captured["m.down.weight"].spec.layout == Layout(Mesh((4,), (0, 1, 2, 3)), ((0, 1),))
-    assert captured["m.down.bias"].spec.layout.replica_count == 4
+    must(captured["m.down.weight"].spec.layout == Layout(Mesh((4,), (0, 1, 2, 3)), ((0, 1),)))
+    must(captured["m.down.bias"].spec.layout.replica_count == 4)
 
 
 def check_fsdp2_over_tensor_parallel(job: Job) -> None:
@@ -137,7 +138,7 @@ def check_fsdp2_over_tensor_parallel(job: Job) -> None:
     captured = found({"m": model, "o": optimizer})
     assert_boxes(job, captured, live_tensors(model, optimizer))
     # Tensor parallel (axis 1) cuts first, although FSDP is the first axis of the mesh.
-    assert captured["m.up.weight"].spec.layout.splits == ((1, 0), (0, 0))
+    must(captured["m.up.weight"].spec.layout.splits == ((1, 0), (0, 0)))
 
 
 def check_hybrid_sharding(job: Job) -> None:
@@ -146,8 +147,9 @@ def check_hybrid_sharding(job: Job) -> None:
     optimizer = trained(model)
     captured = found({"m": model, "o": optimizer})
     assert_boxes(job, captured, live_tensors(model, optimizer))
-    assert captured["m.up.weight"].spec.layout.replicas(job.rank) == (
-        (0, 2) if job.rank % 2 == 0 else (1, 3)
+    must(
+        captured["m.up.weight"].spec.layout.replicas(job.rank)
+        == ((0, 2) if job.rank % 2 == 0 else (1, 3))
     )
 
 
@@ -156,9 +158,9 @@ def check_three_dimensional_mesh(job: Job) -> None:
     whole = torch.arange(70.0).view(7, 10)
     tensor = distribute_tensor(whole, mesh, [Shard(1), Replicate(), Shard(0)])
     captured = found({"t": tensor})["t"]
-    assert captured.spec.layout.splits == ((2, 0), (0, 1))
+    must(captured.spec.layout.splits == ((2, 0), (0, 1)))
     box = captured.spec.layout.box((7, 10), job.rank)
-    assert torch.equal(captured.tensor, piece(whole, box))
+    must(torch.equal(captured.tensor, piece(whole, box)))
     twice = distribute_tensor(whole, mesh, [Shard(0), Replicate(), Shard(0)])
     assert_boxes(job, found({"t": twice}), {"t": twice})
 
@@ -172,12 +174,12 @@ def check_data_parallel(job: Job) -> None:
     live |= {f"m.{name}": value for name, value in model.named_buffers()}
     own = captured.pop("own")
     assert_boxes(job, captured, live)
-    assert own.spec.layout is None
-    assert captured["m.0.weight"].spec.layout == Layout(Mesh((4,), (0, 1, 2, 3)))
-    assert captured["m.1.running_mean"].spec.eager
+    must(own.spec.layout is None)
+    must(captured["m.0.weight"].spec.layout == Layout(Mesh((4,), (0, 1, 2, 3))))
+    must(captured["m.1.running_mean"].spec.eager)
 
     quiet = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
-    assert found({"m": quiet})["m.1.running_mean"].spec.layout is None
+    must(found({"m": quiet})["m.1.running_mean"].spec.layout is None)
 
 
 def check_names_do_not_depend_on_wrappers(job: Job) -> None:
@@ -187,11 +189,11 @@ def check_names_do_not_depend_on_wrappers(job: Job) -> None:
     for part in (model.up, model.down, model):
         fully_shard(part, mesh=init_device_mesh("cpu", (4,)))
     optimizer = trained(model)
-    assert found({"m": model}).keys() == expected
+    must(found({"m": model}).keys() == expected)
     state = found({"m": torch.compile(checkpoint_wrapper(model)), "o": optimizer})
     steps = {f"o.state.{name}.step" for name in expected}
-    assert expected | steps <= state.keys()
-    assert all(each.spec.layout for each in state.values())
+    must(expected | steps <= state.keys())
+    must(all(each.spec.layout for each in state.values()))
 
 
 def check_sharded_between_forward_and_backward(job: Job) -> None:
@@ -201,7 +203,7 @@ def check_sharded_between_forward_and_backward(job: Job) -> None:
     optimizer = trained(model)
     before = live_tensors(model, optimizer)
     model(torch.ones(4, 5))
-    assert not isinstance(model.up.weight, DTensor), "the parameters are gathered"
+    must(not isinstance(model.up.weight, DTensor), "the parameters are gathered")
     captured = found({"m": model, "o": optimizer})
     assert_boxes(job, captured, before)
 
@@ -213,9 +215,9 @@ def check_ties_are_the_same_on_all_ranks(job: Job) -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
     result = captured({"m": model, "again": model.one.weight})
     trees = job.gather(result.tree)
-    assert trees == [trees[0]] * 4
-    assert result.tree["m"]["other.weight"] == {"$tensor": "m.one.weight"}
-    assert len(result.tensors) == 3
+    must(trees == [trees[0]] * 4)
+    must(result.tree["m"]["other.weight"] == {"$tensor": "m.one.weight"})
+    must(len(result.tensors) == 3)
 
 
 def check_changed_boxes_are_torn(job: Job) -> None:
@@ -235,15 +237,15 @@ def check_changed_boxes_are_torn(job: Job) -> None:
 
     for change in (in_place, on_the_local_tensor, step):
         result = captured({"m": model, "o": optimizer})
-        assert result.moved(eager=False) is None
+        must(result.moved(eager=False) is None)
         change()
-        assert result.moved(eager=False) == "m.up.weight", change.__name__
+        must(result.moved(eager=False) == "m.up.weight", change.__name__)
 
     foreach = torch.optim.AdamW(model.parameters(), foreach=True)
     trained(model, foreach)
     result = captured({"m": model, "o": foreach})
     trained(model, foreach)
-    assert str(result.moved(eager=False)).endswith(".step"), "a foreach update shows there only"
+    must(str(result.moved(eager=False)).endswith(".step"), "a foreach update shows there only")
 
 
 def check_plain_optimizer_state_beside_shards(job: Job) -> None:
@@ -257,25 +259,25 @@ def check_plain_optimizer_state_beside_shards(job: Job) -> None:
     }
     captured = found({"m": model, "o": optimizer})
     specs = {key: captured[f"o.state.m.up.weight.{key}"].spec for key in ("step", "moment")}
-    assert specs["step"].layout == Layout(Mesh((4,), (0, 1, 2, 3)))
-    assert specs["moment"].layout == captured["m.up.weight"].spec.layout
-    assert specs["moment"].global_shape == (7, 5)
-    assert captured["o.state.m.up.weight.absmax"].spec.layout is None
+    must(specs["step"].layout == Layout(Mesh((4,), (0, 1, 2, 3))))
+    must(specs["moment"].layout == captured["m.up.weight"].spec.layout)
+    must(specs["moment"].global_shape == (7, 5))
+    must(captured["o.state.m.up.weight.absmax"].spec.layout is None)
 
 
 def check_different_parameters_on_every_rank(job: Job) -> None:
     stage = nn.Linear(2, job.rank + 1)
     captured = found({"m": nn.ModuleDict({f"stage{job.rank}": stage})})
-    assert captured.keys() == {f"m.stage{job.rank}.weight", f"m.stage{job.rank}.bias"}
-    assert all(each.spec.layout is None for each in captured.values())
+    must(captured.keys() == {f"m.stage{job.rank}.weight", f"m.stage{job.rank}.bias"})
+    must(all(each.spec.layout is None for each in captured.values()))
 
 
 def check_refusals(job: Job) -> None:
     mesh = init_device_mesh("cpu", (4,))
     with pytest.raises(UnsupportedValueError, match=r"x\.partial") as refused:
         captured({"x": {"partial": DTensor.from_local(torch.ones(2), mesh, [Partial()])}})
-    assert "Partial" in str(refused.value)
-    assert "redistribute" in str(refused.value)
+    must("Partial" in str(refused.value))
+    must("redistribute" in str(refused.value))
     odd = torch.ones(7 if job.rank == 3 else 1)
     odd = DTensor.from_local(odd, mesh, [Shard(0)], shape=torch.Size([10]), stride=(1,))
     with pytest.raises(UnsupportedValueError, match="local tensor has the shape"):
@@ -283,4 +285,4 @@ def check_refusals(job: Job) -> None:
     flat = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
     with pytest.raises(UnsupportedValueError, match=r"fully_shard") as refused:
         captured({"m": nn.Sequential(flat)})
-    assert refused.value.facts["path"] == "m.0"
+    must(refused.value.facts["path"] == "m.0")

@@ -9,7 +9,7 @@ import torch
 
 import statehold
 from support.capture_checks import trained
-from support.faults import DEADLINE_S, SMALL
+from support.faults import DEADLINE_S, SMALL, must
 from support.jobs import Job
 from support.restore_checks import MODELS, bare, same, wholes
 
@@ -38,10 +38,10 @@ def check_every_layout_restores_into_every_other(job: Job) -> None:
                 ckpt.save(step, saved).wait("committed", DEADLINE_S)
             expected = all_of(saved)
             for target, state in live.items():
-                assert not same(all_of(state), expected)
-                assert ckpt.restore(state) == 3, (source, target)
-                assert same(all_of(state), expected), (source, target)
-                assert state["epoch"] == 10 * seed + 3
+                must(not same(all_of(state), expected))
+                must(ckpt.restore(state) == 3, (source, target))
+                must(same(all_of(state), expected), (source, target))
+                must(state["epoch"] == 10 * seed + 3)
 
 
 def check_training_goes_on_as_if_nothing_had_happened(job: Job) -> None:
@@ -52,9 +52,9 @@ def check_training_goes_on_as_if_nothing_had_happened(job: Job) -> None:
     trained(straight["model"], straight["optimizer"])
     again = training("fsdp", seed=4)
     with statehold.Checkpointer(run, **OPTIONS) as ckpt:
-        assert ckpt.restore(again) == 1
+        must(ckpt.restore(again) == 1)
     trained(again["model"], again["optimizer"])
-    assert same(all_of(straight), all_of(again))
+    must(same(all_of(straight), all_of(again)))
 
 
 def check_replicas_are_written_once(job: Job) -> None:
@@ -64,7 +64,7 @@ def check_replicas_are_written_once(job: Job) -> None:
         whole_bytes = sum(4 * each.numel() for each in bare(model).parameters())
         with statehold.Checkpointer(run, **OPTIONS) as ckpt:
             ckpt.save(1, {"model": model}).wait("committed", DEADLINE_S)
-        assert sum(job.gather(_data_bytes(run, job))) == whole_bytes, layout
+        must(sum(job.gather(_data_bytes(run, job))) == whole_bytes, layout)
 
 
 def _data_bytes(run: Path, job: Job) -> int:

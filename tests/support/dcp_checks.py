@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 from statehold.dcp import StorageReader, StorageWriter, restore_stock
 from statehold.errors import MissingFileError, PeerFailedError
+from support.faults import must
 
 
 def outcomes(rank: int, world_size: int, directory: str) -> dict[str, str]:
@@ -101,14 +102,14 @@ def full(value: Any) -> Any:
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     left, right = flat(one), flat(other)
-    assert left.keys() == right.keys()
+    must(left.keys() == right.keys())
     for name, value in left.items():
         a, b = full(value), full(right[name])
         if isinstance(a, torch.Tensor):
-            assert a.dtype == b.dtype, name
-            assert torch.equal(a, b), name
+            must(a.dtype == b.dtype, name)
+            must(torch.equal(a, b), name)
         else:
-            assert a == b, name
+            must(a == b, name)
 
 
 @contextlib.contextmanager
@@ -120,7 +121,7 @@ def failing() -> Iterator[list[BaseException]]:
     except BaseException as error:
         caught.append(error)
         caught += [fault for fault, _ in getattr(error, "failures", {}).values()]
-    assert caught, "this must fail"
+    must(caught, "this must fail")
 
 
 def save_and_load(world_size: int, kind: str, save_to: Any, load_from: Any) -> None:
@@ -146,7 +147,7 @@ def check_fsdp(rank: int, world_size: int, directory: Path) -> None:
         lambda state: dcp.save(state, checkpoint_id=where, storage_writer=StorageWriter()),
         lambda state: dcp.load(state, checkpoint_id=where, storage_reader=StorageReader()),
     )
-    assert sorted(os.listdir(directory)) == ["step-7"]
+    must(sorted(os.listdir(directory)) == ["step-7"])
 
 
 def check_2d(rank: int, world_size: int, directory: Path) -> None:
@@ -205,8 +206,8 @@ def check_odd_tensors(rank: int, world_size: int, directory: Path) -> None:
     dcp.load(loaded, storage_reader=StorageReader(directory))
     for name, value in saved.items():
         a, b = full(value), full(loaded[name])
-        assert a.dtype == b.dtype, name
-        assert torch.equal(a.float() if name == "eight" else a, b.float() if name == "eight" else b)
+        must(a.dtype == b.dtype, name)
+        must(torch.equal(a.float() if name == "eight" else a, b.float() if name == "eight" else b))
 
 
 def check_each_rank_writes(rank: int, world_size: int, directory: Path) -> None:
@@ -215,9 +216,9 @@ def check_each_rank_writes(rank: int, world_size: int, directory: Path) -> None:
     dcp.save(state, storage_writer=StorageWriter(directory))
     dist.barrier()
     sizes = [os.path.getsize(path) for path in directory.glob("*.safetensors")]
-    assert len(sizes) == world_size
-    assert sum(sizes) < 2 * world_size * (64 * 64 * 4) + world_size * 8192
-    assert max(sizes) <= 2 * (64 * 64 * 4) + 4096
+    must(len(sizes) == world_size)
+    must(sum(sizes) < 2 * world_size * (64 * 64 * 4) + world_size * 8192)
+    must(max(sizes) <= 2 * (64 * 64 * 4) + 4096)
 
 
 def check_stock_readers(rank: int, world_size: int, directory: Path) -> None:
@@ -232,8 +233,8 @@ def check_stock_readers(rank: int, world_size: int, directory: Path) -> None:
     assert_same(state, other)
     (own,) = directory.glob(f"rank-{rank:05d}-*.safetensors")
     with safe_open(own, "pt") as file:
-        assert set(file.keys()) <= set(state)
-        assert all(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+        must(set(file.keys()) <= set(state))
+        must(all(file.get_tensor(name).numel() for name in file.keys()))  # noqa: SIM118
 
 
 def check_for_one(rank: int, world_size: int, directory: Path) -> None:
@@ -301,7 +302,7 @@ def check_several_chunks(rank: int, world_size: int, directory: Path) -> None:
     other = state_of(*trained(2, world_size, "2d"), step=0)
     dcp.load(other, storage_reader=StorageReader(directory))
     assert_same(state, other)
-    assert list(directory.glob("rank-*-1.safetensors"))
+    must(list(directory.glob("rank-*-1.safetensors")))
     weights = {"model": trained(3, world_size, "fsdp")[0].state_dict()}
     dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(directory)))
     assert_same(weights["model"], state["model"])
@@ -332,11 +333,11 @@ def check_partial_load(rank: int, world_size: int, directory: Path) -> None:
     more = {"model": trained(2, world_size, "fsdp")[0].state_dict(), "new": torch.ones(3)}
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load(more, storage_reader=StorageReader(directory), planner=planner)
-    assert torch.equal(more["new"], torch.ones(3))
+    must(torch.equal(more["new"], torch.ones(3)))
     assert_same(more["model"], net.state_dict())
     with failing() as caught:
         dcp.load({"new": torch.ones(3)}, storage_reader=StorageReader(directory))
-    assert "new" in str(caught[1])
+    must("new" in str(caught[1]))
 
 
 # -- async -----------------------------------------------------------------------------------------
@@ -365,7 +366,7 @@ def check_async(rank: int, world_size: int, directory: Path) -> None:
         other = trained(9, world_size, "fsdp")[0].state_dict()
         loaded = {"model": other, "step": None}
         dcp.load(loaded, storage_reader=StorageReader(where))
-        assert loaded["step"] == step
+        must(loaded["step"] == step)
         assert_same(other, expected)
     writer.close()
 
@@ -397,13 +398,13 @@ def check_failed_rank(rank: int, world_size: int, directory: Path) -> None:
             dcp.save(
                 newer, checkpoint_id=where, storage_writer=StorageWriter(), planner=FailsOn(culprit)
             )
-        assert isinstance(caught[1], OSError)
+        must(isinstance(caught[1], OSError))
     other = state_of(*trained(3, world_size, "fsdp"), step=0)
     dcp.load(other, storage_reader=StorageReader(where))
     assert_same(state, other)
     dcp.save(newer, checkpoint_id=where, storage_writer=StorageWriter())
     dist.barrier()
-    assert os.listdir(directory) == ["step-7"], "a failed attempt is cleared by the next save"
+    must(os.listdir(directory) == ["step-7"], "a failed attempt is cleared by the next save")
     dcp.load(other, storage_reader=StorageReader(where))
     assert_same(newer, other)
 
@@ -423,11 +424,11 @@ def check_missing_file(rank: int, world_size: int, directory: Path) -> None:
             first.unlink()
     dist.barrier()
     dcp.load(empty, storage_reader=dcp.HuggingFaceStorageReader(str(directory / "stock")))
-    assert not full(empty["w"])[:2].any(), "the stock reader no longer has defect 4"
+    must(not full(empty["w"])[:2].any(), "the stock reader no longer has defect 4")
     with failing() as caught:
         dcp.load(empty, storage_reader=StorageReader(directory / "ours"))
-    assert isinstance(caught[1], MissingFileError)
-    assert isinstance(caught[1], Exception)
+    must(isinstance(caught[1], MissingFileError))
+    must(isinstance(caught[1], Exception))
 
 
 def check_stock(rank: int, world_size: int, directory: Path) -> None:
@@ -438,14 +439,14 @@ def check_stock(rank: int, world_size: int, directory: Path) -> None:
     other = trained(2, world_size, "fsdp")
     live: dict[str, Any] = {"model": other[0], "optimizer": other[1], "step": 0, "names": None}
     report = restore_stock(directory / "dcp", live)
-    assert not report.missing
-    assert not [name for name in report.unexpected if ".params" not in name]
+    must(not report.missing)
+    must(not [name for name in report.unexpected if ".params" not in name])
     assert_same(state, state_of(*other, step=live["step"]))
     hf = dcp.HuggingFaceStorageWriter(str(directory / "hf"), save_distributed=True)
     dcp.save(net.state_dict(), storage_writer=hf)
     third = trained(3, world_size, "fsdp")[0]
     report = restore_stock(directory / "hf", {"model": third})
-    assert len(report.loaded) == len(net.state_dict())
+    must(len(report.loaded) == len(net.state_dict()))
     assert_same(net.state_dict(), third.state_dict())
 
 
@@ -461,9 +462,9 @@ def check_no_collectives(rank: int, world_size: int, directory: Path) -> None:
     other = state_of(*trained(2, world_size, "fsdp"), step=0)
     other["own"] = torch.zeros(3)
     dcp.load(other, storage_reader=StorageReader(where))
-    assert other["step"] == 100 + rank
+    must(other["step"] == 100 + rank)
     assert_same(state, other)
-    assert os.listdir(directory) == ["step-7"]
+    must(os.listdir(directory) == ["step-7"])
 
 
 def check_no_collectives_again(rank: int, world_size: int, directory: Path) -> None:
@@ -485,7 +486,7 @@ def check_no_collectives_again(rank: int, world_size: int, directory: Path) -> N
         expected = 1 if culprit is not None else value
         assert_same(loaded, state(expected))
         dist.barrier()
-    assert os.listdir(directory) == ["step-7"]
+    must(os.listdir(directory) == ["step-7"])
 
 
 def check_no_collectives_failed(rank: int, world_size: int, directory: Path) -> None:
@@ -501,12 +502,12 @@ def check_no_collectives_failed(rank: int, world_size: int, directory: Path) -> 
             use_collectives=False,
         )
     except OSError:
-        assert rank == last
+        must(rank == last)
     except PeerFailedError as error:
         said = str(error)
-        assert rank != last
+        must(rank != last)
     else:
         raise AssertionError("this must fail")
-    assert rank == last or "injected" in said
+    must(rank == last or "injected" in said)
     dist.barrier()
-    assert not (directory / "step-7").exists()
+    must(not (directory / "step-7").exists())

@@ -18,6 +18,7 @@ import statehold
 from statehold.dcp import StorageReader, StorageWriter
 from statehold.errors import StateMismatchError
 from support.dcp_checks import assert_same, failing, full, state_of, trained
+from support.faults import must
 
 STEP = "step-000000000007"
 
@@ -60,8 +61,8 @@ def _restored(run: Path, world_size: int, kind: str) -> None:
     """The state that was given to dcp, in any layout."""
     live = state_of(*trained(2, world_size, kind), step=0)
     with statehold.Checkpointer(run, staging_bytes="32MiB") as ckpt:
-        assert ckpt.restore(live) == 7
-    assert live["step"] == 7
+        must(ckpt.restore(live) == 7)
+    must(live["step"] == 7)
     assert_same(torch.load(run.parent / "whole"), _flat(live))
 
 
@@ -71,11 +72,11 @@ def _own(rank: int, world_size: int, directory: Path) -> None:
     with statehold.Checkpointer(directory / "alone", staging_bytes="32MiB") as ckpt:
         if world_size == 4:
             ckpt.restore(live, strict=False)
-            assert torch.equal(live["own"], torch.full((3,), float(rank)))
+            must(torch.equal(live["own"], torch.full((3,), float(rank))))
         else:
             with failing() as caught:
                 ckpt.restore(live, strict=False)
-            assert "own" in str(caught[0])
+            must("own" in str(caught[0]))
 
 
 def _loaded(rank: int, world_size: int, directory: Path) -> None:
@@ -85,18 +86,18 @@ def _loaded(rank: int, world_size: int, directory: Path) -> None:
         plain = {"own": torch.zeros(_size_of(step))}
         if world_size == 4:
             dcp.load(plain, storage_reader=reader)
-            assert (plain["own"] == rank).all()
+            must((plain["own"] == rank).all())
         else:
             _fails_to_load(plain, reader)
         for placement in (Shard(0), Replicate()):
             mesh = init_device_mesh("cpu", (world_size,))
             one = distribute_tensor(torch.full((_size_of(step),), -1.0), mesh, [placement])
             _fails_to_load({"own": one}, reader)
-            assert (one.to_local() == -1).all(), "what ranks saved each for itself was mixed"
+            must((one.to_local() == -1).all(), "what ranks saved each for itself was mixed")
     values = {"seed": -1}
     if world_size == 4:
         dcp.load(values, storage_reader=StorageReader(directory / "run" / STEP))
-        assert values["seed"] == rank
+        must(values["seed"] == rank)
     else:
         _fails_to_load(values, StorageReader(directory / "run" / STEP))
 
@@ -108,4 +109,4 @@ def _size_of(step: Path) -> int:
 def _fails_to_load(state: dict[str, Any], reader: StorageReader) -> None:
     with failing() as caught:
         dcp.load(state, storage_reader=reader)
-    assert any(isinstance(error, StateMismatchError) for error in caught), caught
+    must(any(isinstance(error, StateMismatchError) for error in caught), caught)

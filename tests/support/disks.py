@@ -11,11 +11,11 @@ import numpy as np
 
 from statehold import _core
 from statehold.testing import SimFs
+from support.faults import DEADLINE_S, must
 
 BLOCK = 64 << 10
 BUFFER = 256 << 10
 EAGER, EXTERNAL, SHARED = 1, 2, 4
-DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,10 @@ class State:
             },
         }
 
-    def write(self, engine: _core.Engine) -> _core.WriteJob:
-        return engine.write(file_bytes=self.file_bytes, header=self.header, **self._arguments())
+    def write(self, engine: _core.Engine, file: _core.File | None = None) -> _core.WriteJob:
+        return engine.write(
+            file_bytes=self.file_bytes, header=self.header, file=file, **self._arguments()
+        )
 
     def read(self, engine: _core.Engine, path: str, sums: bytes, **changes: Any) -> _core.ReadJob:
         """Everything behind the header, whose sums are therefore left out."""
@@ -107,14 +109,18 @@ def save(engine: _core.Engine, disk: Disk, name: str, state: State, reuse: bool 
     """Write the whole file durably, through Python where it is flagged so; returns the sums."""
     job = state.write(engine)
     job.attach(disk.fs.open_write(disk.path(name), state.file_bytes, reuse))
+    return finish(job, state)
+
+
+def finish(job: _core.WriteJob, state: State) -> bytes:
+    """Fill what Python has to fill, and wait for the rest; returns the sums."""
     while (fill := job.next_fill(DEADLINE_S)) is not None:
         for segment, offset, at, count in fill.pieces:
             source = state.arrays[segment - 1].tobytes()
             fill.view[at : at + count] = source[offset : offset + count]
         job.filled(fill)
-    assert job.fills_left == 0
-    written = job.wait_written(DEADLINE_S)
-    assert written
+    must(job.fills_left == 0)
+    must(job.wait_written(DEADLINE_S))
     job.finish()
     return job.checksums()
 
@@ -127,9 +133,8 @@ def restore(engine: _core.Engine, disk: Disk, name: str, state: State, sums: byt
             target = memoryview(state.arrays[segment].data).cast("B")
             target[offset : offset + count] = ready.view[at : at + count]
         job.release(ready)
-    assert job.ready_left == 0
-    done = job.wait(DEADLINE_S)
-    assert done
+    must(job.ready_left == 0)
+    must(job.wait(DEADLINE_S))
 
 
 def corrupt(disk: Disk, name: str, offset: int, cold: bool) -> None:

@@ -13,9 +13,12 @@ SMALL = {"staging_bytes": "2MiB", "buffer_bytes": "1MiB", "copy_threads": 2}
 DEADLINE_S = 60.0
 
 
-def must(happened: bool, what: str = "this did not happen in time") -> None:
-    """An assertion that also runs, with the wait in its argument, under python -O."""
-    if not happened:
+def must(holds: object, what: object = "this does not hold, or did not happen in time") -> None:
+    """An assertion that also runs under python -O, with the work or the wait in its argument.
+
+    For all that pytest does not rewrite: modules of support, and what runs in other processes.
+    """
+    if not holds:
         raise AssertionError(what)
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support.faults import must
+
 JOIN_S = 150
 
 
@@ -41,9 +43,9 @@ def run_ranks(
 
 
 def _result(path: Path, process: Any) -> Any:
-    assert path.exists(), f"{process.name} ended with {process.exitcode} and no result"
+    must(path.exists(), f"{process.name} ended with {process.exitcode} and no result")
     is_good, value = pickle.loads(path.read_bytes())
-    assert is_good, value
+    must(is_good, value)
     return value
 
 

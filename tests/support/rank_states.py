@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from support.faults import must
+
 W, OWN = 1000, 10
 SAME_BYTES, OWN_BYTES = 4 * W, 4 * OWN
 
@@ -33,6 +35,6 @@ def blank() -> dict[str, Any]:
 def check(found: dict[str, Any], rank: int, step: int) -> None:
     """`found` is what `rank` saved as `step`."""
     expected = state(rank, step)
-    assert torch.equal(found["w"], expected["w"])
-    assert torch.equal(found["own"], expected["own"])
-    assert (found["seed"], found["step"]) == ({"rank": rank}, step)
+    must(torch.equal(found["w"], expected["w"]))
+    must(torch.equal(found["own"], expected["own"]))
+    must((found["seed"], found["step"]) == ({"rank": rank}, step))

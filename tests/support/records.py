@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,8 @@ from statehold.steps.entries import record_file
 from statehold.steps.manifest import Commit, RecordEntry, Shared, groups_of, record_name
 from statehold.steps.record import Record
 from statehold.steps.saved import SavedStep, open_step
-from support.steps import Sums, false_sums
+from support.faults import must
+from support.steps import Sums, document_of, false_sums, seal
 
 DTYPES = {"F64": np.float64, "I64": np.int64, "U8": np.uint8, "I16": np.int16}
 DIRECTORY, ATTEMPT = "run/step-000000000007", "5eed-1"
@@ -136,7 +136,7 @@ class World:
         result = np.zeros(box.shape, DTYPES[step.tensors[name].dtype])
         for chunk in step.chunks(name, box):
             raw = self.files[f"{DIRECTORY}/{chunk.file}"]
-            assert len(raw) == chunk.file_bytes
+            must(len(raw) == chunk.file_bytes)
             part = np.frombuffer(raw[chunk.begin : chunk.end], result.dtype)
             part = part.reshape(chunk.box.shape)
             met = chunk.box.intersection(box)
@@ -160,12 +160,9 @@ def _placed_spec(spec: TensorSpec, held: Held, box: Box) -> TensorSpec:
 
 def rewritten(raw: bytes, change: Any, what: str) -> bytes:
     """A document with `change` applied to its JSON, sealed anew."""
-    document = json.loads(raw)
-    del document[f"{what}_sha256"]
+    document = document_of(raw, what)
     change(document)
-    body = json.dumps(document, separators=(",", ":"))[:-1].encode()
-    digest = hashlib.sha256(body).hexdigest().encode()
-    return body + b',"%s_sha256":"%s"}\n' % (what.encode(), digest)
+    return seal(document, what)
 
 
 def example(sums: Sums = false_sums) -> World:

@@ -22,6 +22,7 @@ from statehold.state.restore import Restoration, prepare
 from statehold.steps.saved import SavedTensor
 from statehold.steps.trees import merge
 from support.capture_checks import Mlp, live_tensors, piece, trained, two_dimensional
+from support.faults import must
 from support.jobs import Job, captured
 
 
@@ -107,10 +108,10 @@ def check_every_layout_into_every_other(job: Job) -> None:
             other = remake()
             fresh = torch.optim.AdamW(other.parameters())
             restoration = step.restore({"m": other, "o": fresh})
-            assert same(wholes(bare(other), fresh), expected), (source, target)
-            assert fresh.param_groups[0]["lr"] == 0.5
-            assert restoration.used == step.saved.tensors.keys()
-            assert not restoration.unexpected
+            must(same(wholes(bare(other), fresh), expected), (source, target))
+            must(fresh.param_groups[0]["lr"] == 0.5)
+            must(restoration.used == step.saved.tensors.keys())
+            must(not restoration.unexpected)
             trained(other, fresh)  # what was allocated works with the parameters
 
 
@@ -125,11 +126,11 @@ def check_boxes_of_destinations(job: Job) -> None:
         }
         weight = bare(model).up.weight
         local = weight.to_local() if isinstance(weight, DTensor) else weight
-        assert found["m.up.weight"].box.shape == local.shape
-        assert found["m.up.weight"].shared is expected
-        assert found["m.up.weight"].address == local.data_ptr()
-        assert found["t"].shared
-        assert found["t"].box == Box.whole((2,))
+        must(found["m.up.weight"].box.shape == local.shape)
+        must(found["m.up.weight"].shared is expected)
+        must(found["m.up.weight"].tensor.data_ptr() == local.data_ptr())
+        must(found["t"].shared)
+        must(found["t"].box == Box.whole((2,)))
 
 
 def check_filled_in_place(job: Job) -> None:
@@ -143,9 +144,9 @@ def check_filled_in_place(job: Job) -> None:
     versions = model.up.weight._version
     step.restore({"m": model, "o": optimizer})
     after = live_tensors(model, optimizer)
-    assert all(after[name] is value for name, value in before.items())
-    assert {name: after[name].to_local().data_ptr() for name in places} == places
-    assert model.up.weight._version > versions
+    must(all(after[name] is value for name, value in before.items()))
+    must({name: after[name].to_local().data_ptr() for name in places} == places)
+    must(model.up.weight._version > versions)
 
 
 def check_global_shapes_are_compared(job: Job) -> None:
@@ -153,7 +154,7 @@ def check_global_shapes_are_compared(job: Job) -> None:
     model = fully_shard(nn.Linear(5, 7), mesh=init_device_mesh("cpu", (4,)))
     with pytest.raises(StateMismatchError) as caught:
         step.prepare({"m": model})
-    assert caught.value.facts["m.weight"] == "expected F32 [7, 5], got F32 [8, 5] in the step"
+    must(caught.value.facts["m.weight"] == "expected F32 [7, 5], got F32 [8, 5] in the step")
 
 
 def check_stages_move_between_ranks(job: Job) -> None:
@@ -167,12 +168,12 @@ def check_stages_move_between_ranks(job: Job) -> None:
     fresh["o"] = torch.optim.AdamW(fresh["m"].parameters())
     restoration = step.restore(fresh)
     names = {each for each in step.whole if f"stage{(job.rank + 1) % 4}." in each}
-    assert restoration.used == names
-    assert set.union(*job.gather(restoration.used)) == set(step.whole)
-    assert fresh["o"].param_groups[0]["lr"] == 0.5
+    must(restoration.used == names)
+    must(set.union(*job.gather(restoration.used)) == set(step.whole))
+    must(fresh["o"].param_groups[0]["lr"] == 0.5)
     nowhere = set.intersection(*map(set, job.gather(restoration.unexpected)))
-    assert restoration.unexpected
-    assert not nowhere
+    must(restoration.unexpected)
+    must(not nowhere)
 
 
 def check_groups_of_stages(job: Job) -> None:
@@ -188,18 +189,18 @@ def check_groups_of_stages(job: Job) -> None:
     fresh = stage(job.rank, 9.0)
     step.restore(fresh)
     rates = [group["lr"] for group in fresh["o"].param_groups]
-    assert rates == ([0.5, 0.25] if job.rank else [0.5])
+    must(rates == ([0.5, 0.25] if job.rank else [0.5]))
 
     both = nn.ModuleDict({"stage0": nn.Linear(2, 2), "stage1": nn.Linear(2, 2)})
     loose = {"m": both, "o": torch.optim.SGD(both.parameters(), 9.0)}
     with pytest.raises(StateMismatchError) as caught:
         step.prepare(loose)
-    assert caught.value.facts["o.param_groups.0"].endswith("which differ in lr")
+    must(caught.value.facts["o.param_groups.0"].endswith("which differ in lr"))
 
     step = SharedStep(job, stage(0, job.rank + 1.0), world_size=8)
     with pytest.raises(StateMismatchError) as caught:
         step.prepare(stage(0, 9.0))
-    assert caught.value.facts.keys() >= {"o.param_groups.0.lr"}
+    must(caught.value.facts.keys() >= {"o.param_groups.0.lr"})
 
 
 def check_extra_state_of_sharded_modules(job: Job) -> None:
@@ -217,8 +218,8 @@ def check_extra_state_of_sharded_modules(job: Job) -> None:
     saved[0].calls = 5
     step = SharedStep(job, {"m": saved})
     step.restore({"m": live})
-    assert live[0].calls == 5
-    assert torch.equal(live[0].weight.full_tensor(), saved[0].weight.full_tensor())
+    must(live[0].calls == 5)
+    must(torch.equal(live[0].weight.full_tensor(), saved[0].weight.full_tensor()))
 
 
 def check_ties_of_empty_boxes(job: Job) -> None:
@@ -231,8 +232,8 @@ def check_ties_of_empty_boxes(job: Job) -> None:
     saved, live = tied(), tied()
     step = SharedStep(job, {"m": saved})
     step.restore({"m": live})
-    assert step.whole.keys() == {"m.one.weight"}
-    assert torch.equal(live.other.weight.full_tensor(), saved.one.weight.full_tensor())
+    must(step.whole.keys() == {"m.one.weight"})
+    must(torch.equal(live.other.weight.full_tensor(), saved.one.weight.full_tensor()))
 
 
 def merge_of_all(job: Job, step: SharedStep, state: Mapping[str, Any]) -> Any:
@@ -249,21 +250,21 @@ def check_own_values_come_back_to_their_ranks(job: Job) -> None:
     step = SharedStep(job, state(job.rank))
     live = state(99)
     step.restore(live)
-    assert (live["seed"], live["where"]["shard"]) == (job.rank, [job.rank, 9])
+    must((live["seed"], live["where"]["shard"]) == (job.rank, [job.rank, 9]))
 
     other = SharedStep(job, state(job.rank), world_size=8)
     with pytest.raises(StateMismatchError) as caught:
         other.prepare(state(99))
-    assert caught.value.facts.keys() == {"seed", "where.shard"}
-    assert "8 ranks saved their own" in caught.value.facts["seed"]
-    assert 'skip=["seed"]' in caught.value.facts["seed"]
+    must(caught.value.facts.keys() == {"seed", "where.shard"})
+    must("8 ranks saved their own" in caught.value.facts["seed"])
+    must('skip=["seed"]' in caught.value.facts["seed"])
 
     live = state(99)
     drawn = copy.deepcopy(torch.get_rng_state())
     report = other.restore(live, skip=["seed", "where.shard"]).report
-    assert report.kept == ("seed", "where.shard", "rng")
-    assert report.loaded == ("same",)
-    assert torch.equal(torch.get_rng_state(), drawn)
+    must(report.kept == ("seed", "where.shard", "rng"))
+    must(report.loaded == ("same",))
+    must(torch.equal(torch.get_rng_state(), drawn))
 
 
 def check_weights_only(job: Job) -> None:
@@ -273,6 +274,6 @@ def check_weights_only(job: Job) -> None:
     other = two_dimensional()
     fresh = torch.optim.AdamW(other.parameters())
     restoration = step.restore({"m": other, "o": fresh}, only=["m"])
-    assert not fresh.state
-    assert restoration.report.kept == ("o",)
-    assert restoration.used == {name for name in step.whole if name.startswith("m.")}
+    must(not fresh.state)
+    must(restoration.report.kept == ("o",))
+    must(restoration.used == {name for name in step.whole if name.startswith("m.")})

@@ -80,17 +80,18 @@ def manifest_of(specs: Sequence[TensorSpec] = SPECS, state: Any = None, step: in
     )
 
 
-def document_of(manifest: Manifest) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(manifest.encode())
-    del document["manifest_sha256"]
+def document_of(raw: bytes, what: str = "manifest") -> dict[str, Any]:
+    """The JSON of a manifest or a record, without its hash."""
+    document: dict[str, Any] = json.loads(raw)
+    del document[f"{what}_sha256"]
     return document
 
 
-def seal(body: dict[str, Any] | str) -> bytes:
-    """manifest.json with a correct hash, whatever nonsense its body holds."""
+def seal(body: dict[str, Any] | str, what: str = "manifest") -> bytes:
+    """A manifest or a record with a correct hash, whatever nonsense its body holds."""
     text = body if isinstance(body, str) else json.dumps(body, separators=(",", ":"))
     raw = text[:-1].encode("utf-8", "surrogatepass")
-    return raw + b',"manifest_sha256":"%s"}\n' % hashlib.sha256(raw).hexdigest().encode()
+    return raw + f',"{what}_sha256":"{hashlib.sha256(raw).hexdigest()}"}}\n'.encode()
 
 
 def changed(document: dict[str, Any], keys: Sequence[str | int], value: Any) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class LateStreams:
         return f"side stream of {device}"
 
     def copy(self, stream: str, dst: torch.Tensor, src: torch.Tensor) -> None:
-        assert dst.dtype == src.dtype == torch.uint8
+        must(dst.dtype == src.dtype == torch.uint8)
         with self._guard:
             self._queue.append((dst, src))
 

@@ -122,7 +122,7 @@ def test_a_manifest_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_newer_version() -> None:
-    document = document_of(manifest_of())
+    document = document_of(manifest_of().encode())
     document["version"] = 3
     document["something"] = "that version 2 does not have"
     with pytest.raises(FormatVersionError) as caught:

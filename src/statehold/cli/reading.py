@@ -13,17 +13,15 @@ again costs little; asking the engine to go on would put a list of failures into
 from __future__ import annotations
 
 import os
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from statehold import _core
 from statehold.errors import StateholdError
 from statehold.planning.plan import pieces
-from statehold.steps.entries import sums_to_bytes
+from statehold.segments import Segment, start_read
 from statehold.units import MiB
 
 if TYPE_CHECKING:
@@ -136,12 +134,7 @@ class SpanReader:
     def __enter__(self) -> SpanReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._engine.close()
         self._fs.close()
 
@@ -164,23 +157,15 @@ class SpanReader:
                     job.cancel()
 
     def _start(self, batch: list[Span]) -> ReadJob | None:
-        files: dict[str, int] = {}
-        index = [files.setdefault(span.path, len(files)) for span in batch]
-        sizes = {span.path: span.file_bytes for span in batch}
+        files = {span.path: span.file_bytes for span in batch}
+        numbers = {path: number for number, path in enumerate(files)}
         self._drop_caches(files)
+        segments = [
+            Segment(numbers[span.path], span.begin, span.end, span.sums, span.name)
+            for span in batch
+        ]
         try:
-            return self._engine.read(
-                files=list(files),
-                file_bytes=[sizes[path] for path in files],
-                block_bytes=batch[0].block_bytes,
-                file_index=array("q", index),
-                begins=array("q", [span.begin for span in batch]),
-                sizes=array("q", [span.end - span.begin for span in batch]),
-                addresses=array("Q", bytes(8 * len(batch))),
-                flags=bytes(len(batch)),
-                strided={},
-                sums=sums_to_bytes("".join([span.sums for span in batch])),
-            )
+            return start_read(self._engine, files, segments, batch[0].block_bytes).job
         except StateholdError:
             return None  # the second look says what is wrong with which file
 

@@ -17,10 +17,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from statehold.dcp.commit import Sent
+from statehold.dcp.endpoint import rank_and_world
 from statehold.dcp.writing import Piece, Place
 from statehold.errors import InvariantError, StateholdError
 from statehold.planning.layout import Box
@@ -31,16 +31,11 @@ from statehold.steps.manifest import RecordEntry
 _SAVE = 1  # the only round of its Peers
 
 
-def is_among_others() -> bool:
-    """Whether there are other ranks at all."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 class Meeting:
     """The ranks of one save, from its begin to its end."""
 
     def __init__(self, final: str, timeout_s: float) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world_size = rank_and_world()
         self._board = StoreBoard(_get_default_store(), f"dcp:{final}")
         self._peers = Peers(self._board, self.rank, self.world_size, timeout_s)
 

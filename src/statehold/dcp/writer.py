@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from statehold.dcp.alone import Meeting, is_among_others
+from statehold.dcp.alone import Meeting
 from statehold.dcp.commit import Sent, complete, hand_over
-from statehold.dcp.machine import Machine
+from statehold.dcp.endpoint import Endpoint, rank_and_world
 from statehold.dcp.staging import StagingPool
 from statehold.dcp.tree import Path
 from statehold.dcp.writing import Place, write_items
@@ -56,7 +56,7 @@ class _Save(threading.local):
     meeting: Meeting | None = None
 
 
-class StorageWriter(_StorageWriter, AsyncStager):
+class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
     """Writes a checkpoint as a step of statehold; for torch.distributed.checkpoint.
 
     path: the directory of the checkpoint; the `checkpoint_id` of a save replaces it. The last
@@ -70,6 +70,8 @@ class StorageWriter(_StorageWriter, AsyncStager):
     As `AsyncStager` of dcp.async_save it copies the state into host memory that is used again.
     """
 
+    _what, _call = "a checkpoint", "save"
+
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -82,17 +84,16 @@ class StorageWriter(_StorageWriter, AsyncStager):
         backend: str = "auto",
         timeout_s: float = 600.0,
     ) -> None:
-        super().__init__()
-        self._path = None if path is None else _absolute(path)
-        self._timeout_s = timeout_s
-        self._overwrite = overwrite
-        self._machine = Machine(
+        super().__init__(
+            path,
             staging_bytes=staging_bytes,
             buffer_bytes=buffer_bytes,
             queue_depth=queue_depth,
             copy_threads=copy_threads,
             backend=backend,
         )
+        self._timeout_s = timeout_s
+        self._overwrite = overwrite
         self._staging = StagingPool()
         self._save = _Save()
 
@@ -108,8 +109,7 @@ class StorageWriter(_StorageWriter, AsyncStager):
         return "://" not in os.fspath(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self._path = _absolute(checkpoint_id)
+        super().reset(checkpoint_id)
         self._save.path = self._path
 
     # torch passes rank and use_collectives only to a parameter of this very name.
@@ -123,8 +123,8 @@ class StorageWriter(_StorageWriter, AsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if not self._save.use_collectives and is_among_others():
-            meeting = Meeting(self._destination(), self._timeout_s)
+        if not self._save.use_collectives and rank_and_world()[1] > 1:
+            meeting = Meeting(self._directory(), self._timeout_s)
             self._save.meeting = meeting
             places = [meeting.begin(lambda: self._begin(meeting.world_size))]
         else:
@@ -209,7 +209,7 @@ class StorageWriter(_StorageWriter, AsyncStager):
 
         A link to the checkpoint stays a link: what it leads to is replaced.
         """
-        final = os.path.realpath(self._destination())
+        final = os.path.realpath(self._directory())
         attempt = secrets.token_hex(8)
         place = Place(final, f"{final}.{attempt}.partial", _step(final), 0, world_size, attempt)
         with self._machine.storage() as fs:
@@ -222,15 +222,6 @@ class StorageWriter(_StorageWriter, AsyncStager):
                 delete(fs, leftover)
             fs.mkdir(place.partial)
         return place
-
-    def _destination(self) -> str:
-        path = self.checkpoint_id
-        if path is None:
-            raise UsageError(
-                "a checkpoint needs a directory",
-                hint="give save() a checkpoint_id, or the StorageWriter a path",
-            )
-        return path
 
     def _check_replaceable(self, fs: Fs, final: str) -> None:
         """What is at `final` may go once the new checkpoint is complete."""
@@ -258,7 +249,7 @@ class StorageWriter(_StorageWriter, AsyncStager):
                 facts={"got": type(place).__name__},
                 hint="keep it in finish_plan: dataclasses.replace(plan, items=...)",
             )
-        final = os.path.realpath(self._destination())
+        final = os.path.realpath(self._directory())
         with self._machine.storage() as fs:
             # What a failed save to another directory left is still there.
             if place.final == final and fs.is_dir(place.partial):
@@ -271,10 +262,6 @@ class StorageWriter(_StorageWriter, AsyncStager):
         return dataclasses.replace(
             place, final=final, partial=found[0], step=_step(final), attempt=attempt
         )
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    return os.path.abspath(os.fspath(path))
 
 
 def _step(path: str) -> int:

@@ -110,11 +110,22 @@ class Peers:
             return error
         return None
 
-    def agree(self, what: str, message: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
-        """All ranks: post a message, let rank 0 decide over all of them, return the decision."""
-        with self._guard:
-            seq = self._agreed.get(what, 0)
-            self._agreed[what] = seq + 1
+    def agree(
+        self,
+        what: str,
+        message: bytes,
+        decide: Callable[[list[bytes]], bytes],
+        seq: int | None = None,
+    ) -> bytes:
+        """All ranks: post a message, let rank 0 decide over all of them, return the decision.
+
+        seq: the number of the round, above all earlier ones of its kind, where a rank may have
+        missed some; None counts them.
+        """
+        if seq is None:
+            with self._guard:
+                seq = self._agreed.get(what, 0)
+                self._agreed[what] = seq + 1
         self._enter(what, seq, message)
         if self.rank:
             return self._outcome(what, seq)

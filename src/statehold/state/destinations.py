@@ -21,7 +21,6 @@ from statehold.state import dtypes, placements
 from statehold.state.placements import Placed
 from statehold.state.tensors import (
     Memory,
-    Strided,
     is_dtensor,
     is_external,
     is_storable,
@@ -44,15 +43,19 @@ class Destination:
 
     name: str
     tensor: torch.Tensor
-    strided: Strided | None
     external: bool
     box: Box
     shared: bool
     among: tuple[int, ...] | None = None
 
-    @property
-    def address(self) -> int:
-        return self.tensor.data_ptr()
+    def part(self, box: Box) -> torch.Tensor:
+        """The memory that takes `box`, which lies in the destination's."""
+        part = self.tensor
+        if box != self.box:
+            inside = dtypes.torch_box(part.dtype, box.relative_to(self.box))
+            for dim, (begin, size) in enumerate(zip(inside.offsets, inside.shape, strict=True)):
+                part = part.narrow(dim, begin, size)
+        return part
 
 
 class Destinations:
@@ -139,8 +142,7 @@ class Destinations:
         alone = place.layout is not None and place.layout.replica_count == 1
         shared = self._rank is not None and not alone
         among = place.layout.mesh.ranks if place.layout else None
-        strided, external = strides_of(target), is_external(target)
-        return Destination(name, target, strided, external, box, shared, among)
+        return Destination(name, target, is_external(target), box, shared, among)
 
     def _same_bytes(self, name: str, other: str) -> bool:
         one, two = self._saved.tensors[name], self._saved.tensors[other]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from statehold.errors import UnsupportedValueError
+from statehold.planning.layout import Box
 
 __all__ = [
     "NUMPY_TO_TORCH",
@@ -22,6 +23,7 @@ __all__ = [
     "dtype_of",
     "is_numpy_scalar",
     "stored_shape",
+    "torch_box",
     "torch_shape",
 ]
 
@@ -114,6 +116,13 @@ def torch_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
     if dtype is not _PACKED:
         return shape
     return (*shape[:-1], shape[-1] // 2)
+
+
+def torch_box(dtype: torch.dtype, box: Box) -> Box:
+    """A box of a stored tensor in elements of torch."""
+    if dtype is not _PACKED:
+        return box
+    return Box(torch_shape(dtype, box.offsets), torch_shape(dtype, box.shape))
 
 
 def described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:

@@ -13,29 +13,20 @@ import math
 import torch
 
 from statehold.planning.layout import Box
-from statehold.state.destinations import Destination
-
-
-def region(tensor: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:
-    """The part of `tensor`, which holds the box `held`, that is the box `wanted`."""
-    inside = wanted.relative_to(held)
-    for dim, (offset, size) in enumerate(zip(inside.offsets, inside.shape, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
 
 
 class Landing:
-    """The bytes [begin, end) of the dense image of `chunk`, for the box `wanted` of it."""
+    """The bytes [begin, end) of a dense chunk of `shape`, for the box `wanted` of it, which goes to
+    `place`."""
 
     def __init__(
-        self, destination: Destination, wanted: Box, chunk: Box, begin: int, end: int
+        self, place: torch.Tensor, wanted: Box, shape: tuple[int, ...], begin: int, end: int
     ) -> None:
-        tensor = destination.tensor
-        self._place = region(tensor, destination.box, wanted)
-        self._wanted = wanted.relative_to(chunk)
-        self._shape = chunk.shape
+        self._place = place
+        self._wanted = wanted
+        self._shape = shape
         self._begin = begin
-        self._bytes = torch.empty(end - begin, dtype=torch.uint8, device=tensor.device)
+        self._bytes = torch.empty(end - begin, dtype=torch.uint8, device=place.device)
 
     def part(self, begin: int, end: int) -> torch.Tensor:
         """Where the bytes [begin, end) of the chunk arrive."""

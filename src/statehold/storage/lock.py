@@ -23,6 +23,16 @@ _held: set[str] = set()
 _held_guard = threading.Lock()
 
 
+def _forget_held() -> None:
+    """In a fork: what its parent holds, the kernel knows; nobody here is inside the guard."""
+    global _held_guard
+    _held.clear()
+    _held_guard = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_held)
+
+
 class RunLock:
     """The right to save into `run`; acquired on construction, given up by release().
 
@@ -44,7 +54,7 @@ class RunLock:
         # Its content is overwritten: never that of a file elsewhere, to which a link might lead.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            fd = os.open(self._path, flags, 0o644)
+            fd = _not_standard(os.open(self._path, flags, 0o644))
         except OSError as error:
             raise storage_error("open the run's lock", error.errno or 0, self._path) from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -71,6 +81,16 @@ class RunLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _not_standard(fd: int) -> int:
+    """The descriptor, moved off a standard stream's number: what is printed must not land here."""
+    if fd > 2:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
 
 
 def _busy(run: str, holder: str) -> RunBusyError:

@@ -20,6 +20,9 @@ from statehold.steps.saved import MANIFEST_NAME
 if TYPE_CHECKING:
     from statehold._core import Fs
 
+# The fact of an error that came after D6.
+PUBLISHED = "published"
+
 
 def publish(fs: Fs, partial: str, final: str, manifest: bytes) -> bool:
     """D3 and D5 to D7; True if there was a directory `final`: it now is `partial`."""
@@ -31,7 +34,10 @@ def publish(fs: Fs, partial: str, final: str, manifest: bytes) -> bool:
         fs.exchange(partial, final)  # D6: both names change at once
     else:
         fs.rename(partial, final)  # D6
-    fs.sync_dir(parent_of(final))  # D7
+    try:
+        fs.sync_dir(parent_of(final))  # D7
+    except StorageError as error:
+        raise error.with_fact(PUBLISHED, "yes, and whole, but a power cut may undo it") from None
     return replaced
 
 

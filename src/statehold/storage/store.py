@@ -98,6 +98,11 @@ class Store:
         self._protected: dict[int, int] = {}
         self._spare: str | None = None
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank commits, retires and clears, for all ranks."""
+        return self._rank == 0
+
     # -- reading ---------------------------------------------------------------------------
 
     def path(self, step: int, suffix: str = "") -> str:

@@ -1,0 +1,61 @@
+// mapping: contract in mapping.h.
+#include "mapping.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "fs.h"
+
+namespace statehold {
+namespace {
+
+// One call holds the lock of the address space, and every thread of the process that maps memory
+// meanwhile waits for it: a fraction of a millisecond.
+constexpr uint64_t kPopulateBytes = uint64_t{1} << 20;
+
+// By reading: the kernel then maps pages by the dozen, and those of a shared mapping without a disk
+// behind it may be written at once. By writing, it takes twice as long.
+int touch(std::byte* begin, uint64_t bytes) {
+#ifdef MADV_POPULATE_READ
+  while (::madvise(begin, bytes, MADV_POPULATE_READ) != 0) {
+    if (errno != EINTR && errno != EAGAIN) return errno;
+  }
+#endif
+  return 0;
+}
+
+}  // namespace
+
+Result<Mapping> Mapping::of(int fd, uint64_t bytes, Access access, const std::string& path) {
+  if (bytes == 0) return {};  // mmap has no empty mappings
+  const int protection = access == Access::write ? PROT_READ | PROT_WRITE : PROT_READ;
+  void* data = ::mmap(nullptr, bytes, protection, MAP_SHARED, fd, 0);
+  if (data == MAP_FAILED) return {Status::io(errno, "map", path), {}};
+  // Refused, it costs memory in children only.
+  static_cast<void>(::madvise(data, bytes, MADV_DONTFORK));
+  return {{}, Mapping(static_cast<std::byte*>(data), bytes)};
+}
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)),
+      bytes_(std::exchange(other.bytes_, 0)),
+      process_(other.process_) {}
+
+// In a forked child the address may by now be somebody else's.
+Mapping::~Mapping() {
+  if (data_ != nullptr && ::getpid() == process_) ::munmap(data_, bytes_);
+}
+
+Status Mapping::populate(uint64_t begin, uint64_t bytes, const std::string& path) const {
+  const uint64_t end = std::min(bytes_, begin + bytes);
+  for (uint64_t at = align_down(begin, kPageBytes); at < end; at += kPopulateBytes) {
+    const int error = touch(data_ + at, std::min(kPopulateBytes, end - at));
+    if (error == EINVAL) return {};  // before Linux 5.14
+    if (error != 0) return Status::io(error, "populate", path, static_cast<int64_t>(at));
+  }
+  return {};
+}
+
+}  // namespace statehold

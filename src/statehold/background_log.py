@@ -1,0 +1,62 @@
+"""Log lines of background threads, written by a thread of their own.
+
+A handler may block for as long as it likes: standard error can be a pipe that nobody reads. Whoever
+logs then waits, and must not be what commits steps. So here lines are only queued, in order; a
+thread writes them and ends when there are no more. It is no daemon: the interpreter waits for it at
+exit, as it would for a print(). Beyond LINES_MAX the oldest lines are dropped.
+
+Not here: what the trainer's own thread logs, which it writes itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+
+logger = logging.getLogger("statehold")
+
+LINES_MAX = 1000
+
+
+class BackgroundLog:
+    """Where background threads log to; nothing here blocks but flush()."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._waiting: deque[tuple[int, str, tuple[object, ...]]] = deque(maxlen=LINES_MAX)
+        self._writer: threading.Thread | None = None
+
+    def info(self, text: str, *values: object) -> None:
+        self._queue(logging.INFO, text, values)
+
+    def warning(self, text: str, *values: object) -> None:
+        self._queue(logging.WARNING, text, values)
+
+    def error(self, text: str, *values: object) -> None:
+        self._queue(logging.ERROR, text, values)
+
+    def flush(self) -> None:
+        """Return once every line so far is written."""
+        writer = self._writer
+        if writer is not None:
+            writer.join()
+
+    def _queue(self, level: int, text: str, values: tuple[object, ...]) -> None:
+        with self._guard:
+            self._waiting.append((level, text, values))
+            if self._writer is None:
+                writer = threading.Thread(target=self._write, name="statehold-log")
+                with contextlib.suppress(RuntimeError):  # no threads left: written with a later one
+                    writer.start()
+                    self._writer = writer
+
+    def _write(self) -> None:
+        while True:
+            with self._guard:
+                if not self._waiting:
+                    self._writer = None
+                    return
+                level, text, values = self._waiting.popleft()
+            logger.log(level, text, *values)

@@ -1,0 +1,156 @@
+"""Leaving in time: a scheduler's warning becomes one last save, and an end before the deadline.
+
+    Leaving(within_s) -> install(SIGTERM, ...) -> [signal] -> is_asked -> left() -> SystemExit(LEFT)
+                                                      \\-> the deadline: the process ends, LATE
+
+The signal itself changes nothing: the state may be half an update old. The next save() is the last
+one, and whoever saves rarely asks `is_asked` at each step. Exit codes: LEFT, the last save is
+committed; LATE, the deadline came first, and what was committed before is safe. LEFT is the
+EX_TEMPFAIL of sysexits.h: run it again.
+
+Holds: the process has ended `within_s` after the signal, whatever its threads are doing, even when
+the main thread does not come to run Python. Never half a step: what is not committed by then, the
+next job clears. A fork of the process does not take part.
+Nothing here logs: a log that blocks must not keep the process.
+Not here: what is saved, and where to (checkpointer).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from statehold.errors import UsageError
+
+__all__ = ["LATE", "LEFT", "Leaving"]
+
+LEFT, LATE = 75, 76
+
+# A process does not end at once: its threads want a processor, and its memory is given back first.
+MARGIN = 0.25  # of the time there is
+MARGIN_S_MAX = 2.0
+
+
+Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
+
+_active: Leaving | None = None
+
+
+class Leaving:
+    """Watches for signals that ask this process to leave within `within_s` seconds."""
+
+    def __init__(self, within_s: float) -> None:
+        if not within_s > 0:
+            raise UsageError(
+                "the time to leave is a number of seconds",
+                facts={"expected": "above 0", "got": repr(within_s)},
+            )
+        self._within_s = within_s
+        self._pid = os.getpid()
+        self._asked_s: float | None = None
+        self._code = LATE
+        self._previous: dict[signal.Signals, Handler] = {}
+        self._ended = threading.Event()
+        self._forking = threading.local()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._watcher = threading.Thread(target=self._watch, name="statehold-leave", daemon=True)
+
+    def install(self, *signals: signal.Signals) -> None:
+        """Begin to watch. In the main thread only, as Python has it."""
+        global _active
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("signals can be watched from the main thread only")
+        if _active is not None and _active._pid == os.getpid():
+            raise UsageError(
+                "this process is watched for signals already",
+                hint="let one Checkpointer of a process leave on signals",
+            )
+        _active = self
+        for each in signals:
+            self._previous[each] = signal.signal(each, self._handle)
+        # Written by the signal itself, while the main thread may be inside a long native call.
+        before = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        if before != -1:  # another library's: then the handlers have to do
+            signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+        os.register_at_fork(
+            before=self._hold, after_in_parent=self._let_go, after_in_child=self._let_go_in_fork
+        )
+        self._watcher.start()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a signal has come."""
+        return self._asked_s is not None
+
+    def remaining_s(self) -> float:
+        """How long there is, once asked, before this process ends itself."""
+        assert self._asked_s is not None
+        margin_s = min(MARGIN * self._within_s, MARGIN_S_MAX)
+        return max(0.0, self._asked_s + self._within_s - margin_s - time.monotonic())
+
+    def safe(self) -> None:
+        """The last save is committed: whatever happens now, the exit code says so."""
+        self._code = LEFT
+
+    def left(self) -> SystemExit:
+        """What to raise when nothing is left to do. The deadline still holds: others' exit handlers
+        may take their time."""
+        return SystemExit(self._code)
+
+    def remove(self) -> None:
+        """Stop watching, if nobody has asked; give the signals back. In the main thread only."""
+        global _active
+        if self.is_asked or os.getpid() != self._pid or _active is not self:
+            return
+        _active = None
+        for each, handler in self._previous.items():
+            signal.signal(each, handler)
+        self._stop_waking()
+        self._ended.set()
+        os.write(self._wake_write, b"\0")
+        self._watcher.join()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    # -- from signals ----------------------------------------------------------------------
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a fork: as if we were not here
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, bytes([number]))
+
+    def _hold(self) -> None:
+        """Before a fork: a signal for the fork waits until it has stopped waking this process, and
+        is not lost when Python there forgets the signals of its parent."""
+        self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._previous)
+
+    def _let_go(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
+
+    def _let_go_in_fork(self) -> None:
+        self._stop_waking()
+        self._let_go()
+
+    def _stop_waking(self) -> None:
+        wakes = signal.set_wakeup_fd(-1)
+        if wakes != self._wake_write:
+            signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+
+    def _watch(self) -> None:
+        watched = bytes(int(each) for each in self._previous)
+        while not any(byte in watched for byte in os.read(self._wake_read, 64)):
+            if self._ended.is_set():
+                return
+        self._asked_s = time.monotonic()
+        self._ended.wait(self.remaining_s())
+        os._exit(self._code)

@@ -1,0 +1,251 @@
+"""One rank's part of a committed step, copied from one place to another and verified on the way.
+
+Owns: what a part is (data files, cut into segments with checksums, and documents), and the two ways
+a data file travels: through the engine into a file, or as a sequence of blocks to whoever takes
+them. Both read block by block: memory does not grow with the file.
+Holds: a copy that differs from what was committed in one byte ends with ChecksumError, before the
+step is published there. Nothing is unpacked: the same files and documents are at every level.
+Not here: which step goes where and when (promoting), the commit of the target (store, objects).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from statehold import _core
+from statehold.errors import ChecksumError
+from statehold.planning.plan import pieces
+from statehold.steps.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry
+from statehold.steps.manifest import Manifest, record_name
+from statehold.steps.record import Record
+from statehold.steps.saved import MANIFEST_NAME, read_record
+
+if TYPE_CHECKING:
+    from statehold._core import Engine, Fill, WriteJob
+
+__all__ = ["Copied", "DataFile", "Part", "Readable", "Source", "blocks", "part_of", "write_copy"]
+
+BLOCK_BYTES = 16 << 20
+_FLAG_EXTERNAL = 2
+_SUM_DIGITS = 16
+
+
+class Readable(Protocol):
+    """An open data file."""
+
+    def read_into(self, memory: memoryview, offset: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Source(Protocol):
+    """A place that has the step: its documents, and its data files."""
+
+    def read_file(self, path: str, max_bytes: int) -> bytes: ...
+    def open_read(self, path: str) -> Readable: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The bytes [begin, end) of a file; they belong to tensor `name`, or to the header ("")."""
+
+    begin: int
+    end: int
+    sums: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A data file of a step; its spans tile it, the header first."""
+
+    name: str
+    bytes: int
+    block_bytes: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank has to copy of a step: its data files and its record (name, content), if there is
+    one. `manifest` is the same on all ranks."""
+
+    files: tuple[DataFile, ...]
+    record: tuple[str, bytes] | None
+    manifest: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A manifest as it was committed elsewhere."""
+
+    step: int
+    raw: bytes
+
+    def encode(self) -> bytes:
+        return self.raw
+
+
+def part_of(source: Source, directory: str, rank: int) -> Part:
+    """What `rank` wrote of the step in `directory`. Raises as reading a step does."""
+    path = f"{directory}/{MANIFEST_NAME}"
+    raw = source.read_file(path, DOCUMENT_BYTES_MAX)
+    manifest = Manifest.decode(raw, path)
+    if isinstance(manifest, Manifest):
+        chunks = {name: entry.chunks for name, entry in manifest.tensors.items()}
+        return Part(_data_files(manifest.files, chunks, manifest.block_bytes), None, raw)
+    record: Record = read_record(source.read_file, directory, manifest, rank)
+    name = record_name(rank, manifest.world_size)
+    document = source.read_file(f"{directory}/{name}", DOCUMENT_BYTES_MAX)
+    files = _data_files(record.files, dict(record.chunks), record.block_bytes)
+    return Part(files, (name, document), raw)
+
+
+def _data_files(
+    entries: Sequence[FileEntry], chunks: dict[str, tuple[Chunk, ...]], block_bytes: int
+) -> tuple[DataFile, ...]:
+    spans = [[Span(0, entry.data_begin, entry.header_sums, "")] for entry in entries]
+    for name, found in chunks.items():
+        for chunk in found:
+            spans[chunk.file].append(Span(chunk.begin, chunk.end, chunk.sums, name))
+    return tuple(
+        DataFile(entry.name, entry.bytes, block_bytes, tuple(sorted(each, key=_order)))
+        for entry, each in zip(entries, spans, strict=True)
+    )
+
+
+def _order(span: Span) -> tuple[int, int]:
+    return span.begin, span.end
+
+
+# -- through the engine ----------------------------------------------------------------------------
+
+
+def write_copy(
+    engine: Engine,
+    file: DataFile,
+    source: Readable,
+    target: _core.File,
+    before: Callable[[int], None],
+) -> None:
+    """D1 and D2 of a data file: copy it from `source` into `target`, durably.
+
+    before: called with a number of bytes ahead of copying them; it may wait, or raise to stop.
+    """
+    header = bytearray(file.spans[0].end)
+    source.read_into(memoryview(header), 0)
+    job = _start(engine, file, bytes(header))
+    try:
+        job.attach(target)
+        while (fill := job.next_fill(None)) is not None:
+            with _given_back(job, fill):
+                begin, end, at = _extent(file, fill)
+                before(end - begin)
+                source.read_into(fill.view[at : at + end - begin], begin)
+        job.wait_written(None)
+        _compare(file, job.checksums())
+        job.finish()
+    finally:
+        job.cancel()
+
+
+def _start(engine: Engine, file: DataFile, header: bytes) -> WriteJob:
+    data = file.spans[1:]
+    return engine.write(
+        file_bytes=file.bytes,
+        block_bytes=file.block_bytes,
+        begins=array("q", [span.begin for span in data]),
+        sizes=array("q", [span.end - span.begin for span in data]),
+        addresses=array("Q", [0] * len(data)),
+        flags=bytes([_FLAG_EXTERNAL] * len(data)),
+        strided={},
+        header=header,
+    )
+
+
+@contextlib.contextmanager
+def _given_back(job: WriteJob, fill: Fill) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        job.cancel()
+        raise
+    finally:
+        job.filled(fill)
+
+
+def _extent(file: DataFile, fill: Fill) -> tuple[int, int, int]:
+    """The range of the file that a buffer wants, and where in the buffer it begins. The data of a
+    file has no gaps, so the pieces of a buffer are one range."""
+    first, last = fill.pieces[0], fill.pieces[-1]
+    begin = file.spans[first[0]].begin + first[1]
+    end = file.spans[last[0]].begin + last[1] + last[3]
+    return begin, end, first[2]
+
+
+def _compare(file: DataFile, sums: bytes) -> None:
+    """The engine's checksums of all pieces, in file order, against the committed ones."""
+    got = array("Q", sums)
+    at = 0
+    for span in file.spans:
+        for begin, end, expected in _expected(file, span):
+            if got[at] != expected:
+                raise _mismatch(file, span, (begin, end), expected, got[at])
+            at += 1
+
+
+def _expected(file: DataFile, span: Span) -> Iterator[tuple[int, int, int]]:
+    """(begin, end, checksum) of each piece of a span."""
+    cuts = pieces(span.begin, span.end - span.begin, file.block_bytes)
+    for i, (begin, end) in enumerate(cuts):
+        yield begin, end, int(span.sums[_SUM_DIGITS * i : _SUM_DIGITS * (i + 1)], 16)
+
+
+def _mismatch(
+    file: DataFile, span: Span, where: tuple[int, int], expected: int, got: int
+) -> ChecksumError:
+    return ChecksumError(
+        "bytes do not match their checksum while they are copied to another level",
+        facts={
+            "tensor": span.name or "none: the header of the file",
+            "file": file.name,
+            "bytes": f"[{where[0]}, {where[1]})",
+            "xxh3-64": f"expected {expected:016x}, got {got:016x}",
+        },
+    )
+
+
+# -- as blocks -------------------------------------------------------------------------------------
+
+
+def blocks(file: DataFile, source: Readable, before: Callable[[int], None]) -> Iterator[memoryview]:
+    """The file, block by block and verified; a block is valid until the next is asked for two
+    times, so that one can be sent while the next one is read."""
+    memories = [bytearray(min(BLOCK_BYTES, file.bytes)) for _ in range(2)]
+    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
+    cuts = [
+        (span, begin, end, expected)
+        for span in file.spans
+        for begin, end, expected in _expected(file, span)
+    ]
+    at = 0
+    for number, begin in enumerate(range(0, file.bytes, BLOCK_BYTES)):
+        end = min(begin + BLOCK_BYTES, file.bytes)
+        block = memoryview(memories[number % 2])[: end - begin]
+        before(end - begin)
+        source.read_into(block, begin)
+        while at < len(cuts) and cuts[at][2] <= end:
+            span, low, high, expected = cuts[at]
+            got = _core.hash_memory(addresses[number % 2] + low - begin, high - low)
+            if got != expected:
+                raise _mismatch(file, span, (low, high), expected, got)
+            at += 1
+        yield block

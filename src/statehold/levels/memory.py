@@ -1,0 +1,46 @@
+"""Where the steps of a memory level are: a directory of this user and this run below /dev/shm.
+
+Holds: what is there belongs to this user and nobody else may look into it; whatever else has the
+name is refused, and neither followed nor changed. The directory is found again by whoever opens the
+same run on the same host, until the host restarts.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+
+from statehold.errors import StorageError, storage_error
+
+__all__ = ["memory_root"]
+
+SHARED_MEMORY = "/dev/shm"
+
+
+def memory_root(run: str, base: str = SHARED_MEMORY) -> str:
+    """The directory for the run directory `run`; what is above it exists on return."""
+    home = os.path.join(base, f"statehold-{os.getuid()}")
+    try:
+        os.mkdir(home, 0o700)
+    except FileExistsError:
+        _check_ours(home)
+    except OSError as error:
+        raise storage_error("create a memory level", error.errno or 0, home) from error
+    name = hashlib.sha256(os.fsencode(os.path.realpath(run))).hexdigest()[:16]
+    return os.path.join(home, name)
+
+
+def _check_ours(home: str) -> None:
+    found = os.lstat(home)
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        return
+    raise StorageError(
+        "the directory for memory levels is not this user's alone",
+        errno=errno.EPERM,
+        path=home,
+        facts={"expected": f"a directory of user {os.getuid()}, mode 0700",
+               "got": f"owner {found.st_uid}, mode {stat.filemode(found.st_mode)}"},
+        hint="remove it, or give Memory a path of its own",
+    )  # fmt: skip

@@ -1,0 +1,161 @@
+"""The steps of a run over all its levels: each file is read from the nearest place that has it.
+
+Owns: which place serves which file of a step, and what happens when a copy turns out to be bad: it
+is not used again, and the next place is asked.
+Holds: nothing is believed because of where it is: documents are sealed and files checksummed, so
+files of one step may come from different places. A step is damaged when a file of it is intact
+nowhere.
+Not here: what is read of a step (reads), when the ranks try again (restoring).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from statehold.errors import (
+    CorruptionError,
+    MissingFileError,
+    StateholdError,
+    StepNotFoundError,
+    StorageError,
+)
+from statehold.steps.saved import SavedStep, open_step
+
+if TYPE_CHECKING:
+    from statehold.levels.places import Place
+
+__all__ = ["Nearest"]
+
+logger = logging.getLogger("statehold")
+
+
+class Nearest:
+    """All steps of a run, for one restore; `places` from the nearest on. Not thread-safe."""
+
+    def __init__(self, places: Sequence[Place], run: str) -> None:
+        self._places = list(places)
+        self._run = run
+        self._bad: set[tuple[int, str, str]] = set()  # step, file, level
+        self._served: dict[tuple[int, str], Place] = {}
+        self._found: dict[str, set[int]] | None = None
+
+    def steps(self) -> list[int]:
+        """The steps that are committed anywhere, oldest first."""
+        self._found = None
+        return sorted(set().union(*self._steps_by_place().values()))
+
+    def path(self, step: int) -> str:
+        """Where a step is called to be, for messages and errors: at the nearest place."""
+        return f"{self._run}/step-{step:012d}"
+
+    def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
+        """A committed step, as `rank` of `world_size` ranks sees it (None: one rank)."""
+        if step not in self.steps():
+            raise self._no_such_step(step)
+
+        def read(path: str, max_bytes: int) -> bytes:
+            return self._document(step, os.path.basename(path), max_bytes)
+
+        return open_step(read, self.path(step), step, rank or 0, world_size)
+
+    def locate(self, step: int, name: str, nbytes: int) -> str:
+        """The path from which to read a data file."""
+        for place in self._having(step, name):
+            try:
+                path = place.find(step, name, nbytes)
+            except (StorageError, CorruptionError) as error:
+                self._passed_over(step, name, place, error)
+                continue
+            self._served[step, name] = place
+            return path
+        raise self._missing(step, name)
+
+    @contextlib.contextmanager
+    def protect(self, step: int) -> Iterator[None]:
+        """Keep a step, wherever it is, while it is read."""
+        with contextlib.ExitStack() as kept:
+            for place in self._places:
+                kept.enter_context(place.protect(step))
+            yield
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a step may be at several places."""
+        return len(self._places) > 1
+
+    def has_another(self, step: int, error: StateholdError) -> bool:
+        """After a copy was found to be bad: whether another one is left to try.
+
+        Believes the error's fact "file", or its path; an error that names no file that was read
+        from here is none of a copy.
+        """
+        path = getattr(error, "path", "") or error.facts.get("file", "")
+        name = os.path.basename(str(path))
+        place = self._served.get((step, name))
+        if place is None:
+            return False
+        self._passed_over(step, name, place, error)
+        return bool(self._having(step, name))
+
+    # -- places ----------------------------------------------------------------------------
+
+    def _steps_by_place(self) -> dict[str, set[int]]:
+        if self._found is None:
+            self._found = {place.name: self._listed(place) for place in self._places}
+        return self._found
+
+    def _listed(self, place: Place) -> set[int]:
+        """A place that cannot be asked has no steps, as long as another one can."""
+        try:
+            return set(place.steps())
+        except StorageError as error:
+            if not self.has_copies:
+                raise
+            logger.warning("level %s cannot be read, and is passed over\n%s", place.name, error)
+            return set()
+
+    def _having(self, step: int, name: str) -> list[Place]:
+        found = self._steps_by_place()
+        return [
+            place
+            for place in self._places
+            if step in found[place.name] and (step, name, place.name) not in self._bad
+        ]
+
+    def _document(self, step: int, name: str, max_bytes: int) -> bytes:
+        for place in self._having(step, name):
+            try:
+                raw = place.read(step, name, max_bytes)
+            except (StorageError, CorruptionError) as error:
+                if not self.has_copies:
+                    raise
+                self._passed_over(step, name, place, error)
+                continue
+            self._served[step, name] = place
+            return raw
+        raise self._missing(step, name)
+
+    def _passed_over(self, step: int, name: str, place: Place, error: StateholdError) -> None:
+        self._bad.add((step, name, place.name))
+        self._served.pop((step, name), None)
+        logger.warning(
+            "%s of step %d is not intact at level %s; other levels are tried\n%s",
+            name, step, place.name, error,
+        )  # fmt: skip
+
+    def _missing(self, step: int, name: str) -> MissingFileError:
+        asked = ", ".join(place.name for place in self._places)
+        facts = {"file": f"{self.path(step)}/{name}", "levels": asked}
+        return MissingFileError("a file of a step is intact nowhere", facts=facts)
+
+    def _no_such_step(self, step: int) -> StepNotFoundError:
+        steps = self.steps()
+        shown = ", ".join(map(str, steps[-8:])) or "none"
+        return StepNotFoundError(
+            f"step {step} is not committed in this run",
+            facts={"run": self._run, "committed": f"{shown} ({len(steps)} in all)"},
+        )

@@ -1,0 +1,140 @@
+"""What a user says of a level: where it is, how often a step goes there, how many stay, how fast.
+
+    Checkpointer("runs/llama", levels=[Memory(), Directory(every=10), ObjectStore("s3://b/llama")])
+
+Holds: a level is a value, validated when it is made, and opens nothing. Levels are in the order in
+which a restore looks at them; saves go into the first, and from there to the others.
+Not here: when a step is due (cadence), how it gets there (promoting), reading it (nearest).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from statehold.errors import UsageError
+from statehold.levels.cadence import parse_every
+from statehold.units import parse_bytes
+
+__all__ = ["Directory", "Level", "Memory", "ObjectStore", "check_levels"]
+
+KEEP_IN_MEMORY = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """What all levels have in common.
+
+    every: which steps go here, of those that the level before has: a number n (each time that
+        another n steps have passed), or a time ("30min", "90s"), counted from the last one.
+    keep: committed steps to keep, newest first; None keeps all.
+    bytes_per_s: what copying to this level may take of the bandwidth of the storage, on each rank;
+        an int or "500MB"; None: as fast as it goes.
+    name: for messages and figures.
+    """
+
+    every: int | str = 1
+    keep: int | None = None
+    bytes_per_s: int | str | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        parse_every(self.every)
+        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
+            raise UsageError(
+                "keep must be a number of steps, at least 1, or None for all",
+                facts={"level": self.name, "got": repr(self.keep)},
+            )
+        if self.bytes_per_s is not None and parse_bytes(self.bytes_per_s) < 1:
+            raise UsageError(
+                "bytes_per_s must be at least one byte a second, or None for no limit",
+                facts={"level": self.name, "got": repr(self.bytes_per_s)},
+            )
+
+    @property
+    def rate(self) -> int | None:
+        """bytes_per_s, in bytes."""
+        return None if self.bytes_per_s is None else parse_bytes(self.bytes_per_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory(Level):
+    """Memory of this host that outlives the process: survives the trainer's death, not the host's.
+
+    path: a directory on a memory file system (tmpfs); None: one below /dev/shm that belongs to this
+        user and this run. keep: at least 2, so that a step is there while the next one is written.
+    """
+
+    keep: int | None = KEEP_IN_MEMORY
+    path: str | os.PathLike[str] | None = None
+    name: str = "memory"
+
+    def __post_init__(self) -> None:
+        Level.__post_init__(self)
+        if self.keep is None:
+            raise UsageError(
+                "a memory level cannot keep all steps: memory is bounded",
+                facts={"expected": "a number of steps, at least 1", "got": "None"},
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Directory(Level):
+    """A directory: a local disk, or a parallel file system.
+
+    path: None: the run directory itself.
+    """
+
+    path: str | os.PathLike[str] | None = None
+    name: str = "directory"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStore(Level):
+    """An object store: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix.
+
+    Credentials come from the environment, as the providers' own tools read them; they are never
+    written anywhere. options: of the client, such as {"endpoint": "http://127.0.0.1:9000"}; not
+    for secrets.
+    """
+
+    url: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    name: str = field(default="objects", kw_only=True)
+
+    def __post_init__(self) -> None:
+        Level.__post_init__(self)
+        scheme, separator, rest = self.url.partition("://")
+        if not (scheme and separator and rest):
+            raise UsageError(
+                "an object store is named by a URL",
+                facts={"expected": "such as s3://bucket/prefix", "got": repr(scheme)},
+            )
+
+
+def check_levels(levels: Sequence[Level]) -> tuple[Level, ...]:
+    """The levels of a run, if they make sense together."""
+    for level in levels:
+        if not isinstance(level, Level):
+            raise UsageError(
+                "a level is a Memory, a Directory or an ObjectStore",
+                facts={"got": type(level).__name__},
+            )
+    if not levels:
+        raise UsageError("levels must not be empty: leave it out for the run directory alone")
+    if isinstance(levels[0], ObjectStore):
+        raise UsageError(
+            "the first level must be a Memory or a Directory: saves go there, and an object store "
+            "cannot take them while they are made",
+            hint="put Memory() or Directory() before it",
+        )
+    names = [level.name for level in levels]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError("two levels have one name", facts={"name": name})
+    memories = [level for level in levels if isinstance(level, Memory)]
+    if len(memories) > 1 or (memories and levels[0] is not memories[0]):
+        raise UsageError("there can be one Memory level, and it is the first")
+    return tuple(levels)

@@ -1,0 +1,189 @@
+"""An S3 server that fails: errors named within the deadline, no half steps, the next try works."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from statehold.errors import MissingFileError, StorageError, UnavailableError
+from statehold.steps.saved import MANIFEST_NAME
+from statehold.storage.objects import ObjectSteps
+from statehold.units import MiB
+from support import s3
+
+ATTEMPT, SECOND = "5f3a09c1-7", "5f3a09c1-8"
+NAME = "rank-00000-of-00001.safetensors"
+PART = 5 * MiB
+DEADLINE_S = 2.0
+DATA = bytes(range(256)) * (PART // 128)  # two parts
+CLOSED_PORT = 1
+
+
+@pytest.fixture
+def steps(proxy: s3.Proxy, s3_url: str) -> ObjectSteps:
+    return at(proxy.port, s3_url)
+
+
+def at(port: int, url: str) -> ObjectSteps:
+    options = {"endpoint": f"http://127.0.0.1:{port}"}
+    return ObjectSteps(url, options=options, part_bytes=PART, deadline_s=DEADLINE_S)
+
+
+def upload(steps: ObjectSteps, attempt: str = ATTEMPT) -> None:
+    steps.upload(1, attempt, NAME, len(DATA), [memoryview(DATA)])
+
+
+def fetch(steps: ObjectSteps) -> None:
+    memory = bytearray(len(DATA))
+    steps.fetch(1, NAME, 0, memoryview(memory))
+    assert memory == DATA
+
+
+OPERATIONS: dict[str, Callable[[ObjectSteps], object]] = {
+    "steps": lambda steps: steps.steps(),
+    "read": lambda steps: steps.read(1, MANIFEST_NAME, 100),
+    "size": lambda steps: steps.size(1, NAME),
+    "has": lambda steps: steps.has(1, ATTEMPT, NAME, len(DATA)),
+    "fetch": fetch,
+    "upload": lambda steps: upload(steps, SECOND),
+    "publish": lambda steps: steps.publish(1, SECOND, b"manifest"),
+    "clear": lambda steps: steps.clear(()),
+    "retire": lambda steps: steps.retire(1),
+}
+EXPECTED = {
+    "busy": (UnavailableError, errno.EAGAIN),
+    "drop": (UnavailableError, errno.ECONNRESET),
+    "stall": (UnavailableError, errno.ETIMEDOUT),
+    "denied": (StorageError, errno.EACCES),
+}
+
+
+def failures(steps: ObjectSteps) -> dict[str, BaseException | None]:
+    """What each operation raises, all at the same time: each of them takes until the deadline."""
+    with ThreadPoolExecutor(len(OPERATIONS)) as threads:
+        runs = {name: threads.submit(run, steps) for name, run in OPERATIONS.items()}
+        return {name: future.exception() for name, future in runs.items()}
+
+
+@pytest.mark.parametrize("fault", EXPECTED)
+def test_a_failing_store_is_named_in_time(steps: ObjectSteps, proxy: s3.Proxy, fault: str) -> None:
+    upload(steps)
+    steps.publish(1, ATTEMPT, b"manifest")
+    kind, number = EXPECTED[fault]
+    proxy.fault = lambda method, target: fault
+    begin = time.monotonic()
+    raised = failures(steps)
+    taken = time.monotonic() - begin
+    assert {name: type(error) for name, error in raised.items()} == dict.fromkeys(raised, kind)
+    assert {getattr(error, "errno", 0) for error in raised.values()} == {number}
+    assert proxy.fired[fault] >= len(OPERATIONS)
+    assert taken < 10 * DEADLINE_S  # a machine that is overloaded, and not forever
+    proxy.fault = lambda method, target: None
+    assert steps.steps() == [1]  # nothing that was committed is lost
+    for operation in OPERATIONS.values():
+        operation(steps)
+    assert steps.steps() == []
+
+
+def test_a_server_that_is_not_there(s3_environment: None, s3_url: str) -> None:
+    raised = failures(at(CLOSED_PORT, s3_url))
+    assert {type(error) for error in raised.values()} == {UnavailableError}
+    assert {getattr(error, "errno", 0) for error in raised.values()} == {errno.ECONNREFUSED}
+
+
+@pytest.mark.parametrize("fault", ["busy", "drop"])
+def test_a_fault_that_passes_is_not_noticed(
+    steps: ObjectSteps, proxy: s3.Proxy, fault: str
+) -> None:
+    """Every third request fails."""
+    numbers = itertools.count()
+    proxy.fault = lambda method, target: fault if next(numbers) % 3 == 1 else None
+    upload(steps)
+    steps.publish(1, ATTEMPT, b"manifest")
+    fetch(steps)
+    steps.retire(1)
+    assert proxy.fired[fault] > 2
+    assert steps.steps() == []
+
+
+@pytest.mark.parametrize("times", [1, 10**6])
+def test_an_answer_that_breaks_off(steps: ObjectSteps, proxy: s3.Proxy, times: int) -> None:
+    """Once: the rest is asked for, and nobody notices. For ever: an error, and no half a range."""
+    upload(steps)
+    steps.publish(1, ATTEMPT, b"manifest")
+    left = iter(range(times))
+    proxy.fault = lambda method, target: (
+        "truncate" if NAME in target and next(left, None) is not None else None
+    )
+    if times == 1:
+        fetch(steps)
+    else:
+        with pytest.raises(UnavailableError) as caught:
+            fetch(steps)
+        assert caught.value.errno == errno.ECONNRESET
+    assert proxy.fired["truncate"] >= min(times, 3)
+    proxy.fault = lambda method, target: None
+    fetch(steps)
+
+
+@pytest.mark.parametrize(
+    ("request_", "fault"),
+    [("PUT partNumber=1", "cut"), ("PUT partNumber=2", "busy"), ("POST uploadId=", "busy")],
+)
+def test_an_upload_that_fails_in_the_middle_leaves_nothing(
+    steps: ObjectSteps, proxy: s3.Proxy, s3_port: int, request_: str, fault: str
+) -> None:
+    its_method, query = request_.split()
+    proxy.fault = lambda method, target: fault if method == its_method and query in target else None
+    with pytest.raises(UnavailableError):
+        upload(steps)
+    assert proxy.fired[fault] > 0
+    assert not steps.has(1, ATTEMPT, NAME, len(DATA))
+    assert b"<UploadId>" not in s3.request(s3_port, "GET", "/bucket?uploads")
+    proxy.fault = lambda method, target: None
+    upload(steps)
+    assert steps.has(1, ATTEMPT, NAME, len(DATA))
+
+
+def test_a_commit_whose_answer_is_lost_counts(steps: ObjectSteps, proxy: s3.Proxy) -> None:
+    upload(steps)
+    proxy.fault = lambda method, target: (
+        "lose" if method == "PUT" and target.endswith(".commit") else None
+    )
+    steps.publish(1, ATTEMPT, b"manifest")
+    assert proxy.fired["lose"] > 0
+    proxy.fault = lambda method, target: None
+    assert steps.steps() == [1]
+    steps.abandon(1, ATTEMPT)
+    fetch(steps)
+
+
+def test_data_is_whole_before_the_commit_object_and_goes_after_it(
+    steps: ObjectSteps, proxy: s3.Proxy
+) -> None:
+    upload(steps)
+    steps.publish(1, ATTEMPT, b"manifest")
+    upload(steps, SECOND)
+    proxy.requests.clear()
+    steps.publish(1, SECOND, b"manifest")
+    steps.retire(1)
+    changes = [method for method, _ in proxy.requests if method in ("PUT", "POST", "DELETE")]
+    targets = [target for method, target in proxy.requests if method in ("PUT", "POST", "DELETE")]
+    assert targets[0].endswith(f"{SECOND}/{MANIFEST_NAME}")
+    assert targets[1].endswith(".commit")
+    assert "delete" in targets[2]  # the first attempt's files, in one request
+    assert len(changes) == 5
+
+
+def test_a_bucket_that_is_not_there(proxy: s3.Proxy) -> None:
+    steps = at(proxy.port, "s3://no-such-bucket/run")
+    for operation in (OPERATIONS["steps"], OPERATIONS["upload"]):
+        with pytest.raises(StorageError) as caught:
+            operation(steps)
+        assert not isinstance(caught.value, MissingFileError)
+        assert caught.value.errno == errno.ENOENT

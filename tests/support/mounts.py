@@ -1,0 +1,66 @@
+"""Small real file systems for a test: an ext4 in a file, mounted through a loop device."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def why_no_ext4() -> str | None:
+    """What stands in the way of mounting one here."""
+    if os.geteuid() != 0:
+        return "mounting a file system needs root"
+    if not Path("/dev/loop-control").exists():
+        return "there are no loop devices"
+    return None if shutil.which("mkfs.ext4") else "there is no mkfs.ext4"
+
+
+@contextmanager
+def ext4(folder: Path, size_bytes: int, *options: str) -> Iterator[Path]:
+    """An empty ext4, with no blocks kept for root, mounted below `folder`."""
+    image, mounted = folder / "image", folder / "mounted"
+    with image.open("wb") as file:
+        file.truncate(size_bytes)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", *options, str(image)], check=True)
+    mounted.mkdir()
+    subprocess.run(["mount", "-o", "loop", str(image), str(mounted)], check=True)
+    try:
+        yield mounted
+    finally:
+        subprocess.run(["umount", str(mounted)], check=True)
+
+
+@contextmanager
+def nearly_full(root: Path, free_bytes: int) -> Iterator[None]:
+    """Another file takes all space but this much."""
+    ballast = root / "ballast"
+    with ballast.open("wb") as file:
+        room = os.statvfs(root)
+        taken = room.f_bavail * room.f_frsize - free_bytes
+        while taken > 0:
+            try:
+                os.posix_fallocate(file.fileno(), 0, taken)
+                break
+            except OSError:  # some of it is needed to say where the file is
+                taken -= room.f_frsize
+    try:
+        yield
+    finally:
+        ballast.unlink()
+
+
+@contextmanager
+def few_inodes(root: Path, free: int) -> Iterator[None]:
+    """Empty files take all inodes but this many."""
+    folder = root / "many"
+    folder.mkdir()
+    for index in range(os.statvfs(root).f_ffree - free):
+        (folder / str(index)).touch()
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder)
