@@ -37,7 +37,7 @@ from statehold.errors import (
 from statehold.gate import Gate
 from statehold.leaving import Leaving
 from statehold.levels.nearest import Nearest
-from statehold.levels.opening import CopyEngine, open_places
+from statehold.levels.opening import open_places
 from statehold.levels.promoting import LevelStatus, Promoter, Promotions
 from statehold.levels.specs import Directory, Level, check_levels
 from statehold.options import Options
@@ -53,7 +53,7 @@ from statehold.state import fingerprints
 from statehold.state.capture import Capture, capture
 from statehold.state.device import Devices
 from statehold.study.profile import tuned
-from statehold.team import Alone, Together
+from statehold.team import Alone, Publisher, Together
 from statehold.writes import in_file_order, start_write
 
 if TYPE_CHECKING:
@@ -164,6 +164,7 @@ class Checkpointer:
             job=job,
             tree=captured.tree,
             capture=captured,
+            place=opened.places[0],
             copy_external=copies.run if copies else None,
             comparisons=known.comparisons,
             version=opened.claims.version,
@@ -268,7 +269,9 @@ class Checkpointer:
         self, opened: _Opened, failed: Mapping[int, CorruptionError], restored: int
     ) -> None:
         # No rank goes on before: it would find the damaged step newer than what it saves next.
+        together(opened.peers, lambda: opened.promotions.wait(None))
         places = led(opened.peers, lambda: [self._quarantined(opened, step) for step in failed])
+        opened.promotions.forget(failed)
         for (step, error), kept in zip(failed.items(), places, strict=True):
             text = f"step {step} is damaged; step {restored} was restored instead. "
             warnings.warn(
@@ -292,7 +295,9 @@ class Checkpointer:
         """Give up every committed step newer than `step`, to go on from there; returns them."""
         opened = self._opened()
         together(opened.peers, self._ready_to_rewind)
-        return led(opened.peers, lambda: opened.rewind(step))
+        given_up = led(opened.peers, lambda: opened.rewind(step))
+        opened.promotions.forget(given_up)
+        return given_up
 
     def _ready_to_rewind(self) -> None:
         self._raise_failures()
@@ -408,12 +413,11 @@ class _Opened:
         self.fs = borrowed_fs or _core.open_fs(options.backend_choice, options.depth)
         _say_once(self.fs.note and f"saving with threads instead of io_uring: {self.fs.note}")
         rank, ranks = (self.peers.rank, self.peers.world_size) if self.peers else (0, 1)
-        self._copy_engine = CopyEngine(self.fs, options.buffer_size)
         self.places = open_places(
             levels,
             run,
             self.fs,
-            self._copy_engine,
+            options.buffer_size,
             reuse=options.reuse_files,
             rank=rank,
             world_size=ranks,
@@ -428,17 +432,19 @@ class _Opened:
         self.plans = PlanCache(world_size=ranks, rank=rank)
         log = BackgroundLog()
         self.promotions = Promotions(
+            first,
             [
-                Promoter(level, place, first, self.fs, self.peers, self._give_way, log)
+                Promoter(level, place, self.fs, self.peers, self._give_way, log)
                 for level, place in zip(levels[1:], self.places[1:], strict=True)
             ],
             self.peers,
         )
-        together = None
+        publisher: Publisher = Alone(self.promotions)
         if self.peers is not None:
-            together = Together(self.store, self.peers, self.claims, self.promotions, log)
-        publisher = together or Alone(self.store, self.promotions)
-        self.pipeline = Pipeline(self.store, publisher, self.promotions, log)
+            publisher = Together(first, self.peers, self.claims, self.promotions, log)
+        # Several ranks save into one directory: none can turn to another one by itself.
+        usable = self.places if self.peers is None else [first]
+        self.pipeline = Pipeline(usable, publisher, self.promotions, log)
 
     @property
     def is_of_this_process(self) -> bool:
@@ -452,7 +458,12 @@ class _Opened:
     def prepare_saving(self) -> None:
         """Create the run directory; the rank that leads locks it and clears what a crash left."""
         if not self._is_prepared:
-            self.places[0].prepare(self._token)
+            try:
+                self.places[0].prepare(self._token)
+            except StorageError:
+                if self.peers is not None or len(self.places) == 1:
+                    raise
+                # Saves go to the next level, and say why.
             self._is_prepared = True
 
     @property
@@ -475,17 +486,18 @@ class _Opened:
         for place in having:
             place.prepare(self._token)
         kept = [place.store.quarantine(step) for place in having]
-        return kept[0]
+        return kept[0] if kept else self.store.path(step)
 
     def rewind(self, step: int) -> list[int]:
         """Give up what is newer than `step` at every level."""
+        self.places[0].prepare(self._token)
         return sorted({*self.store.rewind(step), *self.promotions.rewind(step)})
 
     def flush(self, timeout: float | None) -> None:
-        """Bring the newest step of the first level to the others. All ranks together."""
+        """Bring the newest step to all levels. All ranks together."""
         until = None if timeout is None else time.monotonic() + timeout
-        self.promotions.wait(timeout)
-        self.promotions.catch_up(self.store.newest)
+        together(self.peers, lambda: self.promotions.wait(timeout))
+        self.promotions.catch_up()
         self.promotions.wait(None if until is None else max(0.0, until - time.monotonic()))
 
     def _give_way(self) -> None:
@@ -497,7 +509,6 @@ class _Opened:
             with _logged("could not bring the newest step to all levels"):
                 self.flush(None)
         self.promotions.close()
-        self._copy_engine.close()
         self.devices.close()
         self.engine.close()
         for place in self.places:

@@ -12,6 +12,9 @@ A failure on either thread stops the native job first (after that no thread touc
 then fails the handle. The threads belong to executors that the interpreter joins at exit: saves
 under way when a script ends without close() are still committed. Neither logs by itself: a log
 that blocks must not keep a step from being committed (background_log).
+
+A process that is alone saves into the next level where the first one takes no file (it is full, or
+away), says so once, and tries the first one again with every save.
 """
 
 from __future__ import annotations
@@ -25,19 +28,22 @@ from typing import TYPE_CHECKING, Any
 
 from statehold.errors import (
     PeerLostError,
+    RunBusyError,
     StateholdError,
+    StorageError,
     TornSnapshot,
     named,
     storage_error,
 )
+from statehold.levels.promoting import NO_COPIES
 from statehold.save import Save
 from statehold.storage.publish import PUBLISHED
-from statehold.storage.store import Store
 
 if TYPE_CHECKING:
-    from statehold._core import WriteJob
+    from statehold._core import File, WriteJob
     from statehold.background_log import BackgroundLog
-    from statehold.levels.promoting import Promotions
+    from statehold.levels.places import DirectoryPlace
+    from statehold.levels.promoting import Copies, Promotions
     from statehold.planning.claims import Comparison
     from statehold.planning.share import RankPlan
     from statehold.state.capture import Capture
@@ -53,8 +59,8 @@ class Work:
 
     number: counts the calls of save(), the same on all ranks. attempt: names the partial directory,
     once the other ranks have been met. comparisons, version: what this rank assumes of the others
-    (claims); fingerprinting gives the fingerprints for it, on the stage thread. promote: the levels
-    that are to have the step, known when it is committed.
+    (claims); fingerprinting gives the fingerprints for it, on the stage thread. place: the level
+    that it is saved into. promote: the levels that are to have the step, known at its commit.
     """
 
     save: Save
@@ -63,13 +69,14 @@ class Work:
     job: WriteJob
     tree: Any
     capture: Capture | None
+    place: DirectoryPlace
     copy_external: Callable[[], None] | None = None
     comparisons: tuple[Comparison, ...] = ()
     version: str = ""
     fingerprinting: Mapping[str, Callable[[], int]] = field(default_factory=dict)
     fingerprints: dict[str, int] = field(default_factory=dict)
     attempt: str | None = None
-    promote: Sequence[str] = ()
+    promote: Copies = NO_COPIES
     error: StateholdError | None = None
 
 
@@ -77,9 +84,14 @@ class Pipeline:
     """Takes saves from captured to committed, in order."""
 
     def __init__(
-        self, store: Store, publisher: Publisher, promotions: Promotions, log: BackgroundLog
+        self,
+        places: Sequence[DirectoryPlace],
+        publisher: Publisher,
+        promotions: Promotions,
+        log: BackgroundLog,
     ) -> None:
-        self._store = store
+        self._places = places  # a save takes the first that can take it
+        self._is_first_failing = False
         self._promotions = promotions
         self._log = log
         self._publisher = publisher
@@ -172,16 +184,15 @@ class Pipeline:
             self._publisher.clean_up(work)
             raise
         # Before retention may take it.
-        self._promotions.start(work.save.step, work.promote, work.number)
+        self._promotions.start(work.save.step, work.promote, work.place)
         if self._publisher.leads:
-            self._retain()
+            self._retain(work.place)
         self._publisher.announce(work)
 
     def _publish(self, work: Work) -> None:
-        save, plan, step = work.save, work.plan.save, work.save.step
+        save = work.save
         work.attempt = self._publisher.attempt(work.number)
-        self._store.begin(step, work.attempt)
-        file, reused = self._store.data_file(step, plan.file_name, plan.file_bytes, work.attempt)
+        file, reused = self._open_file(work)
         save._record(reused=reused, files=1)
         work.job.attach(file)
         work.job.wait_written(None)
@@ -193,9 +204,46 @@ class Pipeline:
         self._publisher.publish(work, work.job.checksums())  # D3 to D7
         save._reach("committed")
 
-    def _retain(self) -> None:
+    def _open_file(self, work: Work) -> tuple[File, bool]:
+        """D1 at the first level that can take the save."""
+        refused: list[StateholdError] = []
+        for place in self._places:
+            if refused and self._promotions.is_copying(work.save.step, place):
+                continue  # its directory is in use
+            work.place = place
+            try:
+                opened = self._open_file_at(place, work)
+            except (StorageError, RunBusyError) as error:
+                refused.append(error)
+                self._publisher.clean_up(work)
+            else:
+                self._note_first(place, work.save.step, refused)
+                return opened
+        raise refused[0]
+
+    def _open_file_at(self, place: DirectoryPlace, work: Work) -> tuple[File, bool]:
+        step, plan = work.save.step, work.plan.save
+        place.prepare(None)  # the first one was, by the trainer, unless it failed
+        place.store.begin(step, work.attempt)
+        return place.store.data_file(step, plan.file_name, plan.file_bytes, work.attempt)
+
+    def _note_first(
+        self, place: DirectoryPlace, step: int, refused: Sequence[StateholdError]
+    ) -> None:
+        """Say when the first level begins to fail, and when it works again."""
+        first = self._places[0].name
+        if refused and not self._is_first_failing:
+            self._log.warning(
+                "level %s cannot take step %d; steps go to level %s until it can\n%s",
+                first, step, place.name, refused[0],
+            )  # fmt: skip
+        if self._is_first_failing and not refused:
+            self._log.warning("level %s takes steps again, from step %d on", first, step)
+        self._is_first_failing = bool(refused)
+
+    def _retain(self, place: DirectoryPlace) -> None:
         try:
-            self._store.retain()
+            place.retain()
         except StateholdError as error:
             # The step is safe; only old ones could not be removed. The next save tries again.
             self._log.warning("could not remove steps that are no longer kept\n%s", error)
@@ -231,7 +279,7 @@ class Pipeline:
 
     def _still_safe(self, work: Work, cause: StateholdError) -> str:
         try:
-            steps = self._store.steps()
+            steps = work.place.steps()
         except StateholdError:
             return "unknown: the run directory cannot be listed"
         if PUBLISHED in cause.facts:

@@ -97,6 +97,8 @@ class Restorer:
         with self._saved.protect(step):
             try:
                 matched = self._from_any_copy(step)
+                # A rank that fails here fails alone: all bytes are in place.
+                matched.restoration.finish()
             except (CorruptionError, StateMismatchError) as error:
                 error.with_fact("step", step)
                 others = [other for other in self._saved.steps() if other != step]
@@ -192,7 +194,6 @@ class Restorer:
 
     def _read(self, step: int, matched: Matched) -> None:
         together(self._peers, lambda: self._read_here(step, matched))
-        matched.restoration.finish()
 
     def _read_here(self, step: int, matched: Matched) -> None:
         locate = partial(self._saved.locate, step)

@@ -30,10 +30,10 @@ from statehold.writes import build_manifest, build_record, now, writer_name
 
 if TYPE_CHECKING:
     from statehold.background_log import BackgroundLog
+    from statehold.levels.places import DirectoryPlace
     from statehold.levels.promoting import Promotions
     from statehold.pipeline import Work
     from statehold.ranks.peers import Peers
-    from statehold.storage.store import Store
 
 
 class Publisher(Protocol):
@@ -68,16 +68,15 @@ class Alone:
     rank: int | None = None
     leads = True
 
-    def __init__(self, store: Store, promotions: Promotions) -> None:
-        self._store = store
+    def __init__(self, promotions: Promotions) -> None:
         self._promotions = promotions
 
     def attempt(self, number: int) -> str | None:
         return None
 
     def publish(self, work: Work, sums: bytes) -> None:
-        self._store.commit(build_manifest(work.plan.save, work.tree, sums))
-        work.promote = self._promotions.decide(work.save.step)
+        work.place.store.commit(build_manifest(work.plan.save, work.tree, sums))
+        work.promote = self._promotions.decide(work.save.step, work.place)
 
     def announce(self, work: Work) -> None: ...
 
@@ -87,7 +86,7 @@ class Alone:
         return error
 
     def clean_up(self, work: Work) -> None:
-        self._store.abandon(work.save.step)
+        work.place.abandon(work.save.step, None)
 
 
 class Together:
@@ -95,13 +94,13 @@ class Together:
 
     def __init__(
         self,
-        store: Store,
+        place: DirectoryPlace,
         peers: Peers,
         claims: Claims,
         promotions: Promotions,
         log: BackgroundLog,
     ) -> None:
-        self._store = store
+        self._store = place.store
         self._promotions = promotions
         self._log = log
         self._peers = peers
@@ -184,7 +183,7 @@ class Together:
         outcome = {
             "lesson": lesson_document(lesson),
             "balance": asdict(spread),
-            "promote": self._promotions.decide(work.save.step),
+            "promote": self._promotions.decide(work.save.step, work.place),
         }
         self._outcome = json.dumps(outcome).encode()
         self._take(work, outcome)
@@ -217,7 +216,8 @@ class Together:
 
     def _take(self, work: Work, outcome: Mapping[str, Any]) -> None:
         self._claims.learn(work.number, lesson_of(outcome["lesson"]))
-        work.promote = outcome["promote"]
+        number, names = outcome["promote"]
+        work.promote = number, names
         spreads = (Spread(**outcome["balance"][which]) for which in ("ranks", "nodes"))
         work.save._record(balance=Balance(*spreads))
 

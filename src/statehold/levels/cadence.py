@@ -1,7 +1,8 @@
 """Which steps go to a level: each n-th, or one in so much time.
 
 Pure: the time comes in. A step is due once a multiple of n steps, or that much time, has passed
-since the last step that went there. What was due and could not be done stays due.
+since the last step that went there. What was due and could not be done stays due. A step that is
+saved again replaces what was copied of it before, whatever the cadence.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class Cadence:
         self._last_s = now_s
 
     def is_due(self, step: int, now_s: float) -> bool:
-        """Whether `step` should go to the level. A step that is there already is not due."""
+        """Whether `step`, which was just saved, should go to the level."""
         if self._last_step is not None and step <= self._last_step:
-            return False
+            return step == self._last_step  # what the level has of it is of an earlier save
         if self._every.seconds is not None:
             return now_s - self._last_s >= self._every.seconds
         n = self._every.steps or 1

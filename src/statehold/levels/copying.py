@@ -2,7 +2,8 @@
 
 Owns: what a part is (data files, cut into segments with checksums, and documents), and the two ways
 a data file travels: through the engine into a file, or as a sequence of blocks to whoever takes
-them. Both read block by block: memory does not grow with the file.
+them. Both read block by block: memory does not grow with the file. The ranks that copy a step may
+be more or fewer than those that saved it: together they copy all of it, each file once.
 Holds: a copy that differs from what was committed in one byte ends with ChecksumError, before the
 step is published there. Nothing is unpacked: the same files and documents are at every level.
 Not here: which step goes where and when (promoting), the commit of the target (store, objects).
@@ -71,11 +72,11 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank has to copy of a step: its data files and its record (name, content), if there is
-    one. `manifest` is the same on all ranks."""
+    """What a rank has to copy of a step: data files, and records (name, content), if it has some.
+    `manifest` is the same on all ranks."""
 
     files: tuple[DataFile, ...]
-    record: tuple[str, bytes] | None
+    records: tuple[tuple[str, bytes], ...]
     manifest: bytes
 
     @property
@@ -94,19 +95,28 @@ class Copied:
         return self.raw
 
 
-def part_of(source: Source, directory: str, rank: int) -> Part:
-    """What `rank` wrote of the step in `directory`. Raises as reading a step does."""
+def part_of(source: Source, directory: str, rank: int, world_size: int) -> Part:
+    """What `rank` of `world_size` has to copy of the step in `directory`: what it wrote itself, if
+    so many have saved it. Raises as reading a step does."""
     path = f"{directory}/{MANIFEST_NAME}"
     raw = source.read_file(path, DOCUMENT_BYTES_MAX)
     manifest = Manifest.decode(raw, path)
     if isinstance(manifest, Manifest):
         chunks = {name: entry.chunks for name, entry in manifest.tensors.items()}
-        return Part(_data_files(manifest.files, chunks, manifest.block_bytes), None, raw)
-    record: Record = read_record(source.read_file, directory, manifest, rank)
-    name = record_name(rank, manifest.world_size)
-    document = source.read_file(f"{directory}/{name}", DOCUMENT_BYTES_MAX)
-    files = _data_files(record.files, dict(record.chunks), record.block_bytes)
-    return Part(files, (name, document), raw)
+        files = _data_files(manifest.files, chunks, manifest.block_bytes)
+        return Part(() if rank else files, (), raw)
+    files, records = (), []
+    for writer in range(rank, manifest.world_size, world_size):
+        documents: dict[str, bytes] = {}
+
+        def read(path: str, max_bytes: int, kept: dict[str, bytes] = documents) -> bytes:
+            return kept.setdefault(path, source.read_file(path, max_bytes))
+
+        record: Record = read_record(read, directory, manifest, writer)
+        files += _data_files(record.files, dict(record.chunks), record.block_bytes)
+        name = record_name(writer, manifest.world_size)
+        records.append((name, documents[f"{directory}/{name}"]))
+    return Part(files, tuple(records), raw)
 
 
 def _data_files(

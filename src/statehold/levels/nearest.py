@@ -42,11 +42,17 @@ class Nearest:
         self._bad: set[tuple[int, str, str]] = set()  # step, file, level
         self._served: dict[tuple[int, str], Place] = {}
         self._found: dict[str, set[int]] | None = None
+        self._unread: StorageError | None = None
+        self._told: set[str] = set()  # levels of which it was said that they cannot be read
 
     def steps(self) -> list[int]:
-        """The steps that are committed anywhere, oldest first."""
+        """The steps that are committed anywhere, oldest first. A level that cannot be read is
+        passed over, but not where all others are empty: that would be no steps at all."""
         self._found = None
-        return sorted(set().union(*self._steps_by_place().values()))
+        found = sorted(set().union(*self._steps_by_place().values()))
+        if self._unread is not None and not found:
+            raise self._unread
+        return found
 
     def path(self, step: int) -> str:
         """Where a step is called to be, for messages and errors: at the nearest place."""
@@ -105,17 +111,18 @@ class Nearest:
 
     def _steps_by_place(self) -> dict[str, set[int]]:
         if self._found is None:
+            self._unread = None
             self._found = {place.name: self._listed(place) for place in self._places}
         return self._found
 
     def _listed(self, place: Place) -> set[int]:
-        """A place that cannot be asked has no steps, as long as another one can."""
         try:
             return set(place.steps())
         except StorageError as error:
-            if not self.has_copies:
-                raise
-            logger.warning("level %s cannot be read, and is passed over\n%s", place.name, error)
+            if place.name not in self._told:
+                logger.warning("level %s cannot be read: passed over\n%s", place.name, error)
+                self._told.add(place.name)
+            self._unread = error
             return set()
 
     def _having(self, step: int, name: str) -> list[Place]:

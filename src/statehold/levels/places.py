@@ -12,9 +12,11 @@ Not here: which steps are copied, and when (promoting); the bytes of a copy (cop
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from statehold import _core
 from statehold.levels.copying import Copied, Part, Source, write_copy
 from statehold.storage.lock import RunLock
 
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
     from statehold._core import Engine, Fs
     from statehold.storage.store import Store
 
-__all__ = ["DirectoryPlace", "Place"]
+__all__ = ["CopyEngine", "DirectoryPlace", "Place"]
+
+# What copies to one level take of the memory, however large the files are.
+COPY_BUFFERS = 4
 
 
 class Place(Protocol):
@@ -59,7 +64,10 @@ class Place(Protocol):
         """Copy this rank's part of a step from `directory` of `source`; durable on return."""
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
-        """Publish a step of which all ranks' parts are there, and retire what is not kept."""
+        """Publish a step of which all ranks' parts are there."""
+
+    def retain(self) -> None:
+        """Retire what is no longer kept."""
 
     def abandon(self, step: int, attempt: str | None) -> None:
         """Remove what was copied of a step that is not to be published."""
@@ -71,12 +79,31 @@ class Place(Protocol):
         """Give back what prepare() took."""
 
 
-class DirectoryPlace:
-    """A store on a file system; `called` is the directory as the user has named it."""
+class CopyEngine:
+    """The engine that copies to one level, opened when there is something to copy: it has buffers
+    of its own, so that a copy never takes those that a save, or a faster level, waits for."""
 
-    def __init__(
-        self, name: str, store: Store, called: str, fs: Fs, engine: Callable[[], Engine]
-    ) -> None:
+    def __init__(self, fs: Fs, buffer_bytes: int) -> None:
+        self._fs = fs
+        self._buffer_bytes = buffer_bytes
+        self._engine: Engine | None = None
+
+    def __call__(self) -> Engine:
+        if self._engine is None:
+            staging = COPY_BUFFERS * self._buffer_bytes
+            self._engine = _core.Engine(self._fs, staging, self._buffer_bytes, 1)
+        return self._engine
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+
+class DirectoryPlace:
+    """A store on a file system; `called` is the directory as the user has named it. Thread-safe:
+    it is prepared by whoever comes first, the trainer or a promotion."""
+
+    def __init__(self, name: str, store: Store, called: str, fs: Fs, engine: CopyEngine) -> None:
         self.name = name
         self.store = store
         self._called = called
@@ -84,12 +111,13 @@ class DirectoryPlace:
         self._engine = engine
         self._lock: RunLock | None = None
         self._is_prepared = False
+        self._guard = threading.Lock()
 
     def steps(self) -> list[int]:
         return self.store.steps()
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
-        return self._fs.read_file(f"{self.store.path(step)}/{name}", max_bytes)
+        return self.store.read(step, name, max_bytes)
 
     def find(self, step: int, name: str, nbytes: int) -> str:
         return f"{self.store.path(step)}/{name}"
@@ -98,13 +126,15 @@ class DirectoryPlace:
         return self.store.protect(step)
 
     def prepare(self, token: str | None) -> None:
-        if self._is_prepared:
-            return
-        self.store.create()
-        if self.store.leads:
-            self._lock = self._lock or RunLock(self._called, in_memory=self._fs.backend == "sim")
-            self.store.recover(token)
-        self._is_prepared = True
+        with self._guard:
+            if self._is_prepared:
+                return
+            self.store.create()
+            if self.store.leads:
+                in_memory = self._fs.backend == "sim"
+                self._lock = self._lock or RunLock(self._called, in_memory=in_memory)
+                self.store.recover(token)
+            self._is_prepared = True
 
     def take(
         self,
@@ -123,20 +153,24 @@ class DirectoryPlace:
                 write_copy(self._engine(), file, opened, target, before)
             finally:
                 opened.close()
-        if part.record is not None and attempt is not None:
-            self.store.seal(step, attempt, *part.record)
+        for record in part.records:
+            self.store.seal(step, attempt, *record)
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
         self.store.commit(Copied(step, manifest), attempt)
+
+    def retain(self) -> None:
         self.store.retain()
 
     def abandon(self, step: int, attempt: str | None) -> None:
-        self.store.abandon(step, attempt)
+        if self._is_prepared:  # else what is there may be another job's
+            self.store.abandon(step, attempt)
 
     def rewind(self, step: int) -> list[int]:
         return self.store.rewind(step)
 
     def close(self) -> None:
+        self._engine.close()
         if self._lock is not None:
             try:
                 self.store.drop_spare()

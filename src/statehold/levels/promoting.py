@@ -5,9 +5,10 @@
     meet     all parts are there, or one rank failed; rank 0 commits at the level, or gives up
 
 Holds: at most one step is under way to a level; a level that is busy gets the next step that is
-committed once it is free. Ranks meet under the number of the copy, so that one that was not told
-of a copy fails that one and no other. A level that fails costs a warning: training goes on, the
-step stays where it is, and the next one is tried again.
+committed once it is free. Ranks meet under the number of the copy, which rank 0 counts and tells,
+so that one that was not told of a copy fails that one and no other. Nobody who starts a copy waits
+for an earlier one: it is queued. A level that fails costs a warning: training goes on, the step
+stays where it is, and the next one is tried again. An older step is never put beside a newer one.
 Not here: when a level wants a step (cadence), the bytes (copying), a level's commit (places).
 """
 
@@ -16,25 +17,41 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from statehold.agreeing import led
-from statehold.errors import ClosedError, PeerFailedError, StateholdError, WaitTimeout, named
+from statehold.errors import (
+    ClosedError,
+    CorruptionError,
+    PeerFailedError,
+    StateholdError,
+    StepOrderError,
+    StorageError,
+    WaitTimeout,
+    named,
+)
 from statehold.levels.cadence import Cadence, parse_every
 from statehold.levels.copying import part_of
+from statehold.levels.places import DirectoryPlace
 from statehold.levels.throttle import Throttle
+from statehold.steps.entries import DOCUMENT_BYTES_MAX
+from statehold.steps.saved import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from statehold._core import Fs
     from statehold.background_log import BackgroundLog
-    from statehold.levels.places import DirectoryPlace, Place
+    from statehold.levels.places import Place
     from statehold.levels.specs import Level
     from statehold.ranks.peers import Peers
 
-__all__ = ["LevelStatus", "Promoter", "Promotions"]
+__all__ = ["NO_COPIES", "Copies", "LevelStatus", "Promoter", "Promotions"]
+
+# The number of a round of copies, and the levels that get one.
+Copies = tuple[int, Sequence[str]]
+NO_COPIES: Copies = (0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +75,23 @@ class Promoter:
         self,
         spec: Level,
         place: Place,
-        source: DirectoryPlace,
         fs: Fs,
         peers: Peers | None,
         give_way: Callable[[], None],
         log: BackgroundLog,
     ) -> None:
         self.place = place
-        self._source = source
         self._fs = fs
         self._peers = peers
         self._log = log
         self._rank = peers.rank if peers else 0
         self._round = f"promote {place.name}"
         self._throttle = Throttle(spec.rate, give_way)
-        newest = max(place.steps(), default=None) if self._rank == 0 else None
-        self._cadence = Cadence(parse_every(spec.every), newest, time.monotonic())
-        self._status = LevelStatus(place.name, newest)
         self._guard = threading.Lock()
+        self._status = LevelStatus(place.name)
+        self._look()
+        newest = self._status.newest
+        self._cadence = Cadence(parse_every(spec.every), newest, time.monotonic())
         self._thread = ThreadPoolExecutor(1, f"statehold-{place.name}")
         self._under_way: Future[None] | None = None
 
@@ -91,20 +107,35 @@ class Promoter:
         """Whether the level should have this step now. For rank 0, which asks for all."""
         return not self.is_busy and self._cadence.is_due(step, time.monotonic())
 
-    def lacks(self, step: int) -> bool:
-        """Whether the level has no step as new as this one, nor will have."""
-        with self._guard:
-            known = [self._status.newest, self._status.copying]
-        return all(other is None or other < step for other in known)
+    def lacks(self, step: int, source: DirectoryPlace) -> bool:
+        """Whether the level has neither this step, as `source` has it, nor a newer one. For rank 0,
+        with nothing under way."""
+        newest = self._status.newest
+        if newest is None or newest < step:
+            return True
+        try:  # a step that was saved again has another manifest
+            return newest == step and _manifest(self.place, step) != _manifest(source, step)
+        except (StorageError, CorruptionError):
+            return True
 
-    def start(self, step: int, number: int) -> None:
-        """Begin to copy a step, which stays at the first level until that has ended. `number` is
-        that of the copy, the same on all ranks and above those of earlier ones."""
+    def start(self, step: int, number: int, source: DirectoryPlace) -> None:
+        """Begin to copy a step, which stays at `source` until that has ended. `number` is that of
+        the copy, the same on all ranks and above those of earlier ones."""
         kept = contextlib.ExitStack()
-        kept.enter_context(self._source.protect(step))
+        kept.enter_context(source.protect(step))
         self._cadence.taken(step, time.monotonic())
-        self._set(copying=step, bytes_done=0, bytes_total=0)
-        self._under_way = self._thread.submit(self._run, step, number, kept)
+        if not self.is_busy:
+            self._set(copying=step, bytes_done=0, bytes_total=0)
+        try:
+            self._under_way = self._thread.submit(self._run, step, number, source, kept)
+        except RuntimeError:  # the interpreter ends, and starts no threads any more
+            kept.close()
+            self._failed(step, None, source, ClosedError("the program ends"))
+
+    def landed(self, step: int) -> None:
+        """`step` was saved into this level itself."""
+        self._cadence.taken(step, time.monotonic())
+        self._set(newest=step, error=None)
 
     def wait(self, timeout_s: float | None) -> None:
         """Return once nothing is under way. Raises WaitTimeout."""
@@ -118,41 +149,65 @@ class Promoter:
     def rewind(self, step: int) -> list[int]:
         """Give up what is newer than `step` at the level. For rank 0, with nothing under way."""
         self.place.prepare(self._peers.token if self._peers else None)
-        given_up = self.place.rewind(step)
-        if given_up:
-            newest = max(self.place.steps(), default=None)
-            self._set(newest=newest)
-            self._cadence.given_up(newest)
-        return given_up
+        return self.place.rewind(step)
+
+    def forget(self, steps: Collection[int]) -> None:
+        """These are at no level any more. With nothing under way."""
+        if self._status.newest in steps:
+            self._look()
+            self._cadence.given_up(self._status.newest)
 
     def close(self) -> None:
         """End what is under way, finished or not."""
         self._throttle.stop()
         self._thread.shutdown(wait=True)
 
+    def _look(self) -> None:
+        """Rank 0, which decides: the newest step that is at the level."""
+        newest = None
+        if self._rank == 0:
+            try:
+                newest = max(self.place.steps(), default=None)
+            except StorageError as error:
+                self._set(error=error)
+                self._log.warning("level %s cannot be read\n%s", self.place.name, error)
+        self._set(newest=newest)
+
     # -- on the thread ---------------------------------------------------------------------
 
-    def _run(self, step: int, number: int, kept: contextlib.ExitStack) -> None:
-        attempt = self._peers.attempt(number) if self._peers else None
+    def _run(
+        self, step: int, number: int, source: DirectoryPlace, kept: contextlib.ExitStack
+    ) -> None:
+        self._set(copying=step, bytes_done=0, bytes_total=0)
+        attempt = None
         try:
             with kept:
-                self._publish(step, number, attempt)
-            if self._rank == 0:
-                self._source.store.retain()  # it may have been the copy that held it
+                attempt = self._peers.attempt(number) if self._peers else None
+                self._publish(step, number, attempt, source)
+        except Exception as error:
+            self._failed(step, attempt, source, error)
+        else:
             self._set(newest=step, copying=None, error=None)
             self._log.info("step %d is committed at level %s", step, self.place.name)
-        except Exception as error:
-            self._failed(step, attempt, error)
+        if self._rank == 0:
+            self._retain(self.place)
+            self._retain(source)  # it may have been the copy that held a step
 
-    def _publish(self, step: int, number: int, attempt: str | None) -> None:
+    def _retain(self, place: Place) -> None:
+        try:
+            place.retain()
+        except StateholdError as error:  # only old steps are left; the next copy tries again
+            self._log.warning("old steps stay at level %s\n%s", place.name, error)
+
+    def _publish(self, step: int, number: int, attempt: str | None, source: DirectoryPlace) -> None:
         """Copy this rank's part; when all have, rank 0 commits."""
         if self._peers is None:
-            self.place.commit(step, attempt, self._copy(step, attempt))
+            self.place.commit(step, attempt, self._copy(step, attempt, source))
             return
         failure: Exception | None = None
         manifest = b""
         try:
-            manifest = self._copy(step, attempt)
+            manifest = self._copy(step, attempt, source)
         except Exception as error:  # whatever it is, the others must not wait for this rank
             failure = error
 
@@ -170,19 +225,33 @@ class Promoter:
             if failure is not None:
                 raise failure
 
-    def _copy(self, step: int, attempt: str | None) -> bytes:
+    def _copy(self, step: int, attempt: str | None, source: DirectoryPlace) -> bytes:
         self.place.prepare(self._peers.token if self._peers else None)
-        directory = self._source.store.path(step)
-        part = part_of(self._fs, directory, self._rank)
+        if self._rank == 0:
+            self._check_order(step)
+        directory = source.store.path(step)
+        ranks = self._peers.world_size if self._peers else 1
+        part = part_of(self._fs, directory, self._rank, ranks)
         self._set(bytes_total=part.nbytes)
         self.place.take(part, self._fs, directory, step, attempt, self._before)
         return part.manifest
+
+    def _check_order(self, step: int) -> None:
+        """Where the level could not be read when the run was opened, nobody has asked before."""
+        newest = max(self.place.steps(), default=step)
+        if newest > step:
+            raise StepOrderError(
+                f"level {self.place.name} has step {newest}, which is newer than step {step}",
+                hint=f"restore() takes step {newest}; rewind({step}) gives it up",
+            )
 
     def _before(self, nbytes: int) -> None:
         self._throttle(nbytes)
         self._set(bytes_done=self._status.bytes_done + nbytes)
 
-    def _failed(self, step: int, attempt: str | None, error: Exception) -> None:
+    def _failed(
+        self, step: int, attempt: str | None, source: DirectoryPlace, error: Exception
+    ) -> None:
         if self._rank == 0:
             with contextlib.suppress(StateholdError):
                 self.place.abandon(step, attempt)
@@ -191,7 +260,7 @@ class Promoter:
         if not isinstance(error, ClosedError):
             self._log.warning(
                 "step %d did not reach level %s; it stays at level %s, the next is tried\n%s",
-                step, self.place.name, self._source.name, error,
+                step, self.place.name, source.name, error,
             )  # fmt: skip
 
     def _set(self, **changes: object) -> None:
@@ -200,27 +269,30 @@ class Promoter:
 
 
 class Promotions:
-    """All levels but the first."""
+    """All levels but the first, to which saves go (`first`)."""
 
-    def __init__(self, promoters: Sequence[Promoter], peers: Peers | None) -> None:
+    def __init__(
+        self, first: DirectoryPlace, promoters: Sequence[Promoter], peers: Peers | None
+    ) -> None:
+        self._first = first
         self._promoters = {promoter.place.name: promoter for promoter in promoters}
         self._peers = peers
         self._last = 0  # number of a copy
 
-    def decide(self, step: int) -> list[str]:
-        """Rank 0: the levels that are to have a step that was just committed."""
-        return [name for name, promoter in self._promoters.items() if promoter.wants(step)]
+    def decide(self, step: int, at: DirectoryPlace) -> Copies:
+        """Rank 0: the levels that are to have a step that was just committed at the level `at`."""
+        others = [promoter for promoter in self._promoters.values() if promoter.place is not at]
+        for promoter in self._promoters.values():
+            if promoter.place is at:
+                promoter.landed(step)
+        names = [promoter.place.name for promoter in others if promoter.wants(step)]
+        return self._next(), names
 
-    def start(self, step: int, names: Iterable[str], save: int) -> None:
-        """Every rank, with what rank 0 has decided about the save of this number."""
-        self._start(step, names, 2 * save)
-
-    def _start(self, step: int, names: Iterable[str], number: int) -> None:
-        self._last = number
+    def start(self, step: int, copies: Copies, source: DirectoryPlace) -> None:
+        """Every rank, with what rank 0 has decided."""
+        number, names = copies
         for name in names:
-            promoter = self._promoters[name]
-            promoter.wait(None)  # only where another rank was faster
-            promoter.start(step, number)
+            self._promoters[name].start(step, number, source)
 
     def newest(self) -> int | None:
         """The newest step that a level has."""
@@ -230,16 +302,16 @@ class Promotions:
     def status(self) -> list[LevelStatus]:
         return [promoter.status for promoter in self._promoters.values()]
 
-    def catch_up(self, newest: Callable[[], int | None]) -> None:
-        """All ranks together: begin to copy the newest step of the first level to where it is
-        missing."""
-        step, names, number = led(self._peers, lambda: self._lacking(newest()))
-        self._start(step, names, number)
+    def is_copying(self, step: int, place: DirectoryPlace) -> bool:
+        """Whether a copy of this step to this level is under way."""
+        promoter = self._promoters.get(place.name)
+        return promoter is not None and promoter.is_busy and promoter.status.copying == step
 
-    def _lacking(self, newest: int | None) -> tuple[int, list[str], int]:
-        """(step, levels, number of the copy): odd numbers, between those that follow a save."""
-        lacking = [name for name, each in self._promoters.items() if each.lacks(newest or 0)]
-        return newest or 0, lacking if newest is not None else [], self._last // 2 * 2 + 1
+    def catch_up(self) -> None:
+        """All ranks together, with nothing under way: begin to copy the newest step to where it is
+        missing."""
+        step, copies = led(self._peers, self._lacking)
+        self.start(step, copies, self._nearest(step))
 
     def wait(self, timeout_s: float | None) -> None:
         """Return once nothing is under way. Raises WaitTimeout."""
@@ -248,9 +320,52 @@ class Promotions:
             promoter.wait(None if until is None else max(0.0, until - time.monotonic()))
 
     def rewind(self, step: int) -> set[int]:
-        """Rank 0: give up what is newer than `step` at all levels."""
+        """Rank 0: give up what is newer than `step` at all levels; all ranks then forget it."""
         return {given_up for each in self._promoters.values() for given_up in each.rewind(step)}
+
+    def forget(self, steps: Collection[int]) -> None:
+        """Every rank, with nothing under way: these steps are at no level any more."""
+        for promoter in self._promoters.values():
+            promoter.forget(steps)
 
     def close(self) -> None:
         for promoter in self._promoters.values():
             promoter.close()
+
+    def _next(self) -> int:
+        self._last += 1
+        return self._last
+
+    def _lacking(self) -> tuple[int, Copies]:
+        """The newest step, and where it is missing."""
+        newest = max((step for place in self._sources() for step in _steps(place)), default=None)
+        if newest is None:
+            return 0, NO_COPIES
+        source = self._nearest(newest)
+        others = [each for each in self._promoters.values() if each.place is not source]
+        names = [each.place.name for each in others if each.lacks(newest, source)]
+        return newest, (self._next(), names)
+
+    def _sources(self) -> list[DirectoryPlace]:
+        """Where a step can be copied from. On several ranks all take the first level: what is at
+        another one may be out of reach for some."""
+        if self._peers is not None:
+            return [self._first]
+        places = [promoter.place for promoter in self._promoters.values()]
+        return [self._first, *(place for place in places if isinstance(place, DirectoryPlace))]
+
+    def _nearest(self, step: int) -> DirectoryPlace:
+        having = (place for place in self._sources() if step in _steps(place))
+        return next(having, self._first)
+
+
+def _steps(place: DirectoryPlace) -> list[int]:
+    """What can be copied from a level; nothing, if it cannot be read."""
+    try:
+        return place.steps()
+    except StorageError:
+        return []
+
+
+def _manifest(place: Place, step: int) -> bytes:
+    return place.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)

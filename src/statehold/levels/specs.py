@@ -10,6 +10,7 @@ Not here: when a step is due (cadence), how it gets there (promoting), reading i
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from statehold.units import parse_bytes
 __all__ = ["Directory", "Level", "Memory", "ObjectStore", "check_levels"]
 
 KEEP_IN_MEMORY = 2
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,16 +34,21 @@ class Level:
     keep: committed steps to keep, newest first; None keeps all.
     bytes_per_s: what copying to this level may take of the bandwidth of the storage, on each rank;
         an int or "500MB"; None: as fast as it goes.
-    name: for messages and figures.
+    name: for messages and figures, and what ranks call it among each other.
     """
 
     every: int | str = 1
     keep: int | None = None
     bytes_per_s: int | str | None = None
-    name: str = ""
+    name: str = "level"
 
     def __post_init__(self) -> None:
         parse_every(self.every)
+        if not (isinstance(self.name, str) and _NAME.fullmatch(self.name)):
+            raise UsageError(
+                "a level is named by up to 64 letters, digits, dots, dashes and underscores",
+                facts={"got": repr(self.name)[:80]},
+            )
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
             raise UsageError(
                 "keep must be a number of steps, at least 1, or None for all",
@@ -64,7 +71,7 @@ class Memory(Level):
     """Memory of this host that outlives the process: survives the trainer's death, not the host's.
 
     path: a directory on a memory file system (tmpfs); None: one below /dev/shm that belongs to this
-        user and this run. keep: at least 2, so that a step is there while the next one is written.
+        user and this run. keep: while a step is written, one more than that takes memory.
     """
 
     keep: int | None = KEEP_IN_MEMORY
@@ -116,8 +123,10 @@ class ObjectStore(Level):
 
 def check_levels(levels: Sequence[Level]) -> tuple[Level, ...]:
     """The levels of a run, if they make sense together."""
+    if isinstance(levels, Level):
+        raise UsageError("levels are a list, from the nearest on", hint="write levels=[...]")
     for level in levels:
-        if not isinstance(level, Level):
+        if not isinstance(level, Memory | Directory | ObjectStore):
             raise UsageError(
                 "a level is a Memory, a Directory or an ObjectStore",
                 facts={"got": type(level).__name__},

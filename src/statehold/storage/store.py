@@ -133,6 +133,10 @@ class Store:
             raise self._no_such_step(step)
         return open_step(self._fs.read_file, directory, step, rank or 0, world_size)
 
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
+        """A document of a step."""
+        return self._fs.read_file(f"{self.path(step)}/{name}", max_bytes)
+
     def confirm(self, step: int, attempt: str) -> bool:
         """Whether `attempt` at a step is committed; if so, D7 is made sure of."""
         try:
@@ -233,7 +237,7 @@ class Store:
         reused = self._take_spare(name, path)
         return self._fs.open_write(path, file_bytes, reuse=reused), reused
 
-    def seal(self, step: int, attempt: str, name: str, record: bytes) -> None:
+    def seal(self, step: int, attempt: str | None, name: str, record: bytes) -> None:
         """D3 of one rank, on its own host: its record, and the names of all its files."""
         partial = self.partial(step, attempt)
         self._fs.write_file(f"{partial}/{name}", record)

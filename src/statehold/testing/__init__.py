@@ -23,8 +23,8 @@ __all__ = ["MemoryBoard", "SimFs", "checkpointer_on", "ranks_on"]
 def checkpointer_on(
     fs: Fs, run: str | os.PathLike[str], peers: Peers | None = None, **options: Any
 ) -> Checkpointer:
-    """A Checkpointer whose run directory lies on `fs`, which outlives it; with `peers`, for one
-    rank of several."""
+    """A Checkpointer whose run directory and levels lie on `fs`, which outlives it; with `peers`,
+    for one rank of several. `options` are all that Checkpointer takes; give each level a path."""
     ckpt = Checkpointer(run, **options)
     ckpt._borrowed_fs = fs
     ckpt._borrowed_peers = peers
