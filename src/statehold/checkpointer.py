@@ -53,6 +53,7 @@ from statehold.selection import RestoreReport, Selection
 from statehold.state import fingerprints
 from statehold.state.capture import Capture, capture
 from statehold.state.device import Devices
+from statehold.study.profile import tuned
 from statehold.team import Alone, Publisher, Together
 from statehold.watching import Watch
 from statehold.writes import in_file_order, start_write
@@ -426,8 +427,11 @@ class _Opened:
         self.peers = borrowed_peers or join(run, options)
         self.rank = self.peers.rank if self.peers else None
         self._owns_fs = borrowed_fs is None
-        self.fs = borrowed_fs or _core.open_fs(options.backend, options.queue_depth)
-        _say_once(self.fs.note)
+        if borrowed_fs is None:  # a profile is of a real storage
+            options, note = tuned(options, run)
+            _say_once(note)
+        self.fs = borrowed_fs or _core.open_fs(options.backend_choice, options.depth)
+        _say_once(self.fs.note and f"saving with threads instead of io_uring: {self.fs.note}")
         rank, ranks = (self.peers.rank, self.peers.world_size) if self.peers else (0, 1)
         self.places = open_places(
             levels,
@@ -564,10 +568,10 @@ _said: set[str] = set()
 
 
 def _say_once(note: str) -> None:
-    """Log why bytes move more slowly than they could; once a process."""
+    """Log why bytes may move more slowly than they could; once a process."""
     if note and note not in _said:
         _said.add(note)
-        logger.warning("saving with threads instead of io_uring: %s", note)
+        logger.warning("%s", note)
 
 
 def _check_step(step: object) -> None:

@@ -1,12 +1,15 @@
-"""The settings of a Checkpointer: one frozen value, validated together, read from nowhere else.
+"""The settings of a Checkpointer: one frozen value, validated together.
 
-No environment variable overrides a field, and no field is ignored because of another one.
+No environment variable overrides a field, and no field is ignored because of another one. Four
+fields say how bytes move (`Moving`): those left None are taken from the profile that `statehold
+bench io` measured on the storage, if there is one, else from `DEFAULTS`. A field that is given is
+never overridden. Not here: where a profile lies and when it is believed (study.profile).
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from statehold.errors import UsageError
 from statehold.units import MiB, format_bytes, parse_bytes
@@ -25,6 +28,19 @@ BUFFER_BYTES_MIN = MiB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Moving:
+    """How bytes move: what a profile can say in place of the fields of Options that are None."""
+
+    buffer_bytes: int
+    queue_depth: int
+    backend: str
+    copy_threads: int | None
+
+
+DEFAULTS = Moving(buffer_bytes=16 * MiB, queue_depth=32, backend="auto", copy_threads=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """How a Checkpointer stages, writes and keeps steps.
 
@@ -32,10 +48,14 @@ class Options:
     staging_bytes: host memory for copies in flight, allocated once at open and faulted in by a
         thread of its own. With at least the size of the state, the update of the optimizer waits
         for a memory copy only; with less, it also waits for the writes of what does not fit.
-    buffer_bytes: size of one staging buffer and of one write.
-    queue_depth: transfers in flight at once.
-    copy_threads: threads that copy and checksum; None takes the processors there are, at most 4.
+    buffer_bytes: size of one staging buffer and of one write. None: by the profile, or 16 MiB.
+    queue_depth: transfers in flight at once. None: by the profile, or 32.
+    copy_threads: threads that copy and checksum. None: by the profile, or as many as there are
+        processors, at most 4.
     backend: "io_uring", "threads" (pread/pwrite), or "auto": io_uring where the kernel allows it.
+        None: by the profile, or "auto".
+    profile: what `statehold bench io` found out about the storage of the run. "auto": the profile
+        of that storage in ~/.config/statehold/io, if there is one; a path: this file; None: none.
     reuse_files: overwrite the files of retired steps instead of allocating new ones.
     coordination: how the ranks of a job find each other. "store": through the store of
         torch.distributed; "directory": through files in the run directory, with RANK and WORLD_SIZE
@@ -48,10 +68,11 @@ class Options:
 
     keep: int | None = None
     staging_bytes: int | str = "1GiB"
-    buffer_bytes: int | str = "16MiB"
-    queue_depth: int = 32
+    buffer_bytes: int | str | None = None
+    queue_depth: int | None = None
     copy_threads: int | None = None
-    backend: str = "auto"
+    backend: str | None = None
+    profile: str | os.PathLike[str] | None = "auto"
     reuse_files: bool = True
     coordination: str = "auto"
     peer_timeout_s: float = 600.0
@@ -63,7 +84,12 @@ class Options:
                 "keep must be a number of steps, at least 1, or None for all",
                 facts={"got": repr(self.keep)},
             )
-        _check_choice("backend", self.backend, BACKENDS)
+        if self.backend is not None:
+            _check_choice("backend", self.backend, BACKENDS)
+        if self.profile is not None and not isinstance(self.profile, (str, os.PathLike)):
+            raise UsageError(
+                'profile must be "auto", a path, or None', facts={"got": repr(self.profile)}
+            )
         _check_choice("coordination", self.coordination, COORDINATIONS)
         for name in ("queue_depth", "copy_threads"):
             value = getattr(self, name)
@@ -103,13 +129,40 @@ class Options:
 
     @property
     def buffer_size(self) -> int:
-        """buffer_bytes, in bytes."""
-        return parse_bytes(self.buffer_bytes)
+        """buffer_bytes, in bytes; None resolved, as in what follows."""
+        return (
+            DEFAULTS.buffer_bytes if self.buffer_bytes is None else parse_bytes(self.buffer_bytes)
+        )
+
+    @property
+    def depth(self) -> int:
+        """queue_depth."""
+        return self.queue_depth or DEFAULTS.queue_depth
+
+    @property
+    def backend_choice(self) -> str:
+        """backend."""
+        return self.backend or DEFAULTS.backend
 
     @property
     def copy_thread_count(self) -> int:
-        """copy_threads, with None resolved."""
+        """copy_threads."""
         return self.copy_threads or min(4, os.cpu_count() or 1)
+
+    def filled(self, moving: Moving) -> Options:
+        """These options, with those of `moving` in place of what is None.
+
+        Buffers of which staging_bytes does not hold two are left out: what opens without a profile
+        opens with one.
+        """
+        found = {
+            field.name: getattr(moving, field.name)
+            for field in fields(Moving)
+            if getattr(self, field.name) is None
+        }
+        if self.staging_size < 2 * moving.buffer_bytes:
+            found.pop("buffer_bytes", None)
+        return replace(self, **found)
 
 
 def _check_choice(name: str, got: str, choices: tuple[str, ...]) -> None:

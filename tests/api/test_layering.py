@@ -25,7 +25,7 @@ LAYERS: list[list[set[str]]] = [
     # tracing, counters, progress: what can be seen, whatever is looked at.
     [{"options"}, {"encoding"}, {"tracing"}, {"counters"}, {"progress"}],
     [{"planning"}, {"ranks"}, {"selection"}, {"metrics"}],
-    [{"steps"}],
+    [{"steps"}, {"study"}],
     [{"state"}, {"storage"}],
     [{"agreeing", "background_log", "leaving"}],
     [{"levels"}],
@@ -40,6 +40,7 @@ LAYERS: list[list[set[str]]] = [
 ]
 # cli reads and verifies whole steps through an engine of its own: no state, no torch.
 CORE_USERS = {"storage", "levels", "checkpointer", "save", "testing", "segments", "dcp", "cli"}
+CORE_USERS |= {"study"}
 TORCH_USERS = {"state", "testing", "dcp"}
 # Modules that may not even name torch in annotations: they make sense without it.
 PURE = {"errors", "units", "options", "encoding", "planning", "selection", "steps"}

@@ -52,6 +52,7 @@ OPTIONS = [
     "queue_depth",
     "copy_threads",
     "backend",
+    "profile",
     "reuse_files",
     "coordination",
     "peer_timeout_s",

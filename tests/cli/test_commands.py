@@ -290,8 +290,8 @@ def test_doctor(tmp_path: Path, ask: Ask, say: Say) -> None:
     names = [check["name"] for check in document["checks"]]
     assert names == [
         "system", "cores", "torch", "numpy", "backend", "kernel.io_uring_disabled",
-        "locked memory", "open files", "file system", "free space", "O_DIRECT", "F_SETLEASE",
-        "renameat2 exchange", "fsync of a directory", "POSIX locks",
+        "locked memory", "open files", "file system", "free space", "I/O profile", "O_DIRECT",
+        "F_SETLEASE", "renameat2 exchange", "fsync of a directory", "POSIX locks",
     ]  # fmt: skip
     assert all(check.keys() == {"name", "value", "ok", "means"} for check in document["checks"])
     assert list(tmp_path.iterdir()) == []
@@ -346,12 +346,14 @@ def test_usage(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "diff", "prune", "doctor"])
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "diff", "prune", "doctor", "bench"])
 def test_nothing_imports_torch(command: str, run: Path) -> None:
     """NumPy only where there is something to compute."""
-    words = {"diff": [f"{run}@1", "@2"], "prune": [str(run), "--keep", "9"]}.get(
-        command, [str(run)]
-    )
+    words = {
+        "diff": [f"{run}@1", "@2"],
+        "prune": [str(run), "--keep", "9"],
+        "bench": ["io", str(run), "--no-profile", "--size", "1MiB", "--seconds", "1"],
+    }.get(command, [str(run)])
     code = (
         "import sys; from statehold.cli import main; main(sys.argv[1:]); "
         "print(sorted({'torch', 'numpy'} & set(sys.modules)), file=sys.stderr)"

@@ -96,7 +96,23 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = _command(commands, "doctor", "what this machine lets statehold do")
     doctor.add_argument("path", metavar="PATH", nargs="?", default=".", help="where runs will lie")
+    _add_bench(commands)
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure what this storage can do")
+    group = bench.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    io = _command(group, "io", "which way of saving is fastest on a storage, and its profile")
+    io.set_defaults(module="bench")
+    io.add_argument("path", metavar="PATH", help="a directory on the storage of the runs")
+    io.add_argument("--size", metavar="BYTES", default="1GiB", help="of the state (1GiB)")
+    io.add_argument("--seconds", metavar="S", type=float, default=600.0, help="in all (600)")
+    io.add_argument("--full", action="store_true", help="more levels of every factor")
+    where = io.add_mutually_exclusive_group()
+    where.add_argument("--profile", metavar="FILE", help="where to write the profile")
+    where.add_argument("--no-profile", action="store_true", help="write none")
+    io.add_argument("--out", metavar="DIR", help="records, table and plot of the study")
 
 
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:

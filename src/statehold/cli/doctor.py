@@ -26,6 +26,8 @@ from statehold.cli.output import emit, table
 from statehold.errors import StateholdError
 from statehold.options import Options
 from statehold.storage.lock import RunLock
+from statehold.study.mounts import mount_of
+from statehold.study.profile import described, find, path_for
 from statehold.units import MiB, format_bytes
 
 if TYPE_CHECKING:
@@ -126,6 +128,7 @@ def _storage(path: str) -> Iterator[Check]:
     info = os.statvfs(path)
     yield Check("free space", format_bytes(info.f_bavail * info.f_frsize),
                 means="a run needs room for the steps it keeps, and two more")  # fmt: skip
+    yield _profile(path)
     try:
         directory = tempfile.mkdtemp(prefix=".statehold-doctor-", dir=path)
     except OSError as error:
@@ -139,7 +142,7 @@ def _storage(path: str) -> Iterator[Check]:
 
 
 def _file_system(path: str) -> Check:
-    kind = type_of(path)
+    kind = mount_of(path).kind
     if kind.split(".")[0] in _NETWORK:
         means = "commits need rename and fsync as on a local disk: test it before you trust it"
         return Check("file system", kind, None, means)
@@ -148,18 +151,16 @@ def _file_system(path: str) -> Check:
     return Check("file system", kind)
 
 
-def type_of(path: str) -> str:
-    """The type of the mount that a path lies in, as the kernel calls it."""
-    real, found = os.path.realpath(path), ("", "unknown")
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
-            _, mount, kind, *_ = line.split(" ")
-            mount = mount.replace("\\040", " ")
-            inside = os.path.commonpath([real, mount]) == mount if mount[:1] == "/" else False
-            # Of mounts on one point the last one counts: it hides the others.
-            if inside and len(mount) >= len(found[0]):
-                found = mount, kind
-    return found[1]
+def _profile(path: str) -> Check:
+    """What a Checkpointer of a run here would find."""
+    try:
+        profile = find("auto", path)
+    except StateholdError as error:
+        return Check("I/O profile", "unusable", None, f"is ignored: {error.summary}")
+    if profile is None:
+        means = "usual settings; measure with: statehold bench io PATH"
+        return Check("I/O profile", "none", means=means)
+    return Check("I/O profile", str(path_for(path)), means=described(profile.moving))
 
 
 def _tried(fs: Fs, directory: str) -> Iterator[Check]:

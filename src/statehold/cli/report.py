@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from statehold._version import __version__
 from statehold.cli import codes, ls, show
-from statehold.cli.doctor import type_of
 from statehold.cli.output import emit
 from statehold.cli.page import page_of
 from statehold.cli.places import Place, file_system, leftovers_of, run_of
@@ -24,6 +23,7 @@ from statehold.cli.traces import Traces, read_traces
 from statehold.cli.verify import document_of, verified
 from statehold.errors import StateholdError, UsageError
 from statehold.storage.store import Store
+from statehold.study.mounts import mount_of
 from statehold.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _verify(fs: Fs, steps: Iterable[dict[str, Any]]) -> None:
 def _levels(path: str, steps: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Where steps of this run lie: the run directory."""
     space = os.statvfs(path)
-    kind = type_of(path)
+    kind = mount_of(path).kind
     held = list(steps)
     return [
         {

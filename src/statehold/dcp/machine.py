@@ -30,7 +30,7 @@ class Machine:
         if self.borrowed_fs is not None:
             yield self.borrowed_fs
             return
-        fs = _core.open_fs(self.options.backend, self.options.queue_depth)
+        fs = _core.open_fs(self.options.backend_choice, self.options.depth)
         try:
             yield fs
         finally:

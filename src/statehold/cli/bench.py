@@ -1,0 +1,176 @@
+"""`statehold bench io PATH`: what decides checkpoint I/O on the storage of PATH, and its profile.
+
+Holds: everything is written into a temporary directory in PATH, which is removed again, also after
+an error; the profile is written last, so an interrupted study leaves none.
+Not here: what is measured and chosen (statehold.study).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from statehold.cli import codes
+from statehold.cli.output import emit, table
+from statehold.errors import NoSpaceError, UsageError
+from statehold.options import Options
+from statehold.study import plot, profile, report, study
+from statehold.study.choose import Figures, best_of, moving_of
+from statehold.study.measure import Bench
+from statehold.study.mounts import mount_of
+from statehold.study.strategies import Operation, Strategy, llama, uniform
+from statehold.study.sweep import JUDGED
+from statehold.units import MiB, format_bytes, format_seconds, parse_bytes
+
+_SIZE_MIN = 1 * MiB
+_ROOM = 2.5  # of the size: what is written to warm an engine up, what is measured, and slack
+_CLEAR = "\r\x1b[K"
+_NAME_MAX = 100
+
+
+def run(args: argparse.Namespace) -> int:
+    path = os.path.abspath(args.path)
+    size = _checked(path, args)
+    found = _measured(path, size, args)
+    file = None if args.no_profile else Path(args.profile or profile.path_for(path))
+    document = {**_facts(path, size), **report.document(found)}
+    document["profile"] = None if file is None else str(file)
+    if file is not None:
+        moving, why = moving_of(found.chosen), tuple(report.reasons(found))
+        profile.save(profile.Profile(mount_of(path), moving, document["measured"], why), file)
+    text = _text(found, document)
+    if args.out:
+        _write_records(Path(args.out), found, document, text)
+    emit(document) if args.json else print(text)
+    return codes.YES
+
+
+def _checked(path: str, args: argparse.Namespace) -> int:
+    """The size of the state, if the study can be made."""
+    if not os.path.isdir(path):
+        raise codes.NotFoundError("no such directory", facts={"path": path})
+    size = parse_bytes(args.size)
+    if size < _SIZE_MIN or not (0 < args.seconds < math.inf):
+        facts = {"expected": f"at least {format_bytes(_SIZE_MIN)}, more than 0 s",
+                 "got": f"{args.size}, {args.seconds} s"}  # fmt: skip
+        raise UsageError("too little to measure", facts=facts)
+    info = os.statvfs(path)
+    free = info.f_bavail * info.f_frsize
+    if free < _ROOM * size:
+        facts = {"path": path, "expected": format_bytes(int(_ROOM * size)),
+                 "got": format_bytes(free)}  # fmt: skip
+        raise NoSpaceError("too little free space to measure", facts=facts, hint="--size")
+    return size
+
+
+def _measured(path: str, size: int, args: argparse.Namespace) -> study.Study:
+    directory = tempfile.mkdtemp(prefix=".statehold-bench-", dir=path)
+    threads = Options().copy_thread_count
+    try:
+        bench = Bench(directory, (llama(size), uniform(size)))
+        return study.run(bench, threads, args.seconds, args.full, _told)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        if sys.stderr.isatty():
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
+
+
+def _told(name: str, share: float) -> None:
+    if sys.stderr.isatty():
+        line = f"{share:4.0%}  {name}"[:_NAME_MAX]
+        print(f"{_CLEAR}{line}", end="", file=sys.stderr, flush=True)
+
+
+def _facts(path: str, size: int) -> dict[str, Any]:
+    mount = mount_of(path)
+    return {
+        "path": path,
+        "storage": {"device": mount.device, "point": mount.point, "kind": mount.kind},
+        "state_bytes": size,
+        "tensors": len(llama(size).sizes),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "load": [round(load, 1) for load in os.getloadavg()],
+        "measured": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _write_records(directory: Path, found: study.Study, document: Any, text: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    public = {key: value for key, value in document.items() if key not in ("path", "profile")}
+    (directory / "io-results.json").write_text(json.dumps(public, indent=1) + "\n")
+    (directory / "io-table.txt").write_text(text + "\n")
+    if plot.is_possible():
+        plot.draw(found, directory / "io-plot.png")
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def _text(found: study.Study, document: dict[str, Any]) -> str:
+    storage = document["storage"]
+    head = (
+        f"{format_bytes(document['state_bytes'])} in {document['tensors']} tensors on "
+        f"{storage['device']} ({storage['kind']}), {document['cores']} cores, load "
+        f"{document['load'][0]}; {found.rounds} rounds, {format_seconds(found.took_s)}\n"
+        "GB/s, medians, and the share of the best; ~ moved by more than a quarter between rounds"
+    )
+    parts = [head, _judged_table(found.figures), _other_table(found.figures)]
+    parts += ["What was found (~ moved):", _listed(document["findings"])]
+    parts += ["What to use:", _listed(document["why"])]
+    parts += [_listed([f"not possible here: {each['name']}: {each['why']}"
+                       for each in document["refused"]])]  # fmt: skip
+    if document["unmeasured"]:
+        parts.append(f"no time for {len(document['unmeasured'])} strategies: --seconds")
+    if document["profile"]:
+        parts.append("A Checkpointer takes these settings for runs on this storage.")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _listed(lines: list[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _judged_table(figures: Figures) -> str:
+    tops = {operation: _top(figures, operation) for operation in JUDGED}
+    header, rows = ["STRATEGY"], []
+    for operation in JUDGED:
+        header += [operation.value.upper(), "OF-BEST"]
+    for strategy in figures.strategies():
+        row: list[str] = [strategy.name]
+        for operation in JUDGED:
+            row += _cells(figures, strategy, operation, tops[operation])
+        rows.append(row)
+    return table(header, rows, right=" ".join(["OF-BEST", *header[1:]]))
+
+
+def _top(figures: Figures, operation: Operation) -> float:
+    best = best_of(figures, figures.strategies(), operation)
+    return figures.of(best, operation) or 0.0 if best else 0.0
+
+
+def _cells(figures: Figures, strategy: Strategy, operation: Operation, top: float) -> list[str]:
+    rate = figures.of(strategy, operation)
+    if rate is None:
+        return ["-", "-"]
+    mark = "~" if figures.moved(strategy, operation) else " "
+    return [f"{rate:.2f}{mark}", f"{rate / top:.2f}"]
+
+
+def _other_table(figures: Figures) -> str:
+    """What only some strategies are measured by."""
+    rows = []
+    for strategy, operation in figures.rates:
+        if operation not in JUDGED:
+            rate, _ = _cells(figures, strategy, operation, 1.0)
+            rows.append((strategy.name, operation.value, rate))
+    return table(("STRATEGY", "RESTORE", "GB/S"), rows, right="GB/S") if rows else ""

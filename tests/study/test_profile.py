@@ -1,0 +1,176 @@
+"""The profile of a storage: strict where it is read, believed where nothing else was said."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from statehold.errors import CorruptionError
+from statehold.options import DEFAULTS, Moving, Options
+from statehold.study import mounts
+from statehold.study.mounts import Mount, mount_of
+from statehold.study.profile import Profile, decode, find, path_for, save, tuned
+from statehold.units import MiB
+
+MOVING = Moving(buffer_bytes=4 * MiB, queue_depth=7, backend="threads", copy_threads=3)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Profile:
+    return Profile(mount_of(str(tmp_path)), MOVING, "2026-11-21T15:00:00+00:00", ("because",))
+
+
+def test_round_trip(profile: Profile) -> None:
+    assert decode(profile.encode(), "f") == profile
+
+
+def test_it_is_found_by_storage(home: Path, tmp_path: Path, profile: Profile) -> None:
+    run = str(tmp_path / "runs" / "not there yet")
+    assert find("auto", run) is None
+    file = path_for(run)
+    assert home in file.parents
+    save(profile, file)
+    assert find("auto", run) == profile
+    assert find(None, run) is None
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_a_file_may_be_named(home: Path, tmp_path: Path, profile: Profile) -> None:
+    elsewhere = replace(profile, mount=Mount("other", "/other", "ext4"))
+    file = tmp_path / "mine.json"
+    save(elsewhere, file)
+    assert find(file, str(tmp_path)) == elsewhere
+    with pytest.raises(CorruptionError, match="cannot be read"):
+        find(tmp_path / "none.json", str(tmp_path))
+
+
+def test_a_profile_of_another_storage_is_none(home: Path, tmp_path: Path, profile: Profile) -> None:
+    save(replace(profile, mount=Mount("other", "/", "ext4")), path_for(str(tmp_path)))
+    with pytest.raises(CorruptionError, match="another storage"):
+        find("auto", str(tmp_path))
+
+
+Change = Callable[[dict[str, Any]], object]
+BROKEN: dict[str, Change] = {
+    "another version": lambda d: d.update(version=2),
+    "a version that is true": lambda d: d.update(version=True, format="x"),
+    "another format": lambda d: d.update(format="statehold"),
+    "a member more": lambda d: d.update(more=1),
+    "a member less": lambda d: d.pop("why"),
+    "a setting more": lambda d: d["settings"].update(keep=1),
+    "a setting less": lambda d: d["settings"].pop("queue_depth"),
+    "a buffer that cuts a block": lambda d: d["settings"].update(buffer_bytes=MiB + 1),
+    "a small buffer": lambda d: d["settings"].update(buffer_bytes=4096),
+    "a huge buffer": lambda d: d["settings"].update(buffer_bytes=1 << 40),
+    "a buffer in words": lambda d: d["settings"].update(buffer_bytes="16MiB"),
+    "no depth": lambda d: d["settings"].update(queue_depth=0),
+    "half a thread": lambda d: d["settings"].update(copy_threads=1.5),
+    "no such backend": lambda d: d["settings"].update(backend="auto"),
+    "a storage without a name": lambda d: d["storage"].pop("device"),
+    "reasons in one piece": lambda d: d.update(why="because"),
+    "a reason with a newline": lambda d: d.update(why=["a\nb"]),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_refused(profile: Profile, name: str) -> None:
+    document = json.loads(profile.encode())
+    BROKEN[name](document)
+    with pytest.raises(CorruptionError) as caught:
+        decode(json.dumps(document).encode(), "the file")
+    assert caught.value.facts["file"] == "the file"
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff", b"[" * 100, b'{"format":NaN}'])
+def test_what_is_no_json_is_refused(text: bytes) -> None:
+    with pytest.raises(CorruptionError):
+        decode(text, "the file")
+
+
+def test_it_fills_what_is_open(home: Path, tmp_path: Path, profile: Profile) -> None:
+    save(profile, path_for(str(tmp_path)))
+    options, note = tuned(Options(), str(tmp_path))
+    assert note == ""
+    assert (options.buffer_size, options.depth) == (4 * MiB, 7)
+    assert (options.backend_choice, options.copy_thread_count) == ("threads", 3)
+
+
+def test_what_is_given_wins(home: Path, tmp_path: Path, profile: Profile) -> None:
+    save(profile, path_for(str(tmp_path)))
+    given = Options(buffer_bytes="16MiB", queue_depth=32, backend="auto", copy_threads=1)
+    assert tuned(given, str(tmp_path)) == (given, "")
+    options, _ = tuned(Options(queue_depth=32), str(tmp_path))
+    assert (options.depth, options.buffer_size) == (32, 4 * MiB)
+    none = Options(profile=None)
+    assert tuned(none, str(tmp_path)) == (none, "")
+
+
+def test_io_uring_is_taken_where_it_is_allowed(tmp_path: Path, profile: Profile) -> None:
+    file = tmp_path / "p.json"
+    save(replace(profile, moving=replace(MOVING, backend="io_uring")), file)
+    options, _ = tuned(Options(profile=file), str(tmp_path))
+    assert options.backend == "auto"
+
+
+def test_buffers_that_do_not_fit_are_left_out(tmp_path: Path, profile: Profile) -> None:
+    file = tmp_path / "p.json"
+    save(replace(profile, moving=replace(MOVING, buffer_bytes=64 * MiB)), file)
+    options, note = tuned(Options(profile=file, staging_bytes="64MiB"), str(tmp_path))
+    assert note == ""
+    assert options.buffer_size == DEFAULTS.buffer_bytes
+    assert options.depth == 7
+
+
+def test_a_broken_profile_changes_nothing(home: Path, tmp_path: Path) -> None:
+    file = path_for(str(tmp_path))
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"{}")
+    options, note = tuned(Options(), str(tmp_path))
+    assert options == Options()
+    assert "without a profile" in note
+
+
+def test_no_environment_variable_overrides_a_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    before = tuned(Options(), str(tmp_path))
+    for field in Options.__slots__:
+        for prefix in ("", "STATEHOLD_", "STATEHOLD_IO_"):
+            monkeypatch.setenv(f"{prefix}{field}".upper(), "1")
+    assert tuned(Options(), str(tmp_path)) == before
+
+
+MOUNTS = r"""
+/dev/a / ext4 rw 0 0
+/dev/b /data ext4 rw 0 0
+server:/x /data/with\040space nfs4 rw 0 0
+/dev/c /data xfs rw 0 0
+none relative tmpfs rw 0 0
+""".strip()
+
+
+@pytest.mark.parametrize(
+    ("path", "device"),
+    [
+        ("/database/x", "/dev/a"),
+        ("/data", "/dev/c"),
+        ("/data/deep/er", "/dev/c"),
+        ("/data/with space/run", "server:/x"),
+    ],
+)
+def test_mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, device: str) -> None:
+    table = tmp_path / "mounts"
+    table.write_text(MOUNTS + "\n")
+    monkeypatch.setattr(mounts, "_MOUNTS", table)
+    assert mount_of(path).device == device
+
+
+def test_a_mount_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mounts, "_MOUNTS", tmp_path / "none")
+    assert mount_of("/") == mounts.UNKNOWN
