@@ -54,3 +54,18 @@ def test_make_targets_exist(path: Path) -> None:
     known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     used = set(re.findall(r"`make ([a-z-]+)|^    make ([a-z-]+)", path.read_text(), re.MULTILINE))
     assert {first or second for first, second in used} <= known
+
+
+def test_every_row_about_failures_names_tests_that_are_there() -> None:
+    rows = [
+        line for line in (ROOT / "docs/failures.md").read_text().splitlines() if "`tests/" in line
+    ]
+    assert len(rows) > 30
+    for row in rows:
+        file = ""
+        for name in re.findall(r"`((?:tests/[\w/]+(?:\.py)?)?(?:::\w+)?)`", row):
+            path, _, test = name.partition("::")
+            file = path or file
+            assert (ROOT / file).exists(), row
+            if test:
+                assert f"def {test}(" in (ROOT / file).read_text(), name

@@ -72,7 +72,7 @@ def _document(fs: Fs, path: str, traces: Traces, args: argparse.Namespace) -> di
 
 def limit_of(_run: str) -> float | None:
     """What the storage below a run can take, in bytes a second, as its profile says."""
-    return None  # until there are profiles
+    return None  # a profile says how bytes move best there, not how fast
 
 
 def _verify(fs: Fs, steps: Iterable[dict[str, Any]]) -> None:
