@@ -59,7 +59,8 @@ from statehold.watching import Watch
 from statehold.writes import in_file_order, start_write
 
 if TYPE_CHECKING:
-    from statehold._core import Fs
+    from statehold._core import File, Fs
+    from statehold.planning.plan import SavePlan
     from statehold.ranks.peers import Peers
 
 
@@ -160,7 +161,9 @@ class Checkpointer:
         )
         ordered = in_file_order(plan, captured.tensors)
         save._moving()
-        job = start_write(opened.engine, plan.save, ordered)
+        ready = opened.ready_file(plan.save)
+        save._record(reused=ready is not None)
+        job = start_write(opened.engine, plan.save, ordered, ready)
         copies = opened.devices.copies(job, captured, ordered)
         self._gate.hold_for(save, copies.passing if copies else None)
         self._watched.append(save)
@@ -172,6 +175,7 @@ class Checkpointer:
             tree=captured.tree,
             capture=captured,
             place=opened.near[0],
+            is_attached=ready is not None,
             copy_external=copies.run if copies else None,
             comparisons=known.comparisons,
             version=opened.claims.version,
@@ -495,6 +499,15 @@ class _Opened:
     def nearest(self) -> Nearest:
         """The steps of all levels, for one look at them."""
         return Nearest(self.places, os.path.realpath(self._run))
+
+    def ready_file(self, plan: SavePlan) -> File | None:
+        """The file of a save, where it is memory that is mapped already: then the state is copied
+        straight into it. A file that has to be made is made in the background."""
+        if self.peers is not None or not self.store.has_ready(plan.file_name):
+            return None
+        self.store.begin(plan.step)
+        file, _ = self.store.data_file(plan.step, plan.file_name, plan.file_bytes)
+        return file
 
     def check_order(self, step: int) -> None:
         """Refuse a save that would not become the newest step of all levels."""

@@ -60,7 +60,8 @@ class Work:
     number: counts the calls of save(), the same on all ranks. attempt: names the partial directory,
     once the other ranks have been met. comparisons, version: what this rank assumes of the others
     (claims); fingerprinting gives the fingerprints for it, on the stage thread. place: the level
-    that it is saved into. promote: the levels that are to have the step, known at its commit.
+    that it is saved into; is_attached: the job has had its file from the start. promote: the levels
+    that are to have the step, known at its commit.
     """
 
     save: Save
@@ -70,6 +71,7 @@ class Work:
     tree: Any
     capture: Capture | None
     place: DirectoryPlace
+    is_attached: bool = False
     copy_external: Callable[[], None] | None = None
     comparisons: tuple[Comparison, ...] = ()
     version: str = ""
@@ -193,12 +195,14 @@ class Pipeline:
 
     def _publish(self, work: Work) -> None:
         save = work.save
-        with save._stage("open"):
-            work.attempt = self._publisher.attempt(work.number)
-            file, reused = self._open_file(work)
-        save._record(reused=reused, files=1)
-        with save._stage("write"):
+        if not work.is_attached:
+            with save._stage("open"):
+                work.attempt = self._publisher.attempt(work.number)
+                file, reused = self._open_file(work)
+            save._record(reused=reused)
             work.job.attach(file)
+        save._record(files=1)
+        with save._stage("write"):
             work.job.wait_written(None)
             work.job.finish()  # D2
         save._moved(work.job.stats)

@@ -21,7 +21,7 @@ from statehold.steps.manifest import Manifest, record_file
 from statehold.steps.record import Record
 
 if TYPE_CHECKING:
-    from statehold._core import Engine, WriteJob
+    from statehold._core import Engine, File, WriteJob
     from statehold.state.capture import CapturedTensor
 
 FLAG_EAGER = 1
@@ -42,8 +42,11 @@ def _rows(captured: CapturedTensor, begin: int, end: int) -> CapturedTensor:
     return replace(captured, tensor=tensor, address=tensor.data_ptr(), strided=strides_of(tensor))
 
 
-def start_write(engine: Engine, plan: SavePlan, ordered: Sequence[CapturedTensor]) -> WriteJob:
-    """Begin to stage the tensors, in file order, as `plan` lays them out."""
+def start_write(
+    engine: Engine, plan: SavePlan, ordered: Sequence[CapturedTensor], file: File | None = None
+) -> WriteJob:
+    """Begin to stage the tensors, in file order, as `plan` lays them out; into `file`, if it is
+    there already."""
     return engine.write(
         file_bytes=plan.file_bytes,
         block_bytes=BLOCK_BYTES,
@@ -55,6 +58,7 @@ def start_write(engine: Engine, plan: SavePlan, ordered: Sequence[CapturedTensor
         ),
         strided={i: item.strided for i, item in enumerate(ordered) if item.strided},
         header=plan.header,
+        file=file,
     )
 
 

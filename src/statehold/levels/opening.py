@@ -17,11 +17,14 @@ from statehold.levels.places import CopyEngine, DirectoryPlace, Place
 from statehold.levels.specs import Directory, Level, Memory, ObjectStore
 from statehold.storage.objects import ObjectSteps
 from statehold.storage.store import Store
+from statehold.study.mounts import mount_of
 
 if TYPE_CHECKING:
     from statehold._core import Fs
 
 __all__ = ["open_places"]
+
+_MEMORY_KINDS = ("tmpfs", "ramfs")
 
 
 def open_places(
@@ -45,7 +48,15 @@ def open_places(
         # It may be reached through links; below it, nothing is one.
         root = os.path.realpath(called)
         _check_own(level, root, roots)
-        store = Store(fs, root, keep=level.keep, reuse=reuse, rank=rank, world_size=world_size)
+        store = Store(
+            fs,
+            root,
+            keep=level.keep,
+            reuse=reuse,
+            rank=rank,
+            world_size=world_size,
+            mapped=isinstance(level, Memory) and fs.backend != "sim" and _is_memory(root),
+        )
         engine = CopyEngine(fs, buffer_bytes)
         places.append(DirectoryPlace(level.name, store, called, fs, engine))
     return places
@@ -55,6 +66,10 @@ def _in_objects(level: ObjectStore, run: str, *, leads: bool) -> ObjectPlace:
     objects = ObjectSteps(level.url, options=level.options)
     near = (SHARED_MEMORY, run)
     return ObjectPlace(level.name, objects, keep=level.keep, leads=leads, near=near)
+
+
+def _is_memory(path: str) -> bool:
+    return mount_of(path).kind in _MEMORY_KINDS
 
 
 def _check_own(level: Level, root: str, roots: list[str]) -> None:

@@ -173,6 +173,6 @@ class DirectoryPlace:
         self._engine.close()
         if self._lock is not None:
             try:
-                self.store.drop_spare()
+                self.store.close()
             finally:
                 self._lock.release()

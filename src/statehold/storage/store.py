@@ -49,6 +49,7 @@ from statehold.errors import (
     StorageError,
 )
 from statehold.steps.saved import SavedStep, open_step
+from statehold.storage.mappings import Mappings
 from statehold.storage.publish import delete, make_directories, publish, unless
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Store:
     """The steps of the run directory `root` on the file system `fs`.
 
     keep: how many committed steps to keep; None keeps all. reuse: overwrite retired files.
+    mapped: it lies on a memory file system, and its data files are written as memory.
     rank, world_size: of the job that saves. `attempt` names its directory of a step in the making;
     without one, only one rank writes. Thread-safe. One job may write; any number may read.
     """
@@ -87,6 +89,7 @@ class Store:
         reuse: bool = True,
         rank: int = 0,
         world_size: int = 1,
+        mapped: bool = False,
     ) -> None:
         self._fs = fs
         self._root = root.rstrip("/") or "/"
@@ -97,6 +100,8 @@ class Store:
         self._guard = threading.RLock()
         self._protected: dict[int, int] = {}
         self._spare: str | None = None
+        self._mapped = mapped
+        self._mappings = Mappings()
 
     @property
     def leads(self) -> bool:
@@ -234,8 +239,22 @@ class Store:
     ) -> tuple[File, bool]:
         """D1: open a data file of a partial step; the second value says if it was reused."""
         path = f"{self.partial(step, attempt)}/{name}"
-        reused = self._take_spare(name, path)
-        return self._fs.open_write(path, file_bytes, reuse=reused), reused
+        with self._guard:
+            kept = self._mappings.spare(name)
+            reused = self._take_spare(name, path)
+        if not self._mapped:
+            return self._fs.open_write(path, file_bytes, reuse=reused), reused
+        kept = kept if reused else None
+        file = self._fs.open_write(path, file_bytes, reuse=reused, mapped=True, kept=kept)
+        if not self._shared:
+            with self._guard:
+                self._mappings.making(step, name, file)
+        return file, reused
+
+    def has_ready(self, name: str) -> bool:
+        """Whether a file of this name is mapped, and only waits to be overwritten."""
+        with self._guard:
+            return self._mappings.spare(name) is not None
 
     def seal(self, step: int, attempt: str | None, name: str, record: bytes) -> None:
         """D3 of one rank, on its own host: its record, and the names of all its files."""
@@ -248,8 +267,10 @@ class Store:
         self._lead("commit")
         partial = self.partial(manifest.step, attempt)
         with self._guard:
-            if publish(self._fs, partial, self.path(manifest.step), manifest.encode()):
-                self._discard(partial)
+            replaced = publish(self._fs, partial, self.path(manifest.step), manifest.encode())
+            self._mappings.committed(manifest.step)
+            if replaced:
+                self._discard(partial, manifest.step)
 
     def abandon(self, step: int, attempt: str | None = None) -> None:
         """Give a partial step up; what cannot be removed now is cleared by a later begin or open.
@@ -258,6 +279,7 @@ class Store:
         """
         with self._guard, contextlib.suppress(StorageError):
             partial = self.partial(step, attempt)
+            self._mappings.abandoned(step)
             if self._rank == 0 and self._fs.is_dir(partial):
                 self._settle_names()
                 delete(self._fs, partial)
@@ -317,9 +339,18 @@ class Store:
     def drop_spare(self) -> None:
         """Delete the files held back for reuse."""
         with self._guard:
+            self._mappings.dropped()
             if self._spare is not None:
                 delete(self._fs, self._spare)
                 self._spare = None
+
+    def close(self) -> None:
+        """Give back what this process holds of the store: spare files, and mappings."""
+        try:
+            self.drop_spare()
+        finally:
+            with self._guard:
+                self._mappings.close()
 
     def _retire(self, step: int, suffix: str) -> None:
         hidden = self.path(step, suffix)
@@ -328,8 +359,11 @@ class Store:
             delete(self._fs, hidden)
         self._fs.rename(self.path(step), hidden)  # R1
         self._fs.sync_dir(self._root)  # R2
+        self._mappings.retired(step)
         if suffix == ".retired":
-            self._discard(hidden)  # R3
+            self._discard(hidden, step)  # R3
+        else:
+            self._mappings.abandoned(step)
 
     def _settle_names(self) -> None:
         """Before a hidden directory is changed: no name of a step may come back to it.
@@ -339,15 +373,19 @@ class Store:
         """
         self._fs.sync_dir(self._root)
 
-    def _discard(self, directory: str) -> None:
-        """Hold an invisible directory back for reuse, or delete it."""
+    def _discard(self, directory: str, step: int | None = None) -> None:
+        """Hold an invisible directory, of `step`, back for reuse, or delete it."""
         if self._shared:
             self.drop_spare()  # what no rank has taken until now
         if not self._reuse or self._spare is not None:
+            if step is not None:
+                self._mappings.abandoned(step)
             delete(self._fs, directory)
             return
         self._fs.rename(directory, f"{self._root}/{SPARE_NAME}")
         self._spare = f"{self._root}/{SPARE_NAME}"
+        if step is not None:
+            self._mappings.spared(step)
 
     def _take_spare(self, name: str, path: str) -> bool:
         """Move the spare file `name` to `path` if there is one that nobody else can see."""
@@ -356,12 +394,14 @@ class Store:
                 return self._reuse and self._take(f"{self._root}/{SPARE_NAME}/{name}", path)
             if self._spare is None:
                 return False
-            taken = self._take(f"{self._spare}/{name}", path)
+            taken = self._take(f"{self._spare}/{name}", path, self._mappings.spare(name))
+            if taken:
+                self._mappings.taken(name)
             self.drop_spare()
             return taken
 
-    def _take(self, spare_file: str, path: str) -> bool:
-        if self._fs.stat_bytes(spare_file) is None or not self._fs.can_reuse(spare_file):
+    def _take(self, spare_file: str, path: str, kept: File | None = None) -> bool:
+        if self._fs.stat_bytes(spare_file) is None or not self._fs.can_reuse(spare_file, kept):
             return False
         with unless(errno.ENOENT):  # rank 0 deleted it meanwhile
             self._fs.rename(spare_file, path)

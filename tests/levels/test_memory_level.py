@@ -1,0 +1,159 @@
+"""A level in memory: one copy into files that are mapped, which outlive the process.
+
+On a memory file system of its own below /dev/shm; skipped, and counted, where there is none.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import statehold
+from statehold import errors
+from statehold.study.mounts import mount_of
+from support.faults import DEADLINE_S, SMALL, spy_on
+
+pytestmark = pytest.mark.skipif(
+    mount_of("/dev/shm").kind != "tmpfs", reason="/dev/shm is no memory file system"
+)
+
+NUMEL = 2_000_000
+BYTES = 4 * NUMEL
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    folder = tempfile.mkdtemp(dir="/dev/shm")
+    yield Path(folder, "steps")
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def content(step: int) -> dict[str, object]:
+    return {"w": torch.arange(NUMEL, dtype=torch.int32) * 7 + step, "step": step}
+
+
+def levels(memory: Path, **options: object) -> list[statehold.Memory | statehold.Directory]:
+    return [statehold.Memory(path=memory, keep=1), statehold.Directory(**options)]
+
+
+def mapped_files(folder: Path) -> list[str]:
+    """The files below `folder` of which this process has a mapping."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split(None, 5)[5] for line in lines if f"{folder}/" in line})
+
+
+def test_steps_are_copied_once_into_files_that_are_used_again(memory: Path, run: Path) -> None:
+    with statehold.Checkpointer(run, levels=levels(memory, every=4), **SMALL) as ckpt:
+        reused = []
+        for step in range(1, 8):
+            save = ckpt.save(step, content(step)).wait("committed", DEADLINE_S)
+            ckpt._opened().promotions.wait(DEADLINE_S)
+            reused.append(save.stats.reused)
+        # The first two write new files; then the one that was retired is there each time.
+        assert reused[3:] == [True] * 4
+        assert len(mapped_files(memory)) == 2  # of the step that is kept, and the spare one
+        live = content(0)
+        assert ckpt.restore(live) == 7
+        assert torch.equal(live["w"], content(7)["w"])  # type: ignore[arg-type]
+        assert [level.newest for level in ckpt.levels()] == [4]
+    assert mapped_files(memory) == []
+    with statehold.Checkpointer(run, **SMALL) as ckpt:  # what is in the run directory itself
+        assert ckpt.steps() == [1, 4, 7]
+        assert ckpt.restore(live, 4) == 4
+    assert torch.equal(live["w"], content(4)["w"])  # type: ignore[arg-type]
+
+
+def test_memory_of_steps_that_are_given_up_comes_back(memory: Path, run: Path) -> None:
+    def used() -> int:
+        return sum(
+            os.stat(os.path.join(folder, name)).st_blocks * 512
+            for folder, _, names in os.walk(memory)
+            for name in names
+        )
+
+    memory.mkdir(parents=True)
+    with statehold.Checkpointer(run, levels=levels(memory), **SMALL) as ckpt:
+        for step in range(1, 5):
+            ckpt.save(step, content(step)).wait("committed", DEADLINE_S)
+        ckpt._opened().promotions.wait(DEADLINE_S)
+        assert used() < 3.2 * BYTES
+        ckpt.rewind(2)
+        ckpt.save(3, {"small": torch.ones(3)}).wait("committed", DEADLINE_S)
+        ckpt._opened().promotions.wait(DEADLINE_S)
+    assert used() < BYTES
+    assert mapped_files(memory) == []
+
+
+def test_a_step_saved_again_keeps_its_own_bytes(memory: Path, run: Path) -> None:
+    """The file of the replaced step is overwritten by the next save, not before."""
+    with statehold.Checkpointer(run, levels=levels(memory, every=100), **SMALL) as ckpt:
+        for value in range(5):
+            again = content(1) | {"w": torch.full((NUMEL,), value, dtype=torch.int32)}
+            ckpt.save(1, again).wait("committed", DEADLINE_S)
+            live = content(0)
+            assert ckpt.restore(live) == 1
+            assert bool((live["w"] == value).all())  # type: ignore[attr-defined]
+
+
+def test_a_failed_save_gives_its_memory_back(memory: Path, run: Path) -> None:
+    with statehold.Checkpointer(run, levels=levels(memory, every=100), **SMALL) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, content(step)).wait("committed", DEADLINE_S)
+        broken = [4]
+
+        def before(operation: str, _args: tuple[object, ...]) -> None:
+            if operation == "write_file" and broken:
+                broken.clear()
+                raise errors.storage_error("write a manifest", errno.EIO, "somewhere")
+
+        spy_on(ckpt, before)
+        save = ckpt.save(4, content(4))
+        with pytest.raises(errors.StorageError):
+            save.wait("committed", DEADLINE_S)
+        assert not broken
+        assert ckpt.steps()[-1] == 3
+        ckpt.save(5, content(5)).wait("committed", DEADLINE_S)
+        live = content(0)
+        assert ckpt.restore(live) == 5
+        assert torch.equal(live["w"], content(5)["w"])  # type: ignore[arg-type]
+        assert len(mapped_files(memory)) <= 2
+
+
+SCRIPT = """
+import os, signal, sys, torch, statehold
+levels = [statehold.Memory(path=sys.argv[1]), statehold.Directory(every=1000)]
+ckpt = statehold.Checkpointer(sys.argv[2], levels=levels, staging_bytes="2MiB", buffer_bytes="1MiB")
+for step in range(1, 6):
+    w = torch.arange(2_000_000, dtype=torch.int32) * 7 + step
+    ckpt.save(step, {"w": w, "step": step}).wait("committed", 60)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_leaves_its_newest_step(memory: Path, run: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(memory), str(run)], timeout=120, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    live = content(0)
+    with statehold.Checkpointer(run, levels=levels(memory), **SMALL) as ckpt:
+        assert ckpt.restore(live) == 5
+        assert torch.equal(live["w"], content(5)["w"])  # type: ignore[arg-type]
+        ckpt.save(6, content(6))
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        assert ckpt.steps()[-1] == 6
