@@ -493,6 +493,18 @@ def test_a_first_level_that_cannot_be_made(tmp_path: Path) -> None:
         assert got == 1
 
 
+def test_a_step_that_is_at_the_first_level_is_not_saved_again_behind_it(fs) -> None:
+    with opened_on(fs, far=LATER) as ckpt:
+        save(ckpt, 1, content(1))
+        fs.fail_next("open_write", errno.ENOSPC)
+        with pytest.raises(NoSpaceError):
+            save(ckpt, 1, content(7))
+        found = blank()
+        got = ckpt.restore(found)
+        assert got == 1
+        assert holds(found, 1)
+
+
 def test_only_when_no_level_is_left_does_a_save_fail(fs) -> None:
     with opened_on(fs) as ckpt:
         save(ckpt, 1, content(1))
