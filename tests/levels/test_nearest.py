@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import itertools
 import threading
@@ -238,6 +239,31 @@ def test_a_bad_copy_on_one_ranks_disk_alone(size) -> None:
         assert fired.is_set()
         for rank in range(size):
             check(found[rank], rank, 1)
+
+
+@pytest.mark.parametrize("kind", ["data", "manifest"])
+def test_a_step_is_not_given_up_for_a_disk_that_fails(fs, size, kind) -> None:
+    """One copy is damaged, the other cannot be read now: nobody knows that the step is damaged."""
+    name = file_name(kind, size - 1, size)
+    flipped(fs, f"{step_path(FAR, 2)}/{name}")
+    fired = threading.Event()
+    with job(fs, size) as ranks:
+        for ckpt in ranks.ckpts:
+            place = ckpt._opened().places[0]
+
+            def fail(step: int, each: str, more: int, do: Any) -> Any:
+                if each == name:
+                    fired.set()
+                    raise StorageError("the disk fails", errno=errno.EIO, path=each)
+                return do(step, each, more)
+
+            place.read = functools.partial(fail, do=place.read)  # type: ignore[method-assign]
+            place.find = functools.partial(fail, do=place.find)  # type: ignore[method-assign]
+        outcomes = ranks.outcomes(lambda rank: ranks.ckpts[rank].restore(blank()))
+        assert {type(each) for each in outcomes} <= {StorageError, PeerFailedError}
+        assert any(isinstance(each, StorageError) for each in outcomes)
+    assert fired.is_set()
+    assert steps_at(fs, NEAR) == steps_at(fs, FAR) == [1, 2]
 
 
 # -- ranks that copy -------------------------------------------------------------------------------
