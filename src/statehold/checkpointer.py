@@ -299,7 +299,7 @@ class Checkpointer:
         """Where the damaged step is now; where it was if the run is another job's, or not ours to
         change: the state is restored all the same."""
         with contextlib.suppress(RunBusyError, StorageError):
-            return self._opened_for_saving().quarantine(step)
+            return opened.quarantine(step)
         return opened.store.path(step)
 
     # -- the run ---------------------------------------------------------------------------
@@ -427,7 +427,7 @@ class _Opened:
     ) -> None:
         self._run = run
         self._pid = os.getpid()
-        self._is_prepared = False
+        self._is_prepared = self._has_saved = False
         self.peers = borrowed_peers or join(run, options)
         self.rank = self.peers.rank if self.peers else None
         self._owns_fs = borrowed_fs is None
@@ -483,6 +483,7 @@ class _Opened:
 
     def prepare_saving(self) -> None:
         """Create the run directory; the rank that leads locks it and clears what a crash left."""
+        self._has_saved = True
         if not self._is_prepared:
             try:
                 self.near[0].prepare(self._token)
@@ -540,7 +541,9 @@ class _Opened:
 
     def close(self, *, flush: bool) -> None:
         self.pipeline.close()
-        if flush and self._is_prepared and len(self.places) > 1:
+        # Several ranks do alike, also where one of them could not prepare to save.
+        has_saved = self._is_prepared if self.peers is None else self._has_saved
+        if flush and has_saved and len(self.places) > 1:
             with _logged("could not bring the newest step to all levels"):
                 self.flush(None)
         self.promotions.close()

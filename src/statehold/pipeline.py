@@ -218,6 +218,8 @@ class Pipeline:
         """D1 at the first level that can take the save."""
         refused: list[StateholdError] = []
         for place in self._places:
+            if refused and self._is_nearer(work.save.step, place):
+                break  # and would hide what is saved farther away
             if refused and self._promotions.is_copying(work.save.step, place):
                 continue  # its directory is in use
             work.place = place
@@ -230,6 +232,14 @@ class Pipeline:
                 self._note_first(place, work.save.step, refused)
                 return opened
         raise refused[0]
+
+    def _is_nearer(self, step: int, place: DirectoryPlace) -> bool:
+        """Whether a level before `place` has an earlier save of this step, or cannot say so."""
+        before = self._places[: self._places.index(place)]
+        try:
+            return any(step in each.steps() for each in before)
+        except StorageError:
+            return True
 
     def _open_file_at(self, place: DirectoryPlace, work: Work) -> tuple[File, bool]:
         step, plan = work.save.step, work.plan.save

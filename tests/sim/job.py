@@ -208,8 +208,12 @@ class Job:
         board = RankBoard(self.hub, life, token)
         peers = Peers(board, life.rank, self.size, HANG_S) if self.size > 1 else None
         ckpt = checkpointer_on(fs, RUN, peers, **{**SMALL, **options})
-        store: Any = ckpt._opened().store
-        store._fs = Spy(fs, life.before)
+        opened: Any = ckpt._opened()
+        spy = Spy(fs, life.before)
+        for place in opened.places:
+            place.store._fs = spy
+        for promoter in opened.promotions._promoters.values():
+            promoter._fs = spy
         return ckpt
 
     def start(self, program: Callable[[int], Any]) -> None:

@@ -1,7 +1,9 @@
 """One seed of the simulation: jobs that save under faults, crashes, and what is left of them.
 
 A seed draws which faults there are and how often (a swarm: every seed is another weather), the
-number of ranks, the options, what the ranks do, and when they die, stall or lose power. After every
+number of ranks, the options, one level or two, what the ranks do, and when they die, stall or lose
+power. With two levels the promises are those of all steps that there are, wherever they are, and a
+step of the second level restores there by itself or is refused. After every
 job the faults end, a new job restores every step on every rank, and the oracle compares; at the end
 the run must go on without any error.
 
@@ -16,13 +18,15 @@ import errno
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
-from sim.job import HANG_S, Died, Job
-from sim.oracle import RUN, Oracle, blank, content
-from statehold import Save
+from sim.job import HANG_S, SMALL, Died, Job
+from sim.oracle import FAR, RUN, Oracle, blank, content
+from statehold import Directory, Save
 from statehold.errors import CorruptionError, StateholdError, WaitTimeout
-from statehold.testing import SimFs
+from statehold.testing import SimFs, checkpointer_on
 
+LEVELS_SHARE = 0.3  # of the seeds; drawn apart, so that the others are what they always were
 SHARED = ("same", "step", "serial")
 OPERATIONS = (
     "sync", "sync_dir", "rename", "exchange", "mkdir", "unlink", "rmdir", "write_file", "read_file",
@@ -79,8 +83,14 @@ class Seed:
             )
         }
         self._keep = chance.choice((None, 1, 1, 2, 2, 3))
-        self._options = {"keep": self._keep, "reuse_files": chance.random() < 0.75}
-        self._oracle = Oracle(self._keep)
+        self._options: dict[str, Any] = {"keep": self._keep, "reuse_files": chance.random() < 0.75}
+        self._has_levels = random.Random(seed * 31 + 11).random() < LEVELS_SHARE
+        if self._has_levels:
+            self._options = {
+                "reuse_files": self._options["reuse_files"],
+                "levels": _two_levels(random.Random(seed * 31 + 12), self._keep),
+            }
+        self._oracle = Oracle(self._keep, self._has_levels)
         self._sizes = (chance.choice((1, 1, 2, 2, 3)), chance.choice((1, 2, 3)))
         self._serial = 0
         self._step = 0
@@ -269,6 +279,10 @@ class Seed:
         size = self._sizes[chance.random() < 0.3]
         job = self._job(size)
         visible = job.ckpts[0].steps()
+        near = job.ckpts[0]._opened().store.steps()
+        self._oracle.far = {step for step in visible if step not in near}
+        self.report.counts["only far"] += len(self._oracle.far)
+        self._look_at_second_level()
         for wrong in self._oracle.judge(visible):
             self._wrong(wrong)
         self._say(f"steps {visible}, suspect {sorted(self._oracle.suspect)}")
@@ -283,12 +297,31 @@ class Seed:
         self._step += 2
         self.report.counts["recoveries"] += 1
 
+    def _look_at_second_level(self) -> None:
+        """Its steps are whole by themselves: what is there was compared on the way."""
+        if not self._has_levels:
+            return
+        alone = checkpointer_on(self._fs, FAR, coordination="none", **SMALL)
+        for step in alone.steps():
+            state = blank()
+            self.report.counts["copied"] += 1
+            try:
+                alone.restore(state, step, only=SHARED)
+            except CorruptionError as error:
+                if step not in self._oracle.suspect:
+                    self._wrong(f"step {step} is damaged at the second level: {error}")
+            else:
+                if state["serial"] not in self._oracle.begun.get(step, {}):
+                    self._wrong(f"step {step} of the second level was never saved")
+        alone._close()
+
     def _rot(self) -> None:
         """Change a byte of some file of some committed step."""
-        names = [name for name, is_dir in self._listed(RUN) if is_dir and len(name) == 17]
+        root = self._random.choice((RUN, FAR)) if self._has_levels else RUN
+        names = [name for name, is_dir in self._listed(root) if is_dir and len(name) == 17]
         if not names:
             return
-        folder = f"{RUN}/{self._random.choice(names)}"
+        folder = f"{root}/{self._random.choice(names)}"
         path = f"{folder}/{self._random.choice(self._listed(folder))[0]}"
         if size := self._fs.stat_bytes(path):
             self._fs.corrupt(path, self._random.randrange(size), 1 << self._random.randrange(8))
@@ -337,6 +370,11 @@ class Seed:
             self._wrong(f"restored nothing, though there are {visible}")
         if found is not None and good and found < max(good):
             self._wrong(f"restored {found}, though {max(good)} is intact")
+
+
+def _two_levels(chance: random.Random, keep: int | None) -> list[Directory]:
+    far = {"every": chance.choice((1, 1, 2, 3)), "keep": chance.choice((None, keep))}
+    return [Directory(path=RUN, name="near", keep=keep), Directory(path=FAR, name="far", **far)]
 
 
 def used_bytes(fs: SimFs, path: str) -> int:

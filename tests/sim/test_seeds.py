@@ -16,6 +16,7 @@ FOUND = {
     94: "a run directory whose maker died before it was synced lost all its steps",
     310: "the same, found by another way to die",
     489: "the same, after an error of the sync",
+    400154: "a step that one level could not read, and the other did not have, was set aside",
     2123: "a step saved again was cleared away when the sync after the exchange had failed",
 }
 SEEDS, FIRST = 80, 100_000

@@ -150,6 +150,7 @@ def write_copy(
 
     before: called with a number of bytes ahead of copying them; it may wait, or raise to stop.
     """
+    before(file.spans[0].end)
     header = bytearray(file.spans[0].end)
     source.read_into(memoryview(header), 0)
     job = _start(engine, file, bytes(header))

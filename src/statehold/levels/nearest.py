@@ -4,13 +4,15 @@ Owns: which place serves which file of a step, and what happens when a copy turn
 is not used again, and the next place is asked.
 Holds: nothing is believed because of where it is: documents are sealed and files checksummed, so
 files of one step may come from different places. A step is damaged when a file of it is intact
-nowhere.
+nowhere; where a place cannot be read, nobody knows that, and its error is raised instead: a step is
+not given up for a disk that fails.
 Not here: what is read of a step (reads), when the ranks try again (restoring).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -40,6 +42,7 @@ class Nearest:
         self._places = list(places)
         self._run = run
         self._bad: set[tuple[int, str, str]] = set()  # step, file, level
+        self._unreadable: dict[tuple[int, str], StorageError] = {}
         self._served: dict[tuple[int, str], Place] = {}
         self._found: dict[str, set[int]] | None = None
         self._unread: StorageError | None = None
@@ -97,7 +100,8 @@ class Nearest:
         """After a copy was found to be bad: whether another one is left to try.
 
         Believes the error's fact "file", or its path; an error that names no file that was read
-        from here is none of a copy.
+        from here is none of a copy. Also True where the last copy is damaged and one before could
+        not be read: what is tried next then raises that.
         """
         path = getattr(error, "path", "") or error.facts.get("file", "")
         name = os.path.basename(str(path))
@@ -105,7 +109,9 @@ class Nearest:
         if place is None:
             return False
         self._passed_over(step, name, place, error)
-        return bool(self._having(step, name))
+        return bool(self._having(step, name)) or (
+            isinstance(error, CorruptionError) and (step, name) in self._unreadable
+        )
 
     # -- places ----------------------------------------------------------------------------
 
@@ -149,12 +155,16 @@ class Nearest:
     def _passed_over(self, step: int, name: str, place: Place, error: StateholdError) -> None:
         self._bad.add((step, name, place.name))
         self._served.pop((step, name), None)
+        if isinstance(error, StorageError) and error.errno != errno.ENOENT:
+            self._unreadable[step, name] = error
         logger.warning(
             "%s of step %d is not intact at level %s; other levels are tried\n%s",
             name, step, place.name, error,
         )  # fmt: skip
 
-    def _missing(self, step: int, name: str) -> MissingFileError:
+    def _missing(self, step: int, name: str) -> StateholdError:
+        if (step, name) in self._unreadable:
+            return self._unreadable[step, name]
         asked = ", ".join(place.name for place in self._places)
         facts = {"file": f"{self.path(step)}/{name}", "levels": asked}
         return MissingFileError("a file of a step is intact nowhere", facts=facts)

@@ -105,7 +105,9 @@ class Promoter:
 
     def wants(self, step: int) -> bool:
         """Whether the level should have this step now. For rank 0, which asks for all."""
-        return not self.is_busy and self._cadence.is_due(step, time.monotonic())
+        # A step that is saved again comes after its earlier copy, lest that one stays.
+        is_again = step in (self._status.newest, self._status.copying)
+        return (is_again or not self.is_busy) and self._cadence.is_due(step, time.monotonic())
 
     def lacks(self, step: int, source: DirectoryPlace) -> bool:
         """Whether the level has neither this step, as `source` has it, nor a newer one. For rank 0,

@@ -1,0 +1,518 @@
+"""Steps go on from level to level: the same bytes, when they are due, whatever fails meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import statehold
+from sim.crash_states import crash_states
+from statehold import Directory, Memory
+from statehold.errors import ChecksumError, NoSpaceError, StepOrderError, StorageError, WaitTimeout
+from statehold.levels.places import DirectoryPlace
+from statehold.testing import SimFs, checkpointer_on
+from support.faults import DEADLINE_S, SMALL
+from support.levels import (
+    FAR,
+    LATER,
+    NEAR,
+    HeldCopy,
+    files,
+    only,
+    opened_on,
+    save,
+    settle,
+    status,
+    step_path,
+    steps_at,
+)
+from support.training import Training, bits
+
+DATA = "rank-00000-of-00001.safetensors"
+
+
+@pytest.fixture
+def fs() -> SimFs:
+    return SimFs(seed=1)
+
+
+def content(step: int, numel: int = 1000) -> dict[str, object]:
+    return {"w": torch.arange(numel, dtype=torch.int32) * 31 + step, "step": step}
+
+
+def blank(numel: int = 1000) -> dict[str, object]:
+    return {"w": torch.zeros(numel, dtype=torch.int32), "step": -1}
+
+
+def holds(found: dict[str, object], step: int) -> bool:
+    expected = content(step, found["w"].numel())
+    return found["step"] == step and torch.equal(found["w"], expected["w"])
+
+
+# -- what is copied --------------------------------------------------------------------------------
+
+
+def test_what_is_copied_is_the_step_byte_for_byte(fs) -> None:
+    training = Training(width=384)  # more than a buffer
+    with opened_on(fs) as ckpt:
+        for step in (1, 2):
+            training.step()
+            save(ckpt, step, training.state)
+        ckpt.flush(DEADLINE_S)
+        assert (status(ckpt).newest, status(ckpt).copying, status(ckpt).error) == (2, None, None)
+        assert status(ckpt).bytes_done == status(ckpt).bytes_total > 1 << 20
+    assert files(fs, FAR, 2) == files(fs, NEAR, 2)
+    live = Training(seed=5, width=384)
+    with only(fs, FAR) as ckpt:
+        got = ckpt.restore(live.state)
+    assert got == 2
+    assert bits(live) == bits(training)
+
+
+def test_real_files_from_memory_to_disk_open_with_stock_safetensors(tmp_path: Path) -> None:
+    shm = Path("/dev/shm/statehold-tests") / tmp_path.name
+    weights = torch.randn(1 << 19)
+    levels = [Memory(path=shm, keep=1), Directory()]
+    try:
+        with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
+            save(ckpt, 1, {"w": weights})
+            save(ckpt, 2, {"w": weights + 1})
+        names = sorted(each.name for each in (tmp_path / "run/step-000000000002").iterdir())
+        assert names == ["manifest.json", DATA]
+        for name in names:
+            one, two = (base / "step-000000000002" / name for base in (shm, tmp_path / "run"))
+            assert one.read_bytes() == two.read_bytes()
+        assert torch.equal(load_file(tmp_path / "run/step-000000000002" / DATA)["w"], weights + 1)
+        assert [each.name for each in shm.glob("step-*")] == ["step-000000000002"]
+    finally:
+        for each in sorted(shm.rglob("*"), reverse=True):
+            each.rmdir() if each.is_dir() else each.unlink()
+        shm.rmdir()
+
+
+def test_a_level_gets_the_steps_that_its_cadence_says(fs) -> None:
+    with opened_on(fs, far={"every": 3}) as ckpt:
+        for step in range(1, 9):
+            save(ckpt, step, content(step))
+            settle(ckpt)
+        assert steps_at(fs, FAR) == [1, 3, 6]
+        assert steps_at(fs, NEAR) == list(range(1, 9))
+        assert ckpt.steps() == list(range(1, 9))
+    assert steps_at(fs, FAR) == [1, 3, 6, 8]  # close() brings the newest
+
+
+def test_a_level_gets_a_step_in_so_much_time(fs) -> None:
+    with opened_on(fs, far={"every": "1h"}) as ckpt:
+        save(ckpt, 1, content(1))
+        assert status(ckpt).copying is status(ckpt).newest is None
+        ckpt._opened().promotions._promoters["far"]._cadence._last_s -= 3600.0
+        save(ckpt, 2, content(2))
+        save(ckpt, 3, content(3))
+        settle(ckpt)
+        assert steps_at(fs, FAR) == [2]
+
+
+def test_a_busy_level_gets_the_newest_step_once_it_is_free(fs) -> None:
+    with opened_on(fs) as ckpt, HeldCopy(ckpt) as held:
+        for step in (1, 2, 3):
+            save(ckpt, step, content(step))
+        assert held.waiting.wait(DEADLINE_S)
+        assert status(ckpt).copying == 1
+        ckpt._opened().pipeline.drain()
+        held.go_on.set()
+        settle(ckpt)
+        save(ckpt, 4, content(4))
+        settle(ckpt)
+        assert steps_at(fs, FAR) == [1, 4]
+
+
+def test_each_level_keeps_its_own_number_and_a_step_stays_while_it_is_copied(fs) -> None:
+    with opened_on(fs, near={"keep": 1}, far={"keep": 2}) as ckpt:
+        with HeldCopy(ckpt) as held:
+            save(ckpt, 1, content(1))
+            assert held.waiting.wait(DEADLINE_S)
+            save(ckpt, 2, content(2))
+            ckpt._opened().pipeline.drain()
+            assert steps_at(fs, NEAR) == [1, 2]
+        settle(ckpt)
+        assert steps_at(fs, NEAR) == [2]
+        assert steps_at(fs, FAR) == [1]
+        for step in (3, 4, 5):
+            save(ckpt, step, content(step))
+            ckpt.flush(DEADLINE_S)
+        assert steps_at(fs, NEAR) == [5]
+        assert steps_at(fs, FAR) == [4, 5]
+
+
+def test_a_step_saved_again_is_copied_again(fs) -> None:
+    with opened_on(fs, far=LATER) as ckpt:
+        save(ckpt, 1, content(1))
+        ckpt.flush(DEADLINE_S)
+        with HeldCopy(ckpt) as held:
+            save(ckpt, 1, content(7))
+            assert held.waiting.wait(DEADLINE_S)
+            save(ckpt, 1, content(8))  # while the one before is copied
+        ckpt.flush(DEADLINE_S)
+        assert files(fs, FAR, 1) == files(fs, NEAR, 1)
+        ckpt.flush(DEADLINE_S)
+        found = blank()
+        got = ckpt.restore(found)
+        assert got == 1
+        assert holds({**found, "step": 8}, 8)
+
+
+def test_flush_again_and_again(fs) -> None:
+    with opened_on(fs, far=LATER) as ckpt:
+        ckpt.flush(DEADLINE_S)  # nothing yet
+        for step in (1, 2, 3):
+            save(ckpt, step, content(step))
+            ckpt.flush(DEADLINE_S)
+            ckpt.flush(DEADLINE_S)
+        assert steps_at(fs, FAR) == [1, 2, 3]
+
+
+def test_a_flush_that_is_not_done_in_time_says_so_and_the_copy_goes_on(fs) -> None:
+    with opened_on(fs) as ckpt:
+        with HeldCopy(ckpt):
+            save(ckpt, 1, content(1))
+            with pytest.raises(WaitTimeout, match="step 1 did not reach level far in time"):
+                ckpt.flush(0.05)
+        ckpt.flush(DEADLINE_S)
+        assert status(ckpt).newest == 1
+
+
+def test_rewind_gives_steps_up_at_all_levels(fs) -> None:
+    with opened_on(fs, near={"keep": 2}) as ckpt:
+        for step in range(1, 6):
+            save(ckpt, step, content(step))
+            settle(ckpt)
+        assert (steps_at(fs, NEAR), steps_at(fs, FAR)) == ([4, 5], [1, 2, 3, 4, 5])
+        with pytest.raises(StepOrderError):
+            ckpt.save(3, content(3))
+        given_up = ckpt.rewind(2)
+        assert given_up == [3, 4, 5]
+        assert ckpt.steps() == [1, 2]
+        assert status(ckpt).newest == 2
+        save(ckpt, 3, content(3))
+        settle(ckpt)
+        assert (steps_at(fs, NEAR), steps_at(fs, FAR)) == ([3], [1, 2, 3])
+
+
+def test_a_lost_level_lets_no_older_step_be_saved_over_newer_ones(fs) -> None:
+    with opened_on(fs) as ckpt:
+        for step in (1, 2, 3):
+            save(ckpt, step, content(step))
+            ckpt.flush(DEADLINE_S)
+    lose(fs, NEAR)
+    with opened_on(fs) as ckpt:
+        assert ckpt.steps() == [1, 2, 3]
+        with pytest.raises(StepOrderError, match="step 2 is older than step 3"):
+            ckpt.save(2, content(2))
+        found = blank()
+        got = ckpt.restore(found)
+        assert got == 3
+        save(ckpt, 4, content(4))
+    assert (steps_at(fs, NEAR), steps_at(fs, FAR)) == ([4], [1, 2, 3, 4])
+
+
+def test_what_was_saved_where_the_other_level_could_not_be_read_is_not_put_beside_newer(
+    fs, caplog, monkeypatch
+) -> None:
+    with opened_on(fs) as ckpt:
+        save(ckpt, 9, content(9))
+    lose(fs, NEAR)
+    steps, fired = DirectoryPlace.steps, []
+
+    def fail_once(place: DirectoryPlace) -> list[int]:
+        if place.name == "far" and not fired:
+            fired.append(place)
+            raise StorageError("away", errno=errno.EIO, path=FAR)
+        return steps(place)
+
+    monkeypatch.setattr(DirectoryPlace, "steps", fail_once)
+    with opened_on(fs) as ckpt:
+        save(ckpt, 2, content(2))
+        settle(ckpt)
+        error = status(ckpt).error
+        assert isinstance(error, StepOrderError)
+        assert steps_at(fs, FAR) == [9]
+        got = ckpt.restore(blank())
+        assert got == 9
+    assert fired
+    assert "level far cannot be read" in caplog.text
+
+
+def lose(fs: SimFs, root: str) -> None:
+    for name, is_dir in fs.listdir(root):
+        if is_dir:
+            lose(fs, f"{root}/{name}")
+        else:
+            fs.unlink(f"{root}/{name}")
+    fs.rmdir(root)
+
+
+def test_a_step_of_several_ranks_is_copied_whole_by_one(fs) -> None:
+    """The ranks that copy are not those that saved."""
+    from support.rank_states import state
+    from support.ranks import Ranks
+
+    with Ranks(fs, 3, run=NEAR) as ranks:
+        ranks.save(1, lambda rank: state(rank, 1))
+    with opened_on(fs) as ckpt:
+        ckpt.flush(DEADLINE_S)
+    assert files(fs, FAR, 1) == files(fs, NEAR, 1)
+    assert len(files(fs, FAR, 1)) == 7
+
+
+# -- what fails ------------------------------------------------------------------------------------
+
+OPERATIONS = (
+    "read_file", "open_read", "mkdir", "open_write", "write", "read", "sync", "sync_dir",
+    "write_file", "rename", "unlink", "rmdir",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_operation_of_a_copy_may_fail_and_the_next_step_gets_there(operation: str) -> None:
+    for skip in range(100):
+        fs = SimFs(seed=skip)
+        with opened_on(fs, near={"keep": 2}, far={**LATER, "keep": 2}) as ckpt:
+            for step in (1, 2, 3):
+                save(ckpt, step, content(step))
+                ckpt.flush(DEADLINE_S)
+            save(ckpt, 4, content(4))
+            ckpt._opened().pipeline.drain()
+            fs.fail_next(operation, errno.EIO, 1, skip)
+            ckpt.flush(DEADLINE_S)
+            fired = fs.fired.get("injected", 0)
+            fs.set_faults()
+            if status(ckpt).error is not None:
+                assert isinstance(status(ckpt).error, StorageError)
+                assert status(ckpt).newest == 3
+                assert not [each for each, _ in fs.listdir(FAR) if each.endswith(".partial")] or (
+                    operation in ("rename", "unlink", "rmdir", "sync_dir")
+                )
+            assert {3} <= set(steps_at(fs, FAR)) <= {2, 3, 4}
+            save(ckpt, 5, content(5))
+            ckpt.flush(DEADLINE_S)
+            assert status(ckpt).error is None
+            assert status(ckpt).newest == 5
+            assert files(fs, FAR, 5) == files(fs, NEAR, 5)
+            got = ckpt.restore(blank())
+            assert got == 5
+        if not fired:
+            break
+    assert skip >= 1
+
+
+def test_a_failed_copy_is_told_and_warned_of_and_saves_go_on(fs, caplog) -> None:
+    with opened_on(fs, far=LATER) as ckpt:
+        save(ckpt, 1, content(1))
+        ckpt.flush(DEADLINE_S)
+        save(ckpt, 2, content(2))
+        fs.fail_next("open_read", errno.EIO)
+        ckpt.flush(DEADLINE_S)
+        assert fs.fired["injected open_read"] == 1
+        error = status(ckpt).error
+        assert isinstance(error, StorageError)
+        assert error.errno == errno.EIO
+        assert status(ckpt).newest == 1
+        save(ckpt, 3, content(3))  # due at once, whatever the cadence
+        settle(ckpt)
+        assert steps_at(fs, FAR) == [1, 3] or steps_at(fs, FAR) == [1]
+    assert "step 2 did not reach level far; it stays at level near" in caplog.text
+    assert steps_at(fs, FAR)[-1] == 3
+
+
+def test_old_steps_that_cannot_be_removed_do_not_fail_a_copy(fs, caplog) -> None:
+    with opened_on(fs, far={**LATER, "keep": 1}) as ckpt:
+        save(ckpt, 1, content(1))
+        ckpt.flush(DEADLINE_S)
+        save(ckpt, 2, content(2))
+        ckpt._opened().pipeline.drain()
+        fs.fail_next("rename", errno.EIO, 1, 1)  # D6, then R1
+        ckpt.flush(DEADLINE_S)
+        assert fs.fired["injected rename"] == 1
+        assert (status(ckpt).newest, status(ckpt).error) == (2, None)
+        assert steps_at(fs, FAR) == [1, 2]
+    assert "old steps stay at level far" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["header", "data", "manifest"])
+def test_a_bit_that_flips_before_the_copy_is_never_published(fs, where: str) -> None:
+    with opened_on(fs, far=LATER) as ckpt:
+        save(ckpt, 1, content(1))
+        ckpt.flush(DEADLINE_S)
+        save(ckpt, 2, content(2))
+        path = f"{step_path(NEAR, 2)}/{'manifest.json' if where == 'manifest' else DATA}"
+        fs.corrupt(path, 40 if where == "header" else (fs.stat_bytes(path) or 0) - 99, 0x10)
+        ckpt.flush(DEADLINE_S)
+        error = status(ckpt).error
+        assert error is not None
+        assert where == "manifest" or isinstance(error, ChecksumError)
+        assert steps_at(fs, FAR) == [1]
+        save(ckpt, 3, content(3))
+        ckpt.flush(DEADLINE_S)
+        assert steps_at(fs, FAR)[-1] == 3
+
+
+def test_a_full_level_fails_its_copies_and_recovers(tmp_path: Path) -> None:
+    fs = SimFs(seed=1)
+    big = 1 << 18
+    with opened_on(fs, near={"keep": 1}, far={**LATER, "keep": 1}) as ckpt:
+        save(ckpt, 1, content(1, big))
+        ckpt.flush(DEADLINE_S)
+        save(ckpt, 2, content(2, big))
+        ckpt._opened().pipeline.drain()
+        fs.set_faults(capacity=used(fs, "") + 1000)
+        ckpt.flush(DEADLINE_S)
+        assert isinstance(status(ckpt).error, NoSpaceError)
+        assert steps_at(fs, FAR) == [1]
+        fs.set_faults()
+        save(ckpt, 3, content(3, big))
+        ckpt.flush(DEADLINE_S)
+        assert status(ckpt).error is None
+        assert steps_at(fs, FAR) == [3]
+
+
+def used(fs: SimFs, path: str) -> int:
+    total = 0
+    for name, is_dir in fs.listdir(path or "/"):
+        inner = f"{path}/{name}"
+        total += used(fs, inner) if is_dir else fs.stat_bytes(inner) or 0
+    return total
+
+
+def test_the_power_goes_off_before_every_change_of_a_copy() -> None:
+    fs = SimFs(seed=1)
+    with opened_on(fs, near={"keep": 2}, far={**LATER, "keep": 1}) as ckpt:
+        for step in (1, 2):
+            save(ckpt, step, content(step))
+            ckpt.flush(DEADLINE_S)
+        save(ckpt, 3, content(3))
+        ckpt._opened().pipeline.drain()
+        fs.record()
+        ckpt.flush(DEADLINE_S)
+        assert status(ckpt).newest == 3
+    seen: set[tuple[int, ...]] = set()
+    for moment in range(len(fs.recorded)):
+        for disk in crash_states(fs, moment, 3, 0):
+            there = tuple(steps_at(disk, FAR))
+            seen.add(there)
+            assert there
+            with only(disk, FAR) as ckpt:
+                for step in there:
+                    found = blank()
+                    ckpt.restore(found, step)
+                    assert holds(found, step)
+            with opened_on(disk) as ckpt:
+                got = ckpt.restore(blank())
+                assert got == 3
+                save(ckpt, 4, content(4))
+            assert files(disk, FAR, 4) == files(disk, NEAR, 4)
+    assert {(2,), (3,)} <= seen
+
+
+def test_another_jobs_level_is_left_alone(fs) -> None:
+    """Two jobs copy into one directory: the second is refused, and clears nothing away."""
+    with checkpointer_on(fs, FAR, **SMALL) as owner:
+        save(owner, 1, content(1))
+        fs.mkdir(f"{FAR}/step-000000000002.partial")
+        with opened_on(fs) as ckpt:
+            save(ckpt, 2, content(2))
+            settle(ckpt)
+            assert "already being saved into" in str(status(ckpt).error)
+        assert fs.is_dir(f"{FAR}/step-000000000002.partial")
+
+
+def test_a_slow_level_does_not_hold_up_a_fast_one(tmp_path: Path) -> None:
+    levels = [
+        Directory(),
+        Directory(path=tmp_path / "slow", name="slow", bytes_per_s="1MB"),
+        Directory(path=tmp_path / "fast", name="fast"),
+    ]
+    ckpt = statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL)
+    try:
+        save(ckpt, 1, content(1, 8 << 20))  # half a minute at the limit
+        begin = time.monotonic()
+        ckpt._opened().pipeline.drain()
+        ckpt._opened().promotions._promoters["fast"].wait(DEADLINE_S)
+        assert status(ckpt, "fast").newest == 1
+        assert status(ckpt, "slow").copying == 1
+        assert time.monotonic() - begin < 20
+    finally:
+        ckpt._opened().promotions.close()  # the slow copy is given up
+        assert status(ckpt, "slow").newest is None
+        ckpt._close(flush=False)
+    assert not list((tmp_path / "slow").glob("step-*"))
+
+
+# -- a first level that takes no saves -------------------------------------------------------------
+
+
+def test_saves_go_to_the_next_level_while_the_first_is_full(tmp_path: Path, caplog) -> None:
+    fs = SimFs(seed=1)
+    with opened_on(fs, near={"keep": 2}, far={"keep": 3, **LATER}) as ckpt:
+        save(ckpt, 1, content(1))
+        ckpt.flush(DEADLINE_S)
+        for step in (2, 3):
+            fs.fail_next("open_write", errno.ENOSPC)
+            save(ckpt, step, content(step))
+            settle(ckpt)
+        assert fs.fired["injected open_write"] == 2
+        assert (steps_at(fs, NEAR), steps_at(fs, FAR)) == ([1], [1, 2, 3])
+        assert status(ckpt).newest == 3
+        with pytest.raises(StepOrderError):
+            ckpt.save(2, content(2))
+        found = blank()
+        got = ckpt.restore(found)
+        assert got == 3
+        assert holds(found, 3)
+        save(ckpt, 4, content(4))
+        ckpt._opened().pipeline.drain()
+        assert (steps_at(fs, NEAR), steps_at(fs, FAR)) == ([1, 4], [1, 2, 3])
+    assert steps_at(fs, FAR) == [2, 3, 4]
+    assert caplog.text.count("level near cannot take step 2; steps go to level far") == 1
+    assert "cannot take step 3" not in caplog.text
+    assert caplog.text.count("level near takes steps again, from step 4 on") == 1
+    assert not [name for name, _ in fs.listdir(NEAR) if "partial" in name]
+
+
+def test_a_first_level_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    levels = [Memory(path=tmp_path / "file" / "shm"), Directory()]
+    with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
+        save(ckpt, 1, content(1))
+        assert ckpt.steps() == [1]
+        got = ckpt.restore(blank())
+        assert got == 1
+
+
+def test_a_step_that_is_at_the_first_level_is_not_saved_again_behind_it(fs) -> None:
+    with opened_on(fs, far=LATER) as ckpt:
+        save(ckpt, 1, content(1))
+        fs.fail_next("open_write", errno.ENOSPC)
+        with pytest.raises(NoSpaceError):
+            save(ckpt, 1, content(7))
+        found = blank()
+        got = ckpt.restore(found)
+        assert got == 1
+        assert holds(found, 1)
+
+
+def test_only_when_no_level_is_left_does_a_save_fail(fs) -> None:
+    with opened_on(fs) as ckpt:
+        save(ckpt, 1, content(1))
+        ckpt.flush(DEADLINE_S)
+        fs.fail_next("open_write", errno.ENOSPC, 2)
+        with pytest.raises(NoSpaceError) as caught:
+            save(ckpt, 2, content(2))
+        assert NEAR in caught.value.path
+        assert fs.fired["injected open_write"] == 2
+        save(ckpt, 3, content(3))
+    assert (steps_at(fs, NEAR)[-1], steps_at(fs, FAR)[-1]) == (3, 3)
