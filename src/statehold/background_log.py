@@ -14,10 +14,13 @@ import contextlib
 import logging
 import threading
 from collections import deque
+from collections.abc import Mapping
 
 logger = logging.getLogger("statehold")
 
 LINES_MAX = 1000
+
+Line = tuple[int, str, tuple[object, ...], Mapping[str, object] | None]
 
 
 class BackgroundLog:
@@ -25,11 +28,15 @@ class BackgroundLog:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._waiting: deque[tuple[int, str, tuple[object, ...]]] = deque(maxlen=LINES_MAX)
+        self._waiting: deque[Line] = deque(maxlen=LINES_MAX)
         self._writer: threading.Thread | None = None
 
     def info(self, text: str, *values: object) -> None:
         self._queue(logging.INFO, text, values)
+
+    def figures(self, text: str, figures: Mapping[str, object]) -> None:
+        """A sentence for people, and the same for programs: the record's `statehold`."""
+        self._queue(logging.INFO, "%s", (text,), {"statehold": figures})
 
     def warning(self, text: str, *values: object) -> None:
         self._queue(logging.WARNING, text, values)
@@ -43,9 +50,17 @@ class BackgroundLog:
         if writer is not None:
             writer.join()
 
-    def _queue(self, level: int, text: str, values: tuple[object, ...]) -> None:
+    def _queue(
+        self,
+        level: int,
+        text: str,
+        values: tuple[object, ...],
+        extra: Mapping[str, object] | None = None,
+    ) -> None:
+        if not logger.isEnabledFor(level):
+            return
         with self._guard:
-            self._waiting.append((level, text, values))
+            self._waiting.append((level, text, values, extra))
             if self._writer is None:
                 writer = threading.Thread(target=self._write, name="statehold-log")
                 with contextlib.suppress(RuntimeError):  # no threads left: written with a later one
@@ -58,5 +73,8 @@ class BackgroundLog:
                 if not self._waiting:
                     self._writer = None
                     return
-                level, text, values = self._waiting.popleft()
-            logger.log(level, text, *values)
+                level, text, values, extra = self._waiting.popleft()
+            with contextlib.suppress(
+                Exception
+            ):  # a filter: other lines still count
+                logger.log(level, text, *values, extra=extra)

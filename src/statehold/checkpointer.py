@@ -453,10 +453,10 @@ class _Opened:
             self.fs, options.staging_size, options.buffer_size, options.copy_thread_count
         )
         self.devices = Devices(self.engine.staging_address, self.engine.staging.nbytes)
-        self.watch = Watch(run, rank, ranks, options.trace)
+        log = BackgroundLog()
+        self.watch = Watch(run, rank, ranks, options.trace, log)
         self.claims = Claims(rank, ranks)
         self.plans = PlanCache(world_size=ranks, rank=rank)
-        log = BackgroundLog()
         self.promotions = Promotions(
             first,
             [

@@ -8,16 +8,14 @@ Not here: what is transferred, and how its bytes are counted (those that use thi
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable
 
+from statehold.background_log import BackgroundLog
 from statehold.units import format_bytes, format_seconds
 
 __all__ = ["Progress"]
-
-logger = logging.getLogger("statehold")
 
 FIRST_S = 5.0
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 60.0
@@ -30,11 +28,17 @@ class Progress:
     """Says every now and then how far `what` is, from a thread of its own, until left.
 
     counts: bytes done and in all, from any thread. seen: told the same whenever a line is written.
+    log: where lines go, so that one that blocks does not hold up who leaves.
     """
 
     def __init__(
-        self, what: str, counts: Counts, seen: Callable[[int, int], None] = lambda *_: None
+        self,
+        what: str,
+        counts: Counts,
+        seen: Callable[[int, int], None] = lambda *_: None,
+        log: BackgroundLog | None = None,
     ) -> None:
+        self._log = log or BackgroundLog()
         self._what = what
         self._counts = counts
         self._seen = seen
@@ -63,7 +67,7 @@ class Progress:
         figures = {"event": "progress", "what": self._what, "done_bytes": done,
                    "total_bytes": total, "elapsed_s": elapsed_s}  # fmt: skip
         text = f"{self._what}: {progress_text(done, total, elapsed_s)}"
-        logger.info("%s", text, extra={"statehold": figures})
+        self._log.figures(text, figures)
         self._seen(done, total)
 
 

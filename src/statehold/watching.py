@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+from statehold.background_log import BackgroundLog
 from statehold.counters import Figures, figures_of
 from statehold.errors import StorageError, UsageError
 from statehold.progress import Progress
@@ -66,7 +67,9 @@ class Watch:
         rank: int = 0,
         ranks: int = 1,
         trace: str | os.PathLike[str] | None = None,
+        log: BackgroundLog | None = None,
     ) -> None:
+        self._log = log or BackgroundLog()
         self._figures = Figures("", 0) if run is None else figures_of(run, rank)
         self._rank, self._ranks = rank, ranks
         self._trace = None if trace is None else Trace(rank, ranks)
@@ -115,8 +118,7 @@ class Watch:
         self._figures.set("state_bytes", stats.state_bytes)
         self._figures.set("committed_timestamp_seconds", time.time())
         self._interval("save", started_s, started_s + stats.committed_s, told)
-        if logger.isEnabledFor(logging.INFO):
-            logger.info("%s", save_text(stats), extra={"statehold": told})
+        self._log.figures(save_text(stats), told)
 
     @_harmless
     def save_failed(self, started_s: float, stats: SaveStats) -> None:
@@ -165,7 +167,7 @@ class Watch:
         self._figures.add("restored_bytes_total", watch.read_bytes)
         self._figures.observe("restore_seconds", seconds)
         self._figures.set("restored_step", watch.restored_step)
-        logger.info("%s", restore_text(told), extra={"statehold": told})
+        self._log.figures(restore_text(told), told)
 
     # -- the trace -------------------------------------------------------------------------
 
@@ -199,7 +201,7 @@ class Watch:
             try:
                 self.write_trace()
             except StorageError as error:
-                logger.warning("%s", error)
+                self._log.warning("%s", error)
 
     def _named(self, path: str | os.PathLike[str]) -> str:
         """Of several ranks each has a file: trace.json becomes trace.rank-00003.json."""
@@ -232,7 +234,8 @@ class RestoreWatch:
             return stats["cached_bytes"] + stats["direct_bytes"], stats["bytes"]
 
         with self.stage("verify", step=step):
-            with Progress(f"restoring step {step}", counts, self._watch.read_so_far):
+            watch = self._watch
+            with Progress(f"restoring step {step}", counts, watch.read_so_far, watch._log):
                 yield
             self.read_bytes += job.stats["bytes"]
 

@@ -23,11 +23,11 @@ LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
     [{"units"}],
     # tracing, counters, progress: what can be seen, whatever is looked at.
-    [{"options"}, {"encoding"}, {"tracing"}, {"counters"}, {"progress"}],
+    [{"options"}, {"encoding"}, {"tracing"}, {"counters"}, {"progress", "background_log"}],
     [{"planning"}, {"ranks"}, {"selection"}, {"metrics"}],
     [{"steps"}, {"study"}],
     [{"state"}, {"storage"}],
-    [{"agreeing", "background_log", "leaving"}],
+    [{"agreeing", "leaving"}],
     [{"levels"}],
     [
         {"checkpointer", "save", "gate", "pipeline", "team"}

@@ -78,6 +78,7 @@ def test_a_save_is_told_of_once_and_when_all_is_known(
     assert figures(told, "save") == []
     events[1]()
     save._tell_once()  # as both threads may come to it at once
+    save._watch._log.flush()
     (said,) = figures(told, "save")
     assert said["blocked_s"] > 0
     assert said["committed_s"] > 0

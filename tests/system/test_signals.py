@@ -131,7 +131,7 @@ def outliving_worker(folder: Path) -> None:
             committed(ckpt, 1, FITS)
             worker = os.fork()
             if worker == 0:
-                os.read(read, 1)
+                signal.pause()
                 os._exit(0)
             os.write(write, worker.to_bytes(4, "little"))
             reached()
