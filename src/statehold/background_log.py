@@ -74,7 +74,5 @@ class BackgroundLog:
                     self._writer = None
                     return
                 level, text, values, extra = self._waiting.popleft()
-            with contextlib.suppress(
-                Exception
-            ):  # a filter: other lines still count
+            with contextlib.suppress(Exception):  # a filter: other lines still count
                 logger.log(level, text, *values, extra=extra)

@@ -30,7 +30,7 @@ LAYERS: list[list[set[str]]] = [
     [{"agreeing", "leaving"}],
     [{"levels"}],
     [
-        {"checkpointer", "save", "gate", "pipeline", "team"}
+        {"checkpointer", "opened", "save", "gate", "pipeline", "team"}
         | {"restoring", "reads", "segments", "writes", "watching"},
     ],
     # Beside the Checkpointer stands what torch.distributed.checkpoint calls: it plans, so dcp only
@@ -39,7 +39,17 @@ LAYERS: list[list[set[str]]] = [
     [{"cli", "__main__"}],
 ]
 # cli reads and verifies whole steps through an engine of its own: no state, no torch.
-CORE_USERS = {"storage", "levels", "checkpointer", "save", "testing", "segments", "dcp", "cli"}
+CORE_USERS = {
+    "storage",
+    "levels",
+    "checkpointer",
+    "opened",
+    "save",
+    "testing",
+    "segments",
+    "dcp",
+    "cli",
+}
 CORE_USERS |= {"study"}
 TORCH_USERS = {"state", "testing", "dcp"}
 # Modules that may not even name torch in annotations: they make sense without it.

@@ -1,0 +1,206 @@
+"""What an open Checkpointer holds, from the file system to the levels, and how all of it ends.
+
+Holds: nothing on the storage is changed before prepare_saving(), and only by one job; what was
+opened is closed in the opposite order, whatever fails on the way.
+Not here: what is done with it (checkpointer, pipeline, restoring).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from statehold import _core
+from statehold.agreeing import together
+from statehold.background_log import BackgroundLog, logger
+from statehold.errors import (
+    StateholdError,
+    StorageError,
+)
+from statehold.levels.nearest import Nearest
+from statehold.levels.opening import open_places
+from statehold.levels.places import DirectoryPlace
+from statehold.levels.promoting import Promoter, Promotions
+from statehold.levels.specs import Level
+from statehold.options import Options
+from statehold.pipeline import Pipeline
+from statehold.planning.claims import Claims
+from statehold.planning.share import PlanCache
+from statehold.ranks.joining import join
+from statehold.save import forked
+from statehold.state.device import Devices
+from statehold.study.profile import tuned
+from statehold.team import Alone, Publisher, Together
+from statehold.watching import Watch
+
+if TYPE_CHECKING:
+    from statehold._core import File, Fs
+    from statehold.planning.plan import SavePlan
+    from statehold.ranks.peers import Peers
+
+
+class Opened:
+    """What an open Checkpointer holds: the file system, the engine, the store, the pipeline."""
+
+    def __init__(
+        self,
+        run: str,
+        levels: Sequence[Level],
+        options: Options,
+        borrowed_fs: Fs | None,
+        borrowed_peers: Peers | None,
+    ) -> None:
+        self._run = run
+        self._pid = os.getpid()
+        self._is_prepared = self._has_saved = False
+        self.peers = borrowed_peers or join(run, options)
+        self.rank = self.peers.rank if self.peers else None
+        self._owns_fs = borrowed_fs is None
+        if borrowed_fs is None:  # a profile is of a real storage
+            options, note = tuned(options, run)
+            _say_once(note)
+        self.fs = borrowed_fs or _core.open_fs(options.backend_choice, options.depth)
+        _say_once(self.fs.note and f"saving with threads instead of io_uring: {self.fs.note}")
+        rank, ranks = (self.peers.rank, self.peers.world_size) if self.peers else (0, 1)
+        self.places = open_places(
+            levels,
+            run,
+            self.fs,
+            options.buffer_size,
+            reuse=options.reuse_files,
+            rank=rank,
+            world_size=ranks,
+        )
+        self.near = [place for place in self.places if isinstance(place, DirectoryPlace)]
+        first = self.near[0]
+        self.store = first.store
+        self.engine = _core.Engine(
+            self.fs, options.staging_size, options.buffer_size, options.copy_thread_count
+        )
+        self.devices = Devices(self.engine.staging_address, self.engine.staging.nbytes)
+        log = BackgroundLog()
+        self.watch = Watch(run, rank, ranks, options.trace, log)
+        self.claims = Claims(rank, ranks)
+        self.plans = PlanCache(world_size=ranks, rank=rank)
+        self.promotions = Promotions(
+            first,
+            [
+                Promoter(level, place, self.fs, self.peers, self._give_way, log)
+                for level, place in zip(levels[1:], self.places[1:], strict=True)
+            ],
+            self.peers,
+        )
+        publisher: Publisher = Alone(self.promotions)
+        if self.peers is not None:
+            publisher = Together(first, self.peers, self.claims, self.promotions, log)
+        # Several ranks save into one directory: none can turn to another one by itself.
+        usable = self.near if self.peers is None else [first]
+        self.pipeline = Pipeline(usable, publisher, self.promotions, log)
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """False in a fork: the threads that would do the work are not there."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        if not self.is_of_this_process:
+            raise forked("this Checkpointer", self._pid)
+
+    def prepare_saving(self) -> None:
+        """Create the run directory; the rank that leads locks it and clears what a crash left."""
+        self._has_saved = True
+        if not self._is_prepared:
+            try:
+                self.near[0].prepare(self._token)
+            except StorageError:
+                if self.peers is not None or len(self.near) == 1:
+                    raise
+                # Saves go to the next level, and say why.
+            self._is_prepared = True
+
+    @property
+    def _token(self) -> str | None:
+        return self.peers.token if self.peers else None
+
+    def nearest(self) -> Nearest:
+        """The steps of all levels, for one look at them."""
+        return Nearest(self.places, os.path.realpath(self._run))
+
+    def ready_file(self, plan: SavePlan) -> File | None:
+        """The file of a save, where it is memory that is mapped already: then the state is copied
+        straight into it. A file that has to be made is made in the background."""
+        if self.peers is not None or not self.store.has_ready(plan.file_name):
+            return None
+        self.store.begin(plan.step)
+        file, _ = self.store.data_file(plan.step, plan.file_name, plan.file_bytes)
+        return file
+
+    def check_order(self, step: int) -> None:
+        """Refuse a save that would not become the newest step of all levels."""
+        known = (self.pipeline.newest_step(), self.promotions.newest())
+        newest = max((each for each in known if each is not None), default=None)
+        self.store.check_order(step, newest)
+
+    def quarantine(self, step: int) -> str:
+        """Set a step aside in every directory; where it is now at the first level that had it."""
+        having = [place for place in self.near if step in place.steps()]
+        for place in having:
+            place.prepare(self._token)
+        kept = [place.store.quarantine(step) for place in having]
+        return kept[0] if kept else self.store.path(step)
+
+    def rewind(self, step: int) -> list[int]:
+        """Give up what is newer than `step` at every level."""
+        self.places[0].prepare(self._token)
+        return sorted({*self.store.rewind(step), *self.promotions.rewind(step)})
+
+    def flush(self, timeout: float | None) -> None:
+        """Bring the newest step to all levels. All ranks together."""
+        until = None if timeout is None else time.monotonic() + timeout
+        together(self.peers, lambda: self.promotions.wait(timeout))
+        self.promotions.catch_up()
+        self.promotions.wait(None if until is None else max(0.0, until - time.monotonic()))
+
+    def _give_way(self) -> None:
+        self.pipeline.wait_staged()
+
+    def close(self, *, flush: bool) -> None:
+        self.pipeline.close()
+        # Several ranks do alike, also where one of them could not prepare to save.
+        has_saved = self._is_prepared if self.peers is None else self._has_saved
+        if flush and has_saved and len(self.places) > 1:
+            with _logged("could not bring the newest step to all levels"):
+                self.flush(None)
+        self.promotions.close()
+        self.watch.close()
+        self.devices.close()
+        self.engine.close()
+        for place in self.places:
+            with _logged("could not remove a retired step"):
+                place.close()
+        if self._owns_fs:
+            self.fs.close()
+        if self.peers is not None:
+            self.peers.close()
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """At the end there is nobody left to raise to."""
+    try:
+        yield
+    except StateholdError as error:
+        logger.warning("%s\n%s", what, error)
+
+
+_said: set[str] = set()
+
+
+def _say_once(note: str) -> None:
+    """Log why bytes may move more slowly than they could; once a process."""
+    if note and note not in _said:
+        _said.add(note)
+        logger.warning("%s", note)
