@@ -132,7 +132,8 @@ class Opened:
     def ready_file(self, plan: SavePlan) -> File | None:
         """The file of a save, where it is memory that is mapped already: then the state is copied
         straight into it. A file that has to be made is made in the background."""
-        if self.peers is not None or not self.store.has_ready(plan.file_name):
+        is_under_way = self.pipeline.newest_step() == plan.step  # its directory is in use
+        if self.peers is not None or is_under_way or not self.store.has_ready(plan.file_name):
             return None
         self.store.begin(plan.step)
         file, _ = self.store.data_file(plan.step, plan.file_name, plan.file_bytes)

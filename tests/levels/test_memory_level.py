@@ -21,7 +21,7 @@ import torch
 import statehold
 from statehold import errors
 from statehold.study.mounts import mount_of
-from support.faults import DEADLINE_S, SMALL, spy_on
+from support.faults import DEADLINE_S, SMALL, Holdup, spy_on
 
 pytestmark = pytest.mark.skipif(
     mount_of("/dev/shm").kind != "tmpfs", reason="/dev/shm is no memory file system"
@@ -108,6 +108,26 @@ def test_a_step_saved_again_keeps_its_own_bytes(memory: Path, run: Path) -> None
             live = content(0)
             assert ckpt.restore(live) == 1
             assert bool((live["w"] == value).all())  # type: ignore[attr-defined]
+
+
+def test_a_step_that_is_being_saved_is_left_alone_by_the_next_save_of_it(
+    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may become free at any moment, as when a copy to another level has ended."""
+    with statehold.Checkpointer(run, levels=levels(memory, every=100), **SMALL) as ckpt:
+        ckpt.save(1, {"w": torch.zeros(99)}).wait("committed", DEADLINE_S)
+        holdup = Holdup(ckpt)
+        first = ckpt.save(2, {"w": torch.ones(99)})
+        reached = holdup.waiting.wait(DEADLINE_S)
+        assert reached
+        monkeypatch.setattr(ckpt._opened().store, "has_ready", lambda _name: True)
+        second = ckpt.save(2, {"w": torch.full((99,), 2.0)})
+        holdup.release()
+        first.wait("committed", DEADLINE_S)
+        second.wait("committed", DEADLINE_S)
+        live = {"w": torch.zeros(99)}
+        assert ckpt.restore(live) == 2
+    assert live["w"].eq(2).all()
 
 
 def test_a_failed_save_gives_its_memory_back(memory: Path, run: Path) -> None:
