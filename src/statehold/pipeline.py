@@ -222,12 +222,14 @@ class Pipeline:
                 break  # and would hide what is saved farther away
             if refused and self._promotions.is_copying(work.save.step, place):
                 continue  # its directory is in use
+            if refused:
+                # Not where this was the last: other ranks have to be told before their files go.
+                self._publisher.clean_up(work)
             work.place = place
             try:
                 opened = self._open_file_at(place, work)
             except (StorageError, RunBusyError) as error:
                 refused.append(error)
-                self._publisher.clean_up(work)
             else:
                 self._note_first(place, work.save.step, refused)
                 return opened

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from statehold import Save
+from statehold import Save, errors
 from statehold.errors import (
     NoSpaceError,
     PeerFailedError,
@@ -398,6 +398,36 @@ def test_a_full_disk_fails_all_ranks_and_spares_the_older_steps() -> None:
         check_step(ranks, 2)
         saved(ranks, 4, 4)
         check_step(ranks, 4)
+
+
+def test_others_are_told_of_a_failure_before_their_files_are_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else they would fail because of files that are gone, and not know why."""
+    with Ranks(SimFs(seed=7), SIZE) as ranks:
+        saved(ranks, 1, 2)
+        happened: list[str] = []
+
+        def before(operation: str, args: tuple[object, ...]) -> None:
+            if operation == "open_write":
+                raise errors.storage_error("open_write", errno.ENOSPC, str(args[0]))
+            if operation in ("unlink", "rmdir") and ".partial" in str(args[0]):
+                happened.append("removed")
+
+        peers = ranks.ckpts[0]._opened().peers
+        conclude = peers.conclude
+
+        def concluding(*args: object) -> None:
+            happened.append("told")
+            conclude(*args)
+
+        monkeypatch.setattr(peers, "conclude", concluding)
+        spy_on(ranks.ckpts[0], before)
+        failures = ranks.failures(3, lambda rank: state(rank, 3))
+        ranks.ckpts[0]._opened().pipeline.drain()
+    assert [type(error) for error in failures] == [NoSpaceError] + [PeerFailedError] * (SIZE - 1)
+    assert happened[0] == "told"
+    assert "removed" in happened
 
 
 def test_a_failure_that_one_rank_has_yet_to_hear_of_ends_a_restore_on_all(ranks: Ranks) -> None:
