@@ -21,7 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from statehold.errors import PeerFailedError, PeerLostError, StateholdError, StorageError
+from statehold.errors import (
+    PeerFailedError,
+    PeerLostError,
+    StateholdError,
+    StorageError,
+    UsageError,
+)
 from statehold.planning.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
 from statehold.planning.layout import Ranks
 from statehold.planning.share import Balance, Spread, balance
@@ -100,6 +106,7 @@ class Together:
         promotions: Promotions,
         log: BackgroundLog,
     ) -> None:
+        self._place = place
         self._store = place.store
         self._promotions = promotions
         self._log = log
@@ -167,6 +174,7 @@ class Together:
             told = [json.loads(each) for each in self._peers.gather(work.number)]
         _check_alike(told, "step", "a rank saves another step than rank 0")
         _check_alike(told, "version", "a rank knows other things of earlier saves than rank 0")
+        self._check_seen(told)
         lesson = judge([each["claims"] for each in told])
         commit = Commit(
             step=work.save.step,
@@ -192,6 +200,16 @@ class Together:
         self._outcome = json.dumps(outcome).encode()
         self._take(work, outcome)
 
+    def _check_seen(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """No step is committed of which some ranks' files are out of the others' sight."""
+        if self._place.of_host and len({each["place"] for each in told}) > 1:
+            hosts = sorted({each["host"] for each in told})
+            raise UsageError(
+                "the ranks of this job do not share the memory of their first level",
+                facts={"level": self._place.name, "hosts": ", ".join(hosts[:8])},
+                hint="let the first level be a Directory that all hosts share",
+            )
+
     # -- the others ------------------------------------------------------------------------
 
     def _wait(self, work: Work, attempt: str) -> None:
@@ -213,6 +231,7 @@ class Together:
             "step": work.save.step,
             "bytes": work.plan.save.file_bytes,
             "host": socket.gethostname(),
+            "place": self._place.identity() if self._place.of_host else "",
             "record": [len(raw), hashlib.sha256(raw).hexdigest()],
             "said": said,
             "version": work.version,

@@ -58,7 +58,8 @@ def open_places(
             mapped=isinstance(level, Memory) and fs.backend != "sim" and _is_memory(root),
         )
         engine = CopyEngine(fs, buffer_bytes)
-        places.append(DirectoryPlace(level.name, store, called, fs, engine))
+        of_host = isinstance(level, Memory)
+        places.append(DirectoryPlace(level.name, store, called, fs, engine, of_host=of_host))
     return places
 
 

@@ -12,8 +12,10 @@ Not here: which steps are copied, and when (promoting); the bytes of a copy (cop
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from statehold import _core
@@ -100,11 +102,22 @@ class CopyEngine:
 
 
 class DirectoryPlace:
-    """A store on a file system; `called` is the directory as the user has named it. Thread-safe:
-    it is prepared by whoever comes first, the trainer or a promotion."""
+    """A store on a file system; `called` is the directory as the user has named it, of_host: other
+    hosts cannot see it. Thread-safe: it is prepared by whoever comes first, the trainer or a
+    promotion."""
 
-    def __init__(self, name: str, store: Store, called: str, fs: Fs, engine: CopyEngine) -> None:
+    def __init__(
+        self,
+        name: str,
+        store: Store,
+        called: str,
+        fs: Fs,
+        engine: CopyEngine,
+        *,
+        of_host: bool = False,
+    ) -> None:
         self.name = name
+        self.of_host = of_host
         self.store = store
         self._called = called
         self._fs = fs
@@ -112,6 +125,15 @@ class DirectoryPlace:
         self._lock: RunLock | None = None
         self._is_prepared = False
         self._guard = threading.Lock()
+
+    def identity(self) -> str:
+        """What tells this directory from one of the same name on another host, or in a container
+        with memory of its own; the same for all who see the same files."""
+        try:
+            booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            return f"{booted} {os.stat(self._called).st_dev}"
+        except OSError:
+            return ""
 
     def steps(self) -> list[int]:
         return self.store.steps()
