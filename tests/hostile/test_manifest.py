@@ -61,7 +61,8 @@ def refused(raw: bytes) -> ManifestError:
 
 
 def test_the_untouched_document_is_accepted() -> None:
-    Manifest.decode(seal(DOCUMENT), "m")
+    found = Manifest.decode(seal(DOCUMENT), "m")
+    assert document_of(found.encode()) == DOCUMENT
 
 
 def cases() -> Cases:

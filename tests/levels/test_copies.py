@@ -16,7 +16,7 @@ from statehold import Directory, Memory
 from statehold.errors import ChecksumError, NoSpaceError, StepOrderError, StorageError, WaitTimeout
 from statehold.levels.places import DirectoryPlace
 from statehold.testing import SimFs, checkpointer_on
-from support.faults import DEADLINE_S, SMALL
+from support.faults import DEADLINE_S, SMALL, must
 from support.levels import (
     FAR,
     LATER,
@@ -121,7 +121,7 @@ def test_a_busy_level_gets_the_newest_step_once_it_is_free(fs) -> None:
     with opened_on(fs) as ckpt, HeldCopy(ckpt) as held:
         for step in (1, 2, 3):
             save(ckpt, step, content(step))
-        assert held.waiting.wait(DEADLINE_S)
+        must(held.waiting.wait(DEADLINE_S))
         assert status(ckpt).copying == 1
         ckpt._opened().pipeline.drain()
         held.go_on.set()
@@ -135,7 +135,7 @@ def test_each_level_keeps_its_own_number_and_a_step_stays_while_it_is_copied(fs)
     with opened_on(fs, near={"keep": 1}, far={"keep": 2}) as ckpt:
         with HeldCopy(ckpt) as held:
             save(ckpt, 1, content(1))
-            assert held.waiting.wait(DEADLINE_S)
+            must(held.waiting.wait(DEADLINE_S))
             save(ckpt, 2, content(2))
             ckpt._opened().pipeline.drain()
             assert steps_at(fs, NEAR) == [1, 2]
@@ -155,7 +155,7 @@ def test_a_step_saved_again_is_copied_again(fs) -> None:
         ckpt.flush(DEADLINE_S)
         with HeldCopy(ckpt) as held:
             save(ckpt, 1, content(7))
-            assert held.waiting.wait(DEADLINE_S)
+            must(held.waiting.wait(DEADLINE_S))
             save(ckpt, 1, content(8))  # while the one before is copied
         ckpt.flush(DEADLINE_S)
         assert files(fs, FAR, 1) == files(fs, NEAR, 1)

@@ -68,13 +68,15 @@ def test_steps_are_copied_once_into_files_that_are_used_again(memory: Path, run:
         assert reused[3:] == [True] * 4
         assert len(mapped_files(memory)) == 2  # of the step that is kept, and the spare one
         live = content(0)
-        assert ckpt.restore(live) == 7
+        got = ckpt.restore(live)
+        assert got == 7
         assert torch.equal(live["w"], content(7)["w"])  # type: ignore[arg-type]
         assert [level.newest for level in ckpt.levels()] == [4]
     assert mapped_files(memory) == []
     with statehold.Checkpointer(run, **SMALL) as ckpt:  # what is in the run directory itself
         assert ckpt.steps() == [1, 4, 7]
-        assert ckpt.restore(live, 4) == 4
+        got = ckpt.restore(live, 4)
+        assert got == 4
     assert torch.equal(live["w"], content(4)["w"])  # type: ignore[arg-type]
 
 
@@ -106,7 +108,8 @@ def test_a_step_saved_again_keeps_its_own_bytes(memory: Path, run: Path) -> None
             again = content(1) | {"w": torch.full((NUMEL,), value, dtype=torch.int32)}
             ckpt.save(1, again).wait("committed", DEADLINE_S)
             live = content(0)
-            assert ckpt.restore(live) == 1
+            got = ckpt.restore(live)
+            assert got == 1
             assert bool((live["w"] == value).all())  # type: ignore[attr-defined]
 
 
@@ -126,7 +129,8 @@ def test_a_step_that_is_being_saved_is_left_alone_by_the_next_save_of_it(
         first.wait("committed", DEADLINE_S)
         second.wait("committed", DEADLINE_S)
         live = {"w": torch.zeros(99)}
-        assert ckpt.restore(live) == 2
+        got = ckpt.restore(live)
+        assert got == 2
     assert live["w"].eq(2).all()
 
 
@@ -149,7 +153,8 @@ def test_a_failed_save_gives_its_memory_back(memory: Path, run: Path) -> None:
         assert ckpt.steps()[-1] == 3
         ckpt.save(5, content(5)).wait("committed", DEADLINE_S)
         live = content(0)
-        assert ckpt.restore(live) == 5
+        got = ckpt.restore(live)
+        assert got == 5
         assert torch.equal(live["w"], content(5)["w"])  # type: ignore[arg-type]
         ckpt._opened().promotions.wait(DEADLINE_S)  # one may still be copied elsewhere
         ckpt._opened().pipeline.drain()
@@ -174,7 +179,8 @@ def test_a_killed_process_leaves_its_newest_step(memory: Path, run: Path) -> Non
     assert done.returncode == -signal.SIGKILL
     live = content(0)
     with statehold.Checkpointer(run, levels=levels(memory), **SMALL) as ckpt:
-        assert ckpt.restore(live) == 5
+        got = ckpt.restore(live)
+        assert got == 5
         assert torch.equal(live["w"], content(5)["w"])  # type: ignore[arg-type]
         ckpt.save(6, content(6))
     with statehold.Checkpointer(run, **SMALL) as ckpt:

@@ -83,7 +83,8 @@ def forked_while_saving(folder: Path, function: str, end: str, where: str) -> No
             held.release()
         save.wait("committed", DEADLINE_S)
         live = {**content(0, FITS), "weight": torch.ones(FITS)}
-        assert ckpt.restore(live) == 2
+        got = ckpt.restore(live)
+        assert got == 2
         assert torch.equal(live["w"], content(2, FITS)["w"])
         assert torch.equal(live["weight"], weight)
         committed(ckpt, 3)
