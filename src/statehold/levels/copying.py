@@ -29,7 +29,17 @@ from statehold.steps.saved import MANIFEST_NAME, read_record
 if TYPE_CHECKING:
     from statehold._core import Engine, Fill, WriteJob
 
-__all__ = ["Copied", "DataFile", "Part", "Readable", "Source", "blocks", "part_of", "write_copy"]
+__all__ = [
+    "Copied",
+    "Copy",
+    "DataFile",
+    "Part",
+    "Readable",
+    "Source",
+    "blocks",
+    "part_of",
+    "write_copy",
+]
 
 BLOCK_BYTES = 16 << 20
 _FLAG_EXTERNAL = 2
@@ -82,6 +92,28 @@ class Part:
     @property
     def nbytes(self) -> int:
         return sum(file.bytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A rank's part on its way from `directory` of `source` to a place, as `step` and `attempt`
+    there. before: called with a number of bytes ahead of moving them; it may wait, or raise."""
+
+    step: int
+    attempt: str | None
+    part: Part
+    source: Source
+    directory: str
+    before: Callable[[int], None]
+
+    @contextlib.contextmanager
+    def opened(self, file: DataFile) -> Iterator[Readable]:
+        """A data file of the part, where it comes from."""
+        found = self.source.open_read(f"{self.directory}/{file.name}")
+        try:
+            yield found
+        finally:
+            found.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +269,7 @@ def _mismatch(
 # -- as blocks -------------------------------------------------------------------------------------
 
 
-def blocks(file: DataFile, source: Readable, before: Callable[[int], None]) -> Iterator[memoryview]:
+def blocks(file: DataFile, source: Readable) -> Iterator[memoryview]:
     """The file, block by block and verified; a block is valid until the next is asked for two
     times, so that one can be sent while the next one is read."""
     memories = [bytearray(min(BLOCK_BYTES, file.bytes)) for _ in range(2)]
@@ -251,7 +283,6 @@ def blocks(file: DataFile, source: Readable, before: Callable[[int], None]) -> I
     for number, begin in enumerate(range(0, file.bytes, BLOCK_BYTES)):
         end = min(begin + BLOCK_BYTES, file.bytes)
         block = memoryview(memories[number % 2])[: end - begin]
-        before(end - begin)
         source.read_into(block, begin)
         while at < len(cuts) and cuts[at][2] <= end:
             span, low, high, expected = cuts[at]

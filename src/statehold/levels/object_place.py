@@ -13,11 +13,11 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from statehold.errors import MissingFileError, NoSpaceError, storage_error
-from statehold.levels.copying import Part, Source, blocks
+from statehold.levels.copying import Copy, blocks
 
 if TYPE_CHECKING:
     from statehold.storage.objects import ObjectSteps
@@ -78,25 +78,14 @@ class ObjectPlace:
             self._objects.clear(_OfJob(token or self._own))
         self._is_prepared = True
 
-    def take(
-        self,
-        part: Part,
-        source: Source,
-        directory: str,
-        step: int,
-        attempt: str | None,
-        before: Callable[[int], None],
-    ) -> None:
+    def take(self, copy: Copy) -> None:
         self._attempts += 1
-        attempt = self._named(attempt)
-        for file in part.files:
-            opened = source.open_read(f"{directory}/{file.name}")
-            try:
-                verified = blocks(file, opened, lambda _: None)
-                self._objects.upload(step, attempt, file.name, file.bytes, verified, before)
-            finally:
-                opened.close()
-        for name, raw in part.records:
+        step, attempt = copy.step, self._named(copy.attempt)
+        for file in copy.part.files:
+            with copy.opened(file) as source:
+                verified = blocks(file, source)
+                self._objects.upload(step, attempt, file.name, file.bytes, verified, copy.before)
+        for name, raw in copy.part.records:
             self._objects.upload(step, attempt, name, len(raw), [memoryview(raw)])
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:

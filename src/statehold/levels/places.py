@@ -14,12 +14,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from statehold import _core
-from statehold.levels.copying import Copied, Part, Source, write_copy
+from statehold.levels.copying import Copied, Copy, write_copy
 from statehold.storage.lock import RunLock
 
 if TYPE_CHECKING:
@@ -54,16 +53,8 @@ class Place(Protocol):
         """Before the first change, again for nothing: make it, take it for this run, and clear what
         a crash has left. token: this job's, of which other ranks may be ahead."""
 
-    def take(
-        self,
-        part: Part,
-        source: Source,
-        directory: str,
-        step: int,
-        attempt: str | None,
-        before: Callable[[int], None],
-    ) -> None:
-        """Copy this rank's part of a step from `directory` of `source`; durable on return."""
+    def take(self, copy: Copy) -> None:
+        """Copy a rank's part of a step; durable on return."""
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
         """Publish a step of which all ranks' parts are there."""
@@ -158,24 +149,14 @@ class DirectoryPlace:
                 self.store.recover(token)
             self._is_prepared = True
 
-    def take(
-        self,
-        part: Part,
-        source: Source,
-        directory: str,
-        step: int,
-        attempt: str | None,
-        before: Callable[[int], None],
-    ) -> None:
+    def take(self, copy: Copy) -> None:
+        step, attempt = copy.step, copy.attempt
         self.store.begin(step, attempt)
-        for file in part.files:
+        for file in copy.part.files:
             target, _ = self.store.data_file(step, file.name, file.bytes, attempt)
-            opened = source.open_read(f"{directory}/{file.name}")
-            try:
-                write_copy(self._engine(), file, opened, target, before)
-            finally:
-                opened.close()
-        for record in part.records:
+            with copy.opened(file) as source:
+                write_copy(self._engine(), file, source, target, copy.before)
+        for record in copy.part.records:
             self.store.seal(step, attempt, *record)
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:

@@ -34,7 +34,7 @@ from statehold.errors import (
     named,
 )
 from statehold.levels.cadence import Cadence, parse_every
-from statehold.levels.copying import part_of
+from statehold.levels.copying import Copy, part_of
 from statehold.levels.places import DirectoryPlace
 from statehold.levels.throttle import Throttle
 from statehold.steps.entries import DOCUMENT_BYTES_MAX
@@ -235,7 +235,7 @@ class Promoter:
         ranks = self._peers.world_size if self._peers else 1
         part = part_of(self._fs, directory, self._rank, ranks)
         self._set(bytes_total=part.nbytes)
-        self.place.take(part, self._fs, directory, step, attempt, self._before)
+        self.place.take(Copy(step, attempt, part, self._fs, directory, self._before))
         return part.manifest
 
     def _check_order(self, step: int) -> None:
