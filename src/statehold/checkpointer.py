@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from statehold import _core
 from statehold.agreeing import led, together
-from statehold.background_log import logger
 from statehold.errors import (
     ClosedError,
     CorruptionError,
@@ -44,6 +43,7 @@ from statehold.pipeline import Work
 from statehold.planning.plan import STEP_MAX
 from statehold.restoring import Restorer
 from statehold.save import Save
+from statehold.seeing.background_log import logger
 from statehold.selection import RestoreReport, Selection
 from statehold.state import fingerprints
 from statehold.state.capture import Capture, capture

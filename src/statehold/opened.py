@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from statehold import _core
 from statehold.agreeing import together
-from statehold.background_log import BackgroundLog, logger
 from statehold.errors import (
     StateholdError,
     StorageError,
@@ -31,10 +30,11 @@ from statehold.planning.claims import Claims
 from statehold.planning.share import PlanCache
 from statehold.ranks.joining import join
 from statehold.save import forked
+from statehold.seeing.background_log import BackgroundLog, logger
+from statehold.seeing.watching import Watch
 from statehold.state.device import Devices
 from statehold.study.profile import tuned
 from statehold.team import Alone, Publisher, Together
-from statehold.watching import Watch
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs

@@ -11,7 +11,7 @@ there to be overwritten. Commits happen in the order of the calls.
 A failure on either thread stops the native job first (after that no thread touches the state),
 then fails the handle. The threads belong to executors that the interpreter joins at exit: saves
 under way when a script ends without close() are still committed. Neither logs by itself: a log
-that blocks must not keep a step from being committed (background_log).
+that blocks must not keep a step from being committed (seeing/background_log).
 
 A process that is alone saves into the next level where the first one takes no file (it is full, or
 away), says so once, and tries the first one again with every save.
@@ -41,11 +41,11 @@ from statehold.storage.publish import PUBLISHED
 
 if TYPE_CHECKING:
     from statehold._core import File, WriteJob
-    from statehold.background_log import BackgroundLog
     from statehold.levels.places import DirectoryPlace
     from statehold.levels.promoting import Copies, Promotions
     from statehold.planning.claims import Comparison
     from statehold.planning.share import RankPlan
+    from statehold.seeing.background_log import BackgroundLog
     from statehold.state.capture import Capture
     from statehold.team import Publisher
 

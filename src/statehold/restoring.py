@@ -36,9 +36,9 @@ from statehold.errors import (
     StorageError,
 )
 from statehold.reads import ReadPlan
+from statehold.seeing.watching import RestoreWatch
 from statehold.selection import RestoreReport, Selection
 from statehold.state.restore import Restoration, mismatch, prepare
-from statehold.watching import RestoreWatch
 
 if TYPE_CHECKING:
     from statehold._core import Engine

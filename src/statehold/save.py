@@ -16,8 +16,8 @@ from typing import Literal, get_args
 
 from statehold.errors import ClosedError, PeerFailedError, StateholdError, UsageError, WaitTimeout
 from statehold.planning.share import Balance
+from statehold.seeing.watching import UNWATCHED, Stage, Watch
 from statehold.units import format_bytes, format_seconds
-from statehold.watching import UNWATCHED, Stage, Watch
 
 Event = Literal["staged", "written", "committed"]
 EVENTS: tuple[Event, ...] = get_args(Event)

@@ -35,11 +35,11 @@ from statehold.steps.manifest import Commit, RecordEntry, Shared, groups_of, rec
 from statehold.writes import build_manifest, build_record, now, writer_name
 
 if TYPE_CHECKING:
-    from statehold.background_log import BackgroundLog
     from statehold.levels.places import DirectoryPlace
     from statehold.levels.promoting import Promotions
     from statehold.pipeline import Work
     from statehold.ranks.peers import Peers
+    from statehold.seeing.background_log import BackgroundLog
 
 
 class Publisher(Protocol):

@@ -22,8 +22,8 @@ PACKAGE = "statehold"
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
     [{"units"}],
-    # tracing, counters, progress: what can be seen, whatever is looked at.
-    [{"options"}, {"encoding"}, {"tracing"}, {"counters"}, {"progress", "background_log"}],
+    # seeing: what can be seen, whatever is looked at; metrics is its public name.
+    [{"options"}, {"encoding"}, {"seeing"}],
     [{"planning"}, {"ranks"}, {"selection"}, {"metrics"}],
     [{"steps"}, {"study"}],
     [{"state"}, {"storage"}],
@@ -31,7 +31,7 @@ LAYERS: list[list[set[str]]] = [
     [{"levels"}],
     [
         {"checkpointer", "opened", "save", "gate", "pipeline", "team"}
-        | {"restoring", "reads", "segments", "writes", "watching"},
+        | {"restoring", "reads", "segments", "writes"},
     ],
     # Beside the Checkpointer stands what torch.distributed.checkpoint calls: it plans, so dcp only
     # stores, with the same engine and the same commit.

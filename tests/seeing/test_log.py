@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import statehold
-from statehold import progress
-from statehold.progress import Progress, pause_after, progress_text
 from statehold.save import Save
+from statehold.seeing import progress
+from statehold.seeing.progress import Progress, pause_after, progress_text
 from statehold.testing import SimFs, checkpointer_on
 from statehold.units import GiB, MiB
 from support.faults import DEADLINE_S, SMALL, Holdup

@@ -13,9 +13,11 @@ import pytest
 
 import statehold
 from seeing.exposition import Samples, samples_of
-from statehold import counters, metrics
-from statehold.counters import Figures, exposition, figures_of
+from statehold import metrics
 from statehold.errors import PortInUseError, StorageError, UsageError
+from statehold.seeing import counters
+from statehold.seeing import endpoint as endpoint_module
+from statehold.seeing.counters import Figures, exposition, figures_of
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.training import Training
@@ -173,8 +175,8 @@ def test_a_forked_child_neither_serves_nor_keeps_the_port() -> None:
 def test_a_peer_that_says_nothing_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert metrics._Handler.timeout == metrics.REQUEST_S_MAX
-    monkeypatch.setattr(metrics._Handler, "timeout", 0.05)
+    assert endpoint_module._Handler.timeout == endpoint_module.REQUEST_S_MAX
+    monkeypatch.setattr(endpoint_module._Handler, "timeout", 0.05)
     with metrics.serve(0) as endpoint:
         with socket.create_connection(("127.0.0.1", endpoint.port)):
             assert asked(endpoint)[0] == 200

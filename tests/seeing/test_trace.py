@@ -13,8 +13,8 @@ import pytest
 import statehold
 from seeing.conftest import Seen
 from statehold.errors import StorageError, UsageError
+from statehold.seeing.tracing import Trace
 from statehold.testing import SimFs, checkpointer_on
-from statehold.tracing import Trace
 from support.faults import DEADLINE_S, SMALL
 from support.ranks import Ranks
 from support.training import Training
@@ -171,6 +171,8 @@ def test_a_trace_that_cannot_be_written_fails_nothing(
     where = tmp_path / "nowhere" / "trace.json"
     with statehold.Checkpointer(tmp_path / "run", trace=where, **SMALL) as ckpt:
         ckpt.save(1, Training().state)
+        log = ckpt._opened().watch._log
+    log.flush()
     assert "could not write the trace" in caplog.text
     assert str(where) in caplog.text
 

@@ -42,10 +42,10 @@ from statehold.steps.saved import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.background_log import BackgroundLog
     from statehold.levels.places import Place
     from statehold.levels.specs import Level
     from statehold.ranks.peers import Peers
+    from statehold.seeing.background_log import BackgroundLog
 
 __all__ = ["NO_COPIES", "Copies", "LevelStatus", "Promoter", "Promotions"]
 

@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from statehold.background_log import BackgroundLog
-from statehold.counters import Figures, figures_of
 from statehold.errors import StorageError, UsageError
-from statehold.progress import Progress
-from statehold.tracing import Trace
+from statehold.seeing.background_log import BackgroundLog
+from statehold.seeing.counters import Figures, figures_of
+from statehold.seeing.progress import Progress
+from statehold.seeing.tracing import Trace
 from statehold.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from statehold.background_log import BackgroundLog
+from statehold.seeing.background_log import BackgroundLog
 from statehold.units import format_bytes, format_seconds
 
 __all__ = ["Progress"]

@@ -1,0 +1,1 @@
+"""What can be seen of saves, restores and copies: traces, figures, progress, lines in the log."""
