@@ -137,12 +137,11 @@ def take_part(order: dict[str, Any], rank: int, report: Callable[..., None]) -> 
     options = {**SMALL, "keep": 2, "peer_timeout_s": COMMIT_S}
     coordination = "auto" if order["kind"] == "store" else "directory"
     ckpt = statehold.Checkpointer(order["run"], coordination=coordination, **options)
-    peers: Any = ckpt._opened().peers
-    peers.open()
-    peers._timeout_s = order["timeout_s"]  # not before: a busy machine forks slowly
     begin, doing = time.monotonic(), "restore"
     try:
         first = check(ckpt, rank, report) + 1
+        peers: Any = ckpt._opened().peers
+        peers._timeout_s = order["timeout_s"]  # not before: a busy machine forks slowly
         executioner.stand_around(ckpt)
         last = first + order["saves"] - 1
         for step in range(first, last + 1):
