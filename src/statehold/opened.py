@@ -23,7 +23,7 @@ from statehold.levels.nearest import Nearest
 from statehold.levels.opening import open_places
 from statehold.levels.places import DirectoryPlace
 from statehold.levels.promoting import Promoter, Promotions
-from statehold.levels.specs import Level
+from statehold.levels.specs import Level, ObjectStore
 from statehold.options import Options
 from statehold.pipeline import Pipeline
 from statehold.planning.claims import Claims
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from statehold._core import File, Fs
     from statehold.planning.plan import SavePlan
     from statehold.ranks.peers import Peers
+    from statehold.seeing.copies import LevelWatch
 
 
 class Opened:
@@ -88,10 +89,11 @@ class Opened:
         self.promotions = Promotions(
             first,
             [
-                Promoter(level, place, self.fs, self.peers, self._give_way, log)
+                Promoter(level, place, self.fs, self.peers, self._give_way, self._watch_of(level))
                 for level, place in zip(levels[1:], self.places[1:], strict=True)
             ],
             self.peers,
+            self._watch_of(levels[0]),
         )
         publisher: Publisher = Alone(self.promotions)
         if self.peers is not None:
@@ -164,6 +166,10 @@ class Opened:
         together(self.peers, lambda: self.promotions.wait(timeout))
         self.promotions.catch_up()
         self.promotions.wait(None if until is None else max(0.0, until - time.monotonic()))
+
+    def _watch_of(self, level: Level) -> LevelWatch:
+        is_far = isinstance(level, ObjectStore)
+        return self.watch.level(level.name, moving="upload" if is_far else "write")
 
     def _give_way(self) -> None:
         self.pipeline.wait_staged()

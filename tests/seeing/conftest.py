@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ from cli.conftest import Asked, ask, golden, run, shared
 from support.faults import DEADLINE_S, SMALL
 from support.training import Training
 
-__all__ = ["Asked", "Seen", "ask", "golden", "run", "seen", "shared"]
+__all__ = ["Asked", "Seen", "ask", "golden", "run", "seen", "shared", "told"]
 
 
 class Seen(NamedTuple):
@@ -38,3 +40,17 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
             ckpt.save(step, training.state).wait("committed", DEADLINE_S)
         ckpt.restore(training.state)
     return Seen(folder / "run", folder / "trace.json")
+
+
+@pytest.fixture
+def told() -> Iterator[list[logging.LogRecord]]:
+    """What the logger says from INFO on."""
+    records: list[logging.LogRecord] = []
+    handler, logger = logging.Handler(), logging.getLogger("statehold")
+    handler.emit = records.append  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield records
+    logger.setLevel(level)
+    logger.removeHandler(handler)

@@ -6,7 +6,6 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,6 @@ from statehold.testing import SimFs, checkpointer_on
 from statehold.units import GiB, MiB
 from support.faults import DEADLINE_S, SMALL, Holdup
 from support.training import Training
-
-
-@pytest.fixture
-def told() -> Iterator[list[logging.LogRecord]]:
-    """What the logger says from INFO on."""
-    records: list[logging.LogRecord] = []
-    handler, logger = logging.Handler(), logging.getLogger("statehold")
-    handler.emit = records.append  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield records
-    logger.setLevel(level)
-    logger.removeHandler(handler)
 
 
 def figures(records: list[logging.LogRecord], event: str) -> list[dict[str, Any]]:

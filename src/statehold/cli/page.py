@@ -64,6 +64,8 @@ def _sections(document: Document, traces: Traces) -> Iterable[Markup]:
         yield _section("Saves", _saves(document))
     if document["restores"]:
         yield _section("Restores", _restores(document))
+    if document["copies"]:
+        yield _section("Copies to other levels", _copies(document))
     if not document["saves"] and not document["restores"]:
         hint = (
             "No trace was given: Checkpointer(..., trace=FILE) records one, --trace FILE reads it."
@@ -258,13 +260,35 @@ def _restores(document: Document) -> Markup:
             each["rank"],
             format_bytes(each["read_bytes"]),
             _seconds(each["seconds"]),
-            "-" if each["bytes_per_s"] is None else f"{format_bytes(int(each['bytes_per_s']))}/s",
+            _rate(each),
             each["passed_over"] or "-",
         )
         for each in reversed(document["restores"][-SAVES_SHOWN:])
     ]
     header = ("step", "rank", "bytes", "took", "rate", "damaged,_passed_over")
     return _table(header, rows, right=" ".join(header))
+
+
+def _copies(document: Document) -> Markup:
+    rows = [
+        (
+            _look(each),
+            each["level"],
+            each["rank"],
+            _badge("bad", "failed") if each["failed"] else format_bytes(each["bytes"]),
+            _seconds(each["seconds"]),
+            _rate(each),
+            _seconds(each["read_s"]),
+            _seconds(each["limited_s"]),
+        )
+        for each in reversed(document["copies"][-SAVES_SHOWN:])
+    ]
+    header = ("step", "to", "rank", "bytes", "took", "rate", "reading", "waiting_for_its_turn")
+    return _table(header, rows, right=" ".join(header).replace(" to ", " "))
+
+
+def _rate(each: Document) -> str:
+    return "-" if each["bytes_per_s"] is None else f"{format_bytes(int(each['bytes_per_s']))}/s"
 
 
 def _look(about: Document) -> Markup:

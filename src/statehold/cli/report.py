@@ -66,6 +66,7 @@ def _document(fs: Fs, path: str, traces: Traces, args: argparse.Namespace) -> di
         "limit_bytes_per_s": limit,
         "saves": _saves(traces.saves),
         "restores": [_restore(each) for each in traces.restores],
+        "copies": [_copy(each) for each in sorted(traces.copies, key=lambda each: each["begin"])],
         "left_out_events": traces.left_out,
     }
 
@@ -160,6 +161,22 @@ def _restore(told: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "passed_over": int(_number(told, "passed_over")),
         "bytes_per_s": nbytes / seconds if seconds else None,
+    }
+
+
+def _copy(told: dict[str, Any]) -> dict[str, Any]:
+    nbytes, seconds = _number(told, "bytes"), _number(told, "seconds")
+    failed = told["event"] == "failed copy"
+    return {
+        "step": told["step"],
+        "rank": told["rank"],
+        "level": str(told.get("level", "")),
+        "failed": failed,
+        "begin_us": told["begin"],
+        "end_us": told["end"],
+        "bytes": int(nbytes),
+        **{name: _number(told, name) for name in ("seconds", "read_s", "limited_s")},
+        "bytes_per_s": None if failed or not seconds else nbytes / seconds,
     }
 
 

@@ -18,13 +18,13 @@ __all__ = ["KINDS", "timeline"]
 
 # Stages by what they do, which is what the colours say.
 KINDS: dict[str, tuple[str, ...]] = {
-    "wait": ("wait", "gate", "arrive", "gather", "wait for rank 0"),
-    "plan": ("save()", "capture", "plan", "open", "discover"),
+    "wait": ("wait", "gate", "arrive", "gather", "wait for rank 0", "meet"),
+    "plan": ("save()", "capture", "plan", "open", "prepare", "discover"),
     "copy": ("stage", "copy", "place", "values"),
-    "move": ("write", "transfer", "read", "verify"),
+    "move": ("write", "upload", "transfer", "read", "verify"),
     "commit": ("commit", "seal", "publish"),
-    "rest": ("retain", "restore"),
-    "failed": ("failed save", "failed restore"),
+    "rest": ("retain", "restore", "promote"),
+    "failed": ("failed save", "failed restore", "failed promote"),
 }
 _MEANING = {
     "wait": "waiting",
@@ -32,7 +32,7 @@ _MEANING = {
     "copy": "copying",
     "move": "storage",
     "commit": "commit",
-    "rest": "retain, restore, other",
+    "rest": "retain, restore, promote, other",
     "failed": "failed",
 }
 _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}

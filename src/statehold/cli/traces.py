@@ -50,11 +50,13 @@ class Lane:
 
 @dataclass(slots=True)
 class Traces:
-    """What all files say. saves, restores: the facts of each that has ended, with its `begin`."""
+    """What all files say. saves, restores, copies (to other levels): the facts of each that has
+    ended, with its `begin` and `end`."""
 
     lanes: list[Lane] = field(default_factory=list)
     saves: list[dict[str, Any]] = field(default_factory=list)
     restores: list[dict[str, Any]] = field(default_factory=list)
+    copies: list[dict[str, Any]] = field(default_factory=list)
     left_out: int = 0
 
 
@@ -78,6 +80,8 @@ def _sort_in(found: Traces, rank: int, thread: str, mark: Mark) -> None:
             return
         if event == "restore":
             found.restores.append(about)
+        if event in ("copy", "failed copy"):
+            found.copies.append(about)
     lane = next((x for x in found.lanes if (x.rank, x.thread) == (rank, thread)), None)
     if lane is None:
         lane = Lane(rank, thread)

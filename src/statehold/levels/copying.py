@@ -28,6 +28,7 @@ from statehold.steps.saved import MANIFEST_NAME, read_record
 
 if TYPE_CHECKING:
     from statehold._core import Engine, Fill, WriteJob
+    from statehold.seeing.copies import CopyWatch
 
 __all__ = [
     "Copied",
@@ -97,7 +98,8 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Copy:
     """A rank's part on its way from `directory` of `source` to a place, as `step` and `attempt`
-    there. before: called with a number of bytes ahead of moving them; it may wait, or raise."""
+    there. before: called with a number of bytes ahead of moving them; it may wait, or raise. seen:
+    is told of each file."""
 
     step: int
     attempt: str | None
@@ -105,15 +107,31 @@ class Copy:
     source: Source
     directory: str
     before: Callable[[int], None]
+    seen: CopyWatch
 
     @contextlib.contextmanager
     def opened(self, file: DataFile) -> Iterator[Readable]:
-        """A data file of the part, where it comes from."""
+        """A data file of the part, where it comes from, while it is copied."""
         found = self.source.open_read(f"{self.directory}/{file.name}")
         try:
-            yield found
+            with self.seen.file(file.name, file.bytes):
+                yield _Seen(found, self.seen)
         finally:
             found.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A source that says how long it was read."""
+
+    source: Readable
+    seen: CopyWatch
+
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        self.seen.reading(lambda: self.source.read_into(memory, offset))
+
+    def close(self) -> None:
+        self.source.close()
 
 
 @dataclass(frozen=True, slots=True)

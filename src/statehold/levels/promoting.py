@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from statehold.agreeing import led
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from statehold.levels.places import Place
     from statehold.levels.specs import Level
     from statehold.ranks.peers import Peers
-    from statehold.seeing.background_log import BackgroundLog
+    from statehold.seeing.copies import CopyWatch, LevelWatch
 
 __all__ = ["NO_COPIES", "Copies", "LevelStatus", "Promoter", "Promotions"]
 
@@ -78,12 +79,13 @@ class Promoter:
         fs: Fs,
         peers: Peers | None,
         give_way: Callable[[], None],
-        log: BackgroundLog,
+        watch: LevelWatch,
     ) -> None:
         self.place = place
         self._fs = fs
         self._peers = peers
-        self._log = log
+        self._watch = watch
+        self._log = watch.log
         self._rank = peers.rank if peers else 0
         self._round = f"promote {place.name}"
         self._throttle = Throttle(spec.rate, give_way)
@@ -138,6 +140,7 @@ class Promoter:
         """`step` was saved into this level itself."""
         self._cadence.taken(step, time.monotonic())
         self._set(newest=step, error=None)
+        self._watch.landed(step)
 
     def wait(self, timeout_s: float | None) -> None:
         """Return once nothing is under way. Raises WaitTimeout."""
@@ -174,6 +177,8 @@ class Promoter:
                 self._set(error=error)
                 self._log.warning("level %s cannot be read\n%s", self.place.name, error)
         self._set(newest=newest)
+        if newest is not None:
+            self._watch.newest(newest)
 
     # -- on the thread ---------------------------------------------------------------------
 
@@ -183,17 +188,20 @@ class Promoter:
         self._set(copying=step, bytes_done=0, bytes_total=0)
         attempt = None
         try:
-            with kept:
+            with kept, self._watch.copy(step, self._counts) as seen:
                 attempt = self._peers.attempt(number) if self._peers else None
-                self._publish(step, number, attempt, source)
+                self._publish(step, number, attempt, source, seen)
         except Exception as error:
             self._failed(step, attempt, source, error)
         else:
             self._set(newest=step, copying=None, error=None)
-            self._log.info("step %d is committed at level %s", step, self.place.name)
         if self._rank == 0:
-            self._retain(self.place)
-            self._retain(source)  # it may have been the copy that held a step
+            with self._watch.stage("retain"):
+                self._retain(self.place)
+                self._retain(source)  # it may have been the copy that held a step
+
+    def _counts(self) -> tuple[int, int]:
+        return self._status.bytes_done, self._status.bytes_total
 
     def _retain(self, place: Place) -> None:
         try:
@@ -201,15 +209,24 @@ class Promoter:
         except StateholdError as error:  # only old steps are left; the next copy tries again
             self._log.warning("old steps stay at level %s\n%s", place.name, error)
 
-    def _publish(self, step: int, number: int, attempt: str | None, source: DirectoryPlace) -> None:
+    def _publish(
+        self,
+        step: int,
+        number: int,
+        attempt: str | None,
+        source: DirectoryPlace,
+        seen: CopyWatch,
+    ) -> None:
         """Copy this rank's part; when all have, rank 0 commits."""
         if self._peers is None:
-            self.place.commit(step, attempt, self._copy(step, attempt, source))
+            manifest = self._copy(step, attempt, source, seen)
+            with seen.stage("commit", step=step):
+                self.place.commit(step, attempt, manifest)
             return
         failure: Exception | None = None
         manifest = b""
         try:
-            manifest = self._copy(step, attempt, source)
+            manifest = self._copy(step, attempt, source, seen)
         except Exception as error:  # whatever it is, the others must not wait for this rank
             failure = error
 
@@ -217,25 +234,32 @@ class Promoter:
             for rank, reason in enumerate(told):
                 if reason:
                     raise PeerFailedError(rank, reason.decode())
-            self.place.commit(step, attempt, manifest)
+            with seen.stage("commit", step=step):
+                self.place.commit(step, attempt, manifest)
             return b""
 
         reason = "" if failure is None else str(named(failure, f"while copying step {step}"))
         try:
-            self._peers.agree(self._round, reason.encode(), commit, number)
+            with seen.stage("meet", step=step):
+                self._peers.agree(self._round, reason.encode(), commit, number)
         finally:
             if failure is not None:
                 raise failure
 
-    def _copy(self, step: int, attempt: str | None, source: DirectoryPlace) -> bytes:
-        self.place.prepare(self._peers.token if self._peers else None)
-        if self._rank == 0:
-            self._check_order(step)
+    def _copy(
+        self, step: int, attempt: str | None, source: DirectoryPlace, seen: CopyWatch
+    ) -> bytes:
+        with seen.stage("prepare", step=step):
+            self.place.prepare(self._peers.token if self._peers else None)
+            if self._rank == 0:
+                self._check_order(step)
         directory = source.store.path(step)
         ranks = self._peers.world_size if self._peers else 1
-        part = part_of(self._fs, directory, self._rank, ranks)
+        with seen.stage("plan", step=step):
+            part = part_of(self._fs, directory, self._rank, ranks)
         self._set(bytes_total=part.nbytes)
-        self.place.take(Copy(step, attempt, part, self._fs, directory, self._before))
+        before = partial(self._before, seen)
+        self.place.take(Copy(step, attempt, part, self._fs, directory, before, seen))
         return part.manifest
 
     def _check_order(self, step: int) -> None:
@@ -247,8 +271,8 @@ class Promoter:
                 hint=f"restore() takes step {newest}; rewind({step}) gives it up",
             )
 
-    def _before(self, nbytes: int) -> None:
-        self._throttle(nbytes)
+    def _before(self, seen: CopyWatch, nbytes: int) -> None:
+        seen.limiting(lambda: self._throttle(nbytes))
         self._set(bytes_done=self._status.bytes_done + nbytes)
 
     def _failed(
@@ -274,9 +298,14 @@ class Promotions:
     """All levels but the first, to which saves go (`first`)."""
 
     def __init__(
-        self, first: DirectoryPlace, promoters: Sequence[Promoter], peers: Peers | None
+        self,
+        first: DirectoryPlace,
+        promoters: Sequence[Promoter],
+        peers: Peers | None,
+        watch: LevelWatch,
     ) -> None:
         self._first = first
+        self._watch = watch  # of the first
         self._promoters = {promoter.place.name: promoter for promoter in promoters}
         self._peers = peers
         self._last = 0  # number of a copy
@@ -284,6 +313,8 @@ class Promotions:
     def decide(self, step: int, at: DirectoryPlace) -> Copies:
         """Rank 0: the levels that are to have a step that was just committed at the level `at`."""
         others = [promoter for promoter in self._promoters.values() if promoter.place is not at]
+        if at is self._first:
+            self._watch.landed(step)
         for promoter in self._promoters.values():
             if promoter.place is at:
                 promoter.landed(step)

@@ -37,6 +37,14 @@ _KNOWN: dict[str, tuple[str, str]] = {
     "save_blocked_seconds": ("histogram", "How long save() itself took."),
     "restore_seconds": ("histogram", "How long restore() took."),
 }
+# The same of each level that steps are copied to, which is one more label.
+_OF_LEVEL: dict[str, tuple[str, str]] = {
+    "level_copied_bytes_total": ("counter", "Bytes that this rank copied of steps now there."),
+    "level_copies_failed_total": ("counter", "Copies to the level that began and failed."),
+    "level_newest_step": ("gauge", "The newest step that is at the level."),
+    "level_committed_timestamp_seconds": ("gauge", "When a step last got there, Unix time."),
+    "level_copy_seconds": ("histogram", "From the start of a copy to its commit at the level."),
+}
 
 
 class _Histogram:
@@ -50,16 +58,32 @@ class _Histogram:
 
 
 class Figures:
-    """The figures of one rank of one run."""
+    """The figures of one rank of one run, or of one level of it."""
 
-    def __init__(self, run: str, rank: int) -> None:
+    def __init__(self, run: str, rank: int, level: str | None = None) -> None:
+        self._run, self._rank = run, rank
         self._labels = f'run="{_escaped(run)}",rank="{rank}"'
+        if level is not None:
+            self._labels += f',level="{_escaped(level)}"'
         self._guard = threading.Lock()
-        self._values = {name: 0.0 for name, (kind, _) in _KNOWN.items() if kind == "counter"}
-        self._values["saves_in_flight"] = 0.0
+        known = _KNOWN if level is None else _OF_LEVEL
+        self._values = {name: 0.0 for name, (kind, _) in known.items() if kind == "counter"}
+        if level is None:
+            self._values["saves_in_flight"] = 0.0
         self._histograms = {
-            name: _Histogram() for name, (kind, _) in _KNOWN.items() if kind == "histogram"
+            name: _Histogram() for name, (kind, _) in known.items() if kind == "histogram"
         }
+        self._levels: dict[str, Figures] = {}
+
+    def of_level(self, name: str) -> Figures:
+        """The figures of a level."""
+        with self._guard:
+            return self._levels.setdefault(name, Figures(self._run, self._rank, name))
+
+    def levels(self) -> list[Figures]:
+        """Those of all levels so far."""
+        with self._guard:
+            return list(self._levels.values())
 
     def add(self, name: str, amount: float = 1) -> None:
         with self._guard:
@@ -110,13 +134,16 @@ def exposition() -> str:
     """The figures of all runs of this process, in the text format 0.0.4 of Prometheus."""
     with _runs_guard:
         runs = list(_runs.values())
-    return "".join(f"{line}\n" for name in _KNOWN for line in _metric(name, runs))
+    levels = [level for figures in runs for level in figures.levels()]
+    of_runs = [line for name in _KNOWN for line in _metric(name, _KNOWN[name], runs)]
+    of_levels = [line for name in _OF_LEVEL for line in _metric(name, _OF_LEVEL[name], levels)]
+    return "".join(f"{line}\n" for line in of_runs + of_levels)
 
 
-def _metric(name: str, runs: Iterable[Figures]) -> Iterator[str]:
-    samples = [line for figures in runs for line in figures.samples(name)]
+def _metric(name: str, known: tuple[str, str], all_figures: Iterable[Figures]) -> Iterator[str]:
+    samples = [line for figures in all_figures for line in figures.samples(name)]
     if samples:
-        kind, meaning = _KNOWN[name]
+        kind, meaning = known
         yield f"# HELP statehold_{name} {meaning}"
         yield f"# TYPE statehold_{name} {kind}"
         yield from samples

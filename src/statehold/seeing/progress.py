@@ -15,7 +15,7 @@ from collections.abc import Callable
 from statehold.seeing.background_log import BackgroundLog
 from statehold.units import format_bytes, format_seconds
 
-__all__ = ["Progress"]
+__all__ = ["Counts", "Progress"]
 
 FIRST_S = 5.0
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 60.0

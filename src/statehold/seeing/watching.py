@@ -9,22 +9,23 @@ sentence for people, and its figures as `record.statehold` for programs.
 
 Holds: nobody says that a step is saved before it is committed. What fails here (a filter of
 somebody's logging, a full disk under a trace) never fails a save or a restore.
-Not here: what the stages do; the spans (tracing), names of figures (counters), progress.
+Not here: what the stages do; the spans (tracing), names of figures (counters), progress, copies to
+other levels (copies).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import TYPE_CHECKING, Any, ParamSpec
+from collections.abc import Iterator, Mapping, Sized
+from typing import TYPE_CHECKING, Any
 
 from statehold.errors import StorageError, UsageError
 from statehold.seeing.background_log import BackgroundLog
+from statehold.seeing.copies import LevelWatch
 from statehold.seeing.counters import Figures, figures_of
+from statehold.seeing.harmless import harmless
 from statehold.seeing.progress import Progress
 from statehold.seeing.tracing import Trace
 from statehold.units import format_bytes, format_seconds
@@ -36,26 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["UNWATCHED", "RestoreWatch", "Stage", "Watch"]
 
-logger = logging.getLogger("statehold")
-
-P = ParamSpec("P")
 Stage = contextlib.AbstractContextManager[None]
 
 _UNSEEN: Stage = contextlib.nullcontext()
-
-
-def _harmless(tell: Callable[P, None]) -> Callable[P, None]:
-    """What only tells must not fail what it tells of: a committed save stays committed."""
-
-    @functools.wraps(tell)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            tell(*args, **kwargs)
-        except Exception:  # its cause is outside, in handlers or filters; they may hear of it
-            with contextlib.suppress(Exception):
-                logger.debug("could not tell what happened", exc_info=True)
-
-    return guarded
 
 
 class Watch:
@@ -79,24 +63,29 @@ class Watch:
         """A stage on this thread, while the context lasts."""
         return _UNSEEN if self._trace is None else self._trace.span(name, **facts)
 
+    def level(self, name: str, moving: str = "write") -> LevelWatch:
+        """A level that steps are copied to."""
+        figures = self._figures.of_level(name)
+        return LevelWatch(name, self._rank, self._trace, figures, self._log, moving)
+
     # -- saves -----------------------------------------------------------------------------
 
-    @_harmless
+    @harmless
     def save_began(self) -> None:
         self._figures.add("saves_in_flight")
 
-    @_harmless
+    @harmless
     def save_returned(self, started_s: float, stats: SaveStats) -> None:
         self._figures.observe("save_blocked_seconds", stats.blocked_s)
         if self._trace is not None:
             facts = {"step": stats.step, "bytes": stats.state_bytes, "tensors": stats.tensors}
             self._trace.add("save()", started_s, started_s + stats.blocked_s, facts)
 
-    @_harmless
+    @harmless
     def gate_waited(self, seconds: float) -> None:
         self._figures.add("gate_wait_seconds_total", seconds)
 
-    @_harmless
+    @harmless
     def save_moved(self, step: int, began_s: float, engine: Mapping[str, int]) -> None:
         """The engine's own figures of a save, in nanoseconds since it began."""
         facts = {"step": step, "bytes": engine["bytes"], "blocks": engine["blocks"]}
@@ -106,7 +95,7 @@ class Watch:
         ):
             self._interval(name, began_s + begin_ns / 1e9, began_s + end_ns / 1e9, facts)
 
-    @_harmless
+    @harmless
     def save_committed(self, started_s: float, stats: SaveStats) -> None:
         assert stats.committed_s is not None
         told = {"event": "save", "rank": self._rank, **_of_save(stats)}
@@ -120,7 +109,7 @@ class Watch:
         self._interval("save", started_s, started_s + stats.committed_s, told)
         self._log.figures(save_text(stats), told)
 
-    @_harmless
+    @harmless
     def save_failed(self, started_s: float, stats: SaveStats) -> None:
         self._figures.add("saves_in_flight", -1)
         self._figures.add("saves_failed_total")
@@ -145,14 +134,14 @@ class Watch:
             raise
         self._restored(watch, begin_s, time.perf_counter())
 
-    @_harmless
+    @harmless
     def _restore_failed(self, begin_s: float, error: str) -> None:
         self._figures.add("restores_failed_total")
         if self._trace is not None:
             facts = {"rank": self._rank, "error": error}
             self._trace.add("failed restore", begin_s, time.perf_counter(), facts)
 
-    @_harmless
+    @harmless
     def _restored(self, watch: RestoreWatch, begin_s: float, end_s: float) -> None:
         self._figures.add("steps_passed_over_total", watch.passed_over)
         seconds = end_s - begin_s
@@ -171,7 +160,7 @@ class Watch:
 
     # -- the trace -------------------------------------------------------------------------
 
-    @_harmless
+    @harmless
     def read_so_far(self, done: int, total: int) -> None:
         if self._trace is not None:
             self._trace.level("restored bytes", done=done, total=total)
