@@ -16,7 +16,7 @@
     ├── PeerFailedError            another rank failed, and says why; `rank` says which
     ├── StorageError               the storage refused: errno, path and offset are attributes
     │   ├── NoSpaceError           ENOSPC or EDQUOT
-    │   └── UnavailableError       an object store cannot be reached, or asks to slow down
+    │   └── UnavailableError       a store or host cannot be reached, or asks to slow down
     ├── CorruptionError            what is on disk is not what was committed
     │   ├── MissingFileError       a file that the manifest names is not there
     │   ├── TruncatedFileError     a file is shorter (or longer) than the manifest says
@@ -205,7 +205,7 @@ class NoSpaceError(StorageError):
 
 
 class UnavailableError(StorageError):
-    """An object store did not answer, or asked to slow down, until the deadline: try later."""
+    """A store or host did not answer, or asked to slow down, until the deadline: try later."""
 
 
 class CorruptionError(StateholdError):

@@ -19,7 +19,7 @@ from statehold.errors import InvariantError, ManifestError
 from statehold.steps.entries import seal, unseal
 
 __all__ = ["COMMIT_BYTES_MAX", "CommitObject", "attempt_of", "check_file", "commit_name"]
-__all__ += ["directory_name", "step_of_commit"]
+__all__ += ["directory_name", "is_file_name", "step_of_commit"]
 
 FORMAT = "statehold.commit"
 VERSION = 1
@@ -56,9 +56,14 @@ def attempt_of(name: str) -> tuple[int, str] | None:
     return (int(match[1]), match[2]) if match else None
 
 
+def is_file_name(name: str) -> bool:
+    """Whether a file of a step may be called so."""
+    return _FILE.fullmatch(name) is not None
+
+
 def check_file(name: str) -> str:
     """`name`, the name of a file of a step."""
-    if _FILE.fullmatch(name) is None:
+    if not is_file_name(name):
         raise InvariantError("no name for a file of a step", facts={"got": repr(name)})
     return name
 

@@ -56,10 +56,16 @@ if TYPE_CHECKING:
     from statehold._core import File, Fs
 
 SPARE_NAME = ".spare"
-_COMMITTED = re.compile(r"step-(\d{12})")
+_COMMITTED = re.compile(r"step-([0-9]{12})")
 _ATTEMPT = r"(?P<token>[0-9a-f]{8})-(?P<number>\d{1,12})"
 _ATTEMPTED = re.compile(rf"step-\d{{12}}\.{_ATTEMPT}\.partial")
 _LEFTOVER = re.compile(rf"{_ATTEMPTED.pattern}|step-\d{{12}}\.(?:partial|retired)")
+
+
+def step_of(name: str) -> int | None:
+    """The step whose directory has this name once it is committed; None for any other name."""
+    match = _COMMITTED.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 class CommitRecord(Protocol):
@@ -124,8 +130,8 @@ class Store:
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first."""
-        matches = (_COMMITTED.fullmatch(name) for name, is_dir in self._entries() if is_dir)
-        return [int(match[1]) for match in matches if match]
+        found = (step_of(name) for name, is_dir in self._entries() if is_dir)
+        return [step for step in found if step is not None]
 
     def newest(self) -> int | None:
         """The newest committed step, or None."""

@@ -1,0 +1,109 @@
+"""Which files a host serves to others: those of committed steps, below the roots that it was given.
+
+    /PLACE/                        JSON: the names of the committed step directories
+    /PLACE/step-000000000100/      JSON: the files of one, with their sizes
+    /PLACE/step-000000000100/NAME  the bytes of one
+
+Owns: what a path means, and how it is opened.
+Holds: a path is matched as it came, nothing in it is decoded: what these patterns do not know is
+not there. Each part is opened below the one before it, and no link is followed. A file that is open
+here is not overwritten by a save (Store); one that was retired before is found under no name.
+Not here: who may ask, and how it is sent (serving).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from statehold.errors import UsageError
+from statehold.storage.object_names import is_file_name
+from statehold.storage.store import step_of
+
+__all__ = ["Served", "UnreadableError"]
+
+_PLACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # the latter two: a link
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO has no reader to wait
+
+
+class UnreadableError(Exception):
+    """It is there, as far as one can tell, but the storage refuses it now."""
+
+
+class Served:
+    """The committed steps of the directories `roots`, by the names of their places."""
+
+    def __init__(self, roots: Mapping[str, str]) -> None:
+        for place in roots:
+            if _PLACE.fullmatch(place) is None:
+                raise UsageError("no name for a place", facts={"got": repr(place)[:80]})
+        self._roots = {place: os.path.realpath(root) for place, root in roots.items()}
+
+    def listing(self, path: str) -> bytes | None:
+        """What a path that ends in a slash lists; None for any other path. Raises as open()."""
+        match path.split("/"):
+            case ["", place, ""] if place in self._roots:
+                found: object = self._steps(place)
+            case ["", place, step, ""] if place in self._roots and step_of(step) is not None:
+                found = self._files(place, step)
+            case _:
+                return None
+        return json.dumps(found).encode()
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[tuple[int, int]]:
+        """(descriptor, bytes) of a file. Raises FileNotFoundError for whatever is not one, and
+        UnreadableError."""
+        match path.split("/"):
+            case ["", place, step, name] if (
+                place in self._roots and step_of(step) is not None and is_file_name(name)
+            ):
+                with self._opened(place, step) as folder, _open(name, _FILE, folder) as descriptor:
+                    found = os.fstat(descriptor)
+                    if not stat.S_ISREG(found.st_mode):
+                        raise FileNotFoundError
+                    yield descriptor, found.st_size
+            case _:
+                raise FileNotFoundError
+
+    def _steps(self, place: str) -> list[str]:
+        try:
+            with _open(self._roots[place], _FOLDER) as root, os.scandir(root) as entries:
+                folders = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
+                return sorted(name for name in folders if step_of(name) is not None)
+        except FileNotFoundError:
+            return []  # nothing was saved there yet
+
+    def _files(self, place: str, step: str) -> dict[str, int]:
+        sizes = {}
+        with self._opened(place, step) as folder, os.scandir(folder) as entries:
+            for entry in entries:
+                if is_file_name(entry.name) and entry.is_file(follow_symlinks=False):
+                    sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return sizes
+
+    @contextmanager
+    def _opened(self, place: str, step: str) -> Iterator[int]:
+        with _open(self._roots[place], _FOLDER) as root, _open(step, _FOLDER, root) as folder:
+            yield folder
+
+
+@contextmanager
+def _open(path: str, flags: int, folder: int | None = None) -> Iterator[int]:
+    try:
+        descriptor = os.open(path, flags, dir_fd=folder)
+    except OSError as error:
+        if error.errno in _ABSENT:
+            raise FileNotFoundError from None
+        raise UnreadableError(os.strerror(error.errno or 0)) from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

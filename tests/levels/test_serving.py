@@ -1,0 +1,307 @@
+"""Files of one host, served to another: whoever asks, and however, gets those of committed steps
+and nothing else; nobody holds the server up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from statehold.errors import UsageError
+from statehold.levels import serving
+from statehold.levels.remote import RemoteFiles
+from statehold.levels.serving import FileServer, reachable_address
+from support.faults import DEADLINE_S, must
+
+STEP = "step-000000000001"
+DATA = f"{STEP}/rank-00000-of-00001.safetensors"
+CONTENT = bytes(range(256)) * 4096
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A store with a step, and with all sorts of things that are none of others' business."""
+    root = tmp_path / "memory"
+    for name in (STEP, "step-000000000002.partial", "step-000000000003.retired", ".spare"):
+        (root / name).mkdir(parents=True)
+        (root / name / "rank-00000-of-00001.safetensors").write_bytes(CONTENT)
+    (root / STEP / "manifest.json").write_text("{}")
+    (root / STEP / ".hidden").write_text("secret")
+    (root / STEP / "folder").mkdir()
+    os.mkfifo(root / STEP / "fifo")
+    (tmp_path / "outside").write_text("secret")
+    (root / STEP / "link").symlink_to(tmp_path / "outside")
+    (root / "step-000000000004").symlink_to(root / STEP)
+    return root
+
+
+@pytest.fixture
+def server(root: Path) -> Iterator[FileServer]:
+    server = FileServer({"memory": str(root), "empty": str(root / "nothing")}, "127.0.0.1")
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def files(server: FileServer) -> Iterator[RemoteFiles]:
+    files = RemoteFiles(server.address, server.secret, "memory", deadline_s=DEADLINE_S)
+    yield files
+    files.close()
+
+
+def connected(server: FileServer) -> socket.socket:
+    host, _, port = server.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+
+
+def told(connection: socket.socket) -> bytes:
+    """All that is answered until the server hangs up."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := connection.recv(1 << 16):
+            found += more
+    return found
+
+
+def ask(server: FileServer, path: str, fields: str = "", method: str = "GET") -> tuple[int, bytes]:
+    """(status, body) of one request, by hand: clients clean paths up."""
+    request = f"{method} {path} HTTP/1.1\r\nAuthorization: Bearer {server.secret}\r\n{fields}\r\n"
+    with connected(server) as connection:
+        with contextlib.suppress(OSError):  # it may have hung up before it had all of it
+            connection.sendall(request.encode("latin-1"))
+            connection.shutdown(socket.SHUT_WR)
+        head, _, body = told(connection).partition(b"\r\n\r\n")
+    return (int(head.split()[1]) if head else 0), body
+
+
+def test_a_file_comes_whole_and_in_ranges(files) -> None:
+    assert files.read_file(f"{STEP}/manifest.json", 100) == b"{}"
+    assert files.size(DATA) == len(CONTENT)
+    memory = bytearray(1000)
+    found = files.open_read(DATA)
+    found.read_into(memoryview(memory), 12345)
+    assert memory == CONTENT[12345:13345]
+    last = bytearray(1)
+    found.read_into(memoryview(last), len(CONTENT) - 1)
+    assert last == CONTENT[-1:]
+    found.read_into(memoryview(b""), 10**12)  # nothing is asked for
+
+
+def test_steps_and_their_files_are_listed(server, files) -> None:
+    assert files.steps() == [1]
+    listed = files.files(STEP)
+    assert listed == {"manifest.json": 2, "rank-00000-of-00001.safetensors": len(CONTENT)}
+    empty = RemoteFiles(server.address, server.secret, "empty", deadline_s=DEADLINE_S)
+    assert empty.steps() == []
+    empty.close()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/memory/../outside",
+        f"/memory/{STEP}/../../../outside",
+        f"/memory/{STEP}/%2e%2e/%2e%2e/outside",
+        f"/memory/{STEP}/..%2f..%2foutside",
+        f"/memory/{STEP}/..",
+        f"/memory/{STEP}/.",
+        f"/memory//{STEP}/manifest.json",
+        f"//memory/{STEP}/manifest.json",
+        f"/memory/{STEP}//manifest.json",
+        f"/memory/./{STEP}/manifest.json",
+        f"/memory/{STEP}/manifest.json/",
+        f"/memory/{STEP}/manifest.json?x",
+        f"/memory/{STEP}/manifest.json#x",
+        f"/memory/{STEP}/manifest%2ejson",
+        f"/memory/{STEP}/.hidden",
+        f"/memory/{STEP}/link",
+        f"/memory/{STEP}/folder",
+        f"/memory/{STEP}/fifo",
+        f"/memory/{STEP}",
+        "/memory/step-000000000004/manifest.json",
+        "/memory/step-000000000004/",
+        "/memory/step-000000000002.partial/rank-00000-of-00001.safetensors",
+        "/memory/step-000000000003.retired/rank-00000-of-00001.safetensors",
+        "/memory/.spare/rank-00000-of-00001.safetensors",
+        "/memory/.spare/",
+        "/memory/step-1/manifest.json",
+        "/memory/step-\xb9\xb2\xb3456789012/manifest.json",
+        "/memory",
+        "/",
+        "/etc/passwd",
+        "/../../../../etc/passwd",
+        "/other/",
+        f"http://127.0.0.1/memory/{STEP}/manifest.json",
+        "*",
+        "/memory/" + "a" * 4000,
+        f"/memory/{STEP}/" + "a" * 4000,
+    ],
+)
+def test_nothing_else_is_served(server, path) -> None:
+    status, body = ask(server, path)
+    assert (status, body) in {(404, b""), (0, b"")}, path
+
+
+def test_a_head_that_is_too_long_is_hung_up_on(server) -> None:
+    assert ask(server, "/memory/" + "a" * 20_000) == (0, b"")
+    assert ask(server, "/memory/", "X: " + " " * 7000 + "\xff\r\n") == (0, b"")
+    many = "".join(f"X-{n}: 1\r\n" for n in range(2000))
+    assert ask(server, "/memory/", many) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("field", "status"),
+    [
+        ("bytes=0-0", 206),
+        ("bytes=0-1", 206),
+        ("bytes=0-2", 416),
+        ("bytes=2-3", 416),
+        ("bytes=1-0", 416),
+        ("bytes=99999999999999999-99999999999999999", 416),
+        ("bytes=0-", 400),
+        ("bytes=-1", 400),
+        ("bytes=0-0,1-1", 400),
+        ("bytes=a-b", 400),
+        ("bytes=0-9999999999999999999999", 400),
+        ("lines=0-1", 400),
+        ("", 400),
+    ],
+)
+def test_a_range_is_exact_or_refused(server, field, status) -> None:
+    got, body = ask(server, f"/memory/{STEP}/manifest.json", f"Range: {field}\r\n")
+    assert got == status
+    assert len(body) == (int(field[-1]) + 1 if status == 206 else 0)
+
+
+def test_who_does_not_know_the_secret_learns_nothing(server) -> None:
+    for given in ("", "Bearer ", f"Bearer {server.secret[:-1]}", f"Bearer {server.secret}0"):
+        for path in (f"/memory/{STEP}/manifest.json", "/nothing"):
+            with connected(server) as connection:
+                field = f"Authorization: {given}\r\n" if given else ""
+                connection.sendall(f"GET {path} HTTP/1.1\r\n{field}\r\n".encode())
+                answer = told(connection)
+            assert answer.startswith(b"HTTP/1.1 403 Forbidden\r\n")
+            assert answer.endswith(b"\r\n\r\n")
+
+
+def test_only_reading_is_understood(server) -> None:
+    path = f"/memory/{STEP}/manifest.json"
+    for method in ("PUT", "POST", "DELETE", "get"):
+        assert ask(server, path, method=method) == (405, b"")
+    assert ask(server, path, "Content-Length: 5\r\n") == (400, b"")
+    assert ask(server, path, "Transfer-Encoding: chunked\r\n") == (0, b"")
+    assert ask(server, path, method="HEAD") == (200, b"")
+
+
+def test_silent_and_stalled_clients_do_not_hold_others_up(server, files, monkeypatch) -> None:
+    monkeypatch.setattr(serving, "FIRST_S", 0.2)
+    with contextlib.ExitStack() as silent:
+        crowd = [
+            silent.enter_context(connected(server)) for _ in range(serving.CONNECTIONS_MAX + 8)
+        ]
+        crowd[-1].sendall(b"GET /mem")  # and no more
+        assert files.read_file(f"{STEP}/manifest.json", 100) == b"{}"
+        assert [told(each) for each in crowd] == [b""] * len(crowd)
+
+
+def test_connections_are_bounded(server, files, monkeypatch) -> None:
+    monkeypatch.setattr(serving, "FIRST_S", DEADLINE_S)
+    with contextlib.ExitStack() as silent:
+        crowd = [
+            silent.enter_context(connected(server)) for _ in range(serving.CONNECTIONS_MAX + 8)
+        ]
+        assert files.read_file(f"{STEP}/manifest.json", 100) == b"{}"
+        assert len(server._wires) <= serving.CONNECTIONS_MAX
+        assert told(crowd[0]) == b""  # silent for longest
+
+
+def test_closing_ends_everything(root, server, files) -> None:
+    assert files.steps() == [1]
+    before = [each for each in threading.enumerate() if each.name == "statehold-files"]
+    with connected(server) as waiting:
+        waiting.sendall(b"GET")
+        server.close()
+        server.close()
+        assert told(waiting) == b""
+    for thread in before:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    host, _, port = server.address.rpartition(":")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)))
+
+
+def test_a_forked_child_does_not_answer_nor_keep_the_port(server, files) -> None:
+    assert files.steps() == [1]  # a connection is open
+    told_child, tell_child = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(told_child, 1)
+        os._exit(0)
+    try:
+        server.close()
+        host, _, port = server.address.rpartition(":")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)))
+    finally:
+        os.write(tell_child, b"x")
+        os.waitpid(child, 0)
+        os.close(told_child)
+        os.close(tell_child)
+
+
+def test_a_process_ends_while_it_serves(tmp_path) -> None:
+    code = (
+        "from statehold.levels.serving import FileServer\n"
+        f"server = FileServer({{'memory': {str(tmp_path)!r}}}, '127.0.0.1')\n"
+        "server.start()\n"
+        "print(server.address, flush=True)\n"
+        "input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        host, _, port = process.stdout.readline().strip().rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=DEADLINE_S):
+            process.communicate("\n", timeout=DEADLINE_S)
+    assert process.returncode == 0
+
+
+def test_the_address_is_one_that_others_reach(root, monkeypatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert reachable_address() == "127.0.0.1"
+    server = FileServer({"memory": str(root)})
+    server.start()
+    assert server.address.startswith("127.0.0.1:")
+    server.close()
+    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
+    assert reachable_address()
+
+
+def test_an_address_of_another_host_is_refused(root) -> None:
+    with pytest.raises(UsageError, match="cannot serve files"):
+        FileServer({"memory": str(root)}, "192.0.2.1").start()
+    with pytest.raises(UsageError, match="no name for a place"):
+        FileServer({"../x": str(root)})
+
+
+def test_a_file_that_is_cut_while_it_is_sent_ends_the_connection(root, server) -> None:
+    path = root / DATA
+    must(path.stat().st_size == len(CONTENT))
+    with path.open("r+b") as file:
+        file.truncate(64 << 20)
+    request = f"GET /memory/{DATA} HTTP/1.1\r\nAuthorization: Bearer {server.secret}\r\n\r\n"
+    with connected(server) as connection:
+        connection.sendall(request.encode())
+        connection.recv(10)  # it has begun; the socket holds a few MiB
+        os.truncate(path, 1 << 10)
+        assert len(told(connection)) < 64 << 20
