@@ -237,33 +237,56 @@ def test_connections_are_kept_and_made_again(server) -> None:
     files.close()
 
 
-def test_a_connection_that_breaks_is_made_once_more(server) -> None:
+def kept(files: RemoteFiles) -> socket.socket:
+    """The other end of a connection that is kept from before."""
+    mine, other = socket.socketpair()
+    wire = remote.Wire.__new__(remote.Wire)
+    wire._socket, wire._ahead = mine, b""
+    files._idle.append(wire)
+    return other
+
+
+def test_a_connection_that_breaks_is_made_once_more(server, tmp_path) -> None:
     """Also one that was lost without a sign: the request goes out, and no answer comes."""
     files = files_of(server)
-    broken, other = socket.socketpair()
-    wire = remote.Wire.__new__(remote.Wire)
-    wire._socket, wire._ahead = broken, b""
-    files._idle.append(wire)
+    other = kept(files)
     threading.Thread(target=lambda: (other.recv(1 << 16), other.close())).start()
     memory = bytearray(100)
     files.fetch(NAME, 0, memoryview(memory))
-    assert any(memory)
+    assert memory == (tmp_path / NAME).read_bytes()[:100]
     files.close()
 
 
-def test_a_fork_uses_connections_of_its_own(server) -> None:
+def test_a_connection_on_which_something_came_is_not_used(server, tmp_path) -> None:
     files = files_of(server)
     memory = bytearray(100)
-    files.fetch(NAME, 0, memoryview(memory))
+    with kept(files) as other:
+        other.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        files.fetch(NAME, 0, memoryview(memory))
+    assert memory == (tmp_path / NAME).read_bytes()[:100]
+    files.close()
+
+
+def test_a_fork_uses_connections_of_its_own(server, tmp_path) -> None:
+    files = files_of(server)
+    content = (tmp_path / NAME).read_bytes()
+
+    def reads(begin: int) -> bool:
+        memory = bytearray(100)
+        for _ in range(50):
+            files.fetch(NAME, begin, memoryview(memory))
+            if memory != content[begin : begin + 100]:
+                return False
+        return True
+
+    assert reads(0)
     child = os.fork()
     if child == 0:
-        mine = bytearray(100)
         with contextlib.suppress(BaseException):
-            for _ in range(50):
-                files.fetch(NAME, 0, memoryview(mine))
-        os._exit(0 if mine == memory else 1)
-    for _ in range(50):
-        files.fetch(NAME, 0, memoryview(memory))
+            os._exit(0 if reads(100) else 1)
+        os._exit(1)
+    mine = reads(200)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+    assert mine
     files.close()
