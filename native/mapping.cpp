@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "check.h"
 #include "fs.h"
 
 namespace statehold {
@@ -26,13 +27,35 @@ int touch(std::byte* begin, uint64_t bytes) {
   return 0;
 }
 
+// Where a mapping may lie for its huge pages to be mapped as such; null, and anywhere then, if
+// there are not that many addresses. It is reserved: the mapping replaces it.
+std::byte* aligned(uint64_t bytes) {
+  if (bytes < kHugePageBytes) return nullptr;
+  const uint64_t whole = align_up(bytes, kPageBytes);
+  const uint64_t reserved = whole + kHugePageBytes;
+  void* found = ::mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (found == MAP_FAILED) return nullptr;
+  auto* begin = static_cast<std::byte*>(found);
+  const uint64_t before = align_up(reinterpret_cast<uint64_t>(begin), kHugePageBytes) -
+                          reinterpret_cast<uint64_t>(begin);
+  if (before > 0) ::munmap(begin, before);
+  ::munmap(begin + before + whole, kHugePageBytes - before);
+  return begin + before;
+}
+
 }  // namespace
 
 Result<Mapping> Mapping::of(int fd, uint64_t bytes, Access access, const std::string& path) {
   if (bytes == 0) return {};  // mmap has no empty mappings
   const int protection = access == Access::write ? PROT_READ | PROT_WRITE : PROT_READ;
-  void* data = ::mmap(nullptr, bytes, protection, MAP_SHARED, fd, 0);
-  if (data == MAP_FAILED) return {Status::io(errno, "map", path), {}};
+  std::byte* where = aligned(bytes);
+  const int flags = MAP_SHARED | (where != nullptr ? MAP_FIXED : 0);
+  void* data = ::mmap(where, bytes, protection, flags, fd, 0);
+  if (data == MAP_FAILED) {
+    const int error = errno;
+    if (where != nullptr) ::munmap(where, bytes);
+    return {Status::io(error, "map", path), {}};
+  }
   // Refused, it costs memory in children only.
   static_cast<void>(::madvise(data, bytes, MADV_DONTFORK));
   return {{}, Mapping(static_cast<std::byte*>(data), bytes)};
@@ -56,6 +79,12 @@ Status Mapping::populate(uint64_t begin, uint64_t bytes, const std::string& path
     if (error != 0) return Status::io(error, "populate", path, static_cast<int64_t>(at));
   }
   return {};
+}
+
+bool Mapping::collapse(uint64_t begin, uint64_t bytes) const {
+  CHECK(begin % kHugePageBytes == 0 && bytes % kHugePageBytes == 0 && begin + bytes <= bytes_);
+  constexpr int collapse_advice = 25;  // MADV_COLLAPSE, Linux 6.1; newer than the headers of some
+  return ::madvise(data_ + begin, bytes, collapse_advice) == 0;
 }
 
 }  // namespace statehold

@@ -17,6 +17,10 @@
 
 namespace statehold {
 
+// What one entry of a page table covers at most, on x86-64 and on arm64 with pages of 4 KiB. Others
+// refuse to collapse.
+inline constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
+
 class Mapping {
  public:
   enum class Access : uint8_t { read, write };
@@ -33,6 +37,9 @@ class Mapping {
   // Makes pages present, so that no copy pays for page faults; not all of them, and no failure,
   // where the kernel cannot: then the copy pays.
   Status populate(uint64_t begin, uint64_t bytes, const std::string& path) const;
+  // Puts a range of the file, in units of kHugePageBytes that each have a page, into huge pages,
+  // holes included; false where the kernel cannot, or will not, for some of it.
+  bool collapse(uint64_t begin, uint64_t bytes) const;
 
  private:
   Mapping(std::byte* data, uint64_t bytes) : data_(data), bytes_(bytes), process_(::getpid()) {}

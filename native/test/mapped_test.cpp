@@ -4,12 +4,14 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
 #include "folder.h"
 #include "fs_sim.h"
 #include "fs_threads.h"
+#include "mapping.h"
 #include "test.h"
 
 using namespace statehold;
@@ -71,6 +73,24 @@ IN_MEMORY(all_of_it_is_allocated) {
   EXPECT(allocated() >= 4 * kPageBytes);
   file = f.open(9 * kPageBytes, true, std::move(file));
   EXPECT(allocated() >= 9 * kPageBytes);
+}
+
+// Of huge pages where the kernel has them, and of small ones at its end in any case.
+IN_MEMORY(a_large_file_is_whole) {
+  constexpr uint64_t bytes = 3 * kHugePageBytes + kPageBytes + 5;
+  const auto file = f.open(bytes);
+  struct stat info;
+  EXPECT(::stat(f.path.c_str(), &info) == 0);
+  EXPECT(info.st_size == static_cast<off_t>(bytes));
+  EXPECT(static_cast<uint64_t>(info.st_blocks) * 512 == align_up(bytes, kPageBytes));
+  const std::span<std::byte> memory = file->memory();
+  EXPECT(reinterpret_cast<uint64_t>(memory.data()) % kHugePageBytes == 0);
+  EXPECT(std::ranges::all_of(memory, [](std::byte each) { return each == std::byte{0}; }));
+  must(file->populate(0, bytes));
+  for (const uint64_t at : {uint64_t{0}, kHugePageBytes, bytes - 1}) memory[at] = std::byte{'x'};
+  const auto viewed = must(f.fs->open_view(f.path, bytes));
+  EXPECT(std::ranges::count(viewed->view(), std::byte{'x'}) == 3);
+  EXPECT(must(f.fs->read_file(f.path, bytes)).back() == 'x');
 }
 
 IN_MEMORY(no_space_is_a_status) {
