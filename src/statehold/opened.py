@@ -20,7 +20,7 @@ from statehold.errors import (
     StorageError,
 )
 from statehold.levels.nearest import Nearest
-from statehold.levels.opening import open_places
+from statehold.levels.opening import open_places, storage_of
 from statehold.levels.places import DirectoryPlace
 from statehold.levels.promoting import Promoter, Promotions
 from statehold.levels.specs import Level, ObjectStore
@@ -61,7 +61,7 @@ class Opened:
         self.rank = self.peers.rank if self.peers else None
         self._owns_fs = borrowed_fs is None
         if borrowed_fs is None:  # a profile is of a real storage
-            options, note = tuned(options, run)
+            options, note = tuned(options, storage_of(levels, run))
             _say_once(note)
         self.fs = borrowed_fs or _core.open_fs(options.backend_choice, options.depth)
         _say_once(self.fs.note and f"saving with threads instead of io_uring: {self.fs.note}")

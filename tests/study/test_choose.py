@@ -16,8 +16,10 @@ from statehold.study.choose import (
     likely,
     margin,
     moving_of,
+    rates_of,
     score,
 )
+from statehold.study.profile import Rates
 from statehold.study.strategies import Mover, Operation, Strategy
 from statehold.study.sweep import JUDGED, Comparison, bytes_of, centre, neighbours
 from statehold.units import MiB
@@ -118,6 +120,15 @@ def test_medians_and_what_moved() -> None:
 def test_a_profile_says_what_was_chosen() -> None:
     expected = Moving(buffer_bytes=16 * MiB, queue_depth=32, backend="io_uring", copy_threads=2)
     assert moving_of(MIDDLE) == expected
+
+
+def test_the_limit_of_a_storage_is_what_anybody_reached() -> None:
+    plain = bytes_of(MIDDLE)
+    figures = Figures()
+    assert rates_of(figures) is None
+    figures.add(MIDDLE, {FRESH: 1.0, OVERWRITE: 2.5, COLD: 3.0})
+    figures.add(plain, {FRESH: 2.0, OVERWRITE: 2.0, COLD: 4.0})
+    assert rates_of(figures) == Rates(write_bytes_per_s=2_500_000_000, read_bytes_per_s=4 * 10**9)
 
 
 def test_findings_are_sentences() -> None:

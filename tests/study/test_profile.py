@@ -15,7 +15,7 @@ from statehold.errors import CorruptionError
 from statehold.options import DEFAULTS, Moving, Options
 from statehold.study import mounts
 from statehold.study.mounts import Mount, mount_of
-from statehold.study.profile import Profile, decode, find, path_for, save, tuned
+from statehold.study.profile import Profile, Rates, decode, find, path_for, rates_of, save, tuned
 from statehold.units import MiB
 
 MOVING = Moving(buffer_bytes=4 * MiB, queue_depth=7, backend="threads", copy_threads=3)
@@ -23,11 +23,31 @@ MOVING = Moving(buffer_bytes=4 * MiB, queue_depth=7, backend="threads", copy_thr
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Profile:
-    return Profile(mount_of(str(tmp_path)), MOVING, "2026-11-21T15:00:00+00:00", ("because",))
+    rates = Rates(write_bytes_per_s=10**9, read_bytes_per_s=3 * 10**9)
+    when = "2026-11-21T15:00:00+00:00"
+    return Profile(mount_of(str(tmp_path)), MOVING, when, ("because",), rates)
 
 
 def test_round_trip(profile: Profile) -> None:
     assert decode(profile.encode(), "f") == profile
+
+
+def test_a_profile_without_rates_is_one_all_the_same(profile: Profile) -> None:
+    """Version 1, as studies wrote it before they said how fast the storage is."""
+    document = json.loads(profile.encode())
+    del document["rates"]
+    document["version"] = 1
+    assert decode(json.dumps(document).encode(), "f") == replace(profile, rates=None)
+    unknown = replace(profile, rates=None)
+    assert decode(unknown.encode(), "f") == unknown
+
+
+def test_it_says_how_fast_the_storage_is(home: Path, tmp_path: Path, profile: Profile) -> None:
+    assert rates_of(str(tmp_path)) is None
+    save(profile, path_for(str(tmp_path)))
+    assert rates_of(str(tmp_path)) == profile.rates
+    path_for(str(tmp_path)).write_bytes(b"{}")
+    assert rates_of(str(tmp_path)) is None
 
 
 def test_it_is_found_by_storage(home: Path, tmp_path: Path, profile: Profile) -> None:
@@ -58,7 +78,12 @@ def test_a_profile_of_another_storage_is_none(home: Path, tmp_path: Path, profil
 
 Change = Callable[[dict[str, Any]], object]
 BROKEN: dict[str, Change] = {
-    "another version": lambda d: d.update(version=2),
+    "another version": lambda d: d.update(version=3),
+    "a version of no rates with rates": lambda d: d.update(version=1),
+    "a version of rates without them": lambda d: d.pop("rates"),
+    "a rate that is none": lambda d: d["rates"].update(write_bytes_per_s=0),
+    "a rate that is half": lambda d: d["rates"].update(read_bytes_per_s=0.5),
+    "rates in words": lambda d: d.update(rates="fast"),
     "a version that is true": lambda d: d.update(version=True, format="x"),
     "another format": lambda d: d.update(format="statehold"),
     "a member more": lambda d: d.update(more=1),

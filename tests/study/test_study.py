@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,12 @@ def test_a_study_writes_a_profile_and_records(studied: dict[str, Any], tmp_path:
     assert os.listdir(here) == []
     file = path_for(str(here))
     assert studied["profile"] == str(file)
-    assert decode(file.read_bytes(), "f").moving.buffer_bytes == studied["chosen"]["buffer_bytes"]
+    profile = decode(file.read_bytes(), "f")
+    assert profile.moving.buffer_bytes == studied["chosen"]["buffer_bytes"]
+    assert profile.rates is not None
+    assert asdict(profile.rates) == studied["rates"]
+    text = (tmp_path / "out" / "io-table.txt").read_text()
+    assert f"{profile.rates.write_bytes_per_s / 1e9:.2f} GB/s writing" in text
     assert {proof["kind"] for proof in studied["proofs"]} <= {"statehold", "bytes"}
     records = {"io-results.json", "io-table.txt", *["io-plot.png"] * plot.is_possible()}
     assert records <= set(os.listdir(tmp_path / "out"))
@@ -162,6 +168,20 @@ def test_a_checkpointer_takes_the_profile(
         assert ckpt._opened().engine.buffer_bytes == 16 * MiB
     assert main(["doctor", str(tmp_path)]) == 0
     assert "buffers of 2 MiB" in capsys.readouterr().out
+
+
+def test_the_profile_is_that_of_the_nearest_directory(home: Path, tmp_path: Path) -> None:
+    """The run directory may lie on a slow disk that nothing is written to."""
+    far = Path("/dev/shm/statehold-tests") / tmp_path.name
+    if mount_of(str(far)) == mount_of(str(tmp_path)):
+        pytest.skip("needs two storages")
+    moving = Moving(buffer_bytes=2 * MiB, queue_depth=4, backend="threads", copy_threads=1)
+    save(Profile(mount_of(str(far)), moving, "today"), path_for(str(far)))
+    levels = [statehold.Directory(path=far), statehold.Directory(name="run")]
+    run = tmp_path / "run"
+    for found, nbytes in ((levels, 2 * MiB), (levels[::-1], 16 * MiB), (None, 16 * MiB)):
+        with statehold.Checkpointer(run, levels=found, staging_bytes="64MiB") as ckpt:
+            assert ckpt._opened().engine.buffer_bytes == nbytes
 
 
 def test_a_broken_profile_is_ignored_with_one_warning(

@@ -24,7 +24,7 @@ from statehold.cli.output import emit, table
 from statehold.errors import NoSpaceError, UsageError
 from statehold.options import Options
 from statehold.study import plot, profile, report, study
-from statehold.study.choose import Figures, best_of, moving_of
+from statehold.study.choose import Figures, moving_of, rates_of, top
 from statehold.study.measure import Bench
 from statehold.study.mounts import mount_of
 from statehold.study.strategies import Operation, Strategy, llama, uniform
@@ -46,7 +46,10 @@ def run(args: argparse.Namespace) -> int:
     document["profile"] = None if file is None else str(file)
     if file is not None:
         moving, why = moving_of(found.chosen), tuple(report.reasons(found))
-        profile.save(profile.Profile(mount_of(path), moving, document["measured"], why), file)
+        rates = rates_of(found.figures)
+        profile.save(
+            profile.Profile(mount_of(path), moving, document["measured"], why, rates), file
+        )
     text = _text(found, document)
     if args.out:
         _write_records(Path(args.out), found, document, text)
@@ -125,6 +128,8 @@ def _text(found: study.Study, document: dict[str, Any]) -> str:
         "GB/s, medians, and the share of the best; ~ moved by more than a quarter between rounds"
     )
     parts = [head, _judged_table(found.figures), _other_table(found.figures)]
+    if document["rates"]:
+        parts.append(_limits(document["rates"]))
     parts += ["What was found (~ moved):", _listed(document["findings"])]
     parts += ["What to use:", _listed(document["why"])]
     parts += [_listed([f"not possible here: {each['name']}: {each['why']}"
@@ -136,12 +141,20 @@ def _text(found: study.Study, document: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def _limits(rates: dict[str, int]) -> str:
+    write, read = (rates[f"{name}_bytes_per_s"] / 1e9 for name in ("write", "read"))
+    return (
+        f"The limit of this storage, which is the best of all strategies: {write:.2f} GB/s "
+        f"writing, {read:.2f} GB/s reading cold"
+    )
+
+
 def _listed(lines: list[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
 def _judged_table(figures: Figures) -> str:
-    tops = {operation: _top(figures, operation) for operation in JUDGED}
+    tops = {operation: top(figures, operation) for operation in JUDGED}
     header, rows = ["STRATEGY"], []
     for operation in JUDGED:
         header += [operation.value.upper(), "OF-BEST"]
@@ -151,11 +164,6 @@ def _judged_table(figures: Figures) -> str:
             row += _cells(figures, strategy, operation, tops[operation])
         rows.append(row)
     return table(header, rows, right=" ".join(["OF-BEST", *header[1:]]))
-
-
-def _top(figures: Figures, operation: Operation) -> float:
-    best = best_of(figures, figures.strategies(), operation)
-    return figures.of(best, operation) or 0.0 if best else 0.0
 
 
 def _cells(figures: Figures, strategy: Strategy, operation: Operation, top: float) -> list[str]:

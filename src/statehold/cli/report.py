@@ -24,6 +24,7 @@ from statehold.cli.verify import document_of, verified
 from statehold.errors import StateholdError, UsageError
 from statehold.storage.store import Store
 from statehold.study.mounts import mount_of
+from statehold.study.profile import rates_of
 from statehold.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -71,9 +72,10 @@ def _document(fs: Fs, path: str, traces: Traces, args: argparse.Namespace) -> di
     }
 
 
-def limit_of(_run: str) -> float | None:
+def limit_of(path: str) -> int | None:
     """What the storage below a run can take, in bytes a second, as its profile says."""
-    return None  # a profile says how bytes move best there, not how fast
+    rates = rates_of(path)
+    return rates.write_bytes_per_s if rates else None
 
 
 def _verify(fs: Fs, steps: Iterable[dict[str, Any]]) -> None:

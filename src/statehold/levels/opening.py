@@ -22,7 +22,7 @@ from statehold.study.mounts import mount_of
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-__all__ = ["open_places"]
+__all__ = ["open_places", "storage_of"]
 
 _MEMORY_KINDS = ("tmpfs", "ramfs")
 
@@ -61,6 +61,12 @@ def open_places(
         of_host = isinstance(level, Memory)
         places.append(DirectoryPlace(level.name, store, called, fs, engine, of_host=of_host))
     return places
+
+
+def storage_of(levels: Sequence[Level], run: str) -> str:
+    """Where most of the bytes of a run go that need a disk: its nearest directory. That is the
+    storage whose profile counts: the memory before it has no queue, and asks for no buffers."""
+    return next((_called(level, run) for level in levels if isinstance(level, Directory)), run)
 
 
 def _in_objects(level: ObjectStore, run: str, *, leads: bool) -> ObjectPlace:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from statehold.options import Moving
+from statehold.study.profile import Rates
 from statehold.study.strategies import Operation, Strategy
 from statehold.study.sweep import JUDGED, Comparison, Figure, neighbours
 
@@ -26,7 +27,9 @@ __all__ = [
     "likely",
     "margin",
     "moving_of",
+    "rates_of",
     "score",
+    "top",
 ]
 
 # Two settings whose scores differ by less are equally good, however still the storage is.
@@ -40,6 +43,7 @@ DEVIATIONS = 1.4826 * 1.2533 * 2**0.5
 # A figure whose runs lie further apart has moved: it is marked.
 MOVED = 1.25
 LIKELY = 4
+_GB = 1e9
 
 
 @dataclass
@@ -155,6 +159,20 @@ def moving_of(strategy: Strategy) -> Moving:
         backend=strategy.mover.value,
         copy_threads=strategy.copy_threads,
     )
+
+
+def rates_of(figures: Figures) -> Rates | None:
+    """How fast the storage is: the most that was reached by any strategy, with or without copies
+    and checksums, into new files or old ones."""
+    write = max(top(figures, Operation.FRESH), top(figures, Operation.OVERWRITE))
+    read = top(figures, Operation.COLD)
+    return Rates(int(write * _GB), int(read * _GB)) if write and read else None
+
+
+def top(figures: Figures, operation: Operation) -> float:
+    """What the best of all strategies reaches; 0 where nothing was measured."""
+    best = best_of(figures, figures.strategies(), operation)
+    return (figures.of(best, operation) or 0.0) if best else 0.0
 
 
 # -- findings --------------------------------------------------------------------------------------

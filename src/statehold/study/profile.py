@@ -23,10 +23,13 @@ from statehold.options import BUFFER_BYTES_MIN, Moving, Options
 from statehold.study.mounts import Mount, mount_of
 from statehold.units import GiB, format_bytes
 
-__all__ = ["Profile", "described", "find", "path_for", "save", "tuned"]
+__all__ = ["Profile", "Rates", "described", "find", "path_for", "rates_of", "save", "tuned"]
 
 FORMAT = "statehold-io-profile"
-VERSION = 1
+VERSION = 2
+# Version 1 says nothing of rates.
+VERSIONS = (1, VERSION)
+_RATE_MAX = 1 << 60
 _BYTES_MAX = 64 * 1024
 _DEPTH_MAX = 4
 _THREADS_MAX = 4096
@@ -37,13 +40,24 @@ _HINT = "delete it, or measure again: statehold bench io PATH"
 
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """What the storage can take and give, in bytes a second: the most that any strategy of the
+    study has reached, writing until durable, and reading what no memory holds."""
+
+    write_bytes_per_s: int
+    read_bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
-    """How bytes move best on the storage `mount`, when that was measured, and why it is so."""
+    """How bytes move best on the storage `mount`, when that was measured, why it is so, and how
+    fast that storage is, as far as the profile says it."""
 
     mount: Mount
     moving: Moving
     measured: str
     why: tuple[str, ...] = ()
+    rates: Rates | None = None
 
     def encode(self) -> bytes:
         document = {
@@ -51,6 +65,7 @@ class Profile:
             "version": VERSION,
             "storage": asdict(self.mount),
             "settings": asdict(self.moving),
+            "rates": None if self.rates is None else asdict(self.rates),
             "measured": self.measured,
             "why": list(self.why),
         }
@@ -61,11 +76,12 @@ def decode(text: bytes, file: str) -> Profile:
     """A profile from its file. Raises CorruptionError that says what is wrong with it."""
     check = Checker(CorruptionError, _SUMMARY, file, _HINT)
     document = check.object(check.parse(text, "the file", _DEPTH_MAX), "the file")
-    if document.get("format") != FORMAT or document.get("version") != VERSION:
-        got = f"{document.get('format')!r}, {document.get('version')!r}"[:100]
-        check.fail("format and version", f"{FORMAT!r}, {VERSION}", got)
+    version = document.get("version")
+    if document.get("format") != FORMAT or type(version) is not int or version not in VERSIONS:
+        got = f"{document.get('format')!r}, {version!r}"[:100]
+        check.fail("format and version", f"{FORMAT!r}, up to {VERSION}", got)
     names = ("format", "version", "storage", "settings", "measured", "why")
-    check.members(document, "the file", names)
+    check.members(document, "the file", names if version == 1 else (*names, "rates"))
     why = [
         check.text(line, "why", _TEXT, "one line of text")
         for line in check.array(document["why"], "why")
@@ -75,6 +91,7 @@ def decode(text: bytes, file: str) -> Profile:
         moving=_moving(check, document["settings"]),
         measured=check.text(document["measured"], "measured", _TEXT, "a time"),
         why=tuple(why),
+        rates=_rates(check, document.get("rates")),
     )
 
 
@@ -97,6 +114,13 @@ def _moving(check: Checker, value: Any) -> Moving:
         backend=check.text(found["backend"], f"{where}.backend", _BACKEND, "io_uring or threads"),
         copy_threads=check.integer(found["copy_threads"], f"{where}.copy_threads", 1, most),
     )
+
+
+def _rates(check: Checker, value: Any) -> Rates | None:
+    if value is None:
+        return None
+    found = check.members(value, "rates", ("write_bytes_per_s", "read_bytes_per_s"))
+    return Rates(**{k: check.integer(v, f"rates.{k}", 1, _RATE_MAX) for k, v in found.items()})
 
 
 # -- where it lies ---------------------------------------------------------------------------------
@@ -161,6 +185,15 @@ def tuned(options: Options, path: str) -> tuple[Options, str]:
     except StateholdError as error:
         return options, f"moving bytes as without a profile: {error}"
     return (options.filled(believed(profile.moving)), "") if profile else (options, "")
+
+
+def rates_of(path: str) -> Rates | None:
+    """How fast the storage that `path` lies on is, if its profile says so."""
+    try:
+        profile = find("auto", path)
+    except StateholdError:
+        return None
+    return profile.rates if profile else None
 
 
 def believed(moving: Moving) -> Moving:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from statehold.study.choose import Figures, finding, moving_of
+from statehold.study.choose import Figures, finding, moving_of, rates_of
 from statehold.study.profile import described
 from statehold.study.strategies import Strategy
 from statehold.study.study import Proof, Study
@@ -82,6 +82,7 @@ def document(study: Study) -> dict[str, Any]:
         "rounds": study.rounds,
         "seconds": round(study.took_s, 1),
         "chosen": asdict(moving_of(study.chosen)),
+        "rates": _rates(study.figures),
         "score": study.score,
         "score_before": study.score_before,
         "margin": study.margin,
@@ -94,6 +95,11 @@ def document(study: Study) -> dict[str, Any]:
             {**asdict(p), "chosen": p.chosen.name, "best": p.best.name} for p in study.proofs
         ],
     }
+
+
+def _rates(figures: Figures) -> dict[str, int] | None:
+    rates = rates_of(figures)
+    return asdict(rates) if rates else None
 
 
 def _strategy(figures: Figures, strategy: Strategy) -> dict[str, Any]:
