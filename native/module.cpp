@@ -288,8 +288,11 @@ void declare_write_job(nb::module_& m) {
           nb::call_guard<nb::gil_scoped_release>())
       .def("next_fill", &next_fill, "timeout"_a.none())
       .def(
-          "filled", [](PyWriteJob& self, const PyFill& fill) { self->filled(fill.fill); }, "fill"_a,
-          nb::call_guard<nb::gil_scoped_release>())
+          "filled",
+          [](PyWriteJob& self, const PyFill& fill, bool is_there) {
+            self->filled(fill.fill, is_there);
+          },
+          "fill"_a, nb::kw_only(), "is_there"_a = false, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("fills_left", [](PyWriteJob& self) { return self->fills_left(); })
       .def_prop_ro("stats", [](PyWriteJob& self) {
         const WriteStats stats = self->stats();

@@ -150,13 +150,15 @@ std::optional<Fill> WriteJob::next_fill(Deadline deadline) {
   return fill;
 }
 
-void WriteJob::filled(const Fill& fill) {
+void WriteJob::filled(const Fill& fill, bool is_there) {
   const Lock lock(shared_->mutex);
   CHECK(fill.block < blocks_.size());
   Block& block = blocks_[fill.block];
   CHECK(block.stage == Stage::lent);
   CHECK(block.lease.generation == fill.lease.generation);
+  CHECK(!is_there || segments_[block.first_segment].external);
   block.stage = Stage::copying;
+  block.is_there = is_there;
   if (failed()) {
     shared_->release(block.lease);
   } else {
@@ -274,9 +276,10 @@ void WriteJob::copied(uint64_t index) {
   CHECK(copies_left_ > 0);
   block.stage = Stage::copied;
   if (--copies_left_ == 0) stats_.copy_ns = elapsed_ns();
-  if (block.buffered()) {
+  if (block.buffered() && !block.is_there) {
     write_queue_.push_back(index);
   } else {
+    release(block);
     if (stats_.first_write_ns == 0) stats_.first_write_ns = elapsed_ns();
     written(block);
   }

@@ -3,6 +3,7 @@
 // The file is cut into blocks of one buffer each. Per block:
 //   free -> copied into a buffer and hashed -> (external parts filled by Python -> hashed)
 //        -> written -> buffer released
+// A block that Python finds in the file (a copy that goes on where one has ended) is not written.
 // Blocks with eager segments are copied first. Copying starts at once, writing when a file is
 // attached. Checksums are of the bytes in the buffers, which are the bytes written.
 //
@@ -61,8 +62,9 @@ class WriteJob final : public Job {
   std::vector<uint64_t> checksums();  // after wait_copied
   // nullopt: the deadline passed, or fills_left() is 0.
   std::optional<Fill> next_fill(Deadline deadline);
-  // Returns the buffer. After a failure that is all it does.
-  void filled(const Fill& fill);
+  // Returns the buffer. After a failure that is all it does. `is_there`: the file holds these bytes
+  // already, and all of the block is in them: it is hashed as any other, and not written.
+  void filled(const Fill& fill, bool is_there = false);
   uint64_t fills_left();  // blocks that next_fill has not handed out yet
   WriteStats stats();
 
@@ -80,6 +82,7 @@ class WriteJob final : public Job {
     uint64_t last_segment = 0;   // exclusive
     bool eager = false;
     bool external = false;
+    bool is_there = false;  // in the file, before it was attached
     Stage stage = Stage::free;
     Lease lease;              // none: it goes straight into the file
     std::byte* to = nullptr;  // where it is copied to

@@ -238,8 +238,12 @@ class WriteJob:
     def checksums(self) -> bytes: ...
     def cancel(self) -> None: ...
     def next_fill(self, timeout: float | None) -> Fill | None: ...
-    def filled(self, fill: Fill) -> None:
-        """Give the buffer back; after a failure, too, or it stays lent until close()."""
+    def filled(self, fill: Fill, *, is_there: bool = False) -> None:
+        """Give the buffer back; after a failure, too, or it stays lent until close().
+
+        `is_there`: the file has these bytes, which are all of the block: they are hashed and not
+        written.
+        """
     @property
     def fills_left(self) -> int:
         """Blocks that next_fill has not handed out yet."""
