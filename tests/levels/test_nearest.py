@@ -317,10 +317,10 @@ def test_a_rank_that_cannot_copy_fails_the_copy_for_all_by_name(size) -> None:
             assert isinstance(each, PeerFailedError)
             assert each.rank == 1
         assert (steps_at(fs, NEAR), steps_at(fs, FAR)) == ([1], [])
-        assert not [name for name, _ in fs.listdir(FAR) if "partial" in name]
         place.take = take  # type: ignore[method-assign]
         ranks.each(lambda rank: ranks.ckpts[rank].flush(DEADLINE_S))
         assert steps_at(fs, FAR) == [1]
+        assert not [name for name, _ in fs.listdir(FAR) if "partial" in name]
         assert [status(each).error for each in ranks.ckpts] == [None] * size
 
 

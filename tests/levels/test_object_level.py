@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import statehold
+from statehold.errors import StorageError
+from statehold.storage.objects import ObjectSteps
 from support.faults import DEADLINE_S, SMALL
 
 pytest.importorskip("obstore")
@@ -95,3 +99,42 @@ def test_a_damaged_file_comes_from_the_store(tmp_path: Path, caplog: object) -> 
         assert got == 1
     assert equal(live, 1)
     assert "not intact at level directory" in caplog.text  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("damage", [None, "wrong", "short"])
+def test_what_was_uploaded_whole_is_verified_and_not_uploaded_again(
+    tmp_path: Path, damage: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads: list[str] = []
+    upload, publish = ObjectSteps.upload, ObjectSteps.publish
+
+    def counted(self: ObjectSteps, step: int, attempt: str, name: str, *rest: Any) -> None:
+        uploads.append(name)
+        upload(self, step, attempt, name, *rest)
+
+    def fail(self: ObjectSteps, *_: object) -> None:
+        raise StorageError("away", errno=errno.EIO, path="")
+
+    monkeypatch.setattr(ObjectSteps, "upload", counted)
+    monkeypatch.setattr(ObjectSteps, "publish", fail)
+    run = tmp_path / "run"
+    with statehold.Checkpointer(run, levels=levels(tmp_path), **SMALL) as ckpt:
+        ckpt.save(1, content(1)).wait("committed", DEADLINE_S)
+    monkeypatch.setattr(ObjectSteps, "publish", publish)
+    (found,) = {*(tmp_path / "bucket").glob("llama/step-*/rank-*")}
+    uploads.clear()
+    if damage:
+        raw = bytearray(found.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        found.write_bytes(raw[:-1] if damage == "short" else raw)
+    with statehold.Checkpointer(run, levels=levels(tmp_path), **SMALL) as ckpt:
+        ckpt.flush(DEADLINE_S)
+        assert [level.newest for level in ckpt.levels()] == [1]
+    assert uploads == ([found.name] if damage else [])
+    shutil.rmtree(run)
+    live = content(0)
+    with statehold.Checkpointer(run, levels=levels(tmp_path), **SMALL) as ckpt:
+        got = ckpt.restore(live)
+        assert got == 1
+    assert equal(live, 1)
+    assert len([*(tmp_path / "bucket").glob("llama/step-*")]) == 2  # a directory and its commit

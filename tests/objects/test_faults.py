@@ -52,7 +52,7 @@ OPERATIONS: dict[str, Callable[[ObjectSteps], object]] = {
     "fetch": fetch,
     "upload": lambda steps: upload(steps, SECOND),
     "publish": lambda steps: steps.publish(1, SECOND, b"manifest"),
-    "clear": lambda steps: steps.clear(()),
+    "clear": lambda steps: steps.clear(),
     "retire": lambda steps: steps.retire(1),
 }
 EXPECTED = {

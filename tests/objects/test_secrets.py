@@ -94,7 +94,7 @@ OPERATIONS: list[Callable[[ObjectSteps], object]] = [
     lambda steps: steps.upload(1, ATTEMPT, "x", 1, broken_blocks()),
     lambda steps: steps.upload(1, ATTEMPT, "x", 3, [memoryview(b"abc")]),
     lambda steps: steps.publish(1, ATTEMPT, b"manifest"),
-    lambda steps: steps.clear(()),
+    lambda steps: steps.clear(),
     lambda steps: steps.retire(1),
 ]
 

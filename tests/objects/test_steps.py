@@ -140,7 +140,7 @@ def test_clear_takes_what_nothing_names(steps: ObjectSteps) -> None:
     for step, attempt in [(7, FIRST), (8, FIRST), (9, OTHER)]:
         upload(steps, step, attempt)
     steps._client.put("notes/of-somebody-else.txt", b"")
-    steps.clear({OTHER})
+    steps.clear(but_for=9)
     kept = ["notes", f"step-000000000007.{SECOND}", f"step-000000000009.{OTHER}"]
     assert below(steps) == ([commit_name(7)], kept)
 
@@ -151,10 +151,10 @@ def test_a_damaged_commit_object(steps: ObjectSteps) -> None:
     steps._client.put(commit_name(7), b"{}")
     with pytest.raises(ManifestError):
         steps.read(7, MANIFEST_NAME, BYTES_MAX)
-    steps.clear(())
+    steps.clear()
     assert len(below(steps)[1]) == 2  # one of them may be the step: left for a person
     steps.publish(7, SECOND, b"manifest")
-    steps.clear(())
+    steps.clear()
     assert below(steps)[1] == [f"step-000000000007.{SECOND}"]
 
 
@@ -244,7 +244,7 @@ def test_a_death_before_any_operation_leaves_whole_steps(tmp_path: Path) -> None
         }
         assert contents.pop(7) in (b"first", b"second")
         assert contents in ({}, {6: b"sixth"})
-        after.clear(())
+        after.clear()
         assert len(below(after)[1]) == len(after.steps())
     assert deaths == 6  # upload, manifest, commit, the old directory; commit, directory
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from statehold import _core
-from statehold.errors import ChecksumError
+from statehold.errors import ChecksumError, StateholdError
 from statehold.planning.plan import pieces
 from statehold.steps.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry
 from statehold.steps.manifest import Manifest, record_name
@@ -195,11 +195,15 @@ def write_copy(
     source: Readable,
     target: _core.File,
     before: Callable[[int], None],
+    there: Readable | None = None,
 ) -> None:
     """D1 and D2 of a data file: copy it from `source` into `target`, durably.
 
     before: called with a number of bytes ahead of copying them; it may wait, or raise to stop.
+    there: `target`, opened for reading, if an earlier copy has left it: what it has is verified and
+    left alone, block by block.
     """
+    left = Left(file, there) if there is not None else None
     before(file.spans[0].end)
     header = bytearray(file.spans[0].end)
     source.read_into(memoryview(header), 0)
@@ -207,10 +211,14 @@ def write_copy(
     try:
         job.attach(target)
         while (fill := job.next_fill(None)) is not None:
-            with _given_back(job, fill):
+            with _given_back(job, fill) as told:
                 begin, end, at = _extent(file, fill)
                 before(end - begin)
-                source.read_into(fill.view[at : at + end - begin], begin)
+                memory = fill.view[at : at + end - begin]
+                # The first block also has the header, of which the engine takes care.
+                told.is_there = not at and left is not None and left.read_into(memory, begin)
+                if not told.is_there:
+                    source.read_into(memory, begin)
         job.wait_written(None)
         _compare(file, job.checksums())
         job.finish()
@@ -232,15 +240,23 @@ def _start(engine: Engine, file: DataFile, header: bytes) -> WriteJob:
     )
 
 
+@dataclass(slots=True)
+class Told:
+    """What is said of a buffer when it is given back."""
+
+    is_there: bool = False
+
+
 @contextlib.contextmanager
-def _given_back(job: WriteJob, fill: Fill) -> Iterator[None]:
+def _given_back(job: WriteJob, fill: Fill) -> Iterator[Told]:
+    told = Told()
     try:
-        yield
+        yield told
     except BaseException:
         job.cancel()
         raise
     finally:
-        job.filled(fill)
+        job.filled(fill, is_there=told.is_there)
 
 
 def _extent(file: DataFile, fill: Fill) -> tuple[int, int, int]:
@@ -282,6 +298,36 @@ def _mismatch(
             "xxh3-64": f"expected {expected:016x}, got {got:016x}",
         },
     )
+
+
+class Left:
+    """What an earlier copy has left of a file. Not trusted: a block counts if every piece of it has
+    its checksum."""
+
+    def __init__(self, file: DataFile, there: Readable) -> None:
+        self._there = there
+        self._sums = {
+            begin: (end, expected)
+            for span in file.spans
+            for begin, end, expected in _expected(file, span)
+        }
+
+    def read_into(self, memory: memoryview, begin: int) -> bool:
+        """Read what is there from `begin` on; False if it is not what it should be."""
+        try:
+            self._there.read_into(memory, begin)
+        except StateholdError:  # cut, or not readable: there is a source
+            return False
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        at = begin
+        while at < begin + len(memory):
+            end, expected = self._sums.get(at, (at, 0))
+            if not at < end <= begin + len(memory):
+                return False
+            if _core.hash_memory(address + at - begin, end - at) != expected:
+                return False
+            at = end
+        return True
 
 
 # -- as blocks -------------------------------------------------------------------------------------

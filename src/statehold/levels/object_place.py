@@ -1,23 +1,23 @@
 """A level in an object store: steps go there as objects, and come near again before they are read.
 
-Owns: the attempts of a process that is alone, which has no names for them; the files that a restore
-has brought near, and where they lie until it is closed.
+Owns: the names of attempts, which follow from what is copied; the files that a restore has brought
+near, and where they lie until it is closed.
 Not here: objects and their commit (storage/objects), which step (promoting), the bytes (copying).
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from statehold.errors import MissingFileError, NoSpaceError, storage_error
-from statehold.levels.copying import Copy, blocks
+from statehold.errors import CorruptionError, MissingFileError, NoSpaceError, storage_error
+from statehold.levels.copying import Copy, DataFile, blocks
 
 if TYPE_CHECKING:
     from statehold.storage.objects import ObjectSteps
@@ -46,10 +46,8 @@ class ObjectPlace:
         self._keep = keep
         self._leads = leads
         self._near = near
-        self._own = secrets.token_hex(4)
-        self._attempts = 0
+        self._taken: tuple[int, str] | None = None  # what is being copied: step and attempt
         self._fetched: list[str] = []
-        self._is_prepared = False
 
     def steps(self) -> list[int]:
         return self._objects.steps()
@@ -74,29 +72,47 @@ class ObjectPlace:
         return contextlib.nullcontext()  # who reads a step that is replaced is told, and asks again
 
     def prepare(self, token: str | None) -> None:
-        if self._leads and not self._is_prepared:
-            self._objects.clear(_OfJob(token or self._own))
-        self._is_prepared = True
+        pass  # what earlier jobs have left goes when another step comes
 
     def take(self, copy: Copy) -> None:
-        self._attempts += 1
-        step, attempt = copy.step, self._named(copy.attempt)
+        step, attempt = copy.step, attempt_at(copy.part.manifest)
+        if self._leads:
+            # Of this step other ranks may be copying a later save already.
+            self._objects.clear(but_for=step)
+        self._taken = step, attempt
         for file in copy.part.files:
+            if self._is_there(copy, file, attempt):
+                continue
             with copy.opened(file) as source:
                 verified = blocks(file, source)
                 self._objects.upload(step, attempt, file.name, file.bytes, verified, copy.before)
         for name, raw in copy.part.records:
             self._objects.upload(step, attempt, name, len(raw), [memoryview(raw)])
 
+    def _is_there(self, copy: Copy, file: DataFile, attempt: str) -> bool:
+        """Whether an earlier copy of this manifest has left the file whole. It is read to know."""
+        if not self._objects.has(copy.step, attempt, file.name, file.bytes):
+            return False
+        uploaded = self._objects.uploaded(copy.step, attempt, file.name)
+        try:
+            for block in blocks(file, uploaded):
+                copy.before(len(block))
+        except CorruptionError:
+            return False  # it is replaced
+        return True
+
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
-        self._objects.publish(step, self._named(attempt), manifest)
+        self._objects.publish(step, attempt_at(manifest), manifest)
+        self._taken = None
 
     def retain(self) -> None:
         for step in self.steps()[: -self._keep] if self._keep else ():
             self._objects.retire(step)
 
-    def abandon(self, step: int, attempt: str | None) -> None:
-        self._objects.abandon(step, self._named(attempt))
+    def drop(self, attempt: str | None) -> None:
+        if self._taken is not None:
+            self._objects.abandon(*self._taken)
+            self._taken = None
 
     def rewind(self, step: int) -> list[int]:
         given_up = [newer for newer in self.steps() if newer > step]
@@ -108,10 +124,6 @@ class ObjectPlace:
         for folder in self._fetched:
             shutil.rmtree(folder, ignore_errors=True)
         self._objects.close()
-
-    def _named(self, attempt: str | None) -> str:
-        """The attempt that is under way: one at a time, for a process that is alone."""
-        return attempt or f"{self._own}-{self._attempts}"
 
     def _room_for(self, nbytes: int) -> str:
         """A new directory with room for a file."""
@@ -128,14 +140,11 @@ class ObjectPlace:
         )
 
 
-class _OfJob:
-    """All attempts of one job: other ranks may be ahead with some of them."""
-
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    def __contains__(self, attempt: object) -> bool:
-        return isinstance(attempt, str) and attempt.partition("-")[0] == self._token
+def attempt_at(manifest: bytes) -> str:
+    """The attempt at the step with this manifest: the same whoever copies it, and when. So what one
+    copy has uploaded is found by the next; of a step that is saved again, nothing is."""
+    digest = hashlib.sha256(manifest).hexdigest()
+    return f"{digest[:8]}-{int(digest[8:20], 16) % 10**12}"
 
 
 @contextlib.contextmanager

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from statehold import _core
-from statehold.levels.copying import Copied, Copy, write_copy
+from statehold.errors import StorageError
+from statehold.levels.copying import Copied, Copy, DataFile, write_copy
 from statehold.storage.lock import RunLock
+from statehold.storage.unfinished import Unfinished, copy_attempt
 
 if TYPE_CHECKING:
     from statehold._core import Engine, Fs
@@ -54,7 +57,8 @@ class Place(Protocol):
         a crash has left. token: this job's, of which other ranks may be ahead."""
 
     def take(self, copy: Copy) -> None:
-        """Copy a rank's part of a step; durable on return."""
+        """Copy a rank's part of a step; durable on return. What an earlier copy of the same
+        manifest has left is verified, and not copied again."""
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
         """Publish a step of which all ranks' parts are there."""
@@ -62,8 +66,8 @@ class Place(Protocol):
     def retain(self) -> None:
         """Retire what is no longer kept."""
 
-    def abandon(self, step: int, attempt: str | None) -> None:
-        """Remove what was copied of a step that is not to be published."""
+    def drop(self, attempt: str | None) -> None:
+        """Remove what was copied and not published, and is not to be gone on with."""
 
     def rewind(self, step: int) -> list[int]:
         """Give up every step newer than `step`; returns them."""
@@ -116,6 +120,9 @@ class DirectoryPlace:
         self._lock: RunLock | None = None
         self._is_prepared = False
         self._guard = threading.Lock()
+        self._unfinished = Unfinished(fs, store.root)
+        self._own = secrets.token_hex(4)
+        self._copies = 0
 
     def identity(self) -> str:
         """What tells this directory from one of the same name on another host, or in a container
@@ -150,27 +157,60 @@ class DirectoryPlace:
             self._is_prepared = True
 
     def take(self, copy: Copy) -> None:
-        step, attempt = copy.step, copy.attempt
+        self._copies += 1
+        step, attempt = copy.step, self._named(copy.attempt, copy.part.manifest)
+        if self.store.leads:
+            self._unfinished.clear(None if self.store.is_mapped else step, attempt)
         self.store.begin(step, attempt)
         for file in copy.part.files:
-            target, _ = self.store.data_file(step, file.name, file.bytes, attempt)
-            with copy.opened(file) as source:
-                write_copy(self._engine(), file, source, target, copy.before)
+            self._take_file(copy, file, attempt)
         for record in copy.part.records:
             self.store.seal(step, attempt, *record)
 
+    def _take_file(self, copy: Copy, file: DataFile, attempt: str) -> None:
+        left = None
+        if not self.store.is_mapped:
+            left = self._unfinished.adopt(self.store.partial(copy.step, attempt), file.name)
+        with contextlib.ExitStack() as opened:
+            there = None
+            if left is None:
+                target, _ = self.store.data_file(copy.step, file.name, file.bytes, attempt)
+            else:
+                there = self._fs.open_read(left)
+                opened.callback(there.close)
+                target = self._fs.open_write(left, file.bytes, reuse=True)
+            if not target.mapped:  # those are the store's
+                opened.callback(target.close)  # or, after a failure, its error would keep it open
+            source = opened.enter_context(copy.opened(file))
+            write_copy(self._engine(), file, source, target, copy.before, there)
+
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
+        attempt = self._named(attempt, manifest)
         self.store.commit(Copied(step, manifest), attempt)
+        with contextlib.suppress(StorageError):  # the next copy clears them
+            self._unfinished.clear(None, attempt)
+
+    def drop(self, attempt: str | None) -> None:
+        if self._is_prepared:  # else what is there may be another job's
+            self._unfinished.clear(None, self._numbered(attempt))
 
     def retain(self) -> None:
         self.store.retain()
 
     def abandon(self, step: int, attempt: str | None) -> None:
+        """Remove what a save that failed has written here."""
         if self._is_prepared:  # else what is there may be another job's
             self.store.abandon(step, attempt)
 
     def rewind(self, step: int) -> list[int]:
         return self.store.rewind(step)
+
+    def _numbered(self, attempt: str | None) -> str:
+        """The attempt that is under way: one at a time, for a process that is alone."""
+        return attempt or f"{self._own}-{self._copies}"
+
+    def _named(self, attempt: str | None, manifest: bytes) -> str:
+        return copy_attempt(self._numbered(attempt), manifest)
 
     def close(self) -> None:
         self._engine.close()

@@ -27,7 +27,6 @@ from statehold.agreeing import led
 from statehold.errors import (
     ClosedError,
     CorruptionError,
-    PeerFailedError,
     StateholdError,
     StepOrderError,
     StorageError,
@@ -36,6 +35,7 @@ from statehold.errors import (
 )
 from statehold.levels.cadence import Cadence, parse_every
 from statehold.levels.copying import Copy, part_of
+from statehold.levels.parts import check_parts, is_resumable, part_told
 from statehold.levels.places import DirectoryPlace
 from statehold.levels.throttle import Throttle
 from statehold.steps.entries import DOCUMENT_BYTES_MAX
@@ -231,17 +231,15 @@ class Promoter:
             failure = error
 
         def commit(told: Sequence[bytes]) -> bytes:
-            for rank, reason in enumerate(told):
-                if reason:
-                    raise PeerFailedError(rank, reason.decode())
+            check_parts(told, step)
             with seen.stage("commit", step=step):
                 self.place.commit(step, attempt, manifest)
             return b""
 
-        reason = "" if failure is None else str(named(failure, f"while copying step {step}"))
+        told = part_told(manifest, failure, step)
         try:
             with seen.stage("meet", step=step):
-                self._peers.agree(self._round, reason.encode(), commit, number)
+                self._peers.agree(self._round, told, commit, number)
         finally:
             if failure is not None:
                 raise failure
@@ -278,9 +276,9 @@ class Promoter:
     def _failed(
         self, step: int, attempt: str | None, source: DirectoryPlace, error: Exception
     ) -> None:
-        if self._rank == 0:
+        if self._rank == 0 and not is_resumable(error):
             with contextlib.suppress(StateholdError):
-                self.place.abandon(step, attempt)
+                self.place.drop(attempt)
         self._cadence.given_up(self._status.newest)
         self._set(copying=None, error=named(error, f"while copying step {step}"))
         if not isinstance(error, ClosedError):

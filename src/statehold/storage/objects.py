@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from statehold.errors import (
@@ -47,6 +47,19 @@ from statehold.storage.object_names import (
 )
 
 __all__ = ["ObjectSteps", "no_limit"]
+
+
+class Uploaded:
+    """An object, as a file that is read from begin to end."""
+
+    def __init__(self, client: ObjectClient, path: str) -> None:
+        self._client = client
+        self._path = path
+
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        self._client.fetch(self._path, offset, memory)
+
+    def close(self) -> None: ...
 
 
 class ObjectSteps:
@@ -183,6 +196,10 @@ class ObjectSteps:
         """Whether a file of an attempt was uploaded before: objects are whole or not there."""
         return self._client.size(f"{directory_name(step, attempt)}/{check_file(name)}") == size
 
+    def uploaded(self, step: int, attempt: str, name: str) -> Uploaded:
+        """A file of an attempt that was not published, to be read."""
+        return Uploaded(self._client, f"{directory_name(step, attempt)}/{check_file(name)}")
+
     def publish(self, step: int, attempt: str, manifest: bytes) -> None:
         """Commit a step whose other files are uploaded. May be called again after a failure."""
         directory = directory_name(step, attempt)
@@ -236,19 +253,20 @@ class ObjectSteps:
             if self._named_by(step) != directory:
                 self._client.delete_below(directory)
 
-    def clear(self, keep_attempts: Container[str]) -> None:
-        """Delete the directories that no commit object names, but for attempts in `keep_attempts`.
+    def clear(self, but_for: int | None = None) -> None:
+        """Delete the directories that no commit object names, but for attempts at the step
+        `but_for`.
 
-        For the one job that writes, when it starts: attempts of others that are under way go, too.
+        For the one job that writes: attempts of others that are under way go, too.
         """
         names, directories = self._client.list()
         committed = {step_of_commit(name) for name in names}
         found = {name: known for name in directories if (known := attempt_of(name))}
         several = Counter(step for step, _ in found.values())
-        for directory, (step, attempt) in found.items():
+        for directory, (step, _) in found.items():
             # The only directory of a committed step is the one that is meant: it costs no request.
             is_named = step in committed and several[step] == 1
-            if not is_named and attempt not in keep_attempts:
+            if not is_named and step != but_for:
                 self._clear_one(step, directory)
 
     def _clear_one(self, step: int, directory: str) -> None:

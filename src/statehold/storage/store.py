@@ -5,6 +5,7 @@
     RUN/step-000000000110.5f3a09c1-7.partial/     by several: the attempt is in its name
     RUN/step-000000000090.retired/   no longer kept; its files may be overwritten
     RUN/step-000000000080.corrupt/   found corrupt by a restore that fell back; left for a person
+    RUN/step-...copy-0123456789abcdef.partial/    a copy in the making (storage/unfinished)
     RUN/.spare/                      retired files held back for the next save to overwrite
 
 Commit (docs/durability.md has the same numbers). A crash after any number leaves the step or no
@@ -51,6 +52,7 @@ from statehold.errors import (
 from statehold.steps.saved import SavedStep, open_step
 from statehold.storage.mappings import Mappings
 from statehold.storage.publish import delete, make_directories, publish, unless
+from statehold.storage.unfinished import COPY
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
 SPARE_NAME = ".spare"
 _COMMITTED = re.compile(r"step-([0-9]{12})")
 _ATTEMPT = r"(?P<token>[0-9a-f]{8})-(?P<number>\d{1,12})"
+_NAMED = re.compile(rf"{_ATTEMPT}(?:{COPY})?")
 _ATTEMPTED = re.compile(rf"step-\d{{12}}\.{_ATTEMPT}\.partial")
 _LEFTOVER = re.compile(rf"{_ATTEMPTED.pattern}|step-\d{{12}}\.(?:partial|retired)")
 
@@ -110,6 +113,15 @@ class Store:
         self._mappings = Mappings()
 
     @property
+    def root(self) -> str:
+        return self._root
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether its data files are written as memory."""
+        return self._mapped
+
+    @property
     def leads(self) -> bool:
         """Whether this rank commits, retires and clears, for all ranks."""
         return self._rank == 0
@@ -124,7 +136,7 @@ class Store:
         """The directory of a step in the making."""
         if attempt is None:
             return self.path(step, ".partial")
-        if re.fullmatch(_ATTEMPT, attempt) is None:
+        if _NAMED.fullmatch(attempt) is None:
             raise InvariantError("no name for an attempt to save", facts={"got": repr(attempt)})
         return self.path(step, f".{attempt}.partial")
 
@@ -235,7 +247,7 @@ class Store:
                     self._discard(partial)
                 self._fs.mkdir(partial)
                 return
-            if self._rank == 0:
+            if self._rank == 0 and "." not in attempt:
                 self._clear_attempts(attempt)
             with unless(errno.EEXIST):  # another rank made it
                 self._fs.mkdir(partial)
