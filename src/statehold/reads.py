@@ -11,7 +11,7 @@ its errors (segments), the live state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from statehold.planning.layout import Box
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from statehold.state.destinations import Destination
     from statehold.steps.saved import PlacedChunk, SavedStep
 
+# (name, bytes, ranges that are read) of a file -> its path.
+Locate = Callable[[str, int, Sequence[tuple[int, int]]], str]
 _HINT = "restore() without a step takes the newest intact one"
 
 
@@ -111,12 +113,18 @@ class ReadPlan:
                 where = Where(target.data_ptr(), inside, shared=also)
             self._append(name, chunk, part, where)
 
-    def start(self, engine: Engine, locate: Callable[[str, int], str]) -> Reading:
-        """Begin to read; `locate` says where a file (name, bytes) is."""
+    def start(self, engine: Engine, locate: Locate) -> Reading:
+        """Begin to read; `locate` says where a file (name, bytes, ranges read) is."""
         segments = sorted([*self._segments, *self._headers()], key=lambda each: each.order)
+        read: dict[int, list[tuple[int, int]]] = {number: [] for number, _ in self._files.values()}
+        for each in segments:
+            read[each.file].append((each.begin, each.end))
         return start_read(
             engine,
-            {locate(name, nbytes): nbytes for name, (_, nbytes) in self._files.items()},
+            {
+                locate(name, nbytes, read[number]): nbytes
+                for name, (number, nbytes) in self._files.items()
+            },
             segments,
             self._saved.block_bytes,
             first_segment=len(segments) * self._rank // self._ranks,

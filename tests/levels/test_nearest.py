@@ -229,9 +229,9 @@ def test_a_bad_copy_on_one_ranks_disk_alone(size) -> None:
         place = ranks.ckpts[size - 1]._opened().places[0]
         find = place.find
 
-        def elsewhere(step: int, name: str, nbytes: int) -> str:
+        def elsewhere(step: int, name: str, *needed: object) -> str:
             fired.set()
-            return find(step + 7, name, nbytes)  # where nothing is
+            return find(step + 7, name, *needed)  # where nothing is
 
         place.find = elsewhere  # type: ignore[method-assign]
         found = [blank() for _ in range(size)]

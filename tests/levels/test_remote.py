@@ -99,7 +99,7 @@ def failure(files: RemoteFiles) -> StateholdError:
 def test_an_honest_answer_is_understood() -> None:
     memory = bytearray(10)
     with host_that(range_of(b"0123456789")) as files:
-        files.fetch(NAME, 0, memoryview(memory))
+        files.fetch(NAME, [(0, memoryview(memory))])
     assert memory == b"0123456789"
 
 
@@ -177,7 +177,7 @@ def test_more_than_was_asked_for_spoils_nothing() -> None:
     memory = bytearray(10)
     with host_that(range_of(b"0123456789HTTP/1.1 404 X\r\nContent-Length: 0\r\n\r\n")) as files:
         for _ in range(3):
-            files.fetch(NAME, 0, memoryview(memory))
+            files.fetch(NAME, [(0, memoryview(memory))])
             assert memory == b"0123456789"
 
 
@@ -215,10 +215,10 @@ def test_a_large_read_comes_in_parts_at_once(server, tmp_path, monkeypatch) -> N
     monkeypatch.setattr(remote, "PART_BYTES", 100_000)
     memory = bytearray((3 << 20) - 5)
     files = files_of(server)
-    files.fetch(NAME, 5, memoryview(memory))
+    files.fetch(NAME, [(5, memoryview(memory))])
     assert memory == (tmp_path / NAME).read_bytes()[5:]
     with pytest.raises(TruncatedFileError):
-        files.fetch(NAME, 6, memoryview(memory))
+        files.fetch(NAME, [(6, memoryview(memory))])
     files.close()
 
 
@@ -226,14 +226,14 @@ def test_connections_are_kept_and_made_again(server) -> None:
     files = files_of(server)
     memory = bytearray(100)
     for _ in range(20):
-        files.fetch(NAME, 0, memoryview(memory))
+        files.fetch(NAME, [(0, memoryview(memory))])
         assert files.size(f"{STEP}/nothing") is None
     assert len(server._wires) == 1
     with server._guard:
         kept = list(server._wires)
     for wire in kept:
         wire.hang_up()
-    files.fetch(NAME, 0, memoryview(memory))
+    files.fetch(NAME, [(0, memoryview(memory))])
     files.close()
 
 
@@ -252,7 +252,7 @@ def test_a_connection_that_breaks_is_made_once_more(server, tmp_path) -> None:
     other = kept(files)
     threading.Thread(target=lambda: (other.recv(1 << 16), other.close())).start()
     memory = bytearray(100)
-    files.fetch(NAME, 0, memoryview(memory))
+    files.fetch(NAME, [(0, memoryview(memory))])
     assert memory == (tmp_path / NAME).read_bytes()[:100]
     files.close()
 
@@ -262,7 +262,7 @@ def test_a_connection_on_which_something_came_is_not_used(server, tmp_path) -> N
     memory = bytearray(100)
     with kept(files) as other:
         other.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
-        files.fetch(NAME, 0, memoryview(memory))
+        files.fetch(NAME, [(0, memoryview(memory))])
     assert memory == (tmp_path / NAME).read_bytes()[:100]
     files.close()
 
@@ -274,7 +274,7 @@ def test_a_fork_uses_connections_of_its_own(server, tmp_path) -> None:
     def reads(begin: int) -> bool:
         memory = bytearray(100)
         for _ in range(20):
-            files.fetch(NAME, begin, memoryview(memory))
+            files.fetch(NAME, [(begin, memoryview(memory))])
             if memory != content[begin : begin + 100]:
                 return False
         return True

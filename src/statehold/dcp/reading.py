@@ -88,7 +88,7 @@ def _read_wave(
     for each, target in zip(wave, straight, strict=True):
         plan.place(each.name, each.chunk, each.box, target, shared=each.shared)
     with machine.engine(fs, plan.nbytes) as engine:
-        plan.start(engine, lambda name, _: f"{directory}/{name}").finish()
+        plan.start(engine, lambda name, *_: f"{directory}/{name}").finish()
     for each, target in zip(wave, straight, strict=True):
         if target is not each.target:
             each.target.copy_(target)

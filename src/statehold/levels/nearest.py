@@ -71,11 +71,13 @@ class Nearest:
 
         return open_step(read, self.path(step), step, rank or 0, world_size)
 
-    def locate(self, step: int, name: str, nbytes: int) -> str:
-        """The path from which to read a data file."""
+    def locate(
+        self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
+    ) -> str:
+        """The path from which to read `ranges` (None: all) of a data file."""
         for place in self._having(step, name):
             try:
-                path = place.find(step, name, nbytes)
+                path = place.find(step, name, nbytes, ranges)
             except (StorageError, CorruptionError) as error:
                 self._passed_over(step, name, place, error)
                 continue

@@ -1,26 +1,24 @@
 """A level in an object store: steps go there as objects, and come near again before they are read.
 
-Owns: the names of attempts, which follow from what is copied; the files that a restore has brought
-near, and where they lie until it is closed.
-Not here: objects and their commit (storage/objects), which step (promoting), the bytes (copying).
+Owns: the names of attempts, which follow from what is copied.
+Not here: objects and their commit (storage/objects), which step (promoting), the bytes (copying),
+where files lie that are brought near (near_files).
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import mmap
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from statehold.errors import CorruptionError, MissingFileError, NoSpaceError, storage_error
+from statehold.errors import CorruptionError, MissingFileError
 from statehold.levels.copying import Copy, DataFile, blocks
+from statehold.levels.near_files import NearFiles
 
 if TYPE_CHECKING:
     from statehold.storage.objects import ObjectSteps
+    from statehold.storage.parallel import Target
 
 __all__ = ["ObjectPlace"]
 
@@ -29,7 +27,7 @@ class ObjectPlace:
     """The steps of a run in an object store.
 
     keep: committed steps to keep; None keeps all. leads: this rank clears and retires. near:
-    directories in which files that are read may lie for a while; the first with room is taken.
+    directories in which files that are read may lie for a while.
     """
 
     def __init__(
@@ -45,9 +43,8 @@ class ObjectPlace:
         self._objects = objects
         self._keep = keep
         self._leads = leads
-        self._near = near
+        self._near = NearFiles(near)
         self._taken: tuple[int, str] | None = None  # what is being copied: step and attempt
-        self._fetched: list[str] = []
 
     def steps(self) -> list[int]:
         return self._objects.steps()
@@ -55,7 +52,9 @@ class ObjectPlace:
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         return self._objects.read(step, name, max_bytes)
 
-    def find(self, step: int, name: str, nbytes: int) -> str:
+    def find(
+        self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
+    ) -> str:
         size = self._objects.size(step, name)
         if size != nbytes:
             raise MissingFileError(
@@ -63,13 +62,15 @@ class ObjectPlace:
                 facts={"file": f"{self._objects.path(step)}/{name}",
                        "expected": f"{nbytes} bytes", "got": size},
             )  # fmt: skip
-        path = f"{self._room_for(nbytes)}/{name}"
-        with _mapped(path, nbytes) as memory:
-            self._objects.fetch(step, name, 0, memory)
-        return path
+
+        def fetch(targets: Sequence[Target]) -> None:
+            self._objects.fetch_ranges(step, name, targets)
+
+        return self._near.bring(step, name, nbytes, ranges, fetch)
 
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # who reads a step that is replaced is told, and asks again
+        # Who reads a step that is replaced in the store is told, and asks again.
+        return self._near.reading(step)
 
     def prepare(self, token: str | None) -> None:
         pass  # what earlier jobs have left goes when another step comes
@@ -121,23 +122,8 @@ class ObjectPlace:
         return given_up
 
     def close(self) -> None:
-        for folder in self._fetched:
-            shutil.rmtree(folder, ignore_errors=True)
+        self._near.close()
         self._objects.close()
-
-    def _room_for(self, nbytes: int) -> str:
-        """A new directory with room for a file."""
-        for directory in self._near:
-            with contextlib.suppress(OSError):
-                free = os.statvfs(directory)
-                if free.f_bavail * free.f_frsize > nbytes:
-                    folder = tempfile.mkdtemp(prefix=".statehold-fetched-", dir=directory)
-                    self._fetched.append(folder)
-                    return folder
-        raise NoSpaceError(
-            "no room to bring a file of a step near",
-            facts={"needed": f"{nbytes} bytes", "looked at": ", ".join(self._near)},
-        )
 
 
 def attempt_at(manifest: bytes) -> str:
@@ -145,23 +131,3 @@ def attempt_at(manifest: bytes) -> str:
     copy has uploaded is found by the next; of a step that is saved again, nothing is."""
     digest = hashlib.sha256(manifest).hexdigest()
     return f"{digest[:8]}-{int(digest[8:20], 16) % 10**12}"
-
-
-@contextlib.contextmanager
-def _mapped(path: str, nbytes: int) -> Iterator[memoryview]:
-    """A new file, as memory to be filled."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            if nbytes:
-                os.posix_fallocate(fd, 0, nbytes)
-            mapping = mmap.mmap(fd, nbytes) if nbytes else None
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise storage_error("bring a file near", error.errno or 0, path) from error
-    if mapping is None:
-        yield memoryview(b"")
-        return
-    with mapping, memoryview(mapping) as memory:
-        yield memory

@@ -15,6 +15,7 @@ import contextlib
 import os
 import secrets
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,12 +46,15 @@ class Place(Protocol):
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         """A document of a step. Raises StorageError with ENOENT, or CorruptionError."""
 
-    def find(self, step: int, name: str, nbytes: int) -> str:
-        """The path of a data file of `nbytes`, brought near if it is far. Whether the file is there
-        is found out by whoever opens it."""
+    def find(
+        self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
+    ) -> str:
+        """The path of a data file of `nbytes`. One that is far is brought near, as a file of which
+        only `ranges` (None: all) need be right; of one that is not, whoever opens it finds out
+        whether it is there."""
 
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Keep a step while it is read."""
+        """Keep a step, and what is brought near of it, while it is read."""
 
     def prepare(self, token: str | None) -> None:
         """Before the first change, again for nothing: make it, take it for this run, and clear what
@@ -139,7 +143,9 @@ class DirectoryPlace:
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         return self.store.read(step, name, max_bytes)
 
-    def find(self, step: int, name: str, nbytes: int) -> str:
+    def find(
+        self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
+    ) -> str:
         return f"{self.store.path(step)}/{name}"
 
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:

@@ -16,8 +16,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from statehold.errors import (
@@ -29,6 +28,7 @@ from statehold.errors import (
 )
 from statehold.levels.wire import Head, Wire, WireError
 from statehold.storage.object_names import is_file_name
+from statehold.storage.parallel import Parallel, Target
 from statehold.storage.store import step_of
 
 __all__ = ["RemoteFiles"]
@@ -57,7 +57,7 @@ class RemoteFiles:
         self._guard = threading.Lock()
         self._pid = os.getpid()
         self._idle: list[Wire] = []
-        self._threads: ThreadPoolExecutor | None = None
+        self._parallel = Parallel(CONNECTIONS, PART_BYTES, "statehold-remote")
 
     def __repr__(self) -> str:
         return f"RemoteFiles({self.url!r})"
@@ -110,33 +110,17 @@ class RemoteFiles:
         """A file, to be read in any order; nothing is asked of the host before it is."""
         return RemoteFile(self, path)
 
-    def fetch(self, path: str, begin: int, memory: memoryview) -> None:
-        """Fill `memory` with the bytes of a file from `begin`, over several connections."""
-        target = memory.cast("B")
-        if len(target) <= PART_BYTES:
-            self._fetch_part(path, begin, target)
-            return
-        parts = [
-            self._pool().submit(self._fetch_part, path, begin + at, target[at : at + PART_BYTES])
-            for at in range(0, len(target), PART_BYTES)
-        ]
-        try:
-            for part in parts:
-                part.result()
-        finally:
-            for part in parts:
-                part.cancel()
-            wait(parts)  # whoever gave the memory may use it again
+    def fetch(self, path: str, targets: Sequence[Target]) -> None:
+        """Fill memory with ranges of a file, over several connections."""
+        self._parallel.move(targets, lambda begin, memory: self._fetch_part(path, begin, memory))
 
     def close(self) -> None:
         """End connections and threads; the next use makes new ones."""
+        self._parallel.close()
         with self._guard:
-            threads, self._threads = self._threads, None
             idle, self._idle = self._idle, []
         for wire in idle:
             wire.close()
-        if threads is not None:
-            threads.shutdown()
 
     # -- what is asked ---------------------------------------------------------------------
 
@@ -148,10 +132,9 @@ class RemoteFiles:
             raise self._garbage("list", directory, "no JSON") from None
 
     def _fetch_part(self, path: str, begin: int, target: memoryview) -> None:
-        if len(target):
-            self._request(
-                "read", path, lambda wire, until: self._read(wire, path, begin, target, until)
-            )
+        self._request(
+            "read", path, lambda wire, until: self._read(wire, path, begin, target, until)
+        )
 
     def _read(self, wire: Wire, path: str, begin: int, target: memoryview, until: float) -> None:
         end = begin + len(target)
@@ -241,7 +224,7 @@ class RemoteFiles:
         """A connection that is open already, if it still is."""
         with self._guard:
             if self._pid != os.getpid():  # they are the parent's
-                self._pid, self._idle, self._threads = os.getpid(), [], None
+                self._pid, self._idle = os.getpid(), []
             while self._idle:
                 wire = self._idle.pop()
                 if wire.is_quiet:
@@ -255,12 +238,6 @@ class RemoteFiles:
                 self._idle.append(wire)
                 return
         wire.close()
-
-    def _pool(self) -> ThreadPoolExecutor:
-        with self._guard:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(CONNECTIONS, "statehold-remote")
-            return self._threads
 
     def _garbage(self, operation: str, path: str, what: str) -> StorageError:
         return StorageError(
@@ -280,7 +257,7 @@ class RemoteFile:
         self._path = path
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        self._files.fetch(self._path, offset, memory)
+        self._files.fetch(self._path, [(offset, memory)])
 
     def close(self) -> None:
         """Connections belong to all files of a host."""

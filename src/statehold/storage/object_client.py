@@ -16,8 +16,7 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statehold.errors import InvariantError, MissingFileError, StateholdError
@@ -28,6 +27,7 @@ from statehold.storage.object_errors import (
     too_large,
     truncated,
 )
+from statehold.storage.parallel import Parallel, Target
 from statehold.units import MiB
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ class ObjectClient:
         self._part_bytes = part_bytes
         self._guard = threading.Lock()
         self._opened: ObjectStore | None = None
-        self._threads: ThreadPoolExecutor | None = None
+        threads = max(2, IN_FLIGHT_BYTES // part_bytes)
+        self._parallel = Parallel(threads, part_bytes, "statehold-objects")
 
     def path(self, name: str) -> str:
         """The object `name`, for messages."""
@@ -78,10 +79,7 @@ class ObjectClient:
 
     def close(self) -> None:
         """End the threads; the next use starts new ones."""
-        with self._guard:
-            threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown()
+        self._parallel.close()
 
     # -- objects ---------------------------------------------------------------------------
 
@@ -155,25 +153,9 @@ class ObjectClient:
 
     # -- downloads -------------------------------------------------------------------------
 
-    def fetch(self, name: str, begin: int, memory: memoryview) -> None:
-        """Fill `memory` with the bytes of an object from `begin`, in parallel parts."""
-        target = memory.cast("B")
-        spans = range(0, len(target), self._part_bytes)
-        if len(spans) <= 1:
-            self._fetch_part(name, begin, target)
-            return
-        threads = self._pool()
-        parts = [
-            threads.submit(self._fetch_part, name, begin + at, target[at : at + self._part_bytes])
-            for at in spans
-        ]
-        try:
-            for part in parts:
-                part.result()
-        finally:
-            for part in parts:
-                part.cancel()
-            wait(parts)  # whoever gave the memory may use it again
+    def fetch(self, name: str, targets: Sequence[Target]) -> None:
+        """Fill memory with ranges of an object, in parallel parts."""
+        self._parallel.move(targets, lambda begin, memory: self._fetch_part(name, begin, memory))
 
     def _fetch_part(self, name: str, begin: int, target: memoryview) -> None:
         end = begin + len(target)
@@ -186,7 +168,7 @@ class ObjectClient:
                     raise
                 return None
 
-        data = self._ask("read", name, get) if len(target) else b""
+        data = self._ask("read", name, get)
         if data is None or len(data) != len(target):
             raise truncated("read", self.path(name), end)
         target[:] = memoryview(data)
@@ -199,13 +181,6 @@ class ObjectClient:
             if self._opened is None:
                 self._opened = open_store(self.url, self._options, self._deadline_s)
             return self._opened
-
-    def _pool(self) -> ThreadPoolExecutor:
-        with self._guard:
-            if self._threads is None:
-                count = max(2, IN_FLIGHT_BYTES // self._part_bytes)
-                self._threads = ThreadPoolExecutor(count, "statehold-objects")
-            return self._threads
 
 
 def parts_of(size: int, part_bytes: int) -> tuple[int, int]:

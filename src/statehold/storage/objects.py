@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from statehold.errors import (
@@ -45,6 +45,7 @@ from statehold.storage.object_names import (
     directory_name,
     step_of_commit,
 )
+from statehold.storage.parallel import Target
 
 __all__ = ["ObjectSteps", "no_limit"]
 
@@ -57,7 +58,7 @@ class Uploaded:
         self._path = path
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        self._client.fetch(self._path, offset, memory)
+        self._client.fetch(self._path, [(offset, memory)])
 
     def close(self) -> None: ...
 
@@ -131,12 +132,14 @@ class ObjectSteps:
         return None
 
     def fetch(self, step: int, name: str, begin: int, memory: memoryview) -> None:
-        """Fill `memory` with the bytes of a file of a committed step from `begin`; all or raise.
+        """Fill `memory` with the bytes of a file of a committed step from `begin`; all or raise."""
+        self.fetch_ranges(step, name, [(begin, memory)])
 
-        In parallel parts, with some of IN_FLIGHT_BYTES of memory besides.
-        """
+    def fetch_ranges(self, step: int, name: str, targets: Sequence[Target]) -> None:
+        """fetch(), for several ranges of a file: in parallel parts, with some of IN_FLIGHT_BYTES of
+        memory besides."""
         with self._directory(step) as commit:
-            self._client.fetch(f"{commit.directory}/{check_file(name)}", begin, memory)
+            self._client.fetch(f"{commit.directory}/{check_file(name)}", targets)
 
     @contextlib.contextmanager
     def _directory(self, step: int, anew: bool = False) -> Iterator[CommitObject]:

@@ -1,0 +1,237 @@
+"""Of files that are far, the ranges that are needed come near, and no others."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import statehold
+from statehold.errors import (
+    ChecksumError,
+    MissingFileError,
+    NoSpaceError,
+    StorageError,
+    UnavailableError,
+)
+from statehold.levels.near_files import GAP_BYTES, NearFiles, coalesced
+from statehold.planning.layout import Box
+from statehold.reads import ReadPlan
+from statehold.storage.parallel import Target
+from statehold.units import MiB
+from support.faults import DEADLINE_S, SMALL
+
+NAME = "rank-00000-of-00001.safetensors"
+FAR = bytes(range(256)) * (64 << 10)  # 16 MiB
+
+
+class Far:
+    """A far file; counts what is fetched."""
+
+    def __init__(self) -> None:
+        self.fetched: list[tuple[int, int]] = []
+
+    def __call__(self, targets: Sequence[Target]) -> None:
+        for begin, memory in targets:
+            self.fetched.append((begin, begin + len(memory)))
+            memory[:] = FAR[begin : begin + len(memory)]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "expected"),
+    [
+        ([], []),
+        ([(5, 5)], []),
+        ([(0, 1), (1, 2)], [(0, 2)]),
+        ([(10, 20), (0, 5)], [(0, 5), (10, 20)]),
+        ([(0, 5), (8, 9)], [(0, 9)]),
+        ([(0, 5), (9, 10)], [(0, 5), (9, 10)]),
+        ([(0, 10), (2, 3), (12, 13)], [(0, 13)]),
+    ],
+)
+def test_ranges_that_are_close_are_one(ranges, expected) -> None:
+    assert coalesced(ranges, gap_bytes=3) == expected
+
+
+def test_only_what_is_needed_comes_and_is_where_it_was(tmp_path) -> None:
+    near, far = NearFiles([str(tmp_path)]), Far()
+    needed = [(0, 100), (5 * MiB, 6 * MiB), (6 * MiB + 10, 7 * MiB), (len(FAR) - 1, len(FAR))]
+    path = Path(near.bring(1, NAME, len(FAR), needed, far))
+    assert far.fetched == [(0, 100), (5 * MiB, 7 * MiB), (len(FAR) - 1, len(FAR))]
+    content = path.read_bytes()
+    assert len(content) == len(FAR)
+    for begin, end in far.fetched:
+        assert content[begin:end] == FAR[begin:end]
+    assert not any(content[8192 : 5 * MiB])
+    assert path.stat().st_blocks * 512 < 3 * MiB
+    near.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_of_a_file_and_an_empty_one(tmp_path) -> None:
+    near, far = NearFiles([str(tmp_path)]), Far()
+    whole = Path(near.bring(1, NAME, len(FAR), None, far))
+    assert whole.read_bytes() == FAR
+    empty = Path(near.bring(1, "empty", 0, None, far))
+    assert empty.read_bytes() == b""
+    near.close()
+
+
+def test_files_go_when_the_step_is_not_read_any_more(tmp_path) -> None:
+    near, far = NearFiles([str(tmp_path)]), Far()
+    with near.reading(1):
+        with near.reading(1), near.reading(2):
+            paths = [Path(near.bring(step, NAME, 100, None, far)) for step in (1, 2)]
+        assert [path.exists() for path in paths] == [True, False]
+        again = Path(near.bring(1, NAME, 100, None, far))  # the one before is of no use
+        assert [again.exists(), paths[0].exists()] == [True, False]
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_fetched_leaves_nothing(tmp_path) -> None:
+    def fails(_: Sequence[Target]) -> None:
+        raise UnavailableError("cannot read")
+
+    near = NearFiles([str(tmp_path)])
+    with pytest.raises(UnavailableError):
+        near.bring(1, NAME, 1000, None, fails)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A memory file system of 1 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(command, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_where_there_is_room_is_where_it_goes(small, tmp_path) -> None:
+    near, far = NearFiles([str(small), str(tmp_path)]), Far()
+    few = near.bring(1, NAME, len(FAR), [(0, 1000)], far)
+    assert few.startswith(str(small))
+    many = near.bring(2, NAME, len(FAR), None, far)
+    assert not many.startswith(str(small))
+    near.close()
+    with pytest.raises(NoSpaceError, match="no room"):
+        NearFiles([str(small)]).bring(1, NAME, len(FAR), None, far)
+
+
+def test_room_that_others_take_meanwhile_is_an_error_and_no_signal(small, monkeypatch) -> None:
+    much = os.statvfs("/dev/shm")
+    monkeypatch.setattr(os, "statvfs", lambda _: much)
+    with pytest.raises(NoSpaceError) as caught:
+        NearFiles([str(small)]).bring(1, NAME, len(FAR), None, Far())
+    assert caught.value.errno == errno.ENOSPC
+    assert not list(small.iterdir())
+
+
+def test_a_directory_that_is_gone_is_an_error_with_a_name(tmp_path) -> None:
+    with pytest.raises(StorageError):
+        NearFiles([str(tmp_path / "nothing")]).bring(1, NAME, 10, None, Far())
+
+
+# -- of a step in an object store ------------------------------------------------------------------
+
+ROWS, ROW_BYTES = 8, 4 * MiB
+
+
+def content() -> dict[str, torch.Tensor]:
+    numel = ROW_BYTES // 8
+    return {
+        "w": (torch.arange(ROWS * numel) * 31).reshape(ROWS, numel),
+        "b": torch.arange(numel) * 7,
+    }
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Iterator[statehold.Checkpointer]:
+    """A run of which the only copy left is in an object store."""
+    pytest.importorskip("obstore")
+    (tmp_path / "bucket").mkdir()
+    store = statehold.ObjectStore(f"file://{tmp_path}/bucket/run")
+    with statehold.Checkpointer(
+        tmp_path / "run", levels=[statehold.Directory(), store], **SMALL
+    ) as saving:
+        saving.save(1, content()).wait("committed", DEADLINE_S)
+    with statehold.Checkpointer(
+        tmp_path / "other", levels=[statehold.Directory(), store], **SMALL
+    ) as reading:
+        yield reading
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes of data files came from the store, each time."""
+    from statehold.storage.object_client import ObjectClient  # here, as it needs obstore
+
+    found: list[int] = []
+    fetch = ObjectClient._fetch_part
+
+    def counted(self: ObjectClient, name: str, begin: int, target: memoryview) -> None:
+        found.append(len(target))
+        fetch(self, name, begin, target)
+
+    monkeypatch.setattr(ObjectClient, "_fetch_part", counted)
+    return found
+
+
+def test_a_restore_of_some_fetches_some(ckpt, fetched) -> None:
+    live = {name: torch.zeros_like(tensor) for name, tensor in content().items()}
+    got = ckpt.restore(live, only=["b"])
+    assert got == 1
+    assert torch.equal(live["b"], content()["b"])
+    assert not live["w"].any()
+    assert ROW_BYTES <= sum(fetched) <= ROW_BYTES + 2 * GAP_BYTES
+
+
+def test_a_restore_of_all_fetches_all_once(ckpt, fetched) -> None:
+    live = {name: torch.zeros_like(tensor) for name, tensor in content().items()}
+    got = ckpt.restore(live)
+    assert got == 1
+    assert torch.equal(live["w"], content()["w"])
+    total = (ROWS + 1) * ROW_BYTES
+    assert total <= sum(fetched) <= total + GAP_BYTES
+
+
+def test_a_rank_that_needs_a_half_fetches_a_half(ckpt, fetched) -> None:
+    """As ranks do that share a tensor which one rank has saved."""
+    opened, whole = ckpt._opened(), content()["w"]
+    steps = opened.nearest()
+    with steps.protect(1):
+        saved = steps.open(1)
+        shape = tuple(whole.shape)
+        (chunk,) = saved.chunks("w", Box.whole(shape), None)
+        half = torch.zeros(ROWS // 2, shape[1], dtype=whole.dtype)
+        plan = ReadPlan(saved)
+        plan.place("w", chunk, Box((ROWS // 2, 0), tuple(half.shape)), half)
+        plan.start(opened.engine, partial(steps.locate, 1)).finish()
+    assert torch.equal(half, whole[ROWS // 2 :])
+    assert half.nbytes <= sum(fetched) <= half.nbytes + 2 * GAP_BYTES
+
+
+def test_a_step_that_is_damaged_there_is_found_to_be(ckpt, tmp_path) -> None:
+    (data,) = (tmp_path / "bucket").rglob("*.safetensors")
+    raw = bytearray(data.read_bytes())
+    raw[20 * MiB] ^= 1
+    data.write_bytes(raw)
+    live = {name: torch.zeros_like(tensor) for name, tensor in content().items()}
+    with pytest.raises(ChecksumError):
+        ckpt.restore(live)
+    raw[20 * MiB] ^= 1
+    data.write_bytes(raw[:-1])
+    with pytest.raises(MissingFileError):
+        ckpt.restore(live)
+    assert not ckpt._opened().places[1]._near._folders
