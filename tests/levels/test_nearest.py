@@ -252,11 +252,11 @@ def test_a_step_is_not_given_up_for_a_disk_that_fails(fs, size, kind) -> None:
         for ckpt in ranks.ckpts:
             place = ckpt._opened().places[0]
 
-            def fail(step: int, each: str, more: int, do: Any) -> Any:
+            def fail(step: int, each: str, *more: Any, do: Any) -> Any:
                 if each == name:
                     fired.set()
                     raise StorageError("the disk fails", errno=errno.EIO, path=each)
-                return do(step, each, more)
+                return do(step, each, *more)
 
             place.read = functools.partial(fail, do=place.read)  # type: ignore[method-assign]
             place.find = functools.partial(fail, do=place.find)  # type: ignore[method-assign]
