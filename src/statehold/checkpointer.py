@@ -19,8 +19,9 @@ import signal
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.agreeing import led, together
@@ -29,14 +30,13 @@ from statehold.errors import (
     CorruptionError,
     PeerFailedError,
     RunBusyError,
-    StateholdError,
     StorageError,
     UsageError,
 )
 from statehold.gate import Gate
 from statehold.leaving import Leaving
 from statehold.levels.promoting import LevelStatus
-from statehold.levels.specs import Directory, Level, check_levels
+from statehold.levels.specs import Level, levels_of
 from statehold.opened import Opened
 from statehold.options import Options
 from statehold.pipeline import Work
@@ -79,7 +79,7 @@ class Checkpointer:
     ) -> None:
         self._run = os.path.abspath(os.fspath(run))
         self._options = Options(**options)
-        self._levels = _levels_of(levels, self._options)
+        self._levels = levels_of(levels, self._options)
         self._open: Opened | None = None
         self._closed = False
         self._borrowed_fs: Fs | None = None  # for statehold.testing
@@ -100,8 +100,8 @@ class Checkpointer:
         Buffers and whatever else may change between updates are copied before this returns.
         On several ranks all of them call this, equally often and with the same steps.
 
-        Blocks while two earlier saves are not committed. Once this process was asked to leave, this
-        is the last save: waits until it is committed, and raises SystemExit (see leave_on).
+        Blocks while two earlier saves are not committed. Where is_last(step), waits until the step
+        is committed, and raises SystemExit (see leave_on).
         Raises the error of an earlier save that failed since the last call, StepOrderError for a
         step older than the newest committed one, UnsupportedValueError for a value that no step
         can hold.
@@ -116,8 +116,8 @@ class Checkpointer:
         assert self._open is not None
         self._open.pipeline.wait_eager(work, captured)
         work.save._returned()
-        if self._leaving is not None and self._leaving.is_asked:
-            self._leave(self._leaving, work.save)
+        if work.is_last and self._leaving is not None:
+            self._leaving.end(partial(work.save.wait, "committed"), self._open.wait_copied)
         return work.save
 
     def _begin(self, number: int, step: int, state: Mapping[str, Any]) -> tuple[Work, Capture]:
@@ -131,7 +131,11 @@ class Checkpointer:
         with save._stage("wait"):
             opened.pipeline.wait_for_room()
         save._record(waited_s=save._elapsed())
-        self._raise_failures()
+        is_last = self.is_last(step)
+        if is_last:
+            opened.promotions.end_with(step)
+        else:  # the last save does not stop for one before it
+            self._raise_failures()
         opened.check_order(step)
 
         with save._stage("capture"):
@@ -170,6 +174,7 @@ class Checkpointer:
             comparisons=known.comparisons,
             version=opened.claims.version,
             fingerprinting=fingerprinting,
+            is_last=is_last,
         )
         opened.watch.save_began()
         opened.pipeline.submit(work)
@@ -187,38 +192,44 @@ class Checkpointer:
 
     # -- leaving ---------------------------------------------------------------------------
 
-    def leave_on(
-        self,
-        *signals: signal.Signals,
-        within_s: float,
-    ) -> None:
+    def leave_on(self, *signals: signal.Signals, within_s: float) -> None:
         """Let the signals, SIGTERM and SIGUSR1 if none is named, end this process in time.
 
         After one of them the next save() is the last: it waits until the step is committed, and for
         as long as there is time until all levels have it, and raises SystemExit(75). Save rarely?
-        Ask `is_leaving` at each step, and save when it is true. `within_s` seconds after the signal
-        the process has ended whatever it does, with exit code 75 if its last save is committed and
-        76 if not; older steps are safe. Replaces the signals' handlers until close(). Call it in
-        the main thread; on several ranks, on each: every one of them has to get the signal.
+        Ask is_last() at each step. `within_s` seconds after the signal the process has ended
+        whatever it does, with exit code 75 if its last save is committed and 76 if that is not
+        known; older steps are safe. Replaces the signals' handlers until close(). Call it in the
+        main thread, and on each of several ranks: it is enough that one of them gets the signal.
         """
-        leaving = Leaving(within_s)
+        leaving = Leaving(within_s, self._opened().peers)
         leaving.install(*(signals or (signal.SIGTERM, signal.SIGUSR1)))
         self._leaving = leaving
 
+    def leave(self, within_s: float | None = None) -> None:
+        """Leave as if a signal of leave_on() had come, for warnings that come in other ways.
+
+        Returns at once. From any thread, on any one rank. within_s: None is the time that
+        leave_on() was given; never longer than an earlier warning leaves.
+        """
+        if self._leaving is None:
+            raise UsageError("leave() needs leave_on()", hint="call leave_on(within_s=...) first")
+        self._leaving.ask(within_s)
+
+    def is_last(self, step: int) -> bool:
+        """Whether this is the step to save and leave with. Ask at each step, on all ranks alike.
+
+        False until a warning came to some rank, and then on all ranks from the same step on, which
+        the next save() of each has to be of. Waits for the other ranks once, when one is warned.
+        """
+        _check_step(step)
+        return self._leaving is not None and self._leaving.is_last(step)
+
     @property
     def is_leaving(self) -> bool:
-        """Whether a signal has asked this process to leave: the next save is the last."""
+        """Whether some rank was asked to leave. Ranks learn it at different steps: to decide what
+        to save, ask is_last()."""
         return self._leaving is not None and self._leaving.is_asked
-
-    def _leave(self, leaving: Leaving, save: Save) -> NoReturn:
-        try:
-            save.wait("committed", leaving.remaining_s())
-            leaving.safe()
-            if self._open is not None and len(self._open.places) > 1:
-                self._open.flush(leaving.remaining_s())
-        except StateholdError as error:
-            logger.error("leaving, with less than was wanted\n%s", error)
-        raise leaving.left()
 
     # -- restoring -------------------------------------------------------------------------
 
@@ -251,7 +262,7 @@ class Checkpointer:
         if step is not None:
             _check_step(step)
         selection = Selection(only, skip, rename, strict)
-        opened = self._opened()
+        opened = self._begun_anew()
         together(opened.peers, self._raise_failures)
         self._gate.wait()
         with opened.watch.restore() as watch:
@@ -300,7 +311,7 @@ class Checkpointer:
 
     def rewind(self, step: int) -> list[int]:
         """Give up every committed step newer than `step`, to go on from there; returns them."""
-        opened = self._opened()
+        opened = self._begun_anew()
         together(opened.peers, self._ready_to_rewind)
         given_up = led(opened.peers, lambda: opened.rewind(step))
         opened.promotions.forget(given_up)
@@ -369,6 +380,8 @@ class Checkpointer:
     def _close(self, *, flush: bool = True) -> None:
         self._closed = True
         self._gate.remove()
+        if self._leaving is not None:
+            self._leaving.part()
         if self._open is not None and self._open.is_of_this_process:
             self._open.close(flush=flush)
         if self._leaving is not None:
@@ -384,6 +397,12 @@ class Checkpointer:
             )
         self._open.check_process()
         return self._open
+
+    def _begun_anew(self) -> Opened:
+        """Smaller steps than before may follow, on all ranks."""
+        if self._leaving is not None:
+            self._leaving.begin_anew()
+        return self._opened()
 
     def _opened_for_saving(self) -> Opened:
         opened = self._opened()
@@ -402,18 +421,6 @@ class Checkpointer:
             if error is not None:
                 raise error
         self._watched = [save for save in self._watched if not save.done() and not save.error]
-
-
-def _levels_of(levels: Sequence[Level] | None, options: Options) -> tuple[Level, ...]:
-    if levels is None:
-        return (Directory(keep=options.keep),)
-    if options.keep is not None:
-        raise UsageError(
-            "with levels, each of them says how many steps it keeps",
-            facts={"got": f"keep={options.keep}"},
-            hint=f"give keep={options.keep} to the level that is meant",
-        )
-    return check_levels(levels)
 
 
 def _check_step(step: object) -> None:

@@ -160,6 +160,12 @@ class Opened:
         self.places[0].prepare(self._token)
         return sorted({*self.store.rewind(step), *self.promotions.rewind(step)})
 
+    def wait_copied(self, timeout_s: float) -> None:
+        """Return once no save and no copy is under way. Raises WaitTimeout."""
+        until = time.monotonic() + timeout_s
+        self.pipeline.drain(timeout_s)
+        self.promotions.wait(max(0.0, until - time.monotonic()))
+
     def flush(self, timeout: float | None) -> None:
         """Bring the newest step to all levels. All ranks together."""
         until = None if timeout is None else time.monotonic() + timeout

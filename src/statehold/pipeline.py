@@ -22,7 +22,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from statehold.errors import (
     StateholdError,
     StorageError,
     TornSnapshot,
+    WaitTimeout,
     named,
     storage_error,
 )
@@ -61,7 +62,7 @@ class Work:
     once the other ranks have been met. comparisons, version: what this rank assumes of the others
     (claims); fingerprinting gives the fingerprints for it, on the stage thread. place: the level
     that it is saved into; is_attached: the job has had its file from the start. promote: the levels
-    that are to have the step, known at its commit.
+    that are to have the step, known at its commit. is_last: the process ends with it.
     """
 
     save: Save
@@ -79,6 +80,7 @@ class Work:
     fingerprints: dict[str, int] = field(default_factory=dict)
     attempt: str | None = None
     promote: Copies = NO_COPIES
+    is_last: bool = False
     error: StateholdError | None = None
 
 
@@ -142,10 +144,12 @@ class Pipeline:
         for save in list(self._saves):
             save._wait_ended("staged")
 
-    def drain(self) -> None:
-        """Return once every save has ended, one way or the other, and its cleaning up too."""
-        self._stager.submit(lambda: None).result()
-        self._committer.submit(lambda: None).result()
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Return once every save has ended, one way or the other, and its cleaning up too. Raises
+        WaitTimeout."""
+        ends = [pool.submit(lambda: None) for pool in (self._stager, self._committer)]
+        if wait(ends, timeout_s).not_done:
+            raise WaitTimeout("saves did not end in time", facts={"waited": f"{timeout_s} s"})
         self._log.flush()
 
     def close(self) -> None:

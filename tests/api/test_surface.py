@@ -37,6 +37,8 @@ SIGNATURES = {
     statehold.Checkpointer.rewind: "(self, step)",
     statehold.Checkpointer.levels: "(self)",
     statehold.Checkpointer.leave_on: "(self, *signals, within_s)",
+    statehold.Checkpointer.leave: "(self, within_s=None)",
+    statehold.Checkpointer.is_last: "(self, step)",
     statehold.Checkpointer.flush: "(self, timeout=None)",
     statehold.Checkpointer.write_trace: "(self, path=None)",
     statehold.Checkpointer.close: "(self)",

@@ -307,6 +307,11 @@ class Promotions:
         self._promoters = {promoter.place.name: promoter for promoter in promoters}
         self._peers = peers
         self._last = 0  # number of a copy
+        self._last_step: int | None = None
+
+    def end_with(self, step: int) -> None:
+        """Every rank: after this step there is no other, so it goes everywhere."""
+        self._last_step = step
 
     def decide(self, step: int, at: DirectoryPlace) -> Copies:
         """Rank 0: the levels that are to have a step that was just committed at the level `at`."""
@@ -316,7 +321,8 @@ class Promotions:
         for promoter in self._promoters.values():
             if promoter.place is at:
                 promoter.landed(step)
-        names = [promoter.place.name for promoter in others if promoter.wants(step)]
+        is_last = step == self._last_step
+        names = [each.place.name for each in others if is_last or each.wants(step)]
         return self._next(), names
 
     def start(self, step: int, copies: Copies, source: DirectoryPlace) -> None:

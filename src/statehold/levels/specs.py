@@ -17,9 +17,10 @@ from typing import Any
 
 from statehold.errors import UsageError
 from statehold.levels.cadence import parse_every
+from statehold.options import Options
 from statehold.units import parse_bytes
 
-__all__ = ["Directory", "Level", "Memory", "ObjectStore", "check_levels"]
+__all__ = ["Directory", "Level", "Memory", "ObjectStore", "check_levels", "levels_of"]
 
 KEEP_IN_MEMORY = 2
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
@@ -150,3 +151,16 @@ def check_levels(levels: Sequence[Level]) -> tuple[Level, ...]:
     if len(memories) > 1 or (memories and levels[0] is not memories[0]):
         raise UsageError("there can be one Memory level, and it is the first")
     return tuple(levels)
+
+
+def levels_of(levels: Sequence[Level] | None, options: Options) -> tuple[Level, ...]:
+    """The levels of a run as its user has given them; the run directory alone without any."""
+    if levels is None:
+        return (Directory(keep=options.keep),)
+    if options.keep is not None:
+        raise UsageError(
+            "with levels, each of them says how many steps it keeps",
+            facts={"got": f"keep={options.keep}"},
+            hint=f"give keep={options.keep} to the level that is meant",
+        )
+    return check_levels(levels)

@@ -72,6 +72,14 @@ class Peers:
         """A name for the seq-th save of this job, the same on all ranks and never used before."""
         return f"{self.open()}-{seq}"
 
+    def post(self, name: str, note: bytes) -> None:
+        """Leave a note that all ranks can read."""
+        self._board.post(f"{self.open()}/{name}", note)
+
+    def peek(self, name: str) -> bytes | None:
+        """A note, if it is there by now."""
+        return self._board.peek(f"{self.open()}/{name}")
+
     def close(self) -> None:
         """Give connections back. Notes stay: another rank may not have read them yet."""
         self._board.close()

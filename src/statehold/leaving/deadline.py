@@ -1,24 +1,21 @@
-"""Leaving in time: a scheduler's warning becomes one last save, and an end before the deadline.
+"""The deadline: a signal, or whoever asks, and from then on so many seconds to the process's end.
 
-    Leaving(within_s) -> install(SIGTERM, ...) -> [signal] -> is_asked -> left() -> SystemExit(LEFT)
-                                                      \\-> the deadline: the process ends, LATE
+    Deadline(within_s) -> install(SIGTERM, ...) -> [signal, ask() or end_in()] -> is_asked
+        -> left() -> SystemExit(LEFT)
+        -> the deadline: the process ends, LATE
 
-The signal itself changes nothing: the state may be half an update old. The next save() is the last
-one, and whoever saves rarely asks `is_asked` at each step. Exit codes: LEFT, the last save is
-committed; LATE, the deadline came first, and what was committed before is safe. LEFT is the
-EX_TEMPFAIL of sysexits.h: run it again.
-
-Holds: the process has ended `within_s` after the signal, whatever its threads are doing, even when
-the main thread does not come to run Python. Never half a step: what is not committed by then, the
-next job clears. A fork of the process does not take part.
+Holds: the process has ended in time after the signal, whatever its threads are doing, even when the
+main thread does not come to run Python. Never half a step: what is not committed by then, the next
+job clears. A fork of the process does not take part.
 Nothing here logs: a log that blocks must not keep the process.
-Not here: what is saved, and where to (checkpointer).
+Not here: which save is the last (last_step), what the other ranks hear (hearing).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
@@ -28,7 +25,7 @@ from typing import Any
 
 from statehold.errors import UsageError
 
-__all__ = ["LATE", "LEFT", "Leaving"]
+__all__ = ["LATE", "LEFT", "Deadline"]
 
 LEFT, LATE = 75, 76
 
@@ -36,29 +33,26 @@ LEFT, LATE = 75, 76
 MARGIN = 0.25  # of the time there is
 MARGIN_S_MAX = 2.0
 
-
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
-_active: Leaving | None = None
+_active: Deadline | None = None
 
 
-class Leaving:
+class Deadline:
     """Watches for signals that ask this process to leave within `within_s` seconds."""
 
-    def __init__(self, within_s: float) -> None:
-        if not within_s > 0:
-            raise UsageError(
-                "the time to leave is a number of seconds",
-                facts={"expected": "above 0", "got": repr(within_s)},
-            )
-        self._within_s = within_s
+    def __init__(self, within_s: float, on_asked: Callable[[], None] = lambda: None) -> None:
+        self._within_s = _checked(within_s)
+        self._on_asked = on_asked
         self._pid = os.getpid()
-        self._asked_s: float | None = None
+        self._end_s: float | None = None
+        self._guard = threading.RLock()  # a signal's handler may ask in the middle of an asking
         self._code = LATE
         self._previous: dict[signal.Signals, Handler] = {}
-        self._ended = threading.Event()
+        self._is_removed = False
         self._forking = threading.local()
         self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._watcher = threading.Thread(target=self._watch, name="statehold-leave", daemon=True)
 
@@ -86,14 +80,28 @@ class Leaving:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a signal has come."""
-        return self._asked_s is not None
+        """Whether this process was asked to leave."""
+        return self._end_s is not None
+
+    def ask(self, within_s: float | None = None) -> None:
+        """What a signal does; in `within_s` seconds, or as long as a signal gives."""
+        within_s = self._within_s if within_s is None else _checked(within_s)
+        self.end_in(within_s - min(MARGIN * within_s, MARGIN_S_MAX))
+
+    def end_in(self, seconds: float) -> None:
+        """End this process so soon, or sooner if that was said before."""
+        if os.getpid() != self._pid:
+            return
+        with self._guard:
+            end_s = time.monotonic() + max(0.0, seconds)
+            self._end_s = end_s if self._end_s is None else min(self._end_s, end_s)
+        self._wake()
+        self._on_asked()
 
     def remaining_s(self) -> float:
         """How long there is, once asked, before this process ends itself."""
-        assert self._asked_s is not None
-        margin_s = min(MARGIN * self._within_s, MARGIN_S_MAX)
-        return max(0.0, self._asked_s + self._within_s - margin_s - time.monotonic())
+        assert self._end_s is not None
+        return max(0.0, self._end_s - time.monotonic())
 
     def safe(self) -> None:
         """The last save is committed: whatever happens now, the exit code says so."""
@@ -113,11 +121,15 @@ class Leaving:
         for each, handler in self._previous.items():
             signal.signal(each, handler)
         self._stop_waking()
-        self._ended.set()
-        os.write(self._wake_write, b"\0")
+        self._is_removed = True
+        self._wake()
         self._watcher.join()
         os.close(self._wake_read)
         os.close(self._wake_write)
+
+    def _wake(self, number: int = 0) -> None:
+        with contextlib.suppress(OSError):  # full: then it wakes all the same
+            os.write(self._wake_write, bytes([number]))
 
     # -- from signals ----------------------------------------------------------------------
 
@@ -126,8 +138,7 @@ class Leaving:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        with contextlib.suppress(OSError):
-            os.write(self._wake_write, bytes([number]))
+        self._wake(number)
 
     def _hold(self) -> None:
         """Before a fork: a signal for the fork waits until it has stopped waking this process, and
@@ -146,11 +157,27 @@ class Leaving:
         if wakes != self._wake_write:
             signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
 
+    # -- on the thread ---------------------------------------------------------------------
+
     def _watch(self) -> None:
         watched = bytes(int(each) for each in self._previous)
-        while not any(byte in watched for byte in os.read(self._wake_read, 64)):
-            if self._ended.is_set():
-                return
-        self._asked_s = time.monotonic()
-        self._ended.wait(self.remaining_s())
-        os._exit(self._code)
+        waiting = select.poll()
+        waiting.register(self._wake_read, select.POLLIN)
+        while not self._is_removed:
+            left_s = self.remaining_s() if self.is_asked else None
+            if left_s == 0.0:
+                os._exit(self._code)
+            waiting.poll(None if left_s is None else left_s * 1000)
+            with contextlib.suppress(BlockingIOError):
+                told = os.read(self._wake_read, 64)
+                if not self.is_asked and any(number in watched for number in told):
+                    self.ask()
+
+
+def _checked(within_s: float) -> float:
+    if not within_s > 0:
+        raise UsageError(
+            "the time to leave is a number of seconds",
+            facts={"expected": "above 0", "got": repr(within_s)},
+        )
+    return within_s
