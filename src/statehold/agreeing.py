@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from statehold.errors import (
     CorruptionError,
@@ -27,7 +27,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+
 ROUND = "together"
+
+
+class Meeting(NamedTuple):
+    """How ranks meet. number, timeout_s: as Peers.agree has them."""
+
+    kind: str = ROUND
+    number: int | None = None
+    timeout_s: float | None = None
+
+    def of(self, peers: Peers, message: bytes, decide: Callable[[Sequence[bytes]], bytes]) -> bytes:
+        return peers.agree(self.kind, message, decide, self.number, self.timeout_s)
+
+
+USUAL = Meeting()
+
 # What went wrong, the worst first: what one rank found decides for all.
 _OTHER, _DAMAGE, _MISMATCH = "other", "damage", "mismatch"
 
@@ -36,7 +52,7 @@ class MismatchElsewhere(PeerFailedError):
     """Another rank's state and the step do not fit together."""
 
 
-def together(peers: Peers | None, act: Callable[[], T]) -> T:
+def together(peers: Peers | None, act: Callable[[], T], meeting: Meeting = USUAL) -> T:
     """Act on every rank; raise on every rank if it fails on one."""
     if peers is None:
         return act()
@@ -47,7 +63,7 @@ def together(peers: Peers | None, act: Callable[[], T]) -> T:
     except Exception as error:  # whatever it is, the others must not wait for this rank
         failure = error
     told = json.dumps(None if failure is None else [_kind(failure), _text(failure)])
-    worst = json.loads(peers.agree(ROUND, told.encode(), _worst))
+    worst = json.loads(meeting.of(peers, told.encode(), _worst))
     if worst is None:
         return result  # type: ignore[return-value]  # nobody failed, so it is there
     rank, kind, text = worst
@@ -56,11 +72,11 @@ def together(peers: Peers | None, act: Callable[[], T]) -> T:
     raise _elsewhere(rank, kind, text)
 
 
-def led(peers: Peers | None, act: Callable[[], T]) -> T:
+def led(peers: Peers | None, act: Callable[[], T], meeting: Meeting = USUAL) -> T:
     """What `act` returns on rank 0, once it has done it there; a plain value of JSON."""
     if peers is None:
         return act()
-    value: T = json.loads(peers.agree(ROUND, b"", lambda _: json.dumps(act()).encode()))
+    value: T = json.loads(meeting.of(peers, b"", lambda _: json.dumps(act()).encode()))
     return value
 
 

@@ -43,7 +43,6 @@ from statehold.pipeline import Work
 from statehold.planning.plan import STEP_MAX
 from statehold.restoring import Restorer
 from statehold.save import Save
-from statehold.seeing.background_log import logger
 from statehold.selection import RestoreReport, Selection
 from statehold.state import fingerprints
 from statehold.state.capture import Capture, capture
@@ -117,7 +116,7 @@ class Checkpointer:
         self._open.pipeline.wait_eager(work, captured)
         work.save._returned()
         if work.is_last and self._leaving is not None:
-            self._leaving.end(partial(work.save.wait, "committed"), self._open.wait_copied)
+            self._leaving.end(partial(work.save.wait, "committed"), self._open.wait_idle)
         return work.save
 
     def _begin(self, number: int, step: int, state: Mapping[str, Any]) -> tuple[Work, Capture]:
@@ -332,11 +331,9 @@ class Checkpointer:
 
         Waits for the saves and copies under way, and copies what a level lacks whatever its
         cadence. A level that fails is logged, and told by levels(). Raises WaitTimeout after
-        `timeout` seconds; the copies go on.
+        `timeout` seconds, PeerLostError if a rank has not come to this by then; the copies go on.
         """
-        opened = self._opened_for_saving()
-        opened.pipeline.drain()
-        opened.flush(timeout)
+        self._opened_for_saving().flush(timeout)
 
     @property
     def backend(self) -> str:

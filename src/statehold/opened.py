@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from statehold import _core
-from statehold.agreeing import together
 from statehold.errors import (
     StateholdError,
     StorageError,
 )
+from statehold.flushing import Countdown, flush
 from statehold.levels.nearest import Nearest
 from statehold.levels.opening import open_places, storage_of
 from statehold.levels.places import DirectoryPlace
@@ -57,6 +56,7 @@ class Opened:
         self._run = run
         self._pid = os.getpid()
         self._is_prepared = self._has_saved = False
+        self._flushes = 0
         self.peers = borrowed_peers or join(run, options)
         self.rank = self.peers.rank if self.peers else None
         self._owns_fs = borrowed_fs is None
@@ -160,18 +160,16 @@ class Opened:
         self.places[0].prepare(self._token)
         return sorted({*self.store.rewind(step), *self.promotions.rewind(step)})
 
-    def wait_copied(self, timeout_s: float) -> None:
+    def wait_idle(self, timeout_s: float | None) -> None:
         """Return once no save and no copy is under way. Raises WaitTimeout."""
-        until = time.monotonic() + timeout_s
-        self.pipeline.drain(timeout_s)
-        self.promotions.wait(max(0.0, until - time.monotonic()))
+        left = Countdown(timeout_s)
+        self.pipeline.drain(left())
+        self.promotions.wait(left())
 
-    def flush(self, timeout: float | None) -> None:
+    def flush(self, timeout_s: float | None) -> None:
         """Bring the newest step to all levels. All ranks together."""
-        until = None if timeout is None else time.monotonic() + timeout
-        together(self.peers, lambda: self.promotions.wait(timeout))
-        self.promotions.catch_up()
-        self.promotions.wait(None if until is None else max(0.0, until - time.monotonic()))
+        self._flushes += 1
+        flush(self.peers, self.wait_idle, self.promotions, self._flushes, timeout_s)
 
     def _watch_of(self, level: Level) -> LevelWatch:
         is_far = isinstance(level, ObjectStore)

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from statehold.background_log import logger
 from statehold.errors import StateholdError
 from statehold.leaving.deadline import Deadline
 from statehold.leaving.hearing import Hearing
 from statehold.leaving.last_step import LastStep
+from statehold.seeing.background_log import logger
 
 if TYPE_CHECKING:
     from statehold.ranks.peers import Peers

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from statehold.agreeing import led
+from statehold.agreeing import USUAL, Meeting, led
 from statehold.errors import (
     ClosedError,
     CorruptionError,
@@ -344,10 +344,10 @@ class Promotions:
         promoter = self._promoters.get(place.name)
         return promoter is not None and promoter.is_busy and promoter.status.copying == step
 
-    def catch_up(self) -> None:
+    def catch_up(self, meeting: Meeting = USUAL) -> None:
         """All ranks together, with nothing under way: begin to copy the newest step to where it is
         missing."""
-        step, copies = led(self._peers, self._lacking)
+        step, copies = led(self._peers, self._lacking, meeting)
         self.start(step, copies, self._nearest(step))
 
     def wait(self, timeout_s: float | None) -> None:

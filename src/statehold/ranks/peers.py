@@ -124,11 +124,12 @@ class Peers:
         message: bytes,
         decide: Callable[[list[bytes]], bytes],
         seq: int | None = None,
+        timeout_s: float | None = None,
     ) -> bytes:
         """All ranks: post a message, let rank 0 decide over all of them, return the decision.
 
         seq: the number of the round, above all earlier ones of its kind, where a rank may have
-        missed some; None counts them.
+        missed some; None counts them. timeout_s: what all of this may take; None: as a save.
         """
         if seq is None:
             with self._guard:
@@ -136,9 +137,9 @@ class Peers:
                 self._agreed[what] = seq + 1
         self._enter(what, seq, message)
         if self.rank:
-            return self._outcome(what, seq)
+            return self._outcome(what, seq, timeout_s)
         try:
-            decision = decide(self._gather(what, seq))
+            decision = decide(self._gather(what, seq, timeout_s))
         except BaseException as error:
             self._conclude(what, seq, _told(error))
             raise
@@ -184,9 +185,10 @@ class Peers:
         self._board.post(f"{group}/outcome", _encode(error, self.rank))
         self._board.ring(group)  # after the reason, which rank 0 looks for when it wakes
 
-    def _gather(self, kind: str, seq: int) -> list[bytes]:
+    def _gather(self, kind: str, seq: int, within_s: float | None = None) -> list[bytes]:
         group, size = self._group(kind, seq), self.world_size
-        missing = self._board.full(group, size, time.monotonic() + self._timeout_s)
+        timeout_s = self._timeout_s if within_s is None else within_s / _PATIENCE
+        missing = self._board.full(group, size, time.monotonic() + timeout_s)
         if not missing:
             messages = self._board.collect(group, size)
             self._forget(kind, keep=1)
@@ -195,7 +197,7 @@ class Peers:
         if failure is not None:
             _decode(failure)
         raise PeerLostError(
-            f"ranks did not arrive within {self._timeout_s:g} s",
+            f"ranks did not arrive within {timeout_s:g} s",
             ranks=missing,
             facts={"round": f"{kind} {seq}"},
             hint="look at what these ranks printed last; peer_timeout_s sets how long to wait",
@@ -205,11 +207,12 @@ class Peers:
         told = _CONCLUDED + outcome if isinstance(outcome, bytes) else _encode(outcome, self.rank)
         self._board.post(f"{self._group(kind, seq)}/outcome", told)
 
-    def _outcome(self, kind: str, seq: int) -> bytes:
+    def _outcome(self, kind: str, seq: int, within_s: float | None = None) -> bytes:
         group = self._group(kind, seq)
         key = f"{group}/outcome"
-        missing = self._board.wait([key], time.monotonic() + self._timeout_s)
-        if missing and self._board.peek(f"{group}/0") is not None:
+        timeout_s = self._timeout_s if within_s is None else within_s
+        missing = self._board.wait([key], time.monotonic() + timeout_s)
+        if within_s is None and missing and self._board.peek(f"{group}/0") is not None:
             # Rank 0 is here and waits for somebody: it will name them, or be lost itself.
             missing = self._board.wait([key], time.monotonic() + _PATIENCE * self._timeout_s)
         told = None if missing else self._board.peek(key)
