@@ -179,12 +179,12 @@ class Opened:
         self.pipeline.wait_staged()
 
     def close(self, *, flush: bool) -> None:
-        self.pipeline.close()
         # Several ranks do alike, also where one of them could not prepare to save.
         has_saved = self._is_prepared if self.peers is None else self._has_saved
         if flush and has_saved and len(self.places) > 1:
             with _logged("could not bring the newest step to all levels"):
                 self.flush(None)
+        self.pipeline.close()
         self.promotions.close()
         self.watch.close()
         self.devices.close()
