@@ -18,6 +18,7 @@ from statehold.errors import (
     StorageError,
 )
 from statehold.flushing import Countdown, flush
+from statehold.landing import Landing
 from statehold.levels.nearest import Nearest
 from statehold.levels.opening import open_places, storage_of
 from statehold.levels.places import DirectoryPlace
@@ -97,10 +98,9 @@ class Opened:
         )
         publisher: Publisher = Alone(self.promotions)
         if self.peers is not None:
-            publisher = Together(first, self.peers, self.claims, self.promotions, log)
-        # Several ranks save into one directory: none can turn to another one by itself.
-        usable = self.near if self.peers is None else [first]
-        self.pipeline = Pipeline(usable, publisher, self.promotions, log)
+            publisher = Together(self.peers, self.claims, self.promotions, log)
+        landing = Landing(self.near, self.promotions, self.peers, log)
+        self.pipeline = Pipeline(landing, publisher, self.promotions, log)
 
     @property
     def is_of_this_process(self) -> bool:
@@ -118,7 +118,7 @@ class Opened:
             try:
                 self.near[0].prepare(self._token)
             except StorageError:
-                if self.peers is not None or len(self.near) == 1:
+                if len(self.near) == 1:
                     raise
                 # Saves go to the next level, and say why.
             self._is_prepared = True

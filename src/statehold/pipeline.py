@@ -12,25 +12,20 @@ A failure on either thread stops the native job first (after that no thread touc
 then fails the handle. The threads belong to executors that the interpreter joins at exit: saves
 under way when a script ends without close() are still committed. Neither logs by itself: a log
 that blocks must not keep a step from being committed (seeing/background_log).
-
-A process that is alone saves into the next level where the first one takes no file (it is full, or
-away), says so once, and tries the first one again with every save.
 """
 
 from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from statehold.errors import (
     PeerLostError,
-    RunBusyError,
     StateholdError,
-    StorageError,
     TornSnapshot,
     WaitTimeout,
     named,
@@ -41,7 +36,8 @@ from statehold.save import Save
 from statehold.storage.publish import PUBLISHED
 
 if TYPE_CHECKING:
-    from statehold._core import File, WriteJob
+    from statehold._core import WriteJob
+    from statehold.landing import Landing
     from statehold.levels.places import DirectoryPlace
     from statehold.levels.promoting import Copies, Promotions
     from statehold.planning.claims import Comparison
@@ -89,13 +85,12 @@ class Pipeline:
 
     def __init__(
         self,
-        places: Sequence[DirectoryPlace],
+        landing: Landing,
         publisher: Publisher,
         promotions: Promotions,
         log: BackgroundLog,
     ) -> None:
-        self._places = places  # a save takes the first that can take it
-        self._is_first_failing = False
+        self._landing = landing
         self._promotions = promotions
         self._log = log
         self._publisher = publisher
@@ -133,7 +128,7 @@ class Pipeline:
 
     def give_up(self, number: int, error: BaseException) -> None:
         """A save that was called and never began: other ranks wait for it."""
-        self._committer.submit(self._publisher.give_up, number, named(error, "before it began"))
+        self._committer.submit(self._tell, number, named(error, "before it began"))
 
     def newest_step(self) -> int | None:
         """The newest step among the saves that are under way."""
@@ -187,7 +182,7 @@ class Pipeline:
             # No thread may write into what is removed next.
             self._stop(work, self._publisher.cause(work, error))
             assert work.error is not None
-            self._publisher.give_up(work.number, work.error)
+            self._tell(work.number, work.error)
             self._publisher.clean_up(work)
             raise
         # Before retention may take it.
@@ -202,7 +197,7 @@ class Pipeline:
         if not work.is_attached:
             with save._stage("open"):
                 work.attempt = self._publisher.attempt(work.number)
-                file, reused = self._open_file(work)
+                file, reused = self._landing.open(work)
             save._record(reused=reused)
             work.job.attach(file)
         save._record(files=1)
@@ -218,54 +213,10 @@ class Pipeline:
             self._publisher.publish(work, work.job.checksums())  # D3 to D7
         save._reach("committed")
 
-    def _open_file(self, work: Work) -> tuple[File, bool]:
-        """D1 at the first level that can take the save."""
-        refused: list[StateholdError] = []
-        for place in self._places:
-            if refused and self._is_nearer(work.save.step, place):
-                break  # and would hide what is saved farther away
-            if refused and self._promotions.is_copying(work.save.step, place):
-                continue  # its directory is in use
-            if refused:
-                # Not where this was the last: other ranks have to be told before their files go.
-                self._publisher.clean_up(work)
-            work.place = place
-            try:
-                opened = self._open_file_at(place, work)
-            except (StorageError, RunBusyError) as error:
-                refused.append(error)
-            else:
-                self._note_first(place, work.save.step, refused)
-                return opened
-        raise refused[0]
-
-    def _is_nearer(self, step: int, place: DirectoryPlace) -> bool:
-        """Whether a level before `place` has an earlier save of this step, or cannot say so."""
-        before = self._places[: self._places.index(place)]
-        try:
-            return any(step in each.steps() for each in before)
-        except StorageError:
-            return True
-
-    def _open_file_at(self, place: DirectoryPlace, work: Work) -> tuple[File, bool]:
-        step, plan = work.save.step, work.plan.save
-        place.prepare(None)  # the first one was, by the trainer, unless it failed
-        place.store.begin(step, work.attempt)
-        return place.store.data_file(step, plan.file_name, plan.file_bytes, work.attempt)
-
-    def _note_first(
-        self, place: DirectoryPlace, step: int, refused: Sequence[StateholdError]
-    ) -> None:
-        """Say when the first level begins to fail, and when it works again."""
-        first = self._places[0].name
-        if refused and not self._is_first_failing:
-            self._log.warning(
-                "level %s cannot take step %d; steps go to level %s until it can\n%s",
-                first, step, place.name, refused[0],
-            )  # fmt: skip
-        if self._is_first_failing and not refused:
-            self._log.warning("level %s takes steps again, from step %d on", first, step)
-        self._is_first_failing = bool(refused)
+    def _tell(self, number: int, error: StateholdError) -> None:
+        """Let no other rank wait for a save that has failed here."""
+        self._publisher.give_up(number, error)
+        self._landing.give_up(number, error)
 
     def _retain(self, place: DirectoryPlace) -> None:
         try:

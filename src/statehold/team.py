@@ -100,14 +100,11 @@ class Together:
 
     def __init__(
         self,
-        place: DirectoryPlace,
         peers: Peers,
         claims: Claims,
         promotions: Promotions,
         log: BackgroundLog,
     ) -> None:
-        self._place = place
-        self._store = place.store
         self._promotions = promotions
         self._log = log
         self._peers = peers
@@ -126,7 +123,7 @@ class Together:
         raw = record.encode()
         name = record_name(self._peers.rank, self._peers.world_size)
         with work.save._stage("seal"):
-            self._store.seal(work.save.step, work.attempt, name, raw)  # D3
+            work.place.store.seal(work.save.step, work.attempt, name, raw)  # D3
         with work.save._stage("arrive"):
             self._peers.arrive(work.number, self._told(work, record.said(), raw))  # D4
         self._arrived = work.number
@@ -165,7 +162,7 @@ class Together:
 
     def clean_up(self, work: Work) -> None:
         if self.leads and work.attempt is not None:
-            self._store.abandon(work.save.step, work.attempt)
+            work.place.store.abandon(work.save.step, work.attempt)
 
     # -- rank 0 ----------------------------------------------------------------------------
 
@@ -174,7 +171,7 @@ class Together:
             told = [json.loads(each) for each in self._peers.gather(work.number)]
         _check_alike(told, "step", "a rank saves another step than rank 0")
         _check_alike(told, "version", "a rank knows other things of earlier saves than rank 0")
-        self._check_seen(told)
+        _check_seen(work.place, told)
         lesson = judge([each["claims"] for each in told])
         commit = Commit(
             step=work.save.step,
@@ -190,7 +187,7 @@ class Together:
             shared=_shared(lesson),
         )
         with work.save._stage("publish"):
-            self._store.commit(commit, attempt)
+            work.place.store.commit(commit, attempt)
         spread = balance([each["bytes"] for each in told], [each["host"] for each in told])
         outcome = {
             "lesson": lesson_document(lesson),
@@ -199,16 +196,6 @@ class Together:
         }
         self._outcome = json.dumps(outcome).encode()
         self._take(work, outcome)
-
-    def _check_seen(self, told: Sequence[Mapping[str, Any]]) -> None:
-        """No step is committed of which some ranks' files are out of the others' sight."""
-        if self._place.of_host and len({each["place"] for each in told}) > 1:
-            hosts = sorted({each["host"] for each in told})
-            raise UsageError(
-                "the ranks of this job do not share the memory of their first level",
-                facts={"level": self._place.name, "hosts": ", ".join(hosts[:8])},
-                hint="let the first level be a Directory that all hosts share",
-            )
 
     # -- the others ------------------------------------------------------------------------
 
@@ -219,7 +206,7 @@ class Together:
             self._take(work, json.loads(outcome))
         except PeerLostError:
             # Rank 0 may have been lost after it committed, before it could say so.
-            if not self._store.confirm(work.save.step, attempt):
+            if not work.place.store.confirm(work.save.step, attempt):
                 raise
             self._claims.forget(work.number)
 
@@ -231,7 +218,7 @@ class Together:
             "step": work.save.step,
             "bytes": work.plan.save.file_bytes,
             "host": socket.gethostname(),
-            "place": self._place.identity() if self._place.of_host else "",
+            "place": work.place.identity() if work.place.of_host else "",
             "record": [len(raw), hashlib.sha256(raw).hexdigest()],
             "said": said,
             "version": work.version,
@@ -253,6 +240,17 @@ def _check_alike(told: Sequence[Mapping[str, Any]], key: str, summary: str) -> N
             raise PeerFailedError(rank, summary).with_fact(
                 key, f"expected {told[0][key]}, as on rank 0, got {each[key]}"
             )
+
+
+def _check_seen(place: DirectoryPlace, told: Sequence[Mapping[str, Any]]) -> None:
+    """No step is committed of which some ranks' files are out of the others' sight."""
+    if place.of_host and len({each["place"] for each in told}) > 1:
+        hosts = sorted({each["host"] for each in told})
+        raise UsageError(
+            "the ranks of this job do not share the memory of their first level",
+            facts={"level": place.name, "hosts": ", ".join(hosts[:8])},
+            hint="let the first level be a Directory that all hosts share",
+        )
 
 
 def _shared(lesson: Lesson) -> tuple[Shared, ...]:

@@ -30,7 +30,7 @@ LAYERS: list[list[set[str]]] = [
     [{"agreeing", "leaving"}],
     [{"levels"}],
     [
-        {"checkpointer", "opened", "save", "gate", "pipeline", "team", "flushing"}
+        {"checkpointer", "opened", "save", "gate", "pipeline", "landing", "team", "flushing"}
         | {"restoring", "reads", "segments", "writes"},
     ],
     # Beside the Checkpointer stands what torch.distributed.checkpoint calls: it plans, so dcp only

@@ -205,7 +205,8 @@ class DirectoryPlace:
 
     def abandon(self, step: int, attempt: str | None) -> None:
         """Remove what a save that failed has written here."""
-        if self._is_prepared:  # else what is there may be another job's
+        # What has no name of this job's may be another's, if this one was refused.
+        if self._is_prepared or attempt is not None:
             self.store.abandon(step, attempt)
 
     def rewind(self, step: int) -> list[int]:

@@ -90,12 +90,12 @@ class Peers:
         """D4: this rank's part is durable."""
         self._enter("save", seq, message)
 
-    def fail(self, seq: int, error: StateholdError) -> None:
+    def fail(self, seq: int, error: StateholdError, what: str = "save") -> None:
         """Instead of arrive(): this rank's part will not come. Ends the round for all ranks.
 
         After arrive() it is rank 0 alone who says how the round ends: nothing is told then.
         """
-        self._fail("save", seq, error)
+        self._fail(what, seq, error)
 
     def gather(self, seq: int) -> list[bytes]:
         """Rank 0, having arrived: the messages of all ranks, in order."""

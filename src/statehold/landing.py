@@ -1,0 +1,188 @@
+"""Where a save goes: the first level whose storage takes its files, on all ranks alike.
+
+    every rank    D1 at a level: the file is opened, with all its blocks
+    all           meet: opened on every rank, or on to the next level together (rank 0 says which)
+
+A process that is alone decides for itself. Several ranks meet under the number of the save, in the
+background, and only where there is more than one level that takes saves: no rank writes a byte
+before all have their file, because what was copied out of a buffer cannot be written again.
+The first level is tried again with every save.
+
+Holds: all ranks of a save are at the same level; a rank that fails otherwise, or has given the save
+up, ends the meeting for all. Never past a nearer level that has the step already: it would hide the
+new one. Why a level was passed over is said once, until it takes saves again.
+Not here: what is written there (pipeline), how long ranks wait for each other (ranks/peers).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
+
+from statehold.errors import PeerFailedError, RunBusyError, StateholdError, StorageError, named
+
+if TYPE_CHECKING:
+    from statehold._core import File
+    from statehold.levels.places import DirectoryPlace
+    from statehold.levels.promoting import Promotions
+    from statehold.pipeline import Work
+    from statehold.ranks.peers import Peers
+    from statehold.seeing.background_log import BackgroundLog
+
+ROUND = "open"
+Opened = tuple["File", bool]  # whether it was reused
+Failure = tuple[bool, str]  # whether it is a refusal of the level, and the text
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was decided about a level: `taken`, or why not: `rank` met with `reason`, which may be a
+    refusal of the level; then `next` is the index of the level to try, if there is one."""
+
+    taken: bool = True
+    rank: int = 0
+    reason: str = ""
+    is_refusal: bool = False
+    next: int | None = None
+
+
+class Landing:
+    """`places`: the levels that can take saves, from the first on. peers: None for a process that
+    is alone. Used by the commit thread."""
+
+    def __init__(
+        self,
+        places: Sequence[DirectoryPlace],
+        promotions: Promotions,
+        peers: Peers | None,
+        log: BackgroundLog,
+    ) -> None:
+        self._places = places
+        self._promotions = promotions
+        self._peers = peers
+        self._log = log
+        self._rank = peers.rank if peers else 0
+        self._met = -1  # the newest save about which this rank has met the others
+        self._is_first_failing = False
+
+    def open(self, work: Work) -> Opened:
+        """D1 of a save, at the first level that takes it on all ranks; `work.place` is that one."""
+        causes: list[StateholdError] = []
+        at = 0
+        while True:
+            work.place = self._places[at]
+            opened, failure = self._open_here(work)
+            verdict = self._judged(work, at, failure)
+            if verdict.taken and opened is not None:
+                self._note(work, causes)
+                return opened
+            causes.append(_cause(verdict, failure))
+            if verdict.next is None:
+                raise causes[0 if verdict.is_refusal else -1]
+            opened = None  # its blocks are given back
+            work.place.abandon(work.save.step, work.attempt)
+            at = verdict.next
+
+    def give_up(self, number: int, error: StateholdError) -> None:
+        """A save has failed on this rank, maybe before its file was opened: others may wait."""
+        if self._meets and number > self._met:
+            assert self._peers is not None
+            self._peers.fail(self._round(number, 0), error, ROUND)
+
+    # -- at one level ----------------------------------------------------------------------
+
+    def _open_here(self, work: Work) -> tuple[Opened | None, StateholdError | None]:
+        step, plan, place = work.save.step, work.plan.save, work.place
+        try:
+            # The first one was prepared by the trainer, unless it failed.
+            place.prepare(self._peers.token if self._peers else None)
+            place.store.begin(step, work.attempt)
+            opened = place.store.data_file(step, plan.file_name, plan.file_bytes, work.attempt)
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            return None, named(error, f"while opening the file of step {step}")
+        return opened, None
+
+    @property
+    def _meets(self) -> bool:
+        return self._peers is not None and len(self._places) > 1
+
+    def _round(self, number: int, at: int) -> int:
+        return number * len(self._places) + at
+
+    def _judged(self, work: Work, at: int, failure: StateholdError | None) -> Verdict:
+        if not self._meets:
+            return self._decided(work.save.step, at, [_told(failure)])
+        assert self._peers is not None
+        self._met = work.number
+
+        def decide(told: Sequence[bytes]) -> bytes:
+            failures = [json.loads(each) for each in told]
+            return json.dumps(astuple(self._decided(work.save.step, at, failures))).encode()
+
+        told = json.dumps(_told(failure)).encode()
+        agreed = self._peers.agree(ROUND, told, decide, self._round(work.number, at))
+        return Verdict(*json.loads(agreed))
+
+    # -- rank 0 ----------------------------------------------------------------------------
+
+    def _decided(self, step: int, at: int, told: Sequence[Failure | None]) -> Verdict:
+        """What the ranks do that have opened their files at a level, or failed to."""
+        failed = [(*failure, rank) for rank, failure in enumerate(told) if failure is not None]
+        if not failed:
+            return Verdict()
+        # Against what is no refusal no level helps.
+        is_refusal, reason, rank = min(failed, key=lambda each: each[0])
+        following = self._next(step, at) if is_refusal else None
+        return Verdict(False, rank, reason, is_refusal, following)
+
+    def _next(self, step: int, at: int) -> int | None:
+        """The level after `at` that can be tried."""
+        for index in range(at + 1, len(self._places)):
+            place = self._places[index]
+            if self._is_nearer(step, index):
+                return None  # and would hide what is saved farther away
+            if self._promotions.is_copying(step, place):
+                continue  # its directory is in use
+            try:  # before other ranks come there
+                place.prepare(self._peers.token if self._peers else None)
+            except (StorageError, RunBusyError):
+                continue
+            return index
+        return None
+
+    def _is_nearer(self, step: int, index: int) -> bool:
+        """Whether a level before has an earlier save of this step, or cannot say so."""
+        try:
+            return any(step in each.steps() for each in self._places[:index])
+        except StorageError:
+            return True
+
+    def _note(self, work: Work, causes: Sequence[StateholdError]) -> None:
+        """Say when the first level begins to fail, and when it works again."""
+        first, step = self._places[0].name, work.save.step
+        if self._rank == 0 and causes and not self._is_first_failing:
+            self._log.warning(
+                "level %s cannot take step %d; steps go to level %s until it can\n%s",
+                first, step, work.place.name, causes[0],
+            )  # fmt: skip
+        if self._rank == 0 and self._is_first_failing and not causes:
+            self._log.warning("level %s takes steps again, from step %d on", first, step)
+        self._is_first_failing = bool(causes)
+
+
+def _is_refusal(error: StateholdError) -> bool:
+    """Whether it is the level that fails, and another one may not."""
+    return isinstance(error, StorageError | RunBusyError)
+
+
+def _told(failure: StateholdError | None) -> Failure | None:
+    return None if failure is None else (_is_refusal(failure), str(failure))
+
+
+def _cause(verdict: Verdict, own: StateholdError | None) -> StateholdError:
+    """Why a level was not taken, as this rank says it."""
+    if own is not None and _is_refusal(own) == verdict.is_refusal:
+        return own
+    return PeerFailedError(verdict.rank, verdict.reason)
