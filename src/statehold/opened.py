@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from statehold import _core
+from statehold.agent.starting import Agent, agent_for
 from statehold.errors import (
     StateholdError,
     StorageError,
@@ -101,6 +102,9 @@ class Opened:
             publisher = Together(self.peers, self.claims, self.promotions, log)
         landing = Landing(self.near, self.promotions, self.peers, log)
         self.pipeline = Pipeline(landing, publisher, self.promotions, log)
+        self._agent: Agent | None = None
+        if self._owns_fs and self.store.leads:
+            self._agent = agent_for(run, levels, options, log)
 
     @property
     def is_of_this_process(self) -> bool:
@@ -121,7 +125,11 @@ class Opened:
                 if len(self.near) == 1:
                     raise
                 # Saves go to the next level, and say why.
+            if self.near[0].was_taken_over:  # an agent could not end its work
+                self.promotions.hurry()
             self._is_prepared = True
+        if self._agent is not None and self._agent.is_missing:
+            self.pipeline.ahead(self._agent.start)
 
     @property
     def _token(self) -> str | None:
@@ -186,6 +194,7 @@ class Opened:
                 self.flush(None)
         self.pipeline.close()
         self.promotions.close()
+        self._say_goodbye()
         self.watch.close()
         self.devices.close()
         self.engine.close()
@@ -196,6 +205,18 @@ class Opened:
             self.fs.close()
         if self.peers is not None:
             self.peers.close()
+
+    def _say_goodbye(self) -> None:
+        """The agent is needed no more, unless a level lacks the newest step."""
+        if self._agent is None:
+            return
+        newest: int | None = None
+        with contextlib.suppress(StorageError):
+            newest = self.store.newest()
+        if newest is None or self.promotions.have(newest):
+            self._agent.goodbye()
+        else:
+            self._agent.leave()
 
 
 @contextlib.contextmanager

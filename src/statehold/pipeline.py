@@ -103,6 +103,10 @@ class Pipeline:
         self._saves: list[Save] = []
         self._guard = threading.Lock()
 
+    def ahead(self, action: Callable[[], None]) -> None:
+        """Do this before any save that is submitted after it is committed; it must not raise."""
+        self._committer.submit(action)
+
     def submit(self, work: Work) -> None:
         """Hand a save over; returns at once."""
         self._saves.append(work.save)

@@ -29,6 +29,7 @@ LAYERS: list[list[set[str]]] = [
     [{"state"}, {"storage"}],
     [{"agreeing", "leaving"}],
     [{"levels"}],
+    [{"agent"}],
     [
         {"checkpointer", "opened", "save", "gate", "pipeline", "landing", "team", "flushing"}
         | {"restoring", "reads", "segments", "writes"},
@@ -42,6 +43,7 @@ LAYERS: list[list[set[str]]] = [
 CORE_USERS = {
     "storage",
     "levels",
+    "agent",
     "checkpointer",
     "opened",
     "save",

@@ -36,8 +36,14 @@ def open_places(
     reuse: bool,
     rank: int,
     world_size: int,
+    yields: bool = False,
 ) -> list[Place]:
-    """The levels of the run directory `run`, from the nearest on; nothing is made yet."""
+    """The levels of the run directory `run`, from the nearest on; nothing is made yet.
+
+    yields: an agent opens them. A trainer that wants them waits for it instead of giving up; and it
+    copies to one after the other, so that one engine is enough for all.
+    """
+    only = CopyEngine(fs, buffer_bytes) if yields else None
     places: list[Place] = []
     roots: list[str] = []
     for level in levels:
@@ -57,9 +63,11 @@ def open_places(
             world_size=world_size,
             mapped=isinstance(level, Memory) and fs.backend != "sim" and _is_memory(root),
         )
-        engine = CopyEngine(fs, buffer_bytes)
+        engine = only or CopyEngine(fs, buffer_bytes)
         of_host = isinstance(level, Memory)
-        places.append(DirectoryPlace(level.name, store, called, fs, engine, of_host=of_host))
+        places.append(
+            DirectoryPlace(level.name, store, called, fs, engine, of_host=of_host, yields=yields)
+        )
     return places
 
 

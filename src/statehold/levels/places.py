@@ -102,8 +102,8 @@ class CopyEngine:
 
 class DirectoryPlace:
     """A store on a file system; `called` is the directory as the user has named it, of_host: other
-    hosts cannot see it. Thread-safe: it is prepared by whoever comes first, the trainer or a
-    promotion."""
+    hosts cannot see it, yields: an agent opens it (storage/lock). Thread-safe: it is prepared by
+    whoever comes first, the trainer or a promotion."""
 
     def __init__(
         self,
@@ -114,9 +114,11 @@ class DirectoryPlace:
         engine: CopyEngine,
         *,
         of_host: bool = False,
+        yields: bool = False,
     ) -> None:
         self.name = name
         self.of_host = of_host
+        self._yields = yields
         self.store = store
         self._called = called
         self._fs = fs
@@ -136,6 +138,16 @@ class DirectoryPlace:
             return f"{booted} {os.stat(self._called).st_dev}"
         except OSError:
             return ""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a trainer waits for an agent to give the place up."""
+        return self._lock is not None and self._lock.is_wanted
+
+    @property
+    def was_taken_over(self) -> bool:
+        """Whether an agent was at work here when the place was prepared."""
+        return self._lock is not None and self._lock.took_over
 
     def steps(self) -> list[int]:
         return self.store.steps()
@@ -158,7 +170,9 @@ class DirectoryPlace:
             self.store.create()
             if self.store.leads:
                 in_memory = self._fs.backend == "sim"
-                self._lock = self._lock or RunLock(self._called, in_memory=in_memory)
+                self._lock = self._lock or RunLock(
+                    self._called, in_memory=in_memory, yields=self._yields
+                )
                 self.store.recover(token)
             self._is_prepared = True
 

@@ -151,6 +151,10 @@ class Promoter:
                 hint="the copy goes on in the background",
             )
 
+    def hurry(self) -> None:
+        """The next step is due, whatever the cadence. For rank 0."""
+        self._cadence.given_up(None)
+
     def rewind(self, step: int) -> list[int]:
         """Give up what is newer than `step` at the level. For rank 0, with nothing under way."""
         self.place.prepare(self._peers.token if self._peers else None)
@@ -355,6 +359,16 @@ class Promotions:
         until = None if timeout_s is None else time.monotonic() + timeout_s
         for promoter in self._promoters.values():
             promoter.wait(None if until is None else max(0.0, until - time.monotonic()))
+
+    def hurry(self) -> None:
+        """Rank 0: the next step goes to every level."""
+        for promoter in self._promoters.values():
+            promoter.hurry()
+
+    def have(self, step: int) -> bool:
+        """Rank 0, with nothing under way: whether every level got this step."""
+        found = [promoter.status for promoter in self._promoters.values()]
+        return all(each.newest == step and each.error is None for each in found)
 
     def rewind(self, step: int) -> set[int]:
         """Rank 0: give up what is newer than `step` at all levels; all ranks then forget it."""

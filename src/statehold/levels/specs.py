@@ -76,14 +76,19 @@ class Memory(Level):
 
     path: a directory on a memory file system (tmpfs); None: one below /dev/shm that belongs to this
         user and this run. keep: while a step is written, one more than that takes memory.
+    agent: where there is another level, a small process outlives the trainer, and brings its newest
+        step there if it dies without close().
     """
 
     keep: int | None = KEEP_IN_MEMORY
     path: str | os.PathLike[str] | None = None
+    agent: bool = True
     name: str = "memory"
 
     def __post_init__(self) -> None:
         Level.__post_init__(self)
+        if type(self.agent) is not bool:
+            raise UsageError("agent is True or False", facts={"got": repr(self.agent)[:80]})
         if self.keep is None:
             raise UsageError(
                 "a memory level cannot keep all steps: memory is bounded",

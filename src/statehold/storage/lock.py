@@ -5,6 +5,14 @@ dies, however it dies, and a forked child (a data-loading worker) does not inher
 do not exclude within one process, so a set of the paths held here does that.
 
 Readers take no lock: a committed step never changes under its name.
+
+An agent (statehold/agent) may hold the lock of a run whose trainer has died, and gives it up to
+whoever asks. Bytes of the lock file say who is who, and the kernel forgets each with its owner; no
+process is known by a number that another one may have by now:
+
+    RIGHT    locked by the one who may save
+    WANTED   shared by those who wait for an agent to give RIGHT up; it looks for them
+    YIELDS   shared by agents, from before they take RIGHT until after they have given it up
 """
 
 from __future__ import annotations
@@ -15,9 +23,19 @@ import fcntl
 import os
 import socket
 import stat
+import struct
 import threading
+import time
 
 from statehold.errors import RunBusyError, storage_error
+
+_RIGHT, _WANTED, _YIELDS = 0, 1, 2
+
+# An agent that is asked gives the lock up, or ends, within a fifth of this (agent/process.py).
+TAKE_OVER_S = 10.0
+_LOOK_S = 0.01
+
+_FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
 _held: set[str] = set()
 _held_guard = threading.Lock()
@@ -36,13 +54,16 @@ os.register_at_fork(after_in_child=_forget_held)
 class RunLock:
     """The right to save into `run`; acquired on construction, given up by release().
 
-    in_memory: the run lives on a simulated disk, so only this process can know it.
+    in_memory: the run lives on a simulated disk, so only this process can know it. yields: an agent
+    has it, which looks for `is_wanted`. took_over: an agent was asked to give it up.
     """
 
-    def __init__(self, run: str, *, in_memory: bool = False) -> None:
+    def __init__(self, run: str, *, in_memory: bool = False, yields: bool = False) -> None:
         self._path = os.path.join(os.path.realpath(run), ".lock")
         self._owner_pid = os.getpid()
+        self._yields = yields
         self._fd = -1
+        self.took_over = False
         with _held_guard:
             if self._path in _held:
                 raise _busy(run, f"another Checkpointer of this process ({os.getpid()})")
@@ -61,16 +82,56 @@ class RunLock:
             os.close(fd)
             raise storage_error("lock what is no regular file", errno.EINVAL, self._path)
         try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = self._take(fd) or self._take_over(fd)
         except OSError as error:
+            os.close(fd)
+            raise storage_error("lock the run", error.errno or 0, self._path) from error
+        if not is_ours:
             holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
             os.close(fd)
-            raise _busy(run, holder or "another process") from error
-        owner = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
+            raise _busy(run, holder or "another process")
+        who = "the agent of a dead trainer, process" if self._yields else "process"
+        owner = f"{who} {os.getpid()} on {socket.gethostname()}\n".encode()
         with contextlib.suppress(OSError):  # only a courtesy to whoever finds the lock taken
             os.ftruncate(fd, 0)
             os.pwrite(fd, owner, 0)
         return fd
+
+    def _take(self, fd: int) -> bool:
+        """Take the right if nobody has it."""
+        if self._yields:
+            fcntl.lockf(fd, fcntl.LOCK_SH, 1, _YIELDS)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _RIGHT)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            if self._yields:  # who sees it waits for us, and we have nothing to give up
+                fcntl.lockf(fd, fcntl.LOCK_UN, 1, _YIELDS)
+            return False
+        return True
+
+    def _take_over(self, fd: int) -> bool:
+        """Ask an agent for the right, and wait for it; False at once if a trainer has it."""
+        fcntl.lockf(fd, fcntl.LOCK_SH, 1, _WANTED)
+        until = time.monotonic() + TAKE_OVER_S
+        while time.monotonic() < until:
+            is_agents = _is_locked(fd, _YIELDS)
+            if self._take(fd):
+                fcntl.lockf(fd, fcntl.LOCK_UN, 1, _WANTED)
+                return True
+            # An agent may have come, or gone, between the first look and the try.
+            is_agents |= _is_locked(fd, _YIELDS)
+            if not is_agents:
+                return False
+            self.took_over = True
+            time.sleep(_LOOK_S)
+        return False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for the right."""
+        return self._fd >= 0 and _is_locked(self._fd, _WANTED)
 
     def release(self) -> None:
         """Give the lock up. Safe to call twice, and from a forked child (which never held it)."""
@@ -91,6 +152,13 @@ def _not_standard(fd: int) -> int:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     finally:
         os.close(fd)
+
+
+def _is_locked(fd: int, byte: int) -> bool:
+    """Whether another process has this byte of the file locked."""
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind: int = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))[0]
+    return kind != fcntl.F_UNLCK
 
 
 def _busy(run: str, holder: str) -> RunBusyError:
