@@ -1,0 +1,81 @@
+"""Trainers that are killed: what was in memory is on the disk afterwards, bit for bit.
+
+STATEHOLD_AGENT_KILLS=100 kills so many.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+from support.agents import Trainers, agents, check_intact, said, steps_in, wait_no_agent
+
+KILLS = int(os.environ.get("STATEHOLD_AGENT_KILLS", "5"))
+SEED = int(os.environ.get("STATEHOLD_SEED", "1"))
+
+
+def test_kills_at_random_moments(trainers: Trainers) -> None:
+    """Each time all that was in memory is then lost, as in a restart of the host."""
+    chance = random.Random(SEED)
+    print(f"seed {SEED}, {KILLS} kills")
+    for _ in range(KILLS):
+        trainers.killed(
+            after=chance.randint(1, 4),
+            delay_s=chance.choice([0.0, 0.02]) * chance.random(),
+            group=chance.random() < 0.5,
+            worker=chance.random() < 0.3,
+            far=[{"every": chance.choice([1, 3, 1000]), "keep": 2}],
+        )
+        wait_no_agent(trainers.run)
+        in_memory = steps_in(trainers.memory)[-1]
+        assert in_memory >= trainers.newest
+        assert steps_in(trainers.run)[-1] == in_memory, said(trainers.run)
+        check_intact(trainers.run, in_memory)
+        trainers.newest = in_memory
+        if chance.random() < 0.8:  # else the next trainer finds both
+            shutil.rmtree(trainers.memory)
+    exits = trainers.trained(saves=1)
+    assert exits == [0]
+
+
+def test_an_agent_is_told_when_it_is_not_needed(trainers: Trainers) -> None:
+    exits = trainers.trained()
+    assert exits == [0]
+    wait_no_agent(trainers.run)
+    assert steps_in(trainers.run) == [1, 3]
+    assert said(trainers.run) == ""
+
+
+def test_no_agent_is_started_where_none_is_wanted(trainers: Trainers, tmp_path: Path) -> None:
+    trainers.start(saves=1, then="stay", far=[])
+    for event in trainers.events():
+        if "staying" in event:
+            found = agents(trainers.run)
+            os.kill(trainers.pids[0], 9)
+    assert found == []
+
+
+def test_an_agent_keeps_nothing_of_its_trainers(trainers: Trainers) -> None:
+    """Whoever reads the trainer's output comes to its end, and no disk is kept from unmounting."""
+    trainers.killed(after=2, far=[{"every": 1000, "bytes_per_s": "64KiB"}])
+    trainers.newest = 0
+    pid = trainers.agent_at_work()
+    standard = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in (1, 2)]
+    assert standard == ["/dev/null"] * 2
+    assert os.readlink(f"/proc/{pid}/cwd") == "/"
+    assert os.getsid(pid) != os.getsid(0)
+    os.kill(pid, 15)
+
+
+def test_all_of_a_job_of_several_ranks(trainers: Trainers) -> None:
+    trainers.killed(after=5, ranks=2)
+    wait_no_agent(trainers.run)
+    newest = steps_in(trainers.memory)[-1]
+    assert steps_in(trainers.run)[-1] == newest >= 2
+    check_intact(trainers.run, newest)
+    shutil.rmtree(trainers.memory)
+    trainers.newest = newest
+    exits = trainers.trained(saves=1)
+    assert exits == [0]
