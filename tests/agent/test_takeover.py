@@ -18,12 +18,15 @@ import statehold
 from support.agents import (
     NUMEL,
     Trainers,
+    agents,
     check_intact,
     content,
     said,
     steps_in,
     wait_ended,
+    wait_for,
     wait_no_agent,
+    waiting,
 )
 from support.faults import DEADLINE_S, SMALL
 from support.levels import settle
@@ -120,7 +123,7 @@ def test_a_level_that_fails_is_passed_over_and_named(trainers: Trainers, tmp_pat
     (tmp_path / "file").touch()
     blocked, other = str(tmp_path / "file" / "away"), str(tmp_path / "other")
     far = [{"path": blocked, "name": "blocked"}, {"path": other, "name": "other", "every": 1000}]
-    trainers.killed(after=3, far=far, patience=[0.05, 0.3])
+    trainers.killed(after=3, far=far, patience=[0.05, 1.5])
     wait_no_agent(trainers.run)
     newest = steps_in(trainers.memory)[-1]
     assert steps_in(tmp_path / "other")[-1] == newest
@@ -143,3 +146,20 @@ def test_a_step_that_is_damaged_is_passed_over(trainers: Trainers) -> None:
     assert "xxh3-64" in said(trainers.run)
     check_intact(trainers.run, 2)
     trainers.newest = 2
+
+
+def test_an_agent_that_is_lost_is_replaced(trainers: Trainers) -> None:
+    """At the next save; what it was to do is done by the other one."""
+    lost = 0
+    trainers.start(saves=1000)
+    for event in trainers.events():
+        found = agents(trainers.run)
+        if event.get("committed") == 1:
+            (lost,) = wait_for(lambda: waiting(trainers.run), "no agent waits")
+            os.kill(lost, signal.SIGKILL)
+            wait_ended(lost)
+        elif "committed" in event and lost and found and lost not in found:
+            os.kill(trainers.pids[0], signal.SIGKILL)
+    wait_no_agent(trainers.run)
+    assert lost
+    assert steps_in(trainers.run)[-1] == steps_in(trainers.memory)[-1]

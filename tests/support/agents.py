@@ -57,6 +57,19 @@ def agents(run: Path) -> list[int]:
     return found
 
 
+def waiting(run: Path) -> list[int]:
+    """The agents of a run that are nobody's children any more."""
+    found = agents(run)
+    return found if len(found) == 1 and _session(found[0]) != found[0] else []
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return pid
+
+
 def wait_ended(pid: int) -> None:
     """Return once a process has ended, whosever child it is."""
     with contextlib.suppress(ProcessLookupError):

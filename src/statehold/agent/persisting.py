@@ -29,12 +29,13 @@ from statehold.errors import (
 from statehold.levels.opening import open_places
 from statehold.levels.places import DirectoryPlace
 from statehold.levels.promoting import Promoter
+from statehold.seeing.watching import Watch
 
 if TYPE_CHECKING:
     from statehold.agent.orders import Orders
-    from statehold.background_log import BackgroundLog
     from statehold.levels.places import Place
     from statehold.levels.specs import Level
+    from statehold.seeing.background_log import BackgroundLog
 
 __all__ = ["Persisting"]
 
@@ -50,6 +51,7 @@ class Persisting:
     def __init__(self, orders: Orders, log: BackgroundLog) -> None:
         self._orders = orders
         self._log = log
+        self._watch = Watch(orders.run, log=log)
         self._fs = _core.open_fs(orders.backend, orders.queue_depth)
         places = open_places(
             orders.levels,
@@ -108,7 +110,8 @@ class Persisting:
         if self._stopped.is_set():
             return True
         error: StateholdError | None = None
-        promoter = Promoter(level, place, self._fs, None, self._go_on, self._log)
+        watch = self._watch.level(place.name)
+        promoter = Promoter(level, place, self._fs, None, self._go_on, watch)
         self._copying = promoter
         with contextlib.closing(promoter):
             for step in reversed(self._source.steps()):

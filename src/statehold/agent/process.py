@@ -27,10 +27,10 @@ from typing import NoReturn
 
 from statehold.agent.orders import Orders
 from statehold.agent.persisting import Persisting
-from statehold.background_log import BackgroundLog
 from statehold.errors import StateholdError
 from statehold.levels.memory import memory_root
 from statehold.levels.specs import Memory
+from statehold.seeing.background_log import BackgroundLog
 from statehold.storage.lock import TAKE_OVER_S
 
 __all__ = ["LOG_NAME", "main"]

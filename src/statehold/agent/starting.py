@@ -31,8 +31,8 @@ from statehold.errors import StateholdError
 from statehold.levels.specs import Level, Memory
 
 if TYPE_CHECKING:
-    from statehold.background_log import BackgroundLog
     from statehold.options import Options
+    from statehold.seeing.background_log import BackgroundLog
 
 __all__ = ["Agent", "agent_for"]
 
