@@ -47,6 +47,11 @@ def check_intact(run: Path, step: int) -> None:
 
 def agents(run: Path) -> list[int]:
     """The agents of a run: those that wait, and those at work."""
+    # The first process of an agent may end, and leave the second one, while we look.
+    return _listed(run) or _listed(run)
+
+
+def _listed(run: Path) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
