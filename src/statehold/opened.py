@@ -125,8 +125,8 @@ class Opened:
                 if len(self.near) == 1:
                     raise
                 # Saves go to the next level, and say why.
-            if self.near[0].was_taken_over:  # an agent could not end its work
-                self.promotions.hurry()
+            if self.near[0].was_taken_over:
+                self._take_over()
             self._is_prepared = True
         if self._agent is not None and self._agent.is_missing:
             self.pipeline.ahead(self._agent.start)
@@ -205,6 +205,14 @@ class Opened:
             self.fs.close()
         if self.peers is not None:
             self.peers.close()
+
+    def _take_over(self) -> None:
+        """An agent could not end its work: go on with it. On several ranks nobody else knows, and
+        the next step makes up for it."""
+        if self.peers is None:
+            self.pipeline.ahead(self.promotions.catch_up)
+        else:
+            self.promotions.hurry()
 
     def _say_goodbye(self) -> None:
         """The agent is needed no more, unless a level lacks the newest step."""

@@ -111,7 +111,7 @@ def at_work(run: Path, step: int) -> int:
     """The agent that has begun to copy this step, and is in the middle of it."""
     told = f"copying step {step} to"
     wait_for(lambda: told in said(run), "no agent begins to copy")
-    pattern = f"step-{step:012d}.partial/*.safetensors"
+    pattern = f"step-{step:012d}*.partial/*.safetensors"
     wait_for(lambda: list(run.glob(pattern)), "no agent copies")
     (pid,) = wait_for(lambda: agents(run), "the agent is gone")
     return int(pid)

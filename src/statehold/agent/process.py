@@ -8,9 +8,9 @@ The trainer is watched through a pidfd of its own making: no other process is ev
 what it has forked does not keep this from noticing. The end of the pipe says nothing: a fork may
 hold it, and the trainer may have closed it without a goodbye.
 
-Holds: says what it does in RUN/.agent.log, or in the level in memory where there is no run
-directory. Ends in bounded time whatever storage does, short of a call that the kernel does not
-interrupt: what is half done is invisible, and cleared by the next trainer.
+Holds: says what it does in RUN/.agent.log, or in the level in memory where that cannot be. Ends in
+bounded time whatever storage does, short of a call that the kernel does not interrupt: what is half
+done is invisible, and the next trainer goes on with it, or clears it.
 Not here: what is copied, and where to (persisting); who starts it (starting).
 """
 
@@ -124,6 +124,7 @@ def _open_log(orders: Orders) -> None:
     for folder in (orders.run, memory.path or memory_root(orders.run)):
         path = Path(folder, LOG_NAME)
         with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
             is_long = path.exists() and path.stat().st_size > LOG_BYTES_MAX
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_APPEND
             fd = os.open(path, flags | (os.O_TRUNC if is_long else 0), 0o644)
