@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from statehold import _core
-from statehold.errors import ChecksumError, StateholdError
+from statehold.errors import ChecksumError, StateholdError, StorageError
 from statehold.planning.plan import pieces
 from statehold.steps.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry
 from statehold.steps.manifest import Manifest, record_name
@@ -59,6 +60,13 @@ class Source(Protocol):
 
     def read_file(self, path: str, max_bytes: int) -> bytes: ...
     def open_read(self, path: str) -> Readable: ...
+
+
+@runtime_checkable
+class Viewing(Protocol):
+    """A source whose files may be memory of this host."""
+
+    def open_view(self, path: str, bytes: int) -> _core.File: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,29 @@ class Copy:
     directory: str
     before: Callable[[int], None]
     seen: CopyWatch
+
+    @contextlib.contextmanager
+    def blocks(self, file: DataFile) -> Iterator[Iterator[memoryview]]:
+        """A data file of the part, block by block and verified, while it is copied: from where it
+        lies, where that is memory, else as blocks() has it."""
+        with contextlib.ExitStack() as opened:
+            view = self._view(file)
+            if view is None:
+                yield blocks(file, opened.enter_context(self.opened(file)))
+                return
+            opened.callback(view.close)
+            opened.enter_context(self.seen.file(file.name, file.bytes))
+            yield _viewed_blocks(file, view)
+
+    def _view(self, file: DataFile) -> _core.File | None:
+        if not isinstance(self.source, Viewing):
+            return None
+        try:
+            return self.source.open_view(f"{self.directory}/{file.name}", file.bytes)
+        except StorageError as error:
+            if error.errno != errno.EOPNOTSUPP:  # it is not in memory
+                raise
+            return None
 
     @contextlib.contextmanager
     def opened(self, file: DataFile) -> Iterator[Readable]:
@@ -338,20 +369,52 @@ def blocks(file: DataFile, source: Readable) -> Iterator[memoryview]:
     times, so that one can be sent while the next one is read."""
     memories = [bytearray(min(BLOCK_BYTES, file.bytes)) for _ in range(2)]
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
+    for number, (begin, end, cuts) in enumerate(_verified_by(file)):
+        block = memoryview(memories[number % 2])[: end - begin]
+        source.read_into(block, begin)
+        _verify(file, addresses[number % 2] - begin, cuts)
+        yield block
+
+
+def _viewed_blocks(file: DataFile, view: _core.File) -> Iterator[memoryview]:
+    """blocks(), of a file that is memory: read-only, verified in place, and valid for ever.
+
+    A block is sent some time after it was verified, from the same memory: nothing may change it in
+    between. Nothing of ours does: a committed file is never written, and one that was retired or
+    replaced is not overwritten as long as anybody, here or in another process, has it mapped
+    (Store, Fs.can_reuse); the view is such a mapping, and whoever sends a block holds the view.
+    What a stranger changes in that moment arrives as damage, and is found by whoever reads it
+    there, like damage that comes later.
+    """
+    memory, address = view.view, view.address
+    for begin, end, cuts in _verified_by(file):
+        _verify(file, address, cuts)
+        yield memory[begin:end]
+
+
+Cut = tuple[Span, int, int, int]
+
+
+def _verified_by(file: DataFile) -> Iterator[tuple[int, int, list[Cut]]]:
+    """(begin, end) of each block, and what verifies it: (span, begin, end, checksum) of the pieces
+    that end in it, which is where they begin, too: blocks are whole pieces."""
     cuts = [
         (span, begin, end, expected)
         for span in file.spans
         for begin, end, expected in _expected(file, span)
     ]
     at = 0
-    for number, begin in enumerate(range(0, file.bytes, BLOCK_BYTES)):
+    for begin in range(0, file.bytes, BLOCK_BYTES):
         end = min(begin + BLOCK_BYTES, file.bytes)
-        block = memoryview(memories[number % 2])[: end - begin]
-        source.read_into(block, begin)
+        first = at
         while at < len(cuts) and cuts[at][2] <= end:
-            span, low, high, expected = cuts[at]
-            got = _core.hash_memory(addresses[number % 2] + low - begin, high - low)
-            if got != expected:
-                raise _mismatch(file, span, (low, high), expected, got)
             at += 1
-        yield block
+        yield begin, end, cuts[first:at]
+
+
+def _verify(file: DataFile, address: int, cuts: Sequence[Cut]) -> None:
+    """Compare pieces with their checksums; `address` is that of the file's first byte."""
+    for span, begin, end, expected in cuts:
+        got = _core.hash_memory(address + begin, end - begin)
+        if got != expected:
+            raise _mismatch(file, span, (begin, end), expected, got)

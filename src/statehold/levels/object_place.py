@@ -84,8 +84,7 @@ class ObjectPlace:
         for file in copy.part.files:
             if self._is_there(copy, file, attempt):
                 continue
-            with copy.opened(file) as source:
-                verified = blocks(file, source)
+            with copy.blocks(file) as verified:
                 self._objects.upload(step, attempt, file.name, file.bytes, verified, copy.before)
         for name, raw in copy.part.records:
             self._objects.upload(step, attempt, name, len(raw), [memoryview(raw)])
