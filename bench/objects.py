@@ -4,7 +4,9 @@ What: GB/s of one file up and down. The peers are obstore's own ways at their be
 `put` of the whole buffer and of an iterator of its parts, a download by `get_range` in parallel
 threads and by `get_ranges`; each with the part size and the parts in flight that ObjectSteps has,
 and with obstore's own defaults. All are given the same read-only memory; "copied" is ObjectSteps
-with blocks that could be written to. The denominator is the fastest peer, by median, of the run.
+with blocks that could be written to. "promoted" is what a promotion does with a file of a memory
+level, from where it lies, "promoted, read" what it does with a file that is no memory; both verify
+it. The denominator is the fastest peer, by median, of the run.
 How: every round takes all ways in turn, so that a machine that is busy now and then slows all
 alike; the first round is not counted. Where memory is filled, it was touched before; what came is
 compared with what went, outside of the clock.
@@ -15,13 +17,17 @@ the environment, and an existing bucket).
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import ctypes
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +35,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness
+from statehold import _core
+from statehold.levels.copying import DataFile, Span, blocks, viewed_blocks
+from statehold.planning.plan import pieces
 from statehold.storage.object_client import IN_FLIGHT_BYTES, PART_BYTES, ObjectClient
 from statehold.storage.objects import ObjectSteps
 from statehold.units import MiB, parse_bytes
@@ -56,6 +65,33 @@ def slices(data: memoryview, size: int) -> Iterator[memoryview]:
     return (data[begin : begin + size] for begin in range(0, len(data), size))
 
 
+def promotions(steps: ObjectSteps, data: memoryview) -> dict[str, Way]:
+    """Uploads of a file in memory, as promotions make them."""
+    folder = tempfile.mkdtemp(dir="/dev/shm")
+    atexit.register(shutil.rmtree, folder)
+    path = f"{folder}/{NAME}"
+    fs = _core.open_fs("threads", 1, 1)
+    made = fs.open_write(path, len(data), mapped=True)
+    ctypes.memmove(made.address, bytes(data), len(data))
+    cuts = pieces(0, len(data), MiB)
+    sums = [_core.hash_memory(made.address + begin, end - begin) for begin, end in cuts]
+    made.close()
+    text = "".join(f"{each:016x}" for each in sums)
+    file = DataFile(NAME, len(data), MiB, (Span(0, len(data), text, ""),))
+
+    def viewed() -> None:
+        found = fs.open_view(path, len(data))
+        steps.upload(1, ATTEMPT, NAME, len(data), viewed_blocks(file, found))
+        found.close()
+
+    def read() -> None:
+        found = fs.open_read(path)
+        steps.upload(1, ATTEMPT, NAME, len(data), blocks(file, found))
+        found.close()
+
+    return {"statehold, promoted": viewed, "statehold, promoted, read": read}
+
+
 def uploads(steps: ObjectSteps, store: Any, data: memoryview) -> dict[str, Way]:
     writable = memoryview(bytearray(data))
 
@@ -69,6 +105,7 @@ def uploads(steps: ObjectSteps, store: Any, data: memoryview) -> dict[str, Way]:
     return {
         "statehold": lambda: through_steps(data),
         "statehold, copied": lambda: through_steps(writable),
+        **promotions(steps, data),
         "put, buffer": lambda: store.put("peer", data, use_multipart=True, **ours),
         "put, buffer, defaults": lambda: store.put("peer", data),
         "put, parts": parts(**ours),
@@ -161,7 +198,7 @@ def table(results: dict[str, Found]) -> str:
             low, high = min(values)[0], max(values)[0]
             speed, computed = middle(values, 0), middle(values, 1)
             lines.append(
-                f"  {name:<22} {speed:5.2f} GB/s ({low:.2f} to {high:.2f})"
+                f"  {name:<25} {speed:5.2f} GB/s ({low:.2f} to {high:.2f})"
                 f"  {computed:5.2f} processor s a GB"
             )
     return "\n".join(lines)

@@ -40,6 +40,7 @@ __all__ = [
     "Source",
     "blocks",
     "part_of",
+    "viewed_blocks",
     "write_copy",
 ]
 
@@ -128,7 +129,7 @@ class Copy:
                 return
             opened.callback(view.close)
             opened.enter_context(self.seen.file(file.name, file.bytes))
-            yield _viewed_blocks(file, view)
+            yield viewed_blocks(file, view)
 
     def _view(self, file: DataFile) -> _core.File | None:
         if not isinstance(self.source, Viewing):
@@ -376,7 +377,7 @@ def blocks(file: DataFile, source: Readable) -> Iterator[memoryview]:
         yield block
 
 
-def _viewed_blocks(file: DataFile, view: _core.File) -> Iterator[memoryview]:
+def viewed_blocks(file: DataFile, view: _core.File) -> Iterator[memoryview]:
     """blocks(), of a file that is memory: read-only, verified in place, and valid for ever.
 
     A block is sent some time after it was verified, from the same memory: nothing may change it in
