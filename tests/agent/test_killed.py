@@ -8,9 +8,22 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 from pathlib import Path
 
-from support.agents import Trainers, agents, check_intact, said, steps_in, wait_no_agent
+import pytest
+
+from support.agents import (
+    Trainers,
+    agents,
+    check_intact,
+    said,
+    steps_in,
+    wait_ended,
+    wait_for,
+    wait_no_agent,
+    waiting,
+)
 
 KILLS = int(os.environ.get("STATEHOLD_AGENT_KILLS", "5"))
 SEED = int(os.environ.get("STATEHOLD_SEED", "1"))
@@ -79,3 +92,35 @@ def test_all_of_a_job_of_several_ranks(trainers: Trainers) -> None:
     trainers.newest = newest
     exits = trainers.trained(saves=1)
     assert exits == [0]
+
+
+def test_a_rank_is_killed_and_the_others_are_ended_for_it(trainers: Trainers) -> None:
+    """As torchrun does: nothing happens before rank 0, which commits, has ended."""
+    trainers.start(saves=3, then="stay", ranks=2)
+    staying = 0
+    for event in trainers.events():
+        staying += "staying" in event
+        if staying == 2 and "staying" in event:
+            os.kill(trainers.pids[1], signal.SIGKILL)
+            wait_ended(trainers.pids[1])
+            (agent,) = wait_for(lambda: waiting(trainers.run), "no agent waits")
+            assert said(trainers.run) == ""
+            os.kill(trainers.pids[0], signal.SIGTERM)
+    wait_ended(agent)
+    assert steps_in(trainers.run)[-1] == 3
+    check_intact(trainers.run, 3)
+
+
+def test_the_step_gets_to_an_object_store(trainers: Trainers, tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / "objects").mkdir()
+    objects = {"url": f"file://{tmp_path}/objects", "every": "24h"}
+    trainers.killed(after=3, far=[], objects=objects)
+    wait_no_agent(trainers.run)
+    newest = steps_in(trainers.memory)[-1]
+    assert f"step {newest} is committed at level objects" in said(trainers.run)
+    shutil.rmtree(trainers.memory)
+    trainers.newest = newest
+    exits = trainers.trained(saves=0, far=[], objects=objects)  # restores, and compares
+    assert exits == [0]
+    assert trainers.restored == newest

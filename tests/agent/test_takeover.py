@@ -123,7 +123,7 @@ def test_a_level_that_fails_is_passed_over_and_named(trainers: Trainers, tmp_pat
     (tmp_path / "file").touch()
     blocked, other = str(tmp_path / "file" / "away"), str(tmp_path / "other")
     far = [{"path": blocked, "name": "blocked"}, {"path": other, "name": "other", "every": 1000}]
-    trainers.killed(after=3, far=far, patience=[0.05, 1.5])
+    trainers.killed(after=3, far=far, patience=[0.05, 3.0])
     wait_no_agent(trainers.run)
     newest = steps_in(trainers.memory)[-1]
     assert steps_in(tmp_path / "other")[-1] == newest
@@ -173,3 +173,11 @@ def test_a_run_directory_that_cannot_be_made(trainers: Trainers, tmp_path: Path)
     newest = steps_in(trainers.memory)[-1]
     assert steps_in(tmp_path / "other")[-1] == newest
     assert f"step {newest} is committed at level directory" in said(trainers.memory)
+
+
+def test_an_agent_ends_where_nothing_moves(trainers: Trainers) -> None:
+    """A limit stands in for storage that does not answer: the second block would pass in hours."""
+    trainers.killed(after=2, far=[{"every": 1000, "bytes_per_s": 100}], patience=[0.05, 1.0])
+    wait_no_agent(trainers.run)
+    assert "stopped: storage does not answer" in said(trainers.run)
+    assert steps_in(trainers.run) == []

@@ -2,7 +2,8 @@
 
 Reads one JSON request a line and forks a child for it, in a session of its own:
 
-    run, memory   directories; "far": options of the levels behind it, each a Directory
+    run, memory   directories; "far": options of the levels behind it, each a Directory; "objects":
+                  of an ObjectStore behind these, or null
     saves         so many steps; then close(), or, with "then": "stay", wait to be killed
     worker        fork a process first that stays when the trainer is gone, as workers may
     patience      [retry_s, give_up_s] for the agent, or null
@@ -50,10 +51,13 @@ def check(ckpt: statehold.Checkpointer, state: dict[str, Any]) -> int:
 
 
 def fork_worker() -> None:
+    ready, done = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.setsid()  # whoever ends the trainer's group does not end it
+        os.write(done, b"!")
         signal.pause()
+    os.read(ready, 1)
     report(worker=pid)
 
 
@@ -79,10 +83,12 @@ def child(request: dict[str, Any], rank: int) -> None:
         starting.Orders = partial(  # type: ignore[misc, assignment]
             starting.Orders, retry_s=retry_s, give_up_s=give_up_s
         )
-    levels = [
+    levels: list[Any] = [
         statehold.Memory(path=request["memory"]),
         *(statehold.Directory(**options) for options in request["far"]),
     ]
+    if request["objects"]:
+        levels.append(statehold.ObjectStore(**request["objects"]))
     together = {"coordination": "directory", "peer_timeout_s": DEADLINE_S} if ranks > 1 else {}
     with statehold.Checkpointer(request["run"], levels=levels, **SMALL, **together) as ckpt:
         train(ckpt, request)

@@ -154,6 +154,7 @@ class Trainers:
         told = {
             "run": str(self.run), "memory": str(self.memory), "far": [{"every": 1000}],
             "saves": 3, "then": "close", "worker": False, "patience": None, "ranks": 1,
+            "objects": None,
         }  # fmt: skip
         self._server.ask(told | order)
 
@@ -198,5 +199,6 @@ class Trainers:
 
     def close(self) -> None:
         for pid in self.workers:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it went with the group of its trainer
+                os.kill(pid, signal.SIGKILL)
         wait_no_agent(self.run)

@@ -2,8 +2,9 @@
 
 With the trainer's own means: places, promotions and their limits, one level after the other, from
 the nearest on, whatever their cadence. A level that fails does not keep the next one waiting; it is
-tried again every `retry_s`, until `give_up_s` after the death. A step that turns out to be damaged
-is passed over for the one before, if the level lacks that too.
+tried again every `retry_s`, until `give_up_s` after the death; where nothing moves for so long,
+all of it ends. A step that turns out to be damaged is passed over for the one before, if the level
+lacks that too.
 
 Holds: nothing is touched without the locks of the run, and they go to whoever wants them. What is
 copied is verified, and published by the level's own commit: whenever this ends, by whatever means,
@@ -70,11 +71,17 @@ class Persisting:
         self._stopped = threading.Event()
         self._copying: Promoter | None = None
         self._copies = 0
+        self._moved_s = time.monotonic()
 
     @property
     def is_wanted(self) -> bool:
         """Whether a trainer waits for this to end."""
         return any(place.is_wanted for place in self._near)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether storage has not answered for as long as anything is tried."""
+        return time.monotonic() - self._moved_s > self._orders.give_up_s
 
     def run(self) -> None:
         """Bring the newest step to every level that lacks it."""
@@ -109,6 +116,7 @@ class Persisting:
         """Bring the newest step that is intact to a level; False: try again."""
         if self._stopped.is_set():
             return True
+        self._moved_s = time.monotonic()
         error: StateholdError | None = None
         watch = self._watch.level(place.name)
         promoter = Promoter(level, place, self._fs, None, self._go_on, watch)
@@ -128,5 +136,7 @@ class Persisting:
         return error is None or isinstance(error, _FINAL)
 
     def _go_on(self) -> None:
+        """Before each block."""
+        self._moved_s = time.monotonic()
         if self._stopped.is_set():
             raise ClosedError("the agent was stopped")

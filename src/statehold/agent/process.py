@@ -106,11 +106,15 @@ def _watch(persisting: Persisting, wake: int, log: BackgroundLog) -> None:
     """Stop when told so."""
     poller = select.poll()
     poller.register(wake, select.POLLIN)
-    is_wanted = False
-    while not is_wanted and not poller.poll(_LOOK_MS):
+    why = ""
+    while not why:
+        if poller.poll(_LOOK_MS):
+            why = "by a signal"
+        elif persisting.is_stuck:
+            why = "storage does not answer"
         with contextlib.suppress(OSError):  # asked again soon
-            is_wanted = persisting.is_wanted
-    log.info("stopped: %s", "a trainer goes on with the run" if is_wanted else "by a signal")
+            why = "a trainer goes on with the run" if persisting.is_wanted else why
+    log.info("stopped: %s", why)
     end = threading.Timer(STOP_S, os._exit, [1])
     end.daemon = True
     end.start()
