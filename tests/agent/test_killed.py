@@ -25,7 +25,7 @@ from support.agents import (
     waiting,
 )
 
-KILLS = int(os.environ.get("STATEHOLD_AGENT_KILLS", "5"))
+KILLS = int(os.environ.get("STATEHOLD_AGENT_KILLS", "4"))
 SEED = int(os.environ.get("STATEHOLD_SEED", "1"))
 
 
