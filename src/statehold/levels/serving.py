@@ -22,10 +22,10 @@ import secrets
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 
 from statehold.errors import UsageError
+from statehold.forks import forget_in_children
 from statehold.levels.served import Served, UnreadableError
 from statehold.levels.wire import Head, Wire, WireError
 
@@ -84,8 +84,7 @@ class FileServer:
                 hint="address= takes an address of this host that the others reach",
             ) from None
         self.address = _text(self._listener.getsockname())
-        _open_servers.add(self)
-        _forget_in_children()
+        forget_in_children(self)
         self._in_thread(self._accept, self._listener)
 
     def close(self) -> None:
@@ -93,7 +92,6 @@ class FileServer:
         listener, self._listener = self._listener, None
         if listener is None:
             return
-        _open_servers.discard(self)
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept()
         listener.close()
@@ -101,6 +99,14 @@ class FileServer:
         with self._guard:
             for wire in self._wires:
                 wire.hang_up()
+
+    def forget(self) -> None:
+        """In a forked child."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+        for wire in self._wires:
+            wire.close()
 
     def _in_thread(self, run: Callable[..., None], *args: object) -> None:
         threading.Thread(target=run, args=args, name="statehold-files", daemon=True).start()
@@ -232,27 +238,3 @@ def _listen(host: str) -> socket.socket:
 def _text(name: tuple[object, ...]) -> str:
     host, port = str(name[0]), name[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-# -- forks -----------------------------------------------------------------------------------------
-
-_open_servers: weakref.WeakSet[FileServer] = weakref.WeakSet()
-_hooks: list[bool] = []
-
-
-def _forget_in_children() -> None:
-    """Once a process: a child closes its copies of the sockets, or the port would stay taken, and
-    connections half open, as long as a data loader's worker lives."""
-    if not _hooks:
-        _hooks.append(True)
-        os.register_at_fork(after_in_child=_forget_all)
-
-
-def _forget_all() -> None:
-    for server in list(_open_servers):
-        if server._listener is not None:
-            server._listener.close()
-            server._listener = None
-        for wire in list(server._wires):
-            wire.close()
-    _open_servers.clear()

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import socket
 import socketserver
 import threading
-import weakref
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 from statehold.errors import PortInUseError, UsageError
+from statehold.forks import forget_in_children
 from statehold.seeing.counters import exposition
 
 __all__ = ["Endpoint", "serve"]
@@ -59,8 +58,7 @@ class Endpoint:
             target=self._server.serve_forever, name="statehold-metrics", daemon=True
         )
         self._thread.start()
-        _forget_in_children()
-        _open.add(self)
+        forget_in_children(self)
 
     @property
     def port(self) -> int:
@@ -81,7 +79,7 @@ class Endpoint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """In a forked child, which has the socket but not the thread."""
         self._is_open = False
         self._server.server_close()
@@ -126,21 +124,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug("metrics: " + format, *args)
-
-
-_open: weakref.WeakSet[Endpoint] = weakref.WeakSet()
-_hooks: list[bool] = []
-
-
-def _forget_in_children() -> None:
-    """Once a process: a child of it closes its copies of the sockets, or the port would stay
-    taken as long as a data loader's worker lives."""
-    if not _hooks:
-        _hooks.append(True)
-        os.register_at_fork(after_in_child=_forget_all)
-
-
-def _forget_all() -> None:
-    for endpoint in list(_open):
-        endpoint._forget()
-    _open.clear()
