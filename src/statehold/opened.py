@@ -32,6 +32,7 @@ from statehold.planning.share import PlanCache
 from statehold.ranks.joining import join
 from statehold.save import forked
 from statehold.seeing.background_log import BackgroundLog, logger
+from statehold.seeing.once import say_once
 from statehold.seeing.watching import Watch
 from statehold.state.device import Devices
 from statehold.study.profile import tuned
@@ -64,9 +65,9 @@ class Opened:
         self._owns_fs = borrowed_fs is None
         if borrowed_fs is None:  # a profile is of a real storage
             options, note = tuned(options, storage_of(levels, run))
-            _say_once(note)
+            say_once(note)
         self.fs = borrowed_fs or _core.open_fs(options.backend_choice, options.depth)
-        _say_once(self.fs.note and f"saving with threads instead of io_uring: {self.fs.note}")
+        say_once(self.fs.note and f"saving with threads instead of io_uring: {self.fs.note}")
         rank, ranks = (self.peers.rank, self.peers.world_size) if self.peers else (0, 1)
         self.places = open_places(
             levels,
@@ -234,13 +235,3 @@ def _logged(what: str) -> Iterator[None]:
         yield
     except StateholdError as error:
         logger.warning("%s\n%s", what, error)
-
-
-_said: set[str] = set()
-
-
-def _say_once(note: str) -> None:
-    """Log why bytes may move more slowly than they could; once a process."""
-    if note and note not in _said:
-        _said.add(note)
-        logger.warning("%s", note)

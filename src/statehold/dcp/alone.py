@@ -19,8 +19,8 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import _get_default_store
 
+from statehold.dcp.among import rank_and_world
 from statehold.dcp.commit import Sent
-from statehold.dcp.endpoint import rank_and_world
 from statehold.dcp.writing import Piece, Place
 from statehold.errors import InvariantError, StateholdError
 from statehold.planning.layout import Box

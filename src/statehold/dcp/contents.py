@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from statehold.dcp.endpoint import rank_and_world
+from statehold.dcp.among import rank_and_world
 from statehold.dcp.reading import Wanted
 from statehold.dcp.tree import containers, leaves, tensor_of
 from statehold.encoding import values

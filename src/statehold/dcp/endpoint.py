@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch.distributed as dist
-
 from statehold.dcp.machine import Machine
 from statehold.errors import UsageError
 
@@ -43,13 +41,6 @@ class Endpoint:
                 hint=f"give {self._call}() a checkpoint_id, or the {type(self).__name__} a path",
             )
         return path
-
-
-def rank_and_world() -> tuple[int, int]:
-    """The rank of this process among those that load or save, and how many they are."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:

@@ -1,4 +1,5 @@
-"""What moves the bytes of one save or load: a file system and an engine, opened for it alone.
+"""What moves the bytes of one save or load: a file system and an engine, opened for it alone, and
+what sees it.
 
 Holds: nothing is open between two calls, so writers and readers can be pickled, forked around and
 thrown away without close(); the staging memory is never larger than what the call moves.
@@ -8,11 +9,16 @@ Not here: what is moved (writing, reading).
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from statehold import _core
+from statehold.dcp.watched import watch_of
 from statehold.options import Options
+from statehold.seeing.once import say_once
+from statehold.seeing.watching import UNWATCHED
+from statehold.study.profile import tuned
 
 if TYPE_CHECKING:
     from statehold._core import Engine, Fs
@@ -21,9 +27,22 @@ if TYPE_CHECKING:
 class Machine:
     """Opens engines as `options` (fields of statehold.options.Options) say."""
 
+    watch = UNWATCHED  # not of the instance, which is pickled
+
     def __init__(self, **options: Any) -> None:
         self.options = Options(**options)
         self.borrowed_fs: Fs | None = None  # for tests
+
+    def at(self, directory: str) -> Machine:
+        """The machine for the checkpoint `directory`: as the profile of its storage says where
+        nothing was given, and watched."""
+        options, note = self.options, ""
+        if self.borrowed_fs is None:  # a profile is of a real storage
+            options, note = tuned(options, directory)
+        say_once(note)
+        found = copy.copy(self)
+        found.options, found.watch = options, watch_of(directory, options.trace)
+        return found
 
     @contextlib.contextmanager
     def storage(self) -> Iterator[Fs]:

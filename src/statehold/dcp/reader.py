@@ -22,10 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from statehold.dcp.among import rank_and_world
 from statehold.dcp.contents import Builder, Contents
-from statehold.dcp.endpoint import Endpoint, rank_and_world
+from statehold.dcp.endpoint import Endpoint
+from statehold.dcp.machine import Machine
 from statehold.dcp.reading import read
+from statehold.dcp.watched import traced
 from statehold.errors import UsageError
+from statehold.seeing.watching import RestoreWatch
 from statehold.steps.manifest import MANIFEST_BYTES_MAX, Manifest
 from statehold.steps.saved import MANIFEST_NAME, open_step
 
@@ -35,7 +39,8 @@ class StorageReader(Endpoint, _StorageReader):
     torch.distributed.checkpoint.
 
     path: the directory of the step; the `checkpoint_id` of a load replaces it.
-    staging_bytes, buffer_bytes, queue_depth, copy_threads, backend: as for a Checkpointer.
+    staging_bytes, buffer_bytes, queue_depth, copy_threads, backend, profile: as for a Checkpointer.
+    trace: a file for what happened when, written at the end of each load.
     """
 
     _what, _call = "a load", "load"
@@ -45,10 +50,12 @@ class StorageReader(Endpoint, _StorageReader):
         path: str | os.PathLike[str] | None = None,
         *,
         staging_bytes: int | str = "256MiB",
-        buffer_bytes: int | str = "16MiB",
-        queue_depth: int = 32,
+        buffer_bytes: int | str | None = None,
+        queue_depth: int | None = None,
         copy_threads: int | None = None,
-        backend: str = "auto",
+        backend: str | None = None,
+        profile: str | os.PathLike[str] | None = "auto",
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(
             path,
@@ -57,6 +64,8 @@ class StorageReader(Endpoint, _StorageReader):
             queue_depth=queue_depth,
             copy_threads=copy_threads,
             backend=backend,
+            profile=profile,
+            trace=trace,
         )
         self._step: Contents | None = None
 
@@ -92,6 +101,22 @@ class StorageReader(Endpoint, _StorageReader):
         step = self._step
         if step is None or self._path is None:
             raise UsageError("read_data() was called before read_metadata()")
+        machine = self._machine.at(self._path)
+        with traced(machine.watch), machine.watch.restore() as seen:
+            self._read_items(machine, step, plan, planner, seen)
+            seen.restored_step = step.saved.step
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_items(
+        self,
+        machine: Machine,
+        step: Contents,
+        plan: LoadPlan,
+        planner: LoadPlanner,
+        seen: RestoreWatch,
+    ) -> None:
         objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         targets = [planner.resolve_tensor(item).detach() for item in tensors]
@@ -101,14 +126,12 @@ class StorageReader(Endpoint, _StorageReader):
         ]
         builder = Builder(step)
         built = [builder.build(item.storage_index.fqn) for item in objects]
-        read(self._machine, self._path, step.saved, [*wanted, *builder.wanted])
+        with seen.stage("read", step=step.saved.step):
+            read(machine, self._directory(), step.saved, [*wanted, *builder.wanted], seen)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         for item, value in zip(objects, built, strict=True):
             planner.load_bytes(item, _pickled(value))
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def _open(self) -> Contents:
         directory = self._directory()

@@ -25,6 +25,7 @@ from statehold.units import MiB
 
 if TYPE_CHECKING:
     from statehold._core import Fs
+    from statehold.seeing.watching import RestoreWatch
     from statehold.steps.saved import PlacedChunk, SavedStep
 
 WAVE_BYTES = 256 * MiB
@@ -60,11 +61,17 @@ class Wanted:
         return 0 if self.is_straight else self.box.numel * self.dtype.itemsize
 
 
-def read(machine: Machine, directory: str, saved: SavedStep, wanted: Iterable[Wanted]) -> None:
+def read(
+    machine: Machine,
+    directory: str,
+    saved: SavedStep,
+    wanted: Iterable[Wanted],
+    seen: RestoreWatch,
+) -> None:
     """Fill every target. Raises ChecksumError, with the tensor, for bytes that are not right."""
     with machine.storage() as fs:
         for wave in _waves(wanted):
-            _read_wave(machine, fs, directory, saved, wave)
+            _read_wave(machine, fs, directory, saved, wave, seen)
 
 
 def _waves(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
@@ -81,14 +88,21 @@ def _waves(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
 
 
 def _read_wave(
-    machine: Machine, fs: Fs, directory: str, saved: SavedStep, wave: Sequence[Wanted]
+    machine: Machine,
+    fs: Fs,
+    directory: str,
+    saved: SavedStep,
+    wave: Sequence[Wanted],
+    seen: RestoreWatch,
 ) -> None:
     straight = [each.target if each.is_straight else _host_memory(each) for each in wave]
     plan = ReadPlan(saved, hint=_HINT)
     for each, target in zip(wave, straight, strict=True):
         plan.place(each.name, each.chunk, each.box, target, shared=each.shared)
     with machine.engine(fs, plan.nbytes) as engine:
-        plan.start(engine, lambda name, *_: f"{directory}/{name}").finish()
+        reading = plan.start(engine, lambda name, *_: f"{directory}/{name}")
+        with seen.reading(saved.step, reading.job):
+            reading.finish()
     for each, target in zip(wave, straight, strict=True):
         if target is not each.target:
             each.target.copy_(target)

@@ -30,10 +30,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from statehold.dcp.alone import Meeting
+from statehold.dcp.among import rank_and_world
 from statehold.dcp.commit import Sent, complete, hand_over
-from statehold.dcp.endpoint import Endpoint, rank_and_world
+from statehold.dcp.endpoint import Endpoint
 from statehold.dcp.staging import StagingPool
 from statehold.dcp.tree import Path
+from statehold.dcp.watched import SaveWatch
 from statehold.dcp.writing import Place, write_items
 from statehold.errors import UsageError
 from statehold.planning.plan import STEP_MAX
@@ -54,6 +56,7 @@ class _Save(threading.local):
     path: str | None = None
     use_collectives = True
     meeting: Meeting | None = None
+    seen: SaveWatch | None = None
 
 
 class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
@@ -63,8 +66,9 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
         number in its name is the step.
     overwrite: replace a checkpoint that is there already, in one operation, once the new one is
         complete; False refuses.
-    staging_bytes, buffer_bytes, queue_depth, copy_threads, backend: as for a Checkpointer. The
-        staging memory is allocated for each save, and never larger than what the rank writes.
+    staging_bytes, buffer_bytes, queue_depth, copy_threads, backend, profile: as for a Checkpointer.
+        The staging memory is allocated for each save, and never larger than what the rank writes.
+    trace: a file for what happened when, written at the end of each save.
     timeout_s: with use_collectives=False, how long ranks wait for each other.
 
     As `AsyncStager` of dcp.async_save it copies the state into host memory that is used again.
@@ -78,10 +82,12 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
         *,
         overwrite: bool = True,
         staging_bytes: int | str = "256MiB",
-        buffer_bytes: int | str = "16MiB",
-        queue_depth: int = 32,
+        buffer_bytes: int | str | None = None,
+        queue_depth: int | None = None,
         copy_threads: int | None = None,
-        backend: str = "auto",
+        backend: str | None = None,
+        profile: str | os.PathLike[str] | None = "auto",
+        trace: str | os.PathLike[str] | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__(
@@ -91,6 +97,8 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
             queue_depth=queue_depth,
             copy_threads=copy_threads,
             backend=backend,
+            profile=profile,
+            trace=trace,
         )
         self._timeout_s = timeout_s
         self._overwrite = overwrite
@@ -111,6 +119,7 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         super().reset(checkpoint_id)
         self._save.path = self._path
+        self._save.seen = SaveWatch()
 
     # torch passes rank and use_collectives only to a parameter of this very name.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -151,7 +160,9 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         found = [each.storage_data for result in results for each in result]
         paths = _paths(metadata)
-        with self._machine.storage() as fs:
+        machine = self._machine.at(self._directory())
+        commit = self._seen().stage(machine.watch, "commit", _step(self._directory()), is_last=True)
+        with commit, machine.storage() as fs:
             meeting = self._save.meeting
             if meeting is None:
                 self._publish(fs, found, paths, alone=False)
@@ -163,9 +174,12 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
     def _write(self, plan: SavePlan, planner: SavePlanner, *, alone: bool) -> WriteResult:
         """The files of this rank. A rank that is alone learns only in finish() what its tree is."""
         place = self._place_of(plan)
-        with self._machine.storage() as fs:
-            written = write_items(self._machine, fs, place, plan, planner, alone)
+        machine, seen = self._machine.at(place.final), self._seen()
+        write = seen.stage(machine.watch, "write", place.step, is_last=False)
+        with write, machine.storage() as fs:
+            written = write_items(machine, fs, place, plan, planner, alone)
             nbytes = sum(file.bytes for file in written.files)
+            seen.wrote(nbytes, len(written.chunks))
             sent = (place, written) if alone else hand_over(fs, place, written)
         return WriteResult(_RESULT, nbytes, sent)
 
@@ -175,6 +189,11 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
         place = sents[0].place
         if publish(fs, place.partial, place.final, complete(fs, sents, paths, alone=alone)):
             delete(fs, place.partial)
+
+    def _seen(self) -> SaveWatch:
+        """The save of this thread, as it is seen; without a reset() it begins now."""
+        self._save.seen = self._save.seen or SaveWatch()
+        return self._save.seen
 
     # -- torch.distributed.checkpoint.staging.AsyncStager --------------------------------------
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -230,7 +231,7 @@ def _write_files(
                 part=index,
             )
             written.append(f"{place.partial}/{plan.file_name}")
-            sums = _write_file(engine, fs, written[-1], plan, tensors)
+            sums = _write_file(machine, engine, fs, written[-1], plan, tensors)
             file, entries = record_file(plan, sums, index=index)
             files.append(file)
             for name, entry in entries.items():
@@ -251,8 +252,14 @@ def _by_file(tensors: Iterable[CapturedTensor]) -> list[list[CapturedTensor]]:
 
 
 def _write_file(
-    engine: Engine, fs: Fs, path: str, plan: Any, tensors: Sequence[CapturedTensor]
+    machine: Machine,
+    engine: Engine,
+    fs: Fs,
+    path: str,
+    plan: Any,
+    tensors: Sequence[CapturedTensor],
 ) -> bytes:
+    begin_s = time.perf_counter()
     devices = Devices(engine.staging_address, engine.staging.nbytes)
     ordered = [tensors[index] for index in plan.source_index]
     job = start_write(engine, plan, ordered)
@@ -263,6 +270,7 @@ def _write_file(
             copies.run()
         job.wait_written(None)
         job.finish()  # D2
+        machine.watch.save_moved(plan.step, begin_s, job.stats)
         return job.checksums()
     except BaseException:
         job.cancel()

@@ -43,7 +43,10 @@ _UNSEEN: Stage = contextlib.nullcontext()
 
 
 class Watch:
-    """The trace and the figures of one Checkpointer; thread-safe."""
+    """The trace and the figures of one Checkpointer; thread-safe.
+
+    trace: the file for it; recorded: what is in it already, where several write one.
+    """
 
     def __init__(
         self,
@@ -52,11 +55,12 @@ class Watch:
         ranks: int = 1,
         trace: str | os.PathLike[str] | None = None,
         log: BackgroundLog | None = None,
+        recorded: Trace | None = None,
     ) -> None:
         self._log = log or BackgroundLog()
         self._figures = Figures("", 0) if run is None else figures_of(run, rank)
         self._rank, self._ranks = rank, ranks
-        self._trace = None if trace is None else Trace(rank, ranks)
+        self._trace = None if trace is None else recorded or Trace(rank, ranks)
         self._path = None if trace is None else os.path.abspath(self._named(trace))
 
     def stage(self, name: str, **facts: Any) -> Stage:
@@ -248,8 +252,9 @@ def save_text(stats: SaveStats) -> str:
     assert stats.committed_s is not None
     rate = format_bytes(int(stats.written_bytes / max(stats.committed_s, 1e-9)))
     took = f"{format_bytes(stats.written_bytes)} in {format_seconds(stats.committed_s)} ({rate}/s)"
-    blocked = format_seconds(stats.blocked_s + stats.gate_s)
-    return f"step {stats.step} committed: {took}, training blocked {blocked}"
+    blocked_s = stats.blocked_s + stats.gate_s  # 0: torch has not said
+    blocked = f", training blocked {format_seconds(blocked_s)}" if blocked_s else ""
+    return f"step {stats.step} committed: {took}{blocked}"
 
 
 def restore_text(told: Mapping[str, Any]) -> str:
