@@ -1,0 +1,81 @@
+"""How often training fails, by what is lost with it, and which level of a run is needed for that.
+
+    PROCESS   the training process: a bug, no memory left, a link that is down; its host is not lost
+    NODE      a node, with its memory and its disk
+    CLUSTER   all nodes at once, with what they share: a file system, a site
+
+Published figures behind the defaults:
+- nodes: 419 unexpected interruptions in 54 days on 16,384 GPUs, eight in a node (Llama Team, "The
+  Llama 3 Herd of Models", 2024, section 3.3.4): one in 264 days of a node. Of them 98 were software,
+  dependencies, the network or unknown (table 5: 54 + 2 + 35 + 7), and are counted here as losses of
+  a process; the other 321, GPUs, hosts and their maintenance, as losses of a node.
+Assumed, for want of published figures:
+- any job, however small, is ended once a day by what has nothing to do with its nodes: its own bugs,
+  its memory, somebody's hand;
+- a cluster is lost once in a year, however many nodes the job has;
+- of a hundred restarts, one finds the nearest copy that it should have found damaged, or away.
+
+Holds: rates are in failures a second, of the whole job. Pure.
+Not here: intervals that follow (intervals), what kinds of levels there are (levels/specs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+__all__ = ["NODE_MTBF_S", "Loss", "Rates", "rates_by_level", "rates_of"]
+
+DAY_S = 86_400.0
+_INTERRUPTIONS, _OF_PROCESSES = 419, 98
+_DAYS, _NODES = 54, 16_384 // 8
+
+NODE_MTBF_S = _DAYS * _NODES / _INTERRUPTIONS * DAY_S
+JOB_MTBF_S = DAY_S
+CLUSTER_MTBF_S = 365 * DAY_S
+BAD_COPIES = 0.01
+
+
+class Loss(IntEnum):
+    """What a failure takes with it; each takes what the ones before it take, too."""
+
+    PROCESS = 0
+    NODE = 1
+    CLUSTER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Failures a second of a job, by what they take."""
+
+    process: float
+    node: float
+    cluster: float
+
+    def of(self, loss: Loss) -> float:
+        return (self.process, self.node, self.cluster)[loss]
+
+
+def rates_of(nodes: int, node_mtbf_s: float | None = None) -> Rates:
+    """The rates of a job on so many nodes. node_mtbf_s: the mean time between failures of one node,
+    by whatever cause."""
+    nodes_rate = nodes / (node_mtbf_s or NODE_MTBF_S)
+    of_processes = _OF_PROCESSES / _INTERRUPTIONS
+    return Rates(
+        process=1 / JOB_MTBF_S + of_processes * nodes_rate,
+        node=(1 - of_processes) * nodes_rate,
+        cluster=1 / CLUSTER_MTBF_S,
+    )
+
+
+def rates_by_level(survived: Sequence[Loss], rates: Rates) -> list[float]:
+    """For each level, nearest first, how often a restart needs what is there: after failures that
+    it survives and no nearer level does, and where the nearer copies are bad. `survived`: the worst
+    loss that a level survives. What no level survives is lost however often it was saved."""
+    needed = [0.0] * len(survived)
+    for loss in Loss:
+        nearest = next((i for i, each in enumerate(survived) if each >= loss), None)
+        if nearest is not None:
+            needed[nearest] += rates.of(loss)
+    return [own + BAD_COPIES * sum(needed[:i]) for i, own in enumerate(needed)]
