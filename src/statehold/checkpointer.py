@@ -91,13 +91,17 @@ class Checkpointer:
 
     # -- saving ----------------------------------------------------------------------------
 
-    def save(self, step: int, state: Mapping[str, Any]) -> Save:
+    def save(self, step: int, state: Mapping[str, Any], *, force: bool = False) -> Save:
         """Begin to save `state` as `step`; returns in milliseconds with a handle.
+
+        Where the step is not due, by the `every` of the first level, this returns at once with a
+        handle that `is_skipped`. force: save it in any case; so is a step of which is_last() is
+        true.
 
         The state may be used at once, but must not be updated before the save is "staged":
         torch optimizers wait for that by themselves, other updates call gate() first.
         Buffers and whatever else may change between updates are copied before this returns.
-        On several ranks all of them call this, equally often and with the same steps.
+        On several ranks all of them call this, equally often and with the same steps and `force`.
 
         Blocks while two earlier saves are not committed. Where is_last(step), waits until the step
         is committed, and raises SystemExit (see leave_on).
@@ -106,18 +110,34 @@ class Checkpointer:
         can hold.
         """
         number, self._saves_called = self._saves_called, self._saves_called + 1
+        opened = self._opened()
         try:
-            work, captured = self._begin(number, step, state)
+            is_due = self._is_due(opened, number, step, force)
+            if is_due:
+                work, captured = self._begin(number, step, state)
         except BaseException as error:
-            if self._open is not None and self._open.is_of_this_process:
-                self._open.pipeline.give_up(number, self._told_of(error))
+            opened.pipeline.give_up(number, self._told_of(error))
             raise
-        assert self._open is not None
-        self._open.pipeline.wait_eager(work, captured)
+        if not is_due:
+            self._raise_failures()
+            return Save(step, 0.0, is_skipped=True)
+        opened.pipeline.wait_eager(work, captured)
         work.save._returned()
+        opened.rhythm.saved(work.save.stats.blocked_s, self._gate.waited_s)
         if work.is_last and self._leaving is not None:
-            self._leaving.end(partial(work.save.wait, "committed"), self._open.wait_idle)
+            self._leaving.end(partial(work.save.wait, "committed"), opened.wait_idle)
         return work.save
+
+    def _is_due(self, opened: Opened, number: int, step: int, force: bool) -> bool:
+        if not _is_step(step):
+            return True  # and an error
+        return opened.rhythm.is_due(
+            number,
+            step,
+            wanted=force or self.is_last(step),
+            is_saving=opened.pipeline.is_saving,
+            gate_s=self._gate.waited_s,
+        )
 
     def _begin(self, number: int, step: int, state: Mapping[str, Any]) -> tuple[Work, Capture]:
         """Everything up to handing the save over: what fails here has not begun."""
@@ -128,7 +148,7 @@ class Checkpointer:
         save._watched_by(opened.watch)
         opened.prepare_saving()
         with save._stage("wait"):
-            opened.pipeline.wait_for_room()
+            opened.pipeline.wait_for_room(opened.rhythm.turns.settled)
         save._record(waited_s=save._elapsed())
         is_last = self.is_last(step)
         if is_last:
@@ -140,7 +160,8 @@ class Checkpointer:
         with save._stage("capture"):
             captured = capture(state, opened.rank)
         with save._stage("plan"):
-            known = opened.claims.resolve([tensor.spec for tensor in captured.tensors], number)
+            specs = [tensor.spec for tensor in captured.tensors]
+            known = opened.claims.resolve(specs, opened.rhythm.turns.settled)
             plan = opened.plans.get(known.specs, step)
         save._record(
             state_bytes=sum(tensor.spec.nbytes for tensor in captured.tensors),
@@ -278,6 +299,7 @@ class Checkpointer:
             watch.end(self.restored, failed)
         if self.restored is None:
             return None
+        opened.rhythm.turns.goes_on_from(self.restored.step)
         if failed:
             self._set_aside(opened, failed, self.restored.step)
         return self.restored.step
@@ -314,6 +336,7 @@ class Checkpointer:
         together(opened.peers, self._ready_to_rewind)
         given_up = led(opened.peers, lambda: opened.rewind(step))
         opened.promotions.forget(given_up)
+        opened.rhythm.turns.goes_on_from(step)
         return given_up
 
     def _ready_to_rewind(self) -> None:
@@ -323,8 +346,9 @@ class Checkpointer:
         opened.promotions.wait(None)
 
     def levels(self) -> list[LevelStatus]:
-        """How the levels after the first stand: their newest step, what is copied, what failed."""
-        return self._opened().promotions.status()
+        """How the levels stand, the first one first: their newest step, what is copied, what
+        failed, and how often they get a step where that is chosen ("auto")."""
+        return self._opened().levels()
 
     def flush(self, timeout: float | None = None) -> None:
         """Bring the newest committed step to every level; all ranks call this.
@@ -420,8 +444,12 @@ class Checkpointer:
         self._watched = [save for save in self._watched if not save.done() and not save.error]
 
 
+def _is_step(step: object) -> bool:
+    return type(step) is int and 0 <= step <= STEP_MAX
+
+
 def _check_step(step: object) -> None:
-    if type(step) is not int or not 0 <= step <= STEP_MAX:
+    if not _is_step(step):
         raise UsageError(
             "a step is a whole number", facts={"expected": f"0 to {STEP_MAX}", "got": repr(step)}
         )

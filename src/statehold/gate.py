@@ -36,6 +36,7 @@ class Gate:
     def __init__(self) -> None:
         self._saves: list[tuple[Save, Pass | None]] = []
         self._hook: Any = None
+        self.waited_s = 0.0  # in all
 
     def hold_for(self, save: Save, passing: Pass | None = None) -> None:
         """Hold updates until `save` is staged, or until `passing` lets them through."""
@@ -57,7 +58,9 @@ class Gate:
             started = time.perf_counter()
             with save._stage("gate"):
                 ended = save._wait_ended("staged", timeout)
-            save._add_gate(time.perf_counter() - started)
+            waited_s = time.perf_counter() - started
+            self.waited_s += waited_s
+            save._add_gate(waited_s)
             if not ended:
                 raise WaitTimeout(
                     f"step {save.step} was not staged in time",

@@ -23,7 +23,8 @@ from statehold.landing import Landing
 from statehold.levels.nearest import Nearest
 from statehold.levels.opening import open_places, storage_of
 from statehold.levels.places import DirectoryPlace
-from statehold.levels.promoting import Promoter, Promotions
+from statehold.levels.promoting import LevelStatus, Promoter, Promotions
+from statehold.levels.rhythm import Rhythm
 from statehold.levels.specs import Level, ObjectStore
 from statehold.options import Options
 from statehold.pipeline import Pipeline
@@ -98,9 +99,10 @@ class Opened:
             self.peers,
             self._watch_of(levels[0]),
         )
-        publisher: Publisher = Alone(self.promotions)
+        self.rhythm = Rhythm(levels, self.promotions, self.rank, options, log)
+        publisher: Publisher = Alone(self.promotions, self.rhythm)
         if self.peers is not None:
-            publisher = Together(self.peers, self.claims, self.promotions, log)
+            publisher = Together(self.peers, self.claims, self.promotions, self.rhythm, log)
         landing = Landing(self.near, self.promotions, self.peers, log)
         self.pipeline = Pipeline(landing, publisher, self.promotions, log)
         self._agent: Agent | None = None
@@ -149,6 +151,14 @@ class Opened:
         self.store.begin(plan.step)
         file, _ = self.store.data_file(plan.step, plan.file_name, plan.file_bytes)
         return file
+
+    def levels(self) -> list[LevelStatus]:
+        """How all levels stand."""
+        first, newest = self.near[0], None
+        with contextlib.suppress(StorageError):
+            newest = max(first.steps(), default=None)
+        interval = self.rhythm.interval(first.name)
+        return [LevelStatus(first.name, newest, interval=interval), *self.promotions.status()]
 
     def check_order(self, step: int) -> None:
         """Refuse a save that would not become the newest step of all levels."""

@@ -12,13 +12,15 @@ import os
 from dataclasses import dataclass, fields, replace
 
 from statehold.errors import UsageError
-from statehold.units import MiB, format_bytes, parse_bytes
+from statehold.units import MiB, format_bytes, parse_bytes, parse_seconds
 
 BACKENDS = ("auto", "io_uring", "threads")
 COORDINATIONS = ("auto", "store", "directory", "none")
 
 # A day: no rank that is alive is later than that, and clocks and stores can still count it.
 PEER_TIMEOUT_S_MAX = 86_400
+
+NODES_MAX = 1_000_000
 
 _PATH = (str, os.PathLike)
 
@@ -62,6 +64,9 @@ class Options:
         from the environment; "none": this process is alone, whatever runs beside it; "auto": the
         store if torch.distributed is initialized with more than one rank, else alone.
     peer_timeout_s: how long to wait for another rank before it counts as lost.
+    node_mtbf: how often one node fails, for levels with every="auto": the mean time between
+        failures by whatever cause, such as "250d". None: by published figures (264 days).
+    nodes: how many nodes the job has, for the same. None: the hosts on which its ranks are.
     trace: a file for what happened when, as Chrome/Perfetto JSON, written at close(); of several
         ranks each writes its own, with its rank in the name. None: nothing is recorded.
     """
@@ -76,6 +81,8 @@ class Options:
     reuse_files: bool = True
     coordination: str = "auto"
     peer_timeout_s: float = 600.0
+    node_mtbf: str | None = None
+    nodes: int | None = None
     trace: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -91,10 +98,15 @@ class Options:
                 'profile must be "auto", a path, or None', facts={"got": repr(self.profile)}
             )
         _check_choice("coordination", self.coordination, COORDINATIONS)
-        for name in ("queue_depth", "copy_threads"):
+        for name, most in (("queue_depth", 4096), ("copy_threads", 4096), ("nodes", NODES_MAX)):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or not 1 <= value <= 4096):
-                raise UsageError(f"{name} must be 1 to 4096", facts={"got": repr(value)})
+            if value is not None and (type(value) is not int or not 1 <= value <= most):
+                raise UsageError(f"{name} must be 1 to {most}", facts={"got": repr(value)})
+        if self.node_mtbf is not None and self.node_mtbf_s is None:
+            raise UsageError(
+                "node_mtbf is a time",
+                facts={"expected": 'such as "250d" or "6000h"', "got": repr(self.node_mtbf)[:80]},
+            )
         if self.trace is not None and not (self.trace and isinstance(self.trace, _PATH)):
             raise UsageError("trace is the path of a file", facts={"got": repr(self.trace)})
         self._check_timeout()
@@ -121,6 +133,11 @@ class Options:
                 facts={"expected": f"at least {format_bytes(2 * buffer)}",
                        "got": format_bytes(staging)},
             )  # fmt: skip
+
+    @property
+    def node_mtbf_s(self) -> float | None:
+        """node_mtbf, in seconds."""
+        return parse_seconds(self.node_mtbf)
 
     @property
     def staging_size(self) -> int:

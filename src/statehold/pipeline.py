@@ -100,7 +100,7 @@ class Pipeline:
             self.drain()  # starts the threads now, not in the first save
         except RuntimeError as error:
             raise storage_error("start a thread", errno.EAGAIN, "") from error
-        self._saves: list[Save] = []
+        self._saves: list[tuple[int, Save]] = []
         self._guard = threading.Lock()
 
     def ahead(self, action: Callable[[], None]) -> None:
@@ -109,7 +109,7 @@ class Pipeline:
 
     def submit(self, work: Work) -> None:
         """Hand a save over; returns at once."""
-        self._saves.append(work.save)
+        self._saves.append((work.number, work.save))
         self._stager.submit(self._guarded, self._stage, work)
         self._committer.submit(self._guarded, self._write_and_commit, work)
 
@@ -124,11 +124,14 @@ class Pipeline:
             self._fail(work, error)
             work.save.wait("staged")  # raises the first cause, with what is still safe
 
-    def wait_for_room(self) -> None:
-        """Back-pressure: return once another save may begin."""
-        self._saves = [save for save in self._saves if not _ended(save)]
-        for save in self._saves[: len(self._saves) - SAVES_IN_FLIGHT_MAX + 1]:
-            save._wait_ended("committed")
+    def wait_for_room(self, settled: int) -> None:
+        """Back-pressure: return once another save may begin, and all up to the number `settled`
+        have ended."""
+        self._saves = [(number, save) for number, save in self._saves if not _ended(save)]
+        full = len(self._saves) - SAVES_IN_FLIGHT_MAX + 1
+        for index, (number, save) in enumerate(self._saves):
+            if index < full or number <= settled:
+                save._wait_ended("committed")
 
     def give_up(self, number: int, error: BaseException) -> None:
         """A save that was called and never began: other ranks wait for it."""
@@ -136,11 +139,16 @@ class Pipeline:
 
     def newest_step(self) -> int | None:
         """The newest step among the saves that are under way."""
-        return max((save.step for save in self._saves if not _ended(save)), default=None)
+        return max((save.step for _, save in self._saves if not _ended(save)), default=None)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return any(not _ended(save) for _, save in self._saves)
 
     def wait_staged(self) -> None:
         """Return once no save that has begun is still being copied from the state."""
-        for save in list(self._saves):
+        for _, save in list(self._saves):
             save._wait_ended("staged")
 
     def drain(self, timeout_s: float | None = None) -> None:

@@ -2,7 +2,8 @@
 
 Three events, in this order and never confused: "staged" (the state may change), "written" (the
 bytes are durable on this rank), "committed" (durable on all ranks, and published). A save that
-fails reaches no further event, and every wait for one raises its error.
+fails reaches no further event, and every wait for one raises its error. A step that was not due has
+a handle, too; it reaches none.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class SaveStats:
 class Save:
     """The handle that Checkpointer.save() returns. Thread-safe."""
 
-    def __init__(self, step: int, started: float) -> None:
+    def __init__(self, step: int, started: float, *, is_skipped: bool = False) -> None:
         self._started = started
+        self._is_skipped = is_skipped
         self._watch = UNWATCHED
         self._is_told = False
         self._moving_from = started
@@ -76,6 +78,11 @@ class Save:
         return self._stats.step
 
     @property
+    def is_skipped(self) -> bool:
+        """Whether the step was not due, so that nothing of it is saved."""
+        return self._is_skipped
+
+    @property
     def stats(self) -> SaveStats:
         """A snapshot of the figures so far."""
         return self._stats
@@ -86,15 +93,20 @@ class Save:
         return self._error
 
     def done(self, event: Event = "committed") -> bool:
-        """Whether the event has happened. False for a failed save that never got there."""
+        """Whether the event has happened. False for a save that failed or was skipped before."""
         return self._reached(_checked(event)) is not None
 
     def wait(self, event: Event = "committed", timeout: float | None = None) -> Save:
         """Block until the event; `timeout` is in seconds.
 
         Raises the save's error if it failed before the event, WaitTimeout when the deadline
-        passes (the save goes on). Returns the handle itself.
+        passes (the save goes on), UsageError for a step that was skipped. Returns the handle.
         """
+        if self._is_skipped:
+            raise UsageError(
+                f"step {self.step} was not due: nothing of it was saved",
+                hint="look at is_skipped before waiting; save(step, state, force=True) saves it",
+            )
         attained = self._wait_ended(_checked(event), timeout)
         if self.done(event):
             return self
@@ -109,6 +121,8 @@ class Save:
 
     def __repr__(self) -> str:
         state = f"failed: {self._error.summary}" if self._error else str(self._stats)
+        if self._is_skipped:
+            state = f"step {self.step}: not due"
         return f"<statehold.Save {state}>"
 
     # -- for the checkpointer --------------------------------------------------------------

@@ -37,9 +37,13 @@ from statehold.writes import build_manifest, build_record, now, writer_name
 if TYPE_CHECKING:
     from statehold.levels.places import DirectoryPlace
     from statehold.levels.promoting import Promotions
+    from statehold.levels.rhythm import Rhythm
     from statehold.pipeline import Work
     from statehold.ranks.peers import Peers
     from statehold.seeing.background_log import BackgroundLog
+
+
+_TURNS = "turns"
 
 
 class Publisher(Protocol):
@@ -74,14 +78,16 @@ class Alone:
     rank: int | None = None
     leads = True
 
-    def __init__(self, promotions: Promotions) -> None:
+    def __init__(self, promotions: Promotions, rhythm: Rhythm) -> None:
         self._promotions = promotions
+        self._rhythm = rhythm
 
     def attempt(self, number: int) -> str | None:
         return None
 
     def publish(self, work: Work, sums: bytes) -> None:
         work.place.store.commit(build_manifest(work.plan.save, work.tree, sums))
+        self._rhythm.committed(work.number, work.save._elapsed(), hosts=1)
         work.promote = self._promotions.decide(work.save.step, work.place)
 
     def announce(self, work: Work) -> None: ...
@@ -103,8 +109,10 @@ class Together:
         peers: Peers,
         claims: Claims,
         promotions: Promotions,
+        rhythm: Rhythm,
         log: BackgroundLog,
     ) -> None:
+        self._rhythm = rhythm
         self._promotions = promotions
         self._log = log
         self._peers = peers
@@ -136,6 +144,7 @@ class Together:
         if not self.leads:
             return
         try:
+            self._leave_note()
             self._peers.conclude(work.number, self._outcome)
         except StateholdError as error:  # the step is safe: the others look for it themselves
             self._log.warning(
@@ -146,11 +155,24 @@ class Together:
         self._claims.forget(number)
         try:
             if self.leads:
+                self._leave_note()
                 self._peers.conclude(number, error)
             elif number > self._arrived:
                 self._peers.fail(number, error)
+            self._look_for_note()
         except StateholdError as fault:  # they find out when their deadline passes
             self._log.warning("could not tell the other ranks of a failure\n%s", fault)
+
+    def _leave_note(self) -> None:
+        """Rank 0: for a rank that misses what it is told of the turns."""
+        if self._rhythm.is_led:
+            self._peers.leave(_TURNS, json.dumps(self._rhythm.note()).encode())
+
+    def _look_for_note(self) -> None:
+        """The others, after a failure: it may have come of turns that are not those of rank 0."""
+        note = self._peers.left(_TURNS) if self._rhythm.is_led and not self.leads else None
+        if note is not None:
+            self._rhythm.catch_up(json.loads(note))
 
     def cause(self, work: Work, error: BaseException) -> BaseException:
         # Once a save has failed, rank 0 removes its directory under those who still write there.
@@ -189,10 +211,13 @@ class Together:
         with work.save._stage("publish"):
             work.place.store.commit(commit, attempt)
         spread = balance([each["bytes"] for each in told], [each["host"] for each in told])
+        hosts = len({each["host"] for each in told})
+        self._rhythm.committed(work.number, work.save._elapsed(), hosts)
         outcome = {
             "lesson": lesson_document(lesson),
             "balance": asdict(spread),
             "promote": self._promotions.decide(work.save.step, work.place),
+            "turns": self._rhythm.told(),
         }
         self._outcome = json.dumps(outcome).encode()
         self._take(work, outcome)
@@ -209,6 +234,8 @@ class Together:
             if not work.place.store.confirm(work.save.step, attempt):
                 raise
             self._claims.forget(work.number)
+            with contextlib.suppress(StateholdError):  # it is found after the next failure, then
+                self._look_for_note()
 
     # -- all -------------------------------------------------------------------------------
 
@@ -230,6 +257,7 @@ class Together:
         self._claims.learn(work.number, lesson_of(outcome["lesson"]))
         number, names = outcome["promote"]
         work.promote = number, names
+        self._rhythm.learn(outcome["turns"])
         spreads = (Spread(**outcome["balance"][which]) for which in ("ranks", "nodes"))
         work.save._record(balance=Balance(*spreads))
 

@@ -11,7 +11,16 @@ import re
 
 from statehold.errors import UsageError
 
-__all__ = ["GiB", "KiB", "MiB", "TiB", "format_bytes", "format_seconds", "parse_bytes"]
+__all__ = [
+    "GiB",
+    "KiB",
+    "MiB",
+    "TiB",
+    "format_bytes",
+    "format_seconds",
+    "parse_bytes",
+    "parse_seconds",
+]
 
 KiB = 1024
 MiB = 1024 * KiB
@@ -31,6 +40,8 @@ _FACTORS = {
     "tb": 1000**4,
 }
 _SIZE = re.compile(r"\s*([0-9]{1,18})(?:\.([0-9]{1,9}))?\s*([A-Za-z]{0,3})\s*", re.ASCII)
+_TIME = re.compile(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*(s|min|h|d)\s*", re.ASCII)
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _HINT = 'write an int of bytes, or a string such as "512 MiB", "1.5GiB" or "2GB"'
 
 
@@ -61,6 +72,12 @@ def parse_bytes(value: int | str) -> int:
 def _refused(value: object, expected: str) -> UsageError:
     facts = {"expected": expected, "got": repr(value)[:80]}
     return UsageError("not a size in bytes", facts=facts, hint=_HINT)
+
+
+def parse_seconds(value: object) -> float | None:
+    """ "90s", "30min", "2h", "250d" in seconds, above 0; None for anything else."""
+    match = _TIME.fullmatch(value) if isinstance(value, str) else None
+    return float(match[1]) * _SECONDS[match[2]] or None if match else None
 
 
 def format_bytes(n: int) -> str:

@@ -28,7 +28,7 @@ PUBLIC = [
 
 SIGNATURES = {
     statehold.Checkpointer.__init__: "(self, run, *, levels=None, **options)",
-    statehold.Checkpointer.save: "(self, step, state)",
+    statehold.Checkpointer.save: "(self, step, state, *, force=False)",
     statehold.Checkpointer.restore: (
         "(self, state, step=None, *, only=None, skip=None, rename=None, strict=True)"
     ),
@@ -58,6 +58,8 @@ OPTIONS = [
     "reuse_files",
     "coordination",
     "peer_timeout_s",
+    "node_mtbf",
+    "nodes",
     "trace",
 ]
 

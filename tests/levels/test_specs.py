@@ -29,13 +29,15 @@ from support.faults import DEADLINE_S, SMALL, must
         ("90s", Every(seconds=90)),
         ("1.5 min", Every(seconds=90)),
         (" 2h ", Every(seconds=7200)),
+        ("1d", Every(seconds=86_400)),
+        ("auto", Every()),
     ],
 )
 def test_a_cadence_is_a_number_of_steps_or_a_time(value: Any, expected: Every) -> None:
     assert parse_every(value) == expected
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 1.5, "", "10", "0s", "5 m", "-1s", "auto", None])
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "", "10", "0s", "5 m", "-1s", "Auto", None])
 def test_what_is_no_cadence(value: Any) -> None:
     with pytest.raises(UsageError, match="not a cadence") as caught:
         Directory(every=value)

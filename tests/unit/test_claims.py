@@ -36,7 +36,7 @@ def save(
     """One save on all ranks: what each plans with, and what it teaches."""
     planned, messages = [], []
     for rank, claims in enumerate(ranks):
-        resolved = claims.resolve(state(rank), number)
+        resolved = claims.resolve(state(rank), number - 2)  # no more saves than that are under way
         compared = {name for each in resolved.comparisons for name in each.names}
         prints = {name: contents(rank, name) for name in compared}
         messages.append(message(rank, resolved.comparisons, prints))

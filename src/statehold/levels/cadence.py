@@ -1,4 +1,4 @@
-"""Which steps go to a level: each n-th, or one in so much time.
+"""Which steps go to a level: each n-th, or one in so much time; and how a user says that.
 
 Pure: the time comes in. A step is due once a multiple of n steps, or that much time, has passed
 since the last step that went there. What was due and could not be done stays due. A step that is
@@ -7,37 +7,42 @@ saved again replaces what was copied of it before, whatever the cadence.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from statehold.errors import UsageError
+from statehold.units import parse_seconds
 
 __all__ = ["Cadence", "Every", "parse_every"]
-
-_TIME = re.compile(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*(s|min|h)\s*", re.ASCII)
-_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """So many steps, or so many seconds; exactly one of them is set."""
+    """So many steps, or so many seconds; neither: as often as is worth it."""
 
     steps: int | None = None
     seconds: float | None = None
 
+    @property
+    def is_auto(self) -> bool:
+        return self.steps is None and self.seconds is None
+
 
 def parse_every(value: int | str) -> Every:
-    """10 -> each tenth step; "90s", "30min", "2h" -> time. Raises UsageError."""
+    """10 -> each tenth step; "90s", "30min", "2h", "1d" -> time; "auto". Raises UsageError."""
     if type(value) is int and value >= 1:
         return Every(steps=value)
-    match = _TIME.fullmatch(value) if isinstance(value, str) else None
-    if match and float(match[1]) > 0:
-        return Every(seconds=float(match[1]) * _SECONDS[match[2]])
+    if value == "auto":
+        return Every()
+    seconds = parse_seconds(value)
+    if seconds is not None:
+        return Every(seconds=seconds)
     raise UsageError(
         "not a cadence",
-        facts={"expected": 'a number of steps, at least 1, or a time: "90s", "30min", "2h"',
-               "got": repr(value)[:80]},
-    )  # fmt: skip
+        facts={
+            "expected": 'a number of steps, at least 1, a time ("90s", "30min", "2h"), or "auto"',
+            "got": repr(value)[:80],
+        },
+    )
 
 
 class Cadence:
@@ -59,6 +64,10 @@ class Cadence:
             return now_s - self._last_s >= self._every.seconds
         n = self._every.steps or 1
         return self._last_step is None or step // n > self._last_step // n
+
+    def every(self, steps: int) -> None:
+        """From now on, each time that so many steps have passed."""
+        self._every = Every(steps=steps)
 
     def taken(self, step: int, now_s: float) -> None:
         """`step` is on its way to the level, or is there."""

@@ -43,6 +43,7 @@ from statehold.steps.saved import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from statehold._core import Fs
+    from statehold.levels.pace import Interval
     from statehold.levels.places import Place
     from statehold.levels.specs import Level
     from statehold.ranks.peers import Peers
@@ -59,7 +60,8 @@ NO_COPIES: Copies = (0, ())
 class LevelStatus:
     """How a level stands. newest: the newest step that got there since the run was opened, or was
     there before; copying, bytes_done, bytes_total: the step under way, and this rank's part of it;
-    error: why the last copy failed, until one succeeds."""
+    error: why the last copy failed, until one succeeds; interval: how often it gets a step and why,
+    where rank 0 has chosen that."""
 
     name: str
     newest: int | None = None
@@ -67,6 +69,7 @@ class LevelStatus:
     bytes_done: int = 0
     bytes_total: int = 0
     error: StateholdError | None = None
+    interval: Interval | None = None
 
 
 class Promoter:
@@ -96,6 +99,8 @@ class Promoter:
         self._cadence = Cadence(parse_every(spec.every), newest, time.monotonic())
         self._thread = ThreadPoolExecutor(1, f"statehold-{place.name}")
         self._under_way: Future[None] | None = None
+        self.copied = 0  # copies that got there
+        self.took_s = 0.0  # the newest of them
 
     @property
     def status(self) -> LevelStatus:
@@ -110,6 +115,11 @@ class Promoter:
         # A step that is saved again comes after its earlier copy, lest that one stays.
         is_again = step in (self._status.newest, self._status.copying)
         return (is_again or not self.is_busy) and self._cadence.is_due(step, time.monotonic())
+
+    def every(self, interval: Interval) -> None:
+        """Take steps in this interval from now on. For rank 0."""
+        self._cadence.every(interval.steps)
+        self._set(interval=interval)
 
     def lacks(self, step: int, source: DirectoryPlace) -> bool:
         """Whether the level has neither this step, as `source` has it, nor a newer one. For rank 0,
@@ -190,7 +200,7 @@ class Promoter:
         self, step: int, number: int, source: DirectoryPlace, kept: contextlib.ExitStack
     ) -> None:
         self._set(copying=step, bytes_done=0, bytes_total=0)
-        attempt = None
+        attempt, begin_s = None, time.monotonic()
         try:
             with kept, self._watch.copy(step, self._counts) as seen:
                 attempt = self._peers.attempt(number) if self._peers else None
@@ -199,6 +209,8 @@ class Promoter:
             self._failed(step, attempt, source, error)
         else:
             self._set(newest=step, copying=None, error=None)
+            self.took_s = time.monotonic() - begin_s
+            self.copied += 1
         if self._rank == 0:
             with self._watch.stage("retain"):
                 self._retain(self.place)
@@ -339,6 +351,10 @@ class Promotions:
         """The newest step that a level has."""
         found = (promoter.status.newest for promoter in self._promoters.values())
         return max((step for step in found if step is not None), default=None)
+
+    @property
+    def promoters(self) -> Sequence[Promoter]:
+        return tuple(self._promoters.values())
 
     def status(self) -> list[LevelStatus]:
         return [promoter.status for promoter in self._promoters.values()]

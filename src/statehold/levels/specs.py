@@ -18,6 +18,7 @@ from typing import Any
 from statehold.errors import UsageError
 from statehold.levels.cadence import parse_every
 from statehold.options import Options
+from statehold.planning.failures import Loss
 from statehold.units import parse_bytes
 
 __all__ = ["Directory", "Level", "Memory", "ObjectStore", "check_levels", "levels_of"]
@@ -31,7 +32,9 @@ class Level:
     """What all levels have in common.
 
     every: which steps go here, of those that the level before has: a number n (each time that
-        another n steps have passed), or a time ("30min", "90s"), counted from the last one.
+        another n steps have passed), a time ("30min", "90s"), counted from the last one, or "auto":
+        as often as is worth it, by what it costs and how often training fails. At the first level:
+        which calls of save() save.
     keep: committed steps to keep, newest first; None keeps all.
     bytes_per_s: what copying to this level may take of the bandwidth of the storage, on each rank;
         an int or "500MB"; None: as fast as it goes.
@@ -60,6 +63,11 @@ class Level:
                 "bytes_per_s must be at least one byte a second, or None for no limit",
                 facts={"level": self.name, "got": repr(self.bytes_per_s)},
             )
+
+    @property
+    def survives(self) -> Loss:
+        """The worst that can happen to a job without the loss of what is here."""
+        return Loss.NODE
 
     @property
     def rate(self) -> int | None:
@@ -95,6 +103,10 @@ class Memory(Level):
                 facts={"expected": "a number of steps, at least 1", "got": "None"},
             )
 
+    @property
+    def survives(self) -> Loss:
+        return Loss.PROCESS
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Directory(Level):
@@ -128,6 +140,10 @@ class ObjectStore(Level):
                 "an object store is named by a URL",
                 facts={"expected": "such as s3://bucket/prefix", "got": repr(scheme)},
             )
+
+    @property
+    def survives(self) -> Loss:
+        return Loss.CLUSTER
 
 
 def check_levels(levels: Sequence[Level]) -> tuple[Level, ...]:

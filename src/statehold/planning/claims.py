@@ -15,9 +15,9 @@ A claim is the tensors of one rank on one mesh that is not the whole world (a pl
 its rank). Claims with the same tensors in the same shape, on meshes of the same shape that do not
 overlap, are siblings.
 
-Holds: all ranks use what save `n - 2` taught for save `n` (no more saves than that are under way),
-so they plan alike; a rank that missed an outcome has another `version` than the others, and the
-committer fails the save for it.
+Holds: all ranks use, for a save, what the last one but one before it taught (no more saves than
+that are under way), so they plan alike; a rank that missed an outcome has another `version` than
+the others, and the committer fails the save for it.
 Not here: fingerprints (state/fingerprints), messages between ranks (peers), who writes (share).
 """
 
@@ -46,9 +46,6 @@ __all__ = [
     "lesson_of",
     "message",
 ]
-
-# A save learns from the one before the one before: see "Holds".
-LAG = 2
 
 
 @dataclass(frozen=True)
@@ -115,9 +112,10 @@ class Claims:
         """Equal on all ranks that know the same, which is what planning alike needs."""
         return _digest(lesson_document(self._known))
 
-    def resolve(self, specs: Sequence[TensorSpec], save: int) -> Resolved:
-        """What holds for save number `save`; cheap while the specs stay equal."""
-        changed = self._absorb(save - LAG)
+    def resolve(self, specs: Sequence[TensorSpec], settled: int) -> Resolved:
+        """What holds for a save, by the saves up to the number `settled`, which have ended; cheap
+        while the specs stay equal."""
+        changed = self._absorb(settled)
         specs = list(specs)
         if changed or specs != self._specs:
             self._specs = specs

@@ -6,12 +6,12 @@
 
 Published figures behind the defaults:
 - nodes: 419 unexpected interruptions in 54 days on 16,384 GPUs, eight in a node (Llama Team, "The
-  Llama 3 Herd of Models", 2024, section 3.3.4): one in 264 days of a node. Of them 98 were software,
-  dependencies, the network or unknown (table 5: 54 + 2 + 35 + 7), and are counted here as losses of
-  a process; the other 321, GPUs, hosts and their maintenance, as losses of a node.
+  Llama 3 Herd of Models", 2024, section 3.3.4): one in 264 days of a node. Of them 98 were
+  software, dependencies, the network or unknown (table 5: 54 + 2 + 35 + 7), and are counted here as
+  losses of a process; the other 321, GPUs, hosts and their maintenance, as losses of a node.
 Assumed, for want of published figures:
-- any job, however small, is ended once a day by what has nothing to do with its nodes: its own bugs,
-  its memory, somebody's hand;
+- any job, however small, is ended once a day by what has nothing to do with its nodes: its own
+  bugs, its memory, somebody's hand;
 - a cluster is lost once in a year, however many nodes the job has;
 - of a hundred restarts, one finds the nearest copy that it should have found damaged, or away.
 

@@ -26,7 +26,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["LevelCost", "best_s", "choose", "waste", "young_s"]
+__all__ = ["LevelCost", "best_s", "choose", "loss", "waste", "young_s"]
 
 INTERVAL_S_MAX = 86_400.0
 
@@ -62,8 +62,12 @@ def best_s(cost_s: float, rate: float) -> float:
 def waste(level: LevelCost, interval_s: float) -> float:
     """The share of the time that is lost to a level with this interval: in saving to it, and in
     doing once more what was not there yet when it was needed."""
-    again_s = interval_s / 2 + level.busy_s + level.restart_s
-    return level.cost_s / interval_s + level.rate * again_s
+    return loss(level, interval_s) + level.rate * (level.busy_s + level.restart_s)
+
+
+def loss(level: LevelCost | _Group, interval_s: float) -> float:
+    """The part of the waste that depends on the interval."""
+    return level.cost_s / interval_s + level.rate * interval_s / 2
 
 
 def choose(levels: Sequence[LevelCost], step_s: float) -> list[int]:
@@ -130,11 +134,7 @@ def _steps(group: _Group, step_s: float, below: int, limit_s: float) -> int:
     unit_s = below * step_s
     wanted_s = min(group.best_s, limit_s)
     low = max(1, int(wanted_s / unit_s))
-    times = min(low, low + 1, key=lambda n: _waste(group, n * unit_s))
+    times = min(low, low + 1, key=lambda n: loss(group, n * unit_s))
     if times * unit_s > limit_s:
         times = low
     return below * max(times, math.ceil(group.busy_s / unit_s))
-
-
-def _waste(group: _Group, interval_s: float) -> float:
-    return group.cost_s / interval_s + group.rate * interval_s / 2

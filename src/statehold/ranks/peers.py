@@ -146,6 +146,14 @@ class Peers:
         self._conclude(what, seq, decision)
         return decision
 
+    def leave(self, what: str, note: bytes) -> None:
+        """Rank 0: leave a note for whoever looks for it, in place of the last one."""
+        self._board.post(f"{self.open()}/{what}", note)
+
+    def left(self, what: str) -> bytes | None:
+        """The note that rank 0 has left."""
+        return self._board.peek(f"{self.open()}/{what}")
+
     # -- rounds of any kind ----------------------------------------------------------------
 
     def _group(self, kind: str, seq: int) -> str:

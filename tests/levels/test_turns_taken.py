@@ -1,0 +1,265 @@
+"""The first level's cadence: which calls of save() save, alone and on several ranks."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import statehold
+from statehold import Directory, Save
+from statehold.errors import PeerLostError, StateholdError, UnsupportedValueError, UsageError
+from statehold.levels import rhythm as rhythm_module
+from statehold.testing import SimFs, checkpointer_on
+from support.faults import DEADLINE_S, SMALL, spy_on
+from support.levels import steps_at
+from support.rank_states import state
+from support.ranks import Ranks
+
+RUN = "/near"
+
+
+def content(step: int) -> dict[str, Any]:
+    return {"w": torch.full((8,), step), "step": step}
+
+
+def opened(fs: SimFs, every: int | str) -> statehold.Checkpointer:
+    return checkpointer_on(fs, "/run", levels=[Directory(path=RUN, every=every)], **SMALL)
+
+
+def save(ckpt: statehold.Checkpointer, step: int, **how: Any) -> Save:
+    handle = ckpt.save(step, content(step), **how)
+    return handle if handle.is_skipped else handle.wait("committed", DEADLINE_S)
+
+
+def test_only_steps_that_are_due_are_saved() -> None:
+    fs = SimFs(seed=1)
+    with opened(fs, 3) as ckpt:
+        saves = [save(ckpt, step) for step in range(1, 9)]
+        assert steps_at(fs, RUN) == [1, 3, 6]
+    assert [each.step for each in saves if each.is_skipped] == [2, 4, 5, 7, 8]
+    assert [each.done() for each in saves] == [not each.is_skipped for each in saves]
+    with pytest.raises(UsageError, match="step 2 was not due: nothing of it was saved"):
+        saves[1].wait("staged")
+    assert "not due" in repr(saves[1])
+
+
+def test_what_is_not_due_is_saved_if_it_has_to_be() -> None:
+    fs = SimFs(seed=1)
+    with opened(fs, 10) as ckpt:
+        saves = [save(ckpt, step, force=step == 5) for step in range(1, 12)]
+    assert [each.step for each in saves if not each.is_skipped] == [1, 5, 10]
+
+
+def test_the_last_save_of_a_process_that_is_to_leave_is_due() -> None:
+    fs = SimFs(seed=1)
+    with opened(fs, 10) as ckpt:
+        ckpt.is_last = lambda step: step == 3  # type: ignore[method-assign]
+        saves = [save(ckpt, step) for step in range(1, 5)]
+    assert [each.step for each in saves if not each.is_skipped] == [1, 3]
+
+
+def test_a_step_that_is_not_due_is_not_looked_at() -> None:
+    """Neither is the state, nor the storage, nor a gate; figures of saves do not count it."""
+    fs = SimFs(seed=1)
+    calls: list[str] = []
+    with opened(fs, 10) as ckpt:
+        save(ckpt, 1)
+        ckpt._opened().pipeline.drain()
+        spy_on(ckpt, lambda operation, _args: calls.append(operation))
+        skipped = ckpt.save(2, {"what": print})
+        assert skipped.is_skipped
+        assert skipped.stats.blocked_s == 0
+        assert skipped not in [each for each, _ in ckpt._gate._saves]
+        assert skipped not in ckpt._watched
+        assert calls == []
+        with pytest.raises(UnsupportedValueError):
+            ckpt.save(10, {"what": print})
+
+
+def test_a_failure_is_raised_by_the_next_call_due_or_not() -> None:
+    fs = SimFs(seed=1)
+    with opened(fs, 10) as ckpt:
+        fs.fail_next("rename", errno.EIO)
+        failed = ckpt.save(1, content(1))
+        failed._wait_ended("committed", DEADLINE_S)
+        with pytest.raises(StateholdError):
+            ckpt.save(2, content(2))
+        assert fs.fired["injected"] == 1
+        assert save(ckpt, 3).is_skipped
+
+
+def test_a_run_goes_on_with_the_next_multiple() -> None:
+    fs = SimFs(seed=1)
+    with opened(fs, 10) as ckpt:
+        for step in (7, 12):
+            save(ckpt, step, force=True)
+    with opened(fs, 10) as ckpt:
+        live = content(0)
+        ckpt.restore(live)
+        found = [step for step in range(13, 35) if not save(ckpt, step).is_skipped]
+        assert found == [20, 30]
+        ckpt.rewind(12)
+        found = [step for step in range(13, 35) if not save(ckpt, step).is_skipped]
+        assert found == [20, 30]
+
+
+def test_the_status_says_how_often_and_why() -> None:
+    fs = SimFs(seed=1)
+    with opened(fs, "auto") as ckpt:
+        for step in range(1, 70):
+            save(ckpt, step)
+        [status] = ckpt.levels()
+        interval = status.interval
+        assert interval is not None
+        assert status.newest is not None
+        assert interval.steps >= 1
+        assert interval.cost_s >= 0
+        assert 0 < interval.waste < 1
+    with opened(fs, 3) as ckpt:
+        assert [each.interval for each in ckpt.levels()] == [None]
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+SIZE = 3
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time that a rhythm sees: one second a step, set by the test."""
+    clock = SimpleNamespace(now_s=0.0)
+    fake = SimpleNamespace(monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(rhythm_module, "time", fake)
+    return clock
+
+
+@pytest.fixture
+def fs() -> SimFs:
+    return SimFs(seed=1)
+
+
+def job(fs: SimFs, every: int | str, **options: Any) -> Ranks:
+    return Ranks(fs, SIZE, run=RUN, levels=[Directory(path=RUN, every=every, keep=2)], **options)
+
+
+def call(ranks: Ranks, step: int) -> list[bool]:
+    """One call on all ranks: whether each saved. Saves are waited for, however they end."""
+
+    def act(rank: int) -> bool:
+        handle = ranks.ckpts[rank].save(step, state(rank, step))
+        if not handle.is_skipped:
+            handle._wait_ended("committed", DEADLINE_S)
+            handle._raised = handle.error is not None  # this loop goes on whatever fails
+        return not handle.is_skipped
+
+    return ranks.each(act)
+
+
+def trained(ranks: Ranks, clock: SimpleNamespace, steps: range) -> Iterator[list[bool]]:
+    for step in steps:
+        clock.now_s = float(step)
+        yield call(ranks, step)
+
+
+def test_ranks_save_the_same_steps_without_a_word(fs: SimFs, clock: SimpleNamespace) -> None:
+    with job(fs, 4) as ranks:
+        found = list(trained(ranks, clock, range(1, 14)))
+    assert [step for step, due in enumerate(found, 1) if due == [True] * SIZE] == [1, 4, 8, 12]
+    assert sum(map(sum, found)) == 4 * SIZE
+
+
+def test_a_time_becomes_steps_that_rank_0_tells(fs: SimFs, clock: SimpleNamespace) -> None:
+    with job(fs, "5s") as ranks:
+        found = list(trained(ranks, clock, range(1, 200)))
+        assert {ckpt._opened().rhythm.turns.rule.steps for ckpt in ranks.ckpts} == {5}
+    assert all(len(set(due)) == 1 for due in found)
+    assert [step for step, due in enumerate(found, 1) if due[0]][-5:] == [175, 180, 185, 190, 195]
+
+
+class Deaf:
+    """A rank that misses what rank 0 tells: the outcomes, and the note."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.peers: Any = ranks.ckpts[rank]._opened().peers
+        self.missed = 0
+
+    def __enter__(self) -> Deaf:
+        outcome: Callable[[int], bytes] = self.peers.outcome
+
+        def lost(seq: int) -> bytes:
+            outcome(seq)
+            self.missed += 1
+            raise PeerLostError("it went by", ranks=[0])
+
+        self.peers.outcome = lost
+        self.peers.left = lambda _what: None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.peers.outcome, self.peers.left
+
+
+def test_a_rank_that_missed_one_outcome_saves_as_the_others(
+    fs: SimFs, clock: SimpleNamespace
+) -> None:
+    with job(fs, "5s") as ranks:
+        told: list[list[int]] = []
+        spy = ranks.ckpts[0]._opened().rhythm
+        is_told = False
+        for step in range(1, 200):
+            clock.now_s = float(step)
+            if spy.told() is None or is_told:
+                due = call(ranks, step)
+            else:  # the next outcome tells it again, and this rank misses that one
+                is_told = True
+                with Deaf(ranks, 2):
+                    due = call(ranks, step)
+            assert len(set(due)) == 1, step
+            told += [each for each in [spy.told()] if each]
+        assert is_told
+        assert {ckpt._opened().rhythm.turns.rule.steps for ckpt in ranks.ckpts} == {5}
+
+
+def test_a_rank_that_missed_all_of_it_comes_back_by_itself(
+    fs: SimFs, clock: SimpleNamespace
+) -> None:
+    """It stays with another interval, its saves and those of the others fail for that, in time and
+    by name, and after a few of them all ranks save the same steps again."""
+    with job(fs, "5s") as ranks:
+        rules = [ckpt._opened().rhythm.turns for ckpt in ranks.ckpts]
+        step = 1
+        with Deaf(ranks, 2) as deaf:
+            while rules[0].rule.steps != 5:  # told, and in force on the others
+                clock.now_s = float(step)
+                call(ranks, step)
+                step += 1
+        assert deaf.missed > 3
+        assert rules[2].rule.steps != 5
+        for ckpt in ranks.ckpts:
+            ckpt._opened().peers._timeout_s = 0.3  # type: ignore[union-attr]
+        found = list(trained(ranks, clock, range(step, step + 80)))
+        apart = [index for index, due in enumerate(found) if len(set(due)) > 1]
+        assert apart
+        assert len(apart) <= 8
+        assert max(apart) < 40
+        assert {turns.rule.steps for turns in rules} == {5}
+        for ckpt in ranks.ckpts:
+            ckpt._opened().peers._timeout_s = DEADLINE_S  # type: ignore[union-attr]
+        last = step + 80 + 5
+        assert any(map(all, trained(ranks, clock, range(step + 80, last))))
+    assert max(steps_at(fs, RUN)) > step + 70
+
+
+def test_the_note_is_what_ranks_have(fs: SimFs, clock: SimpleNamespace) -> None:
+    with job(fs, "5s") as ranks:
+        list(trained(ranks, clock, range(1, 100)))
+        note = ranks.ckpts[1]._opened().peers.left("turns")  # type: ignore[union-attr]
+        assert note is not None
+        rule = ranks.ckpts[1]._opened().rhythm.turns.rule
+        assert json.loads(note) == [[rule.since, rule.steps]]
