@@ -35,6 +35,7 @@ from statehold.errors import (
 )
 from statehold.gate import Gate
 from statehold.leaving import Leaving
+from statehold.levels.alike import check_same, described
 from statehold.levels.promoting import LevelStatus
 from statehold.levels.specs import Level, levels_of
 from statehold.opened import Opened
@@ -283,7 +284,8 @@ class Checkpointer:
             _check_step(step)
         selection = Selection(only, skip, rename, strict)
         opened = self._begun_anew()
-        together(opened.peers, self._raise_failures)
+        levels = led(opened.peers, lambda: described(self._levels))
+        together(opened.peers, lambda: self._ready_to_restore(levels))
         self._gate.wait()
         with opened.watch.restore() as watch:
             restorer = Restorer(
@@ -303,6 +305,10 @@ class Checkpointer:
         if failed:
             self._set_aside(opened, failed, self.restored.step)
         return self.restored.step
+
+    def _ready_to_restore(self, levels_of_rank_0: str) -> None:
+        self._raise_failures()
+        check_same(self._levels, levels_of_rank_0)
 
     def _set_aside(
         self, opened: Opened, failed: Mapping[int, CorruptionError], restored: int

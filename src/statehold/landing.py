@@ -21,17 +21,27 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
-from statehold.errors import PeerFailedError, RunBusyError, StateholdError, StorageError, named
+from statehold.errors import (
+    PeerFailedError,
+    RunBusyError,
+    StateholdError,
+    StorageError,
+    UsageError,
+    named,
+)
+from statehold.levels import alike
 
 if TYPE_CHECKING:
     from statehold._core import File
     from statehold.levels.places import DirectoryPlace
     from statehold.levels.promoting import Promotions
+    from statehold.levels.specs import Level
     from statehold.pipeline import Work
     from statehold.ranks.peers import Peers
     from statehold.seeing.background_log import BackgroundLog
 
 ROUND = "open"
+LEVELS_MAX = 1000  # so that ranks with different levels count their meetings alike
 Opened = tuple["File", bool]  # whether it was reused
 Failure = tuple[bool, str]  # whether it is a refusal of the level, and the text
 
@@ -49,26 +59,31 @@ class Verdict:
 
 
 class Landing:
-    """`places`: the levels that can take saves, from the first on. peers: None for a process that
-    is alone. Used by the commit thread."""
+    """`places`: those of the `levels` that can take saves. peers: None for a process that is alone.
+    Used by the commit thread."""
 
     def __init__(
         self,
+        levels: Sequence[Level],
         places: Sequence[DirectoryPlace],
         promotions: Promotions,
         peers: Peers | None,
         log: BackgroundLog,
     ) -> None:
+        self._levels = levels
         self._places = places
         self._promotions = promotions
         self._peers = peers
         self._log = log
         self._rank = peers.rank if peers else 0
         self._met = -1  # the newest save about which this rank has met the others
+        self._has_told = False
+        self._unlike: StateholdError | None = None
         self._is_first_failing = False
 
     def open(self, work: Work) -> Opened:
         """D1 of a save, at the first level that takes it on all ranks; `work.place` is that one."""
+        self.check_levels(work.number)
         causes: list[StateholdError] = []
         at = 0
         while True:
@@ -87,9 +102,29 @@ class Landing:
 
     def give_up(self, number: int, error: StateholdError) -> None:
         """A save has failed on this rank, maybe before its file was opened: others may wait."""
-        if self._meets and number > self._met:
-            assert self._peers is not None
+        if self._peers is None:
+            return
+        if number == 0 and self._rank == 0 and not self._has_told:
+            self._peers.fail(0, error, alike.ROUND)
+        if (self._meets or self._unlike) and number > self._met:
             self._peers.fail(self._round(number, 0), error, ROUND)
+
+    def check_levels(self, number: int, *, late: bool = False) -> None:
+        """With the first save: whether this rank has the levels of rank 0. One that has a single
+        level writes before it asks (`late`): it waits for nobody until then."""
+        if self._peers is None:
+            return
+        if number == 0 and self._rank == 0 and not late:
+            self._peers.tell(alike.ROUND, 0, alike.described(self._levels).encode())
+            self._has_told = True
+        elif number == 0 and self._rank and late == (len(self._levels) == 1):
+            told = self._peers.told(alike.ROUND, 0)
+            try:
+                alike.check_same(self._levels, told.decode())
+            except UsageError as error:
+                self._unlike = error
+        if self._unlike is not None:
+            raise self._unlike
 
     # -- at one level ----------------------------------------------------------------------
 
@@ -109,7 +144,7 @@ class Landing:
         return self._peers is not None and len(self._places) > 1
 
     def _round(self, number: int, at: int) -> int:
-        return number * len(self._places) + at
+        return number * LEVELS_MAX + at
 
     def _judged(self, work: Work, at: int, failure: StateholdError | None) -> Verdict:
         if not self._meets:

@@ -103,7 +103,7 @@ class Opened:
         publisher: Publisher = Alone(self.promotions, self.rhythm)
         if self.peers is not None:
             publisher = Together(self.peers, self.claims, self.promotions, self.rhythm, log)
-        landing = Landing(self.near, self.promotions, self.peers, log)
+        landing = Landing(levels, self.near, self.promotions, self.peers, log)
         self.pipeline = Pipeline(landing, publisher, self.promotions, log)
         self._agent: Agent | None = None
         if self._owns_fs and self.store.leads:

@@ -221,6 +221,7 @@ class Pipeline:
         if work.error is not None:
             raise work.error
         save._reach("written")
+        self._landing.check_levels(work.number, late=True)
         with save._stage("commit"):
             self._publisher.publish(work, work.job.checksums())  # D3 to D7
         save._reach("committed")

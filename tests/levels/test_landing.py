@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from statehold import Directory, Memory
 from statehold.errors import (
     NoSpaceError,
     PeerFailedError,
     PeerLostError,
     StorageError,
     UnsupportedValueError,
+    UsageError,
 )
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
@@ -220,3 +222,61 @@ def test_a_level_that_cannot_be_prepared_by_rank_0_is_passed_over(monkeypatch: A
         assert fired
         assert steps_at(fs, FAR) == [1]
         check_newest(ranks, 1)
+
+
+# -- ranks with different levels -------------------------------------------------------------------
+
+DIFFERENT = {
+    "3 levels, and rank 0 has 2": [*two(far=LATER), Directory(path="/more", name="more")],
+    "1 levels, and rank 0 has 2": two(far=LATER)[:1],
+    "level 2 (far): every is 7, on rank 0 1000000": two(far={"every": 7}),
+    "level 1 (near): keep is 9, on rank 0 None": two(near={"keep": 9}, far=LATER),
+    "level 2 (far): name is 'afar', on rank 0 'far'": [
+        two()[0],
+        Directory(path=FAR, name="afar", **LATER),  # type: ignore[arg-type]
+    ],
+    "level 1 (near): kind is 'Memory', on rank 0 'Directory'": [
+        Memory(path=NEAR, name="near", keep=1),
+        two(far=LATER)[1],
+    ],
+}
+
+
+def unlike(levels: list[Any]) -> Ranks:
+    ranks = job(SimFs(seed=1))
+    ranks.ckpts[1]._levels = tuple(levels)
+    return ranks
+
+
+@pytest.mark.parametrize("difference", DIFFERENT)
+def test_ranks_with_different_levels_are_told_at_their_first_save(difference: str) -> None:
+    with unlike(DIFFERENT[difference]) as ranks:
+        for _ in range(2):
+            failures = ranks.failures(1, lambda rank: state(rank, 1))
+            ranks.each(lambda rank: ranks.ckpts[rank]._opened().pipeline.drain())
+            for rank, error in enumerate(failures):
+                assert isinstance(error, UsageError if rank == 1 else PeerFailedError)
+                assert difference in str(error)
+        assert ranks.ckpts[0].steps() == []
+        ranks.outcomes(lambda rank: ranks.ckpts[rank]._close(flush=False))
+
+
+def test_ranks_with_different_levels_are_told_when_they_restore() -> None:
+    (difference, levels), *_ = DIFFERENT.items()
+    with unlike(levels) as ranks:
+        outcomes = ranks.outcomes(lambda rank: ranks.ckpts[rank].restore(blank()))
+        assert isinstance(outcomes[1], UsageError)
+        assert difference in str(outcomes[1])
+        for error in (outcomes[0], outcomes[2]):
+            assert isinstance(error, PeerFailedError)
+            assert (error.rank, difference in error.reason) == (1, True)
+
+
+def test_ranks_of_which_one_has_no_first_save_compare_their_levels_no_more() -> None:
+    """The failure of that save is told; it does not stick."""
+    with job(SimFs(seed=1)) as ranks:
+        failures = ranks.failures(1, lambda rank: {"x": object()} if rank == 1 else state(rank, 1))
+        assert isinstance(failures[1], UnsupportedValueError)
+        ranks.outcomes(lambda rank: ranks.ckpts[rank]._opened().pipeline.drain())
+        saved(ranks, 2)
+        check_newest(ranks, 2)

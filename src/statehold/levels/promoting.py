@@ -30,6 +30,7 @@ from statehold.errors import (
     StateholdError,
     StepOrderError,
     StorageError,
+    UsageError,
     WaitTimeout,
     named,
 )
@@ -345,6 +346,8 @@ class Promotions:
         """Every rank, with what rank 0 has decided."""
         number, names = copies
         for name in names:
+            if name not in self._promoters:
+                raise UsageError("this rank has no such level", facts={"level": name})
             self._promoters[name].start(step, number, source)
 
     def newest(self) -> int | None:

@@ -109,6 +109,14 @@ class Peers:
         """The others, having arrived: what rank 0 concluded; raises if it concluded an error."""
         return self._outcome("save", seq)
 
+    def tell(self, what: str, seq: int, message: bytes) -> None:
+        """Rank 0: tell the others something, and wait for nobody."""
+        self._conclude(what, seq, message)
+
+    def told(self, what: str, seq: int) -> bytes:
+        """The others: what rank 0 tells, once it does."""
+        return self._outcome(what, seq)
+
     def failure(self, seq: int) -> StateholdError | None:
         """Why the round has failed, if somebody has said so by now."""
         told = self._board.peek(f"{self._group('save', seq)}/outcome")
