@@ -11,7 +11,8 @@ its errors (segments), the live state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from statehold.planning.layout import Box
@@ -19,6 +20,7 @@ from statehold.planning.ranges import Range, ranges
 from statehold.segments import NOWHERE, Reading, Segment, Where, start_read
 from statehold.state.dtypes import torch_box, torch_shape
 from statehold.state.landing import Landing
+from statehold.storage.parallel import Parallel
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from statehold.state.destinations import Destination
     from statehold.steps.saved import PlacedChunk, SavedStep
 
+LOCATED_AT_ONCE = 8
 # (name, bytes, ranges that are read) of a file -> its path.
 Locate = Callable[[str, int, Sequence[tuple[int, int]]], str]
 _HINT = "restore() without a step takes the newest intact one"
@@ -114,23 +117,37 @@ class ReadPlan:
             self._append(name, chunk, part, where)
 
     def start(self, engine: Engine, locate: Locate) -> Reading:
-        """Begin to read; `locate` says where a file (name, bytes, ranges read) is."""
+        """Begin to read; `locate` says where a file (name, bytes, ranges read) is; it is called by
+        several threads where there are several files."""
         segments = sorted([*self._segments, *self._headers()], key=lambda each: each.order)
         read: dict[int, list[tuple[int, int]]] = {number: [] for number, _ in self._files.values()}
         for each in segments:
             read[each.file].append((each.begin, each.end))
         return start_read(
             engine,
-            {
-                locate(name, nbytes, read[number]): nbytes
-                for name, (number, nbytes) in self._files.items()
-            },
+            self._located(locate, read),
             segments,
             self._saved.block_bytes,
             first_segment=len(segments) * self._rank // self._ranks,
             landings=self._landings,
             hint=self._hint,
         )
+
+    def _located(
+        self, locate: Locate, read: Mapping[int, Sequence[tuple[int, int]]]
+    ) -> dict[str, int]:
+        """Path -> bytes, of all files; those that are far come near side by side."""
+        side_by_side = Parallel(LOCATED_AT_ONCE, "statehold-located")
+        try:
+            paths = side_by_side(
+                [
+                    partial(locate, name, nbytes, read[number])
+                    for name, (number, nbytes) in self._files.items()
+                ]
+            )
+        finally:
+            side_by_side.close()
+        return dict(zip(paths, (nbytes for _, nbytes in self._files.values()), strict=True))
 
     def _fill(self, destination: Destination) -> list[PlacedChunk]:
         """Read what lies in the destination's box; the chunks of it."""

@@ -212,15 +212,41 @@ def test_silent_and_stalled_clients_do_not_hold_others_up(server, files, monkeyp
         assert [told(each) for each in crowd] == [b""] * len(crowd)
 
 
-def test_connections_are_bounded(server, files, monkeypatch) -> None:
+@pytest.fixture
+def few(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+    """A server of at most four connections, which may be silent for ever."""
+    monkeypatch.setattr(serving, "CONNECTIONS_MAX", 4)
     monkeypatch.setattr(serving, "FIRST_S", DEADLINE_S)
+    server = FileServer({"memory": str(root)}, "127.0.0.1")
+    server.start()
+    yield server
+    server.close()
+
+
+def test_connections_are_bounded(few) -> None:
     with contextlib.ExitStack() as silent:
-        crowd = [
-            silent.enter_context(connected(server)) for _ in range(serving.CONNECTIONS_MAX + 8)
-        ]
-        assert files.read_file(f"{STEP}/manifest.json", 100) == b"{}"
-        assert len(server._wires) <= serving.CONNECTIONS_MAX
+        crowd = [silent.enter_context(connected(few)) for _ in range(6)]
+        assert ask(few, f"/memory/{STEP}/manifest.json") == (200, b"{}")
+        assert len(few._wires) <= 4
         assert told(crowd[0]) == b""  # silent for longest
+
+
+def test_who_waits_for_a_place_gets_that_of_one_that_has_its_answer(root, few) -> None:
+    (root / STEP / "large").write_bytes(b"")
+    os.truncate(root / STEP / "large", 64 << 20)
+    request = f"GET /memory/{STEP}/large HTTP/1.1\r\nAuthorization: Bearer {few.secret}\r\n\r\n"
+    with contextlib.ExitStack() as busy:
+        crowd = [busy.enter_context(connected(few)) for _ in range(4)]
+        for each in crowd:
+            each.sendall(request.encode())
+            assert each.recv(1) == b"H"
+        waits = busy.enter_context(connected(few))
+        waits.sendall(request.replace("GET", "HEAD").encode())
+        left = 64 << 20  # of one answer, without its head
+        while left > 0:
+            left -= len(crowd[2].recv(1 << 20))
+        assert waits.recv(1 << 10).startswith(b"HTTP/1.1 200 OK\r\n")
+        assert len(told(crowd[2])) < 100
 
 
 def test_closing_ends_everything(root, server, files) -> None:
@@ -294,8 +320,26 @@ def test_the_address_is_one_that_others_reach(root, monkeypatch) -> None:
     server.start()
     assert server.address.startswith("127.0.0.1:")
     server.close()
-    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
-    assert reachable_address()
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert reachable_address() == "127.0.0.1"
+
+
+def test_a_name_that_this_host_takes_for_a_loopback_address_is_passed_over(monkeypatch) -> None:
+    ways = {"master": "127.0.1.1", socket.gethostname(): "127.0.0.1", "192.0.2.1": "10.1.2.3"}
+    monkeypatch.setattr(serving, "_way_to", lambda host: ways[host])
+    monkeypatch.setenv("MASTER_ADDR", "master")
+    assert reachable_address() == "10.1.2.3"
+    ways["master"] = "10.9.9.9"
+    assert reachable_address() == "10.9.9.9"
+
+
+def test_a_host_that_knows_no_other_is_alone(monkeypatch) -> None:
+    def no_way(_: str) -> str:
+        raise OSError
+
+    monkeypatch.setattr(serving, "_way_to", no_way)
+    monkeypatch.setenv("MASTER_ADDR", "master")
+    assert reachable_address() == "127.0.0.1"
 
 
 def test_an_address_of_another_host_is_refused(root) -> None:

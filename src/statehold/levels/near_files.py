@@ -15,6 +15,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from statehold.errors import NoSpaceError, storage_error
@@ -30,10 +31,12 @@ Range = tuple[int, int]
 
 
 class NearFiles:
-    """Files brought near into `directories`: the first with room is taken. Not thread-safe."""
+    """Files brought near into `directories`: the first with room is taken. Thread-safe; one file of
+    a step is brought by one thread at a time."""
 
     def __init__(self, directories: Sequence[str]) -> None:
         self._directories = directories
+        self._guard = threading.Lock()
         self._readers: dict[int, int] = {}  # step -> how many
         self._folders: dict[tuple[int, str], str] = {}  # step, file
 
@@ -50,7 +53,8 @@ class NearFiles:
         self._drop(step, name)
         wanted = coalesced([(0, nbytes)] if needed is None else needed)
         folder = self._folder_for(sum(end - begin for begin, end in wanted))
-        self._folders[step, name] = folder
+        with self._guard:
+            self._folders[step, name] = folder
         path = f"{folder}/{name}"
         try:
             memory = _allocated(path, nbytes, wanted)
@@ -63,22 +67,29 @@ class NearFiles:
     @contextlib.contextmanager
     def reading(self, step: int) -> Iterator[None]:
         """Keep what is brought near of a step until here, and no longer."""
-        self._readers[step] = self._readers.get(step, 0) + 1
+        with self._guard:
+            self._readers[step] = self._readers.get(step, 0) + 1
         try:
             yield
         finally:
-            self._readers[step] -= 1
-            if not self._readers[step]:
-                del self._readers[step]
-                for key in [key for key in self._folders if key[0] == step]:
-                    self._drop(*key)
+            with self._guard:
+                self._readers[step] -= 1
+                is_last = not self._readers[step]
+                if is_last:
+                    del self._readers[step]
+                done = [key for key in self._folders if is_last and key[0] == step]
+            for key in done:
+                self._drop(*key)
 
     def close(self) -> None:
-        for key in list(self._folders):
+        with self._guard:
+            done = list(self._folders)
+        for key in done:
             self._drop(*key)
 
     def _drop(self, step: int, name: str) -> None:
-        folder = self._folders.pop((step, name), None)
+        with self._guard:
+            folder = self._folders.pop((step, name), None)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 

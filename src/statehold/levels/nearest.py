@@ -74,7 +74,8 @@ class Nearest:
     def locate(
         self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
     ) -> str:
-        """The path from which to read `ranges` (None: all) of a data file."""
+        """The path from which to read `ranges` (None: all) of a data file. Files of an open step
+        may be located by several threads."""
         for place in self._having(step, name):
             try:
                 path = place.find(step, name, nbytes, ranges)

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from statehold.errors import (
@@ -57,7 +58,7 @@ class RemoteFiles:
         self._guard = threading.Lock()
         self._pid = os.getpid()
         self._idle: list[Wire] = []
-        self._parallel = Parallel(CONNECTIONS, PART_BYTES, "statehold-remote")
+        self._parallel = Parallel(CONNECTIONS, "statehold-remote")
 
     def __repr__(self) -> str:
         return f"RemoteFiles({self.url!r})"
@@ -112,7 +113,7 @@ class RemoteFiles:
 
     def fetch(self, path: str, targets: Sequence[Target]) -> None:
         """Fill memory with ranges of a file, over several connections."""
-        self._parallel.move(targets, lambda begin, memory: self._fetch_part(path, begin, memory))
+        self._parallel.move(targets, PART_BYTES, partial(self._fetch_part, path))
 
     def close(self) -> None:
         """End connections and threads; the next use makes new ones."""

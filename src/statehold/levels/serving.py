@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import ipaddress
 import logging
 import os
 import re
@@ -36,17 +37,33 @@ logger = logging.getLogger("statehold")
 CONNECTIONS_MAX = 64
 FIRST_S = 10.0  # until the first request of a connection is there
 IDLE_S = 120.0  # until the next one is, or until the other end has taken some more of an answer
+ROOM_S = 0.25  # how long a new connection waits for a place before a silent one goes for it
+_ELSEWHERE = "192.0.2.1"  # of RFC 5737: nobody's
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 
 
 def reachable_address() -> str:
     """The address of this host that the others reach: that of the way to MASTER_ADDR, where the
-    job has one."""
-    for host in (os.environ.get("MASTER_ADDR"), socket.gethostname()):
+    job has one.
+
+    Many hosts take their own name for one of their loopback addresses, where nobody else finds
+    them: such an answer counts only if MASTER_ADDR is one, too. Then the way out of here is asked.
+    """
+    master = os.environ.get("MASTER_ADDR", "")
+    if master == "localhost" or _is_loopback(master):
+        return master if _is_loopback(master) else "127.0.0.1"
+    for host in (master, socket.gethostname(), _ELSEWHERE):
         with contextlib.suppress(OSError):
-            if host:
-                return _way_to(host)
+            found = _way_to(host) if host else ""
+            if found and not _is_loopback(found):
+                return found
     return "127.0.0.1"
+
+
+def _is_loopback(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(text).is_loopback
+    return False
 
 
 def _way_to(host: str) -> str:
@@ -122,18 +139,17 @@ class FileServer:
                     return
                 time.sleep(0.1)  # out of descriptors, for example: later there may be some
                 continue
-            if not self._free.acquire(blocking=False):
+            while not self._free.acquire(timeout=ROOM_S):
                 self._drop_one()
-                self._free.acquire()
-            self._begin(connected)
+            self._begin(Wire(connected))
 
-    def _begin(self, connected: socket.socket) -> None:
-        wire = Wire(connected)
+    def _begin(self, wire: Wire) -> None:
         with self._guard:
-            if self._listener is not None:
+            is_open = self._listener is not None
+            if is_open:
                 self._wires[wire] = time.monotonic()
         try:
-            if self._listener is not None:
+            if is_open:
                 self._in_thread(self._converse, wire)
                 return
         except RuntimeError:  # no more threads
@@ -141,11 +157,14 @@ class FileServer:
         self._end(wire)
 
     def _drop_one(self) -> None:
-        """Hang up on the connection that has been silent for longest; busy ones are waited for."""
+        """Hang up on the connection that has been silent for longest; busy ones are waited for, and
+        what has only just connected is about to say something."""
+        newest = time.monotonic() - ROOM_S
         with self._guard:
-            silent = [(since, wire) for wire, since in self._wires.items() if since is not None]
-            if silent:
-                min(silent, key=lambda each: each[0])[1].hang_up()
+            silent = {wire: since for wire, since in self._wires.items() if since is not None}
+            oldest = min(silent, key=lambda wire: silent[wire], default=None)
+            if oldest is not None and silent[oldest] <= newest:
+                oldest.hang_up()
 
     def _end(self, wire: Wire) -> None:
         with self._guard:

@@ -58,7 +58,8 @@ class Wire:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._ahead = b""  # of the next message
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # it has ended already
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def head(self, until: float) -> Head:
         """The next head. EOFError where the connection ends before, or in, one."""

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statehold.errors import InvariantError, MissingFileError, StateholdError
@@ -71,7 +72,7 @@ class ObjectClient:
         self._guard = threading.Lock()
         self._opened: ObjectStore | None = None
         threads = max(2, IN_FLIGHT_BYTES // part_bytes)
-        self._parallel = Parallel(threads, part_bytes, "statehold-objects")
+        self._parallel = Parallel(threads, "statehold-objects")
 
     def path(self, name: str) -> str:
         """The object `name`, for messages."""
@@ -155,7 +156,7 @@ class ObjectClient:
 
     def fetch(self, name: str, targets: Sequence[Target]) -> None:
         """Fill memory with ranges of an object, in parallel parts."""
-        self._parallel.move(targets, lambda begin, memory: self._fetch_part(name, begin, memory))
+        self._parallel.move(targets, self._part_bytes, partial(self._fetch_part, name))
 
     def _fetch_part(self, name: str, begin: int, target: memoryview) -> None:
         end = begin + len(target)

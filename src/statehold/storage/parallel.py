@@ -1,6 +1,6 @@
-"""Parts of large transfers, moved by a bounded number of threads at once.
+"""Transfers, and parts of large ones, made by a bounded number of threads at once.
 
-Holds: when a call returns or raises, none of its parts is under way any more: whoever gave the
+Holds: when a call returns or raises, nothing that it began is under way any more: whoever gave
 memory may use it again. A fork has threads of its own.
 Not here: how a part is moved (object_client, levels/remote).
 """
@@ -11,6 +11,8 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from typing import TypeVar
 
 __all__ = ["Parallel", "Target"]
 
@@ -18,33 +20,44 @@ __all__ = ["Parallel", "Target"]
 Target = tuple[int, memoryview]
 
 
-class Parallel:
-    """Moves parts of `part_bytes` with `threads` threads; thread-safe."""
+T = TypeVar("T")
 
-    def __init__(self, threads: int, part_bytes: int, name: str) -> None:
+
+class Parallel:
+    """Up to `threads` calls at once; thread-safe, but a call may not wait for others of its own."""
+
+    def __init__(self, threads: int, name: str) -> None:
         self._count = threads
-        self._part_bytes = part_bytes
         self._name = name
         self._guard = threading.Lock()
         self._pid = 0
         self._threads: ThreadPoolExecutor | None = None
 
-    def move(self, targets: Sequence[Target], move: Callable[[int, memoryview], None]) -> None:
-        """Call `move` for each part of `targets`; raises what one of the calls has raised."""
-        parts = [part for target in targets for part in self._cut(*target)]
-        if len(parts) <= 1:  # without the way to another thread
-            for begin, memory in parts:
-                move(begin, memory)
-            return
+    def __call__(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """What the calls return, in order; or raises what the first of them that failed did."""
+        if len(calls) <= 1:  # without the way to another thread
+            return [call() for call in calls]
         threads = self._pool()
-        moves = [threads.submit(move, begin, memory) for begin, memory in parts]
+        running = [threads.submit(call) for call in calls]
         try:
-            for each in moves:
-                each.result()
+            return [each.result() for each in running]
         finally:
-            for each in moves:
+            for each in running:
                 each.cancel()
-            wait(moves)
+            wait(running)
+
+    def move(
+        self, targets: Sequence[Target], part_bytes: int, move: Callable[[int, memoryview], None]
+    ) -> None:
+        """Call `move` for each part of `targets`, of `part_bytes` at most."""
+        self(
+            [
+                partial(move, begin + at, flat[at : at + part_bytes])
+                for begin, memory in targets
+                for flat in [memory.cast("B")]
+                for at in range(0, len(flat), part_bytes)
+            ]
+        )
 
     def close(self) -> None:
         """End the threads; the next use starts new ones."""
@@ -52,10 +65,6 @@ class Parallel:
             threads, self._threads = self._threads, None
         if threads is not None and self._pid == os.getpid():
             threads.shutdown()
-
-    def _cut(self, begin: int, memory: memoryview) -> list[Target]:
-        flat, step = memory.cast("B"), self._part_bytes
-        return [(begin + at, flat[at : at + step]) for at in range(0, len(flat), step)]
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._guard:
