@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from statehold.cli import main
 from support.agents import (
     Trainers,
     agents,
@@ -59,6 +60,16 @@ def test_an_agent_is_told_when_it_is_not_needed(trainers: Trainers) -> None:
     wait_no_agent(trainers.run)
     assert steps_in(trainers.run) == [1, 3]
     assert said(trainers.run) == ""
+
+
+def test_doctor_shows_the_agent(trainers: Trainers, capsys: pytest.CaptureFixture[str]) -> None:
+    trainers.start(saves=1, then="stay")
+    for event in trainers.events():
+        if "staying" in event:
+            (agent,) = wait_for(lambda: waiting(trainers.run), "no agent waits")
+            main(["doctor", str(trainers.run)])
+            os.kill(trainers.pids[0], signal.SIGKILL)
+    assert f"process {agent}" in capsys.readouterr().out
 
 
 def test_no_agent_is_started_where_none_is_wanted(trainers: Trainers, tmp_path: Path) -> None:

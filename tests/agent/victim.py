@@ -55,6 +55,7 @@ def fork_worker() -> None:
     pid = os.fork()
     if pid == 0:
         os.setsid()  # whoever ends the trainer's group does not end it
+        signal.alarm(int(DEADLINE_S))  # the trainer may die before it says so
         os.write(done, b"!")
         signal.pause()
     os.read(ready, 1)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from statehold.agent.process import LOG_NAME
+from statehold.agent.looking import LOG_NAME, agents_of
 from statehold.cli.checking import check_step
 from statehold.cli.places import file_system, find
 from statehold.cli.reading import SpanReader
@@ -47,19 +47,7 @@ def check_intact(run: Path, step: int) -> None:
 
 def agents(run: Path) -> list[int]:
     """The agents of a run: those that wait, and those at work."""
-    # The first process of an agent may end, and leave the second one, while we look.
-    return _listed(run) or _listed(run)
-
-
-def _listed(run: Path) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit():
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                if b"statehold-agent" in words and os.fsencode(run) in words:
-                    found.append(int(entry.name))
-    return found
+    return agents_of(str(run))
 
 
 def waiting(run: Path) -> list[int]:
@@ -136,7 +124,11 @@ class Server:
         return event
 
     def close(self) -> None:
-        self._process.communicate(timeout=DEADLINE_S)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(DEADLINE_S)
+        self._process.stdout.close()  # a worker may have it still
 
 
 class Trainers:

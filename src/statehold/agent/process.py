@@ -25,6 +25,7 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
+from statehold.agent.looking import LOG_NAME
 from statehold.agent.orders import Orders
 from statehold.agent.persisting import Persisting
 from statehold.errors import StateholdError
@@ -33,9 +34,8 @@ from statehold.levels.specs import Memory
 from statehold.seeing.background_log import BackgroundLog
 from statehold.storage.lock import TAKE_OVER_S
 
-__all__ = ["LOG_NAME", "main"]
+__all__ = ["main"]
 
-LOG_NAME = ".agent.log"
 LOG_BYTES_MAX = 1 << 20  # beyond that the next agent begins anew
 
 STOP_S = TAKE_OVER_S / 5  # what waits for it waits longer

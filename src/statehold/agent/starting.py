@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from statehold.agent.looking import AGENT
 from statehold.agent.orders import Orders
 from statehold.errors import StateholdError
 from statehold.levels.specs import Level, Memory
@@ -125,7 +126,7 @@ class Agent:
             orders = self._orders(pidfd)
             line = orders.encode()
             self._first = subprocess.Popen(
-                [_interpreter(), "-c", _PROGRAM, "statehold-agent", orders.run],
+                [_interpreter(), "-c", _PROGRAM, AGENT, orders.run],
                 cwd="/",
                 stdin=read,
                 stdout=subprocess.DEVNULL,

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from statehold import _core
+from statehold.agent.looking import LOG_NAME, agents_of
 from statehold.cli import codes
 from statehold.cli.output import emit, table
 from statehold.errors import StateholdError
@@ -129,6 +130,7 @@ def _storage(path: str) -> Iterator[Check]:
     yield Check("free space", format_bytes(info.f_bavail * info.f_frsize),
                 means="a run needs room for the steps it keeps, and two more")  # fmt: skip
     yield _profile(path)
+    yield from _agents(path)
     try:
         directory = tempfile.mkdtemp(prefix=".statehold-doctor-", dir=path)
     except OSError as error:
@@ -161,6 +163,15 @@ def _profile(path: str) -> Check:
         means = "usual settings; measure with: statehold bench io PATH"
         return Check("I/O profile", "none", means=means)
     return Check("I/O profile", str(path_for(path)), means=described(profile.moving))
+
+
+def _agents(path: str) -> Iterator[Check]:
+    """What waits for the trainer of a run here, or does its work after its death."""
+    means = (
+        f"when the trainer dies, copies its newest step from memory; {LOG_NAME} says what it did"
+    )
+    for pid in agents_of(path):
+        yield Check("agent", f"process {pid}", means=means)
 
 
 def _tried(fs: Fs, directory: str) -> Iterator[Check]:

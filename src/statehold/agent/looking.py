@@ -1,0 +1,31 @@
+"""What is seen of agents: which there are on this host, and where they say what they did.
+
+For people: nothing relies on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+__all__ = ["AGENT", "LOG_NAME", "agents_of"]
+
+AGENT = "statehold-agent"  # in its arguments, before the run
+LOG_NAME = ".agent.log"  # in the run directory
+
+
+def agents_of(run: str) -> list[int]:
+    """The processes that are agents of a run."""
+    # One begins as a process that leaves another behind, perhaps while we look.
+    return _listed(run) or _listed(run)
+
+
+def _listed(run: str) -> list[int]:
+    ending = b"\0".join([os.fsencode(AGENT), os.fsencode(run), b""])
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and (entry / "cmdline").read_bytes().endswith(b"\0" + ending):
+                found.append(int(entry.name))
+    return sorted(found)
