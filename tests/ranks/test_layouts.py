@@ -136,7 +136,7 @@ def destinations(
 
 def read(engine: _core.Engine, plan: reads.ReadPlan, directory: str) -> dict[str, int]:
     """Read all; play the part of the device for memory that the engine cannot reach."""
-    reading = plan.start(engine, lambda name, _: f"{directory}/{name}")
+    reading = plan.start(engine, lambda name, *_: f"{directory}/{name}")
     external = reading.external()
     while (ready := reading.job.next_ready(DEADLINE_S)) is not None:
         for segment, offset, at, count in ready.pieces:
