@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.agreeing import led, together
+from statehold.ending import forget, remember
 from statehold.errors import (
     ClosedError,
     CorruptionError,
@@ -396,24 +397,35 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # On several ranks, others may not come to an end of their own that an error has brought on.
-        self._close(flush=kind is None or self._open is None or self._open.peers is None)
+        self._close(error)
         if kind is None:
             self._raise_failures()
 
     def __repr__(self) -> str:
         return f"<statehold.Checkpointer {self._run!r}>"
 
-    def _close(self, *, flush: bool = True) -> None:
+    def _end(self) -> None:
+        """The program ends, and nobody has closed this."""
+        self._close(ClosedError("the program ended"))
+
+    def _close(self, error: BaseException | None = None, *, flush: bool = True) -> None:
+        """error: what has brought this rank here, and perhaps no other."""
         self._closed = True
+        forget(self)
         self._gate.remove()
-        if self._leaving is not None:
-            self._leaving.part()
-        if self._open is not None and self._open.is_of_this_process:
-            self._open.close(flush=flush)
-        if self._leaving is not None:
-            self._leaving.remove()
-        self._open = None  # a fork has nothing to wait for, and nothing to give back
+        leaving, opened, self._open = self._leaving, self._open, None
+        if leaving is not None:
+            leaving.part()
+        try:
+            # A fork has nothing to wait for, and nothing to give back.
+            if opened is not None and opened.is_of_this_process:
+                if error is not None:
+                    opened.part(self._saves_called, error)
+                flush = flush and not (leaving is not None and leaving.has_ended)
+                opened.close(flush=flush, alike=error is None)
+        finally:
+            if leaving is not None:
+                leaving.remove()
 
     def _opened(self) -> Opened:
         if self._closed:
@@ -422,6 +434,7 @@ class Checkpointer:
             self._open = Opened(
                 self._run, self._levels, self._options, self._borrowed_fs, self._borrowed_peers
             )
+            remember(self)
         self._open.check_process()
         return self._open
 

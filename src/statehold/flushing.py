@@ -45,11 +45,18 @@ def flush(
     promotions: Promotions,
     number: int,
     timeout_s: float | None,
+    meet_s: float | None = None,
 ) -> None:
-    """Bring the newest step to all levels. All ranks, with the same `number`, new each time."""
+    """Bring the newest step to all levels. All ranks, with the same `number`, new each time.
+
+    meet_s: how long to wait for ranks that may not come; None: as long as ever. Two meetings: one
+    that has come to the first and gone is missing at the second.
+    """
     left = Countdown(timeout_s)
+    if meet_s is not None:
+        wait_idle(left())  # which ends on all ranks at about the same time
     kept_s = min(MEETING_SHARE * (timeout_s or 0.0), MEETING_S_MAX) if peers else 0.0
     numbered = 2 * number
-    together(peers, lambda: wait_idle(left(kept_s)), Meeting("flush", numbered, left()))
-    promotions.catch_up(Meeting("flush", numbered + 1, left()))
+    together(peers, lambda: wait_idle(left(kept_s)), Meeting("flush", numbered, meet_s or left()))
+    promotions.catch_up(Meeting("flush", numbered + 1, meet_s or left()))
     promotions.wait(left())

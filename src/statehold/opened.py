@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from statehold.seeing.copies import LevelWatch
 
 
+# How long a rank that ends by an error waits for others to bring the newest step to all levels.
+STRAGGLERS_S = 10.0
+
+
 class Opened:
     """What an open Checkpointer holds: the file system, the engine, the store, the pipeline."""
 
@@ -185,10 +189,16 @@ class Opened:
         self.pipeline.drain(left())
         self.promotions.wait(left())
 
-    def flush(self, timeout_s: float | None) -> None:
+    def flush(self, timeout_s: float | None, meet_s: float | None = None) -> None:
         """Bring the newest step to all levels. All ranks together."""
         self._flushes += 1
-        flush(self.peers, self.wait_idle, self.promotions, self._flushes, timeout_s)
+        flush(self.peers, self.wait_idle, self.promotions, self._flushes, timeout_s, meet_s)
+
+    def part(self, number: int, error: BaseException) -> None:
+        """This rank ends because of `error`, and takes no part in the save `number`, should others
+        come to that: they need not wait for it."""
+        if self.peers is not None and self.peers.token is not None:
+            self.pipeline.give_up(number, error)
 
     def _watch_of(self, level: Level) -> LevelWatch:
         is_far = isinstance(level, ObjectStore)
@@ -197,12 +207,18 @@ class Opened:
     def _give_way(self) -> None:
         self.pipeline.wait_staged()
 
-    def close(self, *, flush: bool) -> None:
+    def close(self, *, flush: bool, alike: bool = True) -> None:
+        """alike: all ranks come to this; else those that do not are not waited for long."""
         # Several ranks do alike, also where one of them could not prepare to save.
         has_saved = self._is_prepared if self.peers is None else self._has_saved
-        if flush and has_saved and len(self.places) > 1:
-            with _logged("could not bring the newest step to all levels"):
-                self.flush(None)
+        try:
+            if flush and has_saved and len(self.places) > 1:
+                with _logged("could not bring the newest step to all levels"):
+                    self.flush(None, None if alike else STRAGGLERS_S)
+        finally:  # also where the user has no patience for that
+            self._give_back()
+
+    def _give_back(self) -> None:
         self.pipeline.close()
         self.promotions.close()
         self._say_goodbye()

@@ -30,6 +30,7 @@ class Leaving:
     """From the warning to the end, on one rank."""
 
     def __init__(self, within_s: float, peers: Peers | None) -> None:
+        self._has_ended = False
         self._last = LastStep()
         self._deadline = Deadline(within_s, self._asked)
         self._hearing = Hearing(peers, self._deadline, self._last) if peers else None
@@ -55,6 +56,11 @@ class Leaving:
             return self._deadline.is_asked
         return self._last.is_last(step)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last save is behind us, and all was done that there was time for."""
+        return self._has_ended
+
     def begin_anew(self) -> None:
         """The run is restored or rewound: smaller steps may follow."""
         self._last.begin_anew()
@@ -73,6 +79,7 @@ class Leaving:
                 self._hearing.part(time.monotonic() + deadline.remaining_s())
         except StateholdError:  # the store went before us
             pass
+        self._has_ended = True
         raise deadline.left()
 
     def part(self) -> None:

@@ -99,6 +99,7 @@ class Promoter:
         newest = self._status.newest
         self._cadence = Cadence(parse_every(spec.every), newest, time.monotonic())
         self._thread = ThreadPoolExecutor(1, f"statehold-{place.name}")
+        self._thread.submit(lambda: None)  # starts it: while a program ends, none can be
         self._under_way: Future[None] | None = None
         self.copied = 0  # copies that got there
         self.took_s = 0.0  # the newest of them
