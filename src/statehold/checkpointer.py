@@ -400,6 +400,8 @@ class Checkpointer:
         self._close(error)
         if kind is None:
             self._raise_failures()
+        elif self._leaving is not None:
+            self._leaving.failed(error)
 
     def __repr__(self) -> str:
         return f"<statehold.Checkpointer {self._run!r}>"
@@ -414,15 +416,15 @@ class Checkpointer:
         forget(self)
         self._gate.remove()
         leaving, opened, self._open = self._leaving, self._open, None
-        if leaving is not None:
-            leaving.part()
+        if opened is None or not opened.is_of_this_process:
+            return  # a fork has nothing to wait for, and nothing to give back
         try:
-            # A fork has nothing to wait for, and nothing to give back.
-            if opened is not None and opened.is_of_this_process:
-                if error is not None:
-                    opened.part(self._saves_called, error)
-                flush = flush and not (leaving is not None and leaving.has_ended)
-                opened.close(flush=flush, alike=error is None)
+            if leaving is not None:
+                leaving.part()
+            if error is not None:
+                opened.part(self._saves_called, error)
+            flush = flush and not (leaving is not None and leaving.has_ended)
+            opened.close(flush=flush, alike=error is None)
         finally:
             if leaving is not None:
                 leaving.remove()

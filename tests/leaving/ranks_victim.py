@@ -1,8 +1,9 @@
 """Four ranks that train in lockstep and are asked to leave: a fork server, to import torch once.
 
 Reads one JSON request a line: {"run", "memory" (a folder, or null), "coordination", "within_s",
-"body", "slow": [ranks that take longer over a step], "steps"}. Every rank restores, checks what it
-restored element by element, and trains: an all-reduce of all ranks at each step, and then
+"body", "slow": [ranks that take longer over a step], "steps", "delay_s" (of the last save's
+storage)}. Every rank restores, checks what it restored element by element, and trains: an
+all-reduce of all ranks at each step, and then
 
     every   a save at each step
     rare    a save when it is the last step
@@ -34,7 +35,7 @@ from torch import distributed
 import statehold
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from support.faults import SMALL
+from support.faults import SMALL, spy_on
 
 SIZE = 4
 NUMEL = 100_000
@@ -58,6 +59,12 @@ def check(ckpt: statehold.Checkpointer, rank: int, state: dict[str, Any]) -> int
     return newest
 
 
+def slow_down(ckpt: statehold.Checkpointer, delay_s: float) -> None:
+    """Every call of the file system takes up to so long."""
+    chance = random.Random()
+    spy_on(ckpt, lambda _operation, _args: time.sleep(delay_s * chance.random()))
+
+
 def train(
     ckpt: statehold.Checkpointer, order: dict[str, Any], rank: int, state: dict[str, Any], step: int
 ) -> None:
@@ -76,6 +83,7 @@ def train(
         state["step"] = step
         if ckpt.is_last(step):
             report(rank=rank, last=step)
+            slow_down(ckpt, order["delay_s"])
         if order["body"] in ("every", "fails") or ckpt.is_last(step):
             ckpt.save(step, state)
         report(rank=rank, step=step)

@@ -82,6 +82,13 @@ class Leaving:
         self._has_ended = True
         raise deadline.left()
 
+    def failed(self, error: BaseException | None) -> None:
+        """Training ended with `error`. While a job leaves, that is most often the end of another
+        rank, in a collective: logged, and this rank ends as the others do."""
+        if self.is_asked and isinstance(error, Exception):
+            logger.error("an exception while leaving", exc_info=error)
+            raise self._deadline.left() from error
+
     def part(self) -> None:
         """This rank has no more steps: the others are not to wait for it."""
         if self._hearing is not None:
