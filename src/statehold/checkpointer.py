@@ -13,11 +13,9 @@ there (the engine), when a step counts (store, team), what happens in the backgr
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -28,10 +26,7 @@ from statehold.agreeing import led, together
 from statehold.ending import forget, remember
 from statehold.errors import (
     ClosedError,
-    CorruptionError,
     PeerFailedError,
-    RunBusyError,
-    StorageError,
     UsageError,
 )
 from statehold.gate import Gate
@@ -43,7 +38,7 @@ from statehold.opened import Opened
 from statehold.options import Options
 from statehold.pipeline import Work
 from statehold.planning.plan import STEP_MAX
-from statehold.restoring import Restorer
+from statehold.restoring import Restorer, set_aside
 from statehold.save import Save
 from statehold.selection import RestoreReport, Selection
 from statehold.state import fingerprints
@@ -304,32 +299,12 @@ class Checkpointer:
             return None
         opened.rhythm.turns.goes_on_from(self.restored.step)
         if failed:
-            self._set_aside(opened, failed, self.restored.step)
+            set_aside(opened, failed, self.restored.step)
         return self.restored.step
 
     def _ready_to_restore(self, levels_of_rank_0: str) -> None:
         self._raise_failures()
         check_same(self._levels, levels_of_rank_0)
-
-    def _set_aside(
-        self, opened: Opened, failed: Mapping[int, CorruptionError], restored: int
-    ) -> None:
-        # No rank goes on before: it would find the damaged step newer than what it saves next.
-        together(opened.peers, lambda: opened.promotions.wait(None))
-        places = led(opened.peers, lambda: [self._quarantined(opened, step) for step in failed])
-        opened.promotions.forget(failed)
-        for (step, error), kept in zip(failed.items(), places, strict=True):
-            text = f"step {step} is damaged; step {restored} was restored instead. "
-            warnings.warn(
-                f"{text}The damaged step was kept as {kept}.\n{error}", RuntimeWarning, stacklevel=3
-            )
-
-    def _quarantined(self, opened: Opened, step: int) -> str:
-        """Where the damaged step is now; where it was if the run is another job's, or not ours to
-        change: the state is restored all the same."""
-        with contextlib.suppress(RunBusyError, StorageError):
-            return opened.quarantine(step)
-        return opened.store.path(step)
 
     # -- the run ---------------------------------------------------------------------------
 

@@ -21,7 +21,9 @@ agreeing (agreeing).
 
 from __future__ import annotations
 
+import contextlib
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +33,7 @@ from statehold.agreeing import ROUND, MismatchElsewhere, led, together
 from statehold.errors import (
     CorruptionError,
     PeerLostError,
+    RunBusyError,
     StateholdError,
     StateMismatchError,
     StorageError,
@@ -43,6 +46,7 @@ from statehold.state.restore import Restoration, mismatch, prepare
 if TYPE_CHECKING:
     from statehold._core import Engine
     from statehold.levels.nearest import Nearest
+    from statehold.opened import Opened
     from statehold.ranks.peers import Peers
     from statehold.state.device import Devices
     from statehold.steps.saved import SavedStep
@@ -247,3 +251,24 @@ def _in_common(told: Sequence[bytes]) -> bytes:
     bits = common.to_bytes(len(unused[0]) // 2, "little")
     nowhere = set(values[0]).intersection(*values[1:])
     return json.dumps([bits.hex(), sorted(nowhere)]).encode()
+
+
+def set_aside(opened: Opened, failed: Mapping[int, CorruptionError], restored: int) -> None:
+    """Keep the damaged steps where nobody takes them for steps; all ranks, before any goes on: it
+    would find them newer than what it saves next."""
+    together(opened.peers, lambda: opened.promotions.wait(None))
+    places = led(opened.peers, lambda: [_quarantined(opened, step) for step in failed])
+    opened.promotions.forget(failed)
+    for (step, error), kept in zip(failed.items(), places, strict=True):
+        text = f"step {step} is damaged; step {restored} was restored instead. "
+        warnings.warn(
+            f"{text}The damaged step was kept as {kept}.\n{error}", RuntimeWarning, stacklevel=3
+        )
+
+
+def _quarantined(opened: Opened, step: int) -> str:
+    """Where the damaged step is now; where it was if the run is another job's, or not ours to
+    change: the state is restored all the same."""
+    with contextlib.suppress(RunBusyError, StorageError):
+        return opened.quarantine(step)
+    return opened.store.path(step)
