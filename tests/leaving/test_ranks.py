@@ -43,6 +43,7 @@ class Job:
         self.last: dict[int, int] = {}
         self.exits: dict[int, int] = {}
         self.at: dict[int, float] = {}
+        self.about = ""
 
     def kill(self) -> None:
         """What is left of a job that a test has given up."""
@@ -145,11 +146,13 @@ def asked_at_random(jobs: Jobs, chance: random.Random, **order: Any) -> tuple[Jo
     )
     job.until_step(chance.randint(1, 10 * SIZE))
     begin = time.monotonic()
-    for rank in chance.sample(range(SIZE), chance.randint(1, SIZE)):
+    asked = chance.sample(range(SIZE), chance.randint(1, SIZE))
+    for rank in asked:
         wait_s(chance.choice([0.0, 0.0, 0.05]) * chance.random())
         os.kill(job.pids[rank], chance.choice([signal.SIGTERM, signal.SIGUSR1]))
     job.finish()
     assert len(set(job.last.values())) <= 1, f"different last steps: {job.last}"
+    job.about = f"asked {asked}, ended {[(rank, at - begin) for rank, at in job.at.items()]}"
     return job, max(job.at.values()) - begin
 
 
@@ -177,7 +180,7 @@ def test_deadlines_that_are_too_short_at_random_moments(server: Jobs) -> None:
             server, chance, within_s=within_s, delay_s=chance.choice([0.05, 0.2, 0.5])
         )
         assert set(job.exits.values()) <= {LEFT, LATE}, job.exits
-        assert seconds < within_s
+        assert seconds < within_s, job.about
         if LEFT in job.exits.values():  # the next job has to find it
             server.newest = job.last[0]
         codes.append("".join("+" if job.exits[rank] == LEFT else "-" for rank in range(SIZE)))

@@ -109,13 +109,15 @@ class Hearing:
         while self._peers.token is None and not self._last.has_begun:
             self._pause(self._interval_s)  # nobody is kept waiting who has only just been opened
         self._talk(self._peers.open)
+        looked_s = time.monotonic()
         while not self._deadline.is_asked:
-            left = self._talk(lambda: self._peers.peek(ASKED))
-            if left is not None:  # it may have been there for as long as nobody looked
-                return self._deadline.end_in(float(left) - self._interval_s)
+            note, now_s = self._talk(lambda: self._peers.peek(ASKED)), time.monotonic()
+            if note is not None:
+                return self._deadline.end_in(_left_s(note, now_s - looked_s))
+            looked_s = now_s
             self._pause(self._interval_s)
-        left = str(self._deadline.remaining_s()).encode()
-        return self._talk(lambda: self._peers.post(ASKED, left))
+        note = json.dumps([self._deadline.remaining_s(), time.time()]).encode()
+        return self._talk(lambda: self._peers.post(ASKED, note))
 
     def _agree(self) -> None:
         self._tell_seen()
@@ -173,3 +175,10 @@ class Hearing:
         self._woken.clear()
         if self._is_over or not threading.main_thread().is_alive():
             raise _Over
+
+
+def _left_s(note: bytes, unseen_s: float) -> float:
+    """What is left of the time that another rank has posted, no longer than `unseen_s` ago. Within
+    that its clock is believed, which may be another host's."""
+    left_s, at_s = json.loads(note)
+    return float(left_s - min(max(0.0, time.time() - at_s), unseen_s))
