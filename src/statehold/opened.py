@@ -103,7 +103,8 @@ class Opened:
             self.peers,
             self._watch_of(levels[0]),
         )
-        self.rhythm = Rhythm(levels, self.promotions, self.rank, options, log)
+        watches = [self._watch_of(level) for level in levels]
+        self.rhythm = Rhythm(levels, self.promotions, self.rank, options, watches)
         publisher: Publisher = Alone(self.promotions, self.rhythm)
         if self.peers is not None:
             publisher = Together(self.peers, self.claims, self.promotions, self.rhythm, log)

@@ -263,3 +263,37 @@ def test_the_note_is_what_ranks_have(fs: SimFs, clock: SimpleNamespace) -> None:
         assert note is not None
         rule = ranks.ckpts[1]._opened().rhythm.turns.rule
         assert json.loads(note) == [[rule.since, rule.steps]]
+
+
+def test_ranks_choose_together_and_say_why(
+    fs: SimFs, clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 has the figures; all have the interval. What save() blocks is real here, and small
+    against steps of an hour: it is free."""
+    caplog.set_level("INFO", "statehold")
+    with job(fs, "auto", nodes=64) as ranks:
+        found = []
+        for step in range(1, 120):
+            clock.now_s = 3600.0 * step
+            found.append(call(ranks, step))
+        assert all(len(set(due)) == 1 for due in found)
+        assert found[-30:] == [[True] * SIZE] * 30
+        shown = [ckpt.levels()[0].interval for ckpt in ranks.ckpts]
+    assert shown[0] is not None
+    assert (shown[0].steps, shown[0].cost_s, shown[1:]) == (1, 0.0, [None, None])
+    lines = [each.getMessage() for each in caplog.records if "gets a step" in each.getMessage()]
+    assert lines[-1].startswith("level directory gets a step every step (1 h 00 min): each is free")
+
+
+def test_a_level_away_gets_what_is_worth_it() -> None:
+    fs = SimFs(seed=1)
+    levels = [Directory(path=RUN, every=2), Directory(path="/far", name="far", every="auto")]
+    with checkpointer_on(fs, "/run", levels=levels, **SMALL) as ckpt:
+        for step in range(1, 60):
+            save(ckpt, step)
+            ckpt._opened().promotions.wait(DEADLINE_S)
+        near, far = ckpt.levels()
+    assert near.interval is None
+    assert far.interval is not None
+    assert far.interval.steps % 2 == 0
+    assert far.interval.mtbf_s > 86_400  # it is no better than the near one: needed if that is bad

@@ -67,10 +67,13 @@ class SimulatedRun:
         )
         self.promoters = [Promoter(SimpleNamespace(name=level.name)) for level in self.levels[1:]]
         self.lines: list[str] = []
+        self.shown: list[float] = []  # as a figure
         log = SimpleNamespace(info=lambda text, *values: self.lines.append(text % values))
+        watch = SimpleNamespace(log=log, interval=self.shown.append)
+        watches: Any = [watch] * len(self.levels)
         promotions = SimpleNamespace(promoters=self.promoters)
         levels = self.levels, promotions
-        self.rhythm = Rhythm(*levels, None, self.options, log)  # type: ignore[arg-type]
+        self.rhythm = Rhythm(*levels, None, self.options, watches)  # type: ignore[arg-type]
         self.step = self.number = 0
         self.gate_s = self.saving_until_s = 0.0
         self.saved: list[int] = []

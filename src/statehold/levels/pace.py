@@ -60,7 +60,8 @@ class Interval:
     waste: float
 
     def __str__(self) -> str:
-        text = f"every {self.steps} steps ({format_seconds(self.seconds)})"
+        steps = "step" if self.steps == 1 else f"{self.steps} steps"
+        text = f"every {steps} ({format_seconds(self.seconds)})"
         cost = f"costs {format_seconds(self.cost_s)}" if self.cost_s else "is free"
         if math.isfinite(self.mtbf_s):
             cost += f", and is needed once in {format_seconds(self.mtbf_s)}"

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from statehold.levels.promoting import Promotions
     from statehold.levels.specs import Level
     from statehold.options import Options
-    from statehold.seeing.background_log import BackgroundLog
+    from statehold.seeing.copies import LevelWatch
 
 __all__ = ["Rhythm"]
 
 NEVER = 1 << 62
+TOLD = 1.5
 
 
 class Rhythm:
@@ -40,14 +41,14 @@ class Rhythm:
         promotions: Promotions,
         rank: int | None,
         options: Options,
-        log: BackgroundLog,
+        watches: Sequence[LevelWatch],
     ) -> None:
         self._levels = levels
         self._names = [level.name for level in levels]
         self._every = [parse_every(level.every) for level in levels]
         self._promoters = promotions.promoters
         self._options = options
-        self._log = log
+        self._watches = watches
         first, is_alone = self._every[0], rank is None
         is_timed = first.seconds is not None and is_alone
         self._timer = Cadence(first, None, time.monotonic()) if is_timed else None
@@ -59,6 +60,7 @@ class Rhythm:
         self._pace = Pace(self._names) if measured and not rank else None
         self._copied = [0] * len(self._promoters)
         self._intervals: dict[str, Interval] = {}
+        self._lines: dict[str, int] = {}
 
     # -- on the training thread --------------------------------------------------------------------
 
@@ -145,11 +147,19 @@ class Rhythm:
             interval = intervals.get(promoter.place.name)
             if interval is not None and self._every[self._names.index(promoter.place.name)].is_auto:
                 promoter.every(interval)
-        for name, every in zip(self._names, self._every, strict=True):
-            before = self._intervals.get(name)
-            if every.is_auto and (before is None or before.steps != intervals[name].steps):
-                self._log.info("level %s gets a step %s", name, intervals[name])
         self._intervals = dict(intervals)
+        self._tell()
+
+    def _tell(self) -> None:
+        """A line for each level whose interval is not nearly what was last told of it."""
+        for name, every, watch in zip(self._names, self._every, self._watches, strict=True):
+            if not every.is_auto:
+                continue
+            interval, told = self._intervals[name], self._lines.get(name)
+            watch.interval(interval.seconds)
+            if told is None or not told / TOLD < interval.steps < told * TOLD:
+                self._lines[name] = interval.steps
+                watch.log.info("level %s gets a step %s", name, interval)
 
     # -- seeing ------------------------------------------------------------------------------------
 

@@ -83,6 +83,11 @@ class LevelWatch:
         self._figures.set("level_newest_step", step)
 
     @harmless
+    def interval(self, seconds: float) -> None:
+        """How often the level gets a step now, where that was chosen."""
+        self._figures.set("level_interval_seconds", seconds)
+
+    @harmless
     def landed(self, step: int) -> None:
         """`step` was just committed at the level."""
         self._figures.set("level_newest_step", step)

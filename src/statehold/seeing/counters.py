@@ -42,6 +42,7 @@ _OF_LEVEL: dict[str, tuple[str, str]] = {
     "level_copied_bytes_total": ("counter", "Bytes that this rank copied of steps now there."),
     "level_copies_failed_total": ("counter", "Copies to the level that began and failed."),
     "level_newest_step": ("gauge", "The newest step that is at the level."),
+    "level_interval_seconds": ("gauge", "How often it gets a step, where that was chosen."),
     "level_committed_timestamp_seconds": ("gauge", "When a step last got there, Unix time."),
     "level_copy_seconds": ("histogram", "From the start of a copy to its commit at the level."),
 }
