@@ -127,7 +127,7 @@ def test_a_level_that_fails_is_passed_over_and_named(trainers: Trainers, tmp_pat
     wait_no_agent(trainers.run)
     newest = steps_in(trainers.memory)[-1]
     assert steps_in(tmp_path / "other")[-1] == newest
-    assert "gave up; the newest step did not get to: blocked" in said(trainers.run)
+    assert "ended; the newest step did not get to: blocked" in said(trainers.run)
     assert said(trainers.run).count(f"copying step {newest} to level blocked") > 1
 
 
@@ -143,8 +143,22 @@ def test_a_step_that_is_damaged_is_passed_over(trainers: Trainers) -> None:
     wait_no_agent(trainers.run)
     assert steps_in(trainers.run)[-1] == 2
     assert "xxh3-64" in said(trainers.run)
+    assert said(trainers.run).endswith(": done\n")
     check_intact(trainers.run, 2)
     trainers.newest = 2
+
+
+def test_a_level_that_another_job_saves_into(trainers: Trainers, tmp_path: Path) -> None:
+    """It is left alone, and said so; nothing is tried again."""
+    with statehold.Checkpointer(tmp_path / "other", **SMALL) as ckpt:
+        ckpt.save(1, state(1)).wait("committed", DEADLINE_S)
+        far = [{"path": str(tmp_path / "other"), "name": "other"}, {"every": 1000}]
+        trainers.killed(after=2, far=far)
+        wait_no_agent(trainers.run)
+        assert "ended; the newest step did not get to: other" in said(trainers.run)
+        assert "process" in said(trainers.run)
+    assert steps_in(trainers.run)[-1] == steps_in(trainers.memory)[-1]
+    assert steps_in(tmp_path / "other") == [1]
 
 
 def test_an_agent_that_is_lost_is_replaced(trainers: Trainers) -> None:

@@ -71,6 +71,7 @@ class Persisting:
         self._stopped = threading.Event()
         self._copying: Promoter | None = None
         self._copies = 0
+        self._lost: list[str] = []  # levels that do not get the step
         self._moved_s = time.monotonic()
 
     @property
@@ -93,12 +94,13 @@ class Persisting:
         targets = self._lacking(self._targets)
         while targets and not self._stopped.is_set():
             if time.monotonic() + self._orders.retry_s > until:
-                names = ", ".join(place.name for _, place in targets)
-                self._log.error("gave up; the newest step did not get to: %s", names)
-                return
+                self._lost += [place.name for _, place in targets]
+                break
             self._stopped.wait(self._orders.retry_s)
             targets = self._lacking(targets)
-        if not self._stopped.is_set():
+        if self._lost:
+            self._log.error("ended; the newest step did not get to: %s", ", ".join(self._lost))
+        elif not self._stopped.is_set():
             self._log.info("done")
 
     def stop(self) -> None:
@@ -133,7 +135,10 @@ class Persisting:
                 error = promoter.status.error
                 if not isinstance(error, CorruptionError):
                     break
-        return error is None or isinstance(error, _FINAL)
+        if isinstance(error, _FINAL) and not self._stopped.is_set():
+            self._lost.append(place.name)
+            return True
+        return error is None
 
     def _go_on(self) -> None:
         """Before each block."""
