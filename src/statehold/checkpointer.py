@@ -317,7 +317,7 @@ class Checkpointer:
         opened = self._begun_anew()
         together(opened.peers, self._ready_to_rewind)
         given_up = led(opened.peers, lambda: opened.rewind(step))
-        opened.promotions.forget(given_up)
+        opened.forget(given_up)
         opened.rhythm.turns.goes_on_from(step)
         return given_up
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from statehold import _core
@@ -169,7 +169,8 @@ class Opened:
         """Refuse a save that would not become the newest step of all levels."""
         known = (self.pipeline.newest_step(), self.promotions.newest())
         newest = max((each for each in known if each is not None), default=None)
-        self.store.check_order(step, newest)
+        # Where the first level is away, saves go to the next one; it is asked when it is back.
+        self.store.check_order(step, newest, may_be_away=len(self.near) > 1)
 
     def quarantine(self, step: int) -> str:
         """Set a step aside in every directory; where it is now at the first level that had it."""
@@ -189,6 +190,12 @@ class Opened:
         left = Countdown(timeout_s)
         self.pipeline.drain(left())
         self.promotions.wait(left())
+
+    def forget(self, steps: Collection[int]) -> None:
+        """Every rank: these steps are at no level any more."""
+        self.promotions.forget(steps)
+        for place in self.near:
+            place.store.look_again()
 
     def flush(self, timeout_s: float | None, meet_s: float | None = None) -> None:
         """Bring the newest step to all levels. All ranks together."""

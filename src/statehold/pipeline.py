@@ -224,6 +224,7 @@ class Pipeline:
         self._landing.check_levels(work.number, late=True)
         with save._stage("commit"):
             self._publisher.publish(work, work.job.checksums())  # D3 to D7
+        work.place.store.committed(save.step)
         save._reach("committed")
 
     def _tell(self, number: int, error: StateholdError) -> None:

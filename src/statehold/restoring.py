@@ -258,7 +258,7 @@ def set_aside(opened: Opened, failed: Mapping[int, CorruptionError], restored: i
     would find them newer than what it saves next."""
     together(opened.peers, lambda: opened.promotions.wait(None))
     places = led(opened.peers, lambda: [_quarantined(opened, step) for step in failed])
-    opened.promotions.forget(failed)
+    opened.forget(failed)
     for (step, error), kept in zip(failed.items(), places, strict=True):
         text = f"step {step} is damaged; step {restored} was restored instead. "
         warnings.warn(

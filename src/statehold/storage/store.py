@@ -111,6 +111,10 @@ class Store:
         self._spare: str | None = None
         self._mapped = mapped
         self._mappings = Mappings()
+        self._newest_guard = threading.Lock()  # the trainer asks, and waits for no cleaning up
+        self._remembers = False  # this job alone can change what the newest step is
+        self._is_known = False
+        self._newest: int | None = None
 
     @property
     def root(self) -> str:
@@ -199,6 +203,7 @@ class Store:
     def create(self) -> None:
         """Make the run directory, its parents included, and make their names durable."""
         make_directories(self._fs, self._root)
+        self._remembers = self._rank > 0  # for which rank 0 holds the lock, and asks itself
 
     def recover(self, token: str | None = None) -> None:
         """Clear away what a crash left behind. Call once, holding the run's lock.
@@ -208,27 +213,42 @@ class Store:
         self._lead("clear a run")
         with self._guard:
             self._settle_names()
+            self._remembers = True
+            self.look_again()
             if self._fs.is_dir(f"{self._root}/{SPARE_NAME}"):
-                delete(self._fs, f"{self._root}/{SPARE_NAME}")
+                with contextlib.suppress(StorageError):  # no save fails for what is left behind
+                    delete(self._fs, f"{self._root}/{SPARE_NAME}")
             for name in self._leftovers():
                 attempted = _ATTEMPTED.fullmatch(name)
                 if attempted and attempted["token"] == token:
                     continue
-                # Where ranks on other hosts may be outliving their job, nothing they might still
-                # be writing to is used again.
-                if attempted:
-                    delete(self._fs, f"{self._root}/{name}")
-                else:
-                    self._discard(f"{self._root}/{name}")
+                with contextlib.suppress(StorageError):
+                    self._clear(name, is_attempt=attempted is not None)
+
+    def _clear(self, name: str, *, is_attempt: bool) -> None:
+        # Where ranks on other hosts may be outliving their job, nothing they might still be
+        # writing to is used again.
+        if is_attempt:
+            delete(self._fs, f"{self._root}/{name}")
+        else:
+            self._discard(f"{self._root}/{name}")
 
     def _leftovers(self) -> list[str]:
         return [name for name, is_dir in self._entries() if is_dir and _LEFTOVER.fullmatch(name)]
 
     # -- the commit protocol ---------------------------------------------------------------
 
-    def check_order(self, step: int, under_way: int | None = None) -> None:
+    def check_order(
+        self, step: int, under_way: int | None = None, *, may_be_away: bool = False
+    ) -> None:
         """Refuse a save that would not become the newest step, those `under_way` included."""
-        newest = max((n for n in (self.newest(), under_way) if n is not None), default=None)
+        try:
+            known = [self._remembered(), under_way]
+        except StorageError:
+            if not may_be_away:
+                raise
+            known = [under_way]
+        newest = max((n for n in known if n is not None), default=None)
         if newest is not None and step < newest:
             raise StepOrderError(
                 f"step {step} is older than step {newest}, which is saved already",
@@ -236,6 +256,26 @@ class Store:
                 hint=f"to go on from an older step, call rewind({step - 1}) first: it gives up the "
                 "newer steps; or save into another run directory",
             )
+
+    def committed(self, step: int) -> None:
+        """Every rank: `step` was committed here."""
+        with self._newest_guard:
+            if self._is_known:
+                self._newest = max(step, self._newest if self._newest is not None else step)
+
+    def look_again(self) -> None:
+        """Every rank: steps may have been given up; the newest one is no longer known."""
+        with self._newest_guard:
+            self._is_known = False
+
+    def _remembered(self) -> int | None:
+        """The newest step. Once the run is this job's, the directory is listed no more for it: that
+        takes the longer the more steps there are, and the trainer waits."""
+        with self._newest_guard:
+            if not self._is_known:
+                self._newest = self.newest()
+                self._is_known = self._remembers
+            return self._newest
 
     def begin(self, step: int, attempt: str | None = None) -> None:
         """D1, before the first byte: an empty directory for the step. Every rank calls this."""
@@ -287,8 +327,15 @@ class Store:
         with self._guard:
             replaced = publish(self._fs, partial, self.path(manifest.step), manifest.encode())
             self._mappings.committed(manifest.step)
+            self.committed(manifest.step)
             if replaced:
-                self._discard(partial, manifest.step)
+                self._drop_replaced(partial, manifest.step)
+
+    def _drop_replaced(self, partial: str, step: int) -> None:
+        try:
+            self._discard(partial, step)
+        except StorageError:  # the step is committed; the next save of it, or job, clears that
+            self._mappings.abandoned(step)
 
     def abandon(self, step: int, attempt: str | None = None) -> None:
         """Give a partial step up; what cannot be removed now is cleared by a later begin or open.
@@ -313,11 +360,13 @@ class Store:
 
         names = self._leftovers()
         ended = [name for name in names if has_ended(_ATTEMPTED.fullmatch(name))]
-        if ended:
-            self._settle_names()
-        for name in ended:
-            with contextlib.suppress(StorageError):  # a rank still writes there: next time
-                delete(self._fs, f"{self._root}/{name}")
+        # What cannot be deleted, where a rank still writes perhaps, is deleted next time.
+        with contextlib.suppress(StorageError):
+            if ended:
+                self._settle_names()
+            for name in ended:
+                with contextlib.suppress(StorageError):
+                    delete(self._fs, f"{self._root}/{name}")
 
     def _lead(self, action: str) -> None:
         if self._rank:
@@ -376,6 +425,8 @@ class Store:
             self._settle_names()
             delete(self._fs, hidden)
         self._fs.rename(self.path(step), hidden)  # R1
+        if step == self._newest:
+            self.look_again()
         self._fs.sync_dir(self._root)  # R2
         self._mappings.retired(step)
         if suffix == ".retired":
@@ -415,13 +466,16 @@ class Store:
             taken = self._take(f"{self._spare}/{name}", path, self._mappings.spare(name))
             if taken:
                 self._mappings.taken(name)
-            self.drop_spare()
+            with contextlib.suppress(StorageError):  # what cannot be deleted now is, later
+                self.drop_spare()
             return taken
 
     def _take(self, spare_file: str, path: str, kept: File | None = None) -> bool:
-        if self._fs.stat_bytes(spare_file) is None or not self._fs.can_reuse(spare_file, kept):
-            return False
-        with unless(errno.ENOENT):  # rank 0 deleted it meanwhile
-            self._fs.rename(spare_file, path)
-            return True
+        # Rank 0 may have deleted it meanwhile; and where it cannot be had, a new one is made.
+        with contextlib.suppress(StorageError):
+            if self._fs.stat_bytes(spare_file) is None:
+                return False
+            if self._fs.can_reuse(spare_file, kept):
+                self._fs.rename(spare_file, path)
+                return True
         return False
