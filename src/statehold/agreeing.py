@@ -2,6 +2,7 @@
 
     together   every rank acts; all go on, or none does
     led        rank 0 acts for all; the others get what it returned
+    everyone   every rank acts, and gets what all returned
 
 Holds: all ranks raise the same kind of error. Damage that one rank finds is damage to all, so that
 all try the same older step; the rank on which it happened raises its own error.
@@ -78,6 +79,19 @@ def led(peers: Peers | None, act: Callable[[], T], meeting: Meeting = USUAL) -> 
         return act()
     value: T = json.loads(meeting.of(peers, b"", lambda _: json.dumps(act()).encode()))
     return value
+
+
+def everyone(peers: Peers | None, act: Callable[[], T]) -> list[T]:
+    """What `act` returns on each rank, once it has been done on all; plain values of JSON."""
+    mine = together(peers, act)
+    if peers is None:
+        return [mine]
+
+    def listed(told: Sequence[bytes]) -> bytes:
+        return b"[" + b",".join(told) + b"]"
+
+    values: list[T] = json.loads(peers.agree(ROUND, json.dumps(mine).encode(), listed))
+    return values
 
 
 def _text(error: Exception) -> str:

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from statehold import _core
-from statehold.agreeing import led, together
+from statehold.agreeing import everyone, led, together
 from statehold.ending import forget, remember
 from statehold.errors import (
     ClosedError,
@@ -47,6 +47,7 @@ from statehold.writes import in_file_order, start_write
 
 if TYPE_CHECKING:
     from statehold._core import Fs
+    from statehold.levels.hosts import Exchange
     from statehold.ranks.peers import Peers
 
 
@@ -80,6 +81,7 @@ class Checkpointer:
         self._closed = False
         self._borrowed_fs: Fs | None = None  # for statehold.testing
         self._borrowed_peers: Peers | None = None  # for statehold.testing
+        self._borrowed_exchange: Exchange | None = None  # for statehold.testing
         self._gate = Gate()
         self._watched: list[Save] = []
         self._saves_called = 0
@@ -309,14 +311,16 @@ class Checkpointer:
     # -- the run ---------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The steps that are committed at any level, oldest first."""
+        """The steps that are committed at any level, oldest first. All ranks call this, where a
+        level is each host's own."""
         return self._opened().nearest().steps()
 
     def rewind(self, step: int) -> list[int]:
         """Give up every committed step newer than `step`, to go on from there; returns them."""
         opened = self._begun_anew()
         together(opened.peers, self._ready_to_rewind)
-        given_up = led(opened.peers, lambda: opened.rewind(step))
+        found = everyone(opened.peers, lambda: opened.rewind(step))
+        given_up = sorted({each for steps in found for each in steps})
         opened.forget(given_up)
         opened.rhythm.turns.goes_on_from(step)
         return given_up
@@ -409,7 +413,12 @@ class Checkpointer:
             raise ClosedError("this Checkpointer was closed", facts={"run": self._run})
         if self._open is None:
             self._open = Opened(
-                self._run, self._levels, self._options, self._borrowed_fs, self._borrowed_peers
+                self._run,
+                self._levels,
+                self._options,
+                self._borrowed_fs,
+                self._borrowed_peers,
+                self._borrowed_exchange,
             )
             remember(self)
         self._open.check_process()

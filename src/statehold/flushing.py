@@ -1,6 +1,7 @@
 """Flushing: the newest step goes to every level, on all ranks, within one time for all of it.
 
-    wait for what is under way -> meet: rank 0 says which levels lack the step -> copy, wait
+    wait for what is under way -> look where files are, on several hosts
+    -> meet: rank 0 says which levels lack the step -> copy, wait
 
 Holds: where there is a time, no rank is here for longer, whatever the others do. Flushes meet under
 numbers of their own, so that a rank that has missed one shifts nothing.
@@ -42,6 +43,7 @@ class Countdown:
 def flush(
     peers: Peers | None,
     wait_idle: Callable[[float | None], None],
+    look: Callable[[Meeting], None],
     promotions: Promotions,
     number: int,
     timeout_s: float | None,
@@ -56,7 +58,8 @@ def flush(
     if meet_s is not None:
         wait_idle(left())  # which ends on all ranks at about the same time
     kept_s = min(MEETING_SHARE * (timeout_s or 0.0), MEETING_S_MAX) if peers else 0.0
-    numbered = 2 * number
+    numbered = 3 * number
     together(peers, lambda: wait_idle(left(kept_s)), Meeting("flush", numbered, meet_s or left()))
-    promotions.catch_up(Meeting("flush", numbered + 1, meet_s or left()))
+    look(Meeting("flush", numbered + 1, meet_s or left()))
+    promotions.catch_up(Meeting("flush", numbered + 2, meet_s or left()))
     promotions.wait(left())

@@ -33,6 +33,7 @@ from statehold.levels import alike
 
 if TYPE_CHECKING:
     from statehold._core import File
+    from statehold.levels.hosts import Hosts
     from statehold.levels.places import DirectoryPlace
     from statehold.levels.promoting import Promotions
     from statehold.levels.specs import Level
@@ -68,6 +69,7 @@ class Landing:
         places: Sequence[DirectoryPlace],
         promotions: Promotions,
         peers: Peers | None,
+        hosts: Hosts,
         log: BackgroundLog,
     ) -> None:
         self._levels = levels
@@ -77,6 +79,8 @@ class Landing:
         self._log = log
         self._rank = peers.rank if peers else 0
         self._met = -1  # the newest save about which this rank has met the others
+        self._hosts = hosts
+        self._asked = -1  # the newest save with which this rank came to meet the hosts
         self._has_told = False
         self._unlike: StateholdError | None = None
         self._is_first_failing = False
@@ -84,6 +88,8 @@ class Landing:
     def open(self, work: Work) -> Opened:
         """D1 of a save, at the first level that takes it on all ranks; `work.place` is that one."""
         self.check_levels(work.number)
+        self._asked = work.number
+        self._hosts.meet()  # who leads a host prepares its levels only after that
         causes: list[StateholdError] = []
         at = 0
         while True:
@@ -106,18 +112,20 @@ class Landing:
             return
         if number == 0 and self._rank == 0 and not self._has_told:
             self._peers.fail(0, error, alike.ROUND)
+        if self._unlike or (self._hosts.are_asked and number > self._asked):
+            self._hosts.give_up(error)
         if (self._meets or self._unlike) and number > self._met:
             self._peers.fail(self._round(number, 0), error, ROUND)
 
     def check_levels(self, number: int, *, late: bool = False) -> None:
         """With the first save: whether this rank has the levels of rank 0. One that has a single
-        level writes before it asks (`late`): it waits for nobody until then."""
+        level that all ranks see writes before it asks (`late`): it waits for nobody until then."""
         if self._peers is None:
             return
         if number == 0 and self._rank == 0 and not late:
             self._peers.tell(alike.ROUND, 0, alike.described(self._levels).encode())
             self._has_told = True
-        elif number == 0 and self._rank and late == (len(self._levels) == 1):
+        elif number == 0 and self._rank and late == self._asks_late:
             told = self._peers.told(alike.ROUND, 0)
             try:
                 alike.check_same(self._levels, told.decode())
@@ -125,6 +133,10 @@ class Landing:
                 self._unlike = error
         if self._unlike is not None:
             raise self._unlike
+
+    @property
+    def _asks_late(self) -> bool:
+        return len(self._levels) == 1 and not self._hosts.are_asked
 
     # -- at one level ----------------------------------------------------------------------
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from statehold import _core
+from statehold.across import Across
 from statehold.agent.starting import Agent, agent_for
 from statehold.errors import (
     StateholdError,
@@ -20,7 +22,9 @@ from statehold.errors import (
 )
 from statehold.flushing import Countdown, flush
 from statehold.landing import Landing
-from statehold.levels.nearest import Nearest
+from statehold.levels.host_place import CopiesPlace, HostPlace
+from statehold.levels.hosts import Exchange, Hosts, HttpExchange
+from statehold.levels.nearest import Nearest, Readable
 from statehold.levels.opening import open_places, storage_of
 from statehold.levels.places import DirectoryPlace
 from statehold.levels.promoting import LevelStatus, Promoter, Promotions
@@ -41,6 +45,7 @@ from statehold.team import Alone, Publisher, Together
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
+    from statehold.agreeing import Meeting
     from statehold.planning.plan import SavePlan
     from statehold.ranks.peers import Peers
     from statehold.seeing.copies import LevelWatch
@@ -60,6 +65,7 @@ class Opened:
         options: Options,
         borrowed_fs: Fs | None,
         borrowed_peers: Peers | None,
+        borrowed_exchange: Exchange | None,
     ) -> None:
         self._run = run
         self._pid = os.getpid()
@@ -84,6 +90,9 @@ class Opened:
             world_size=ranks,
         )
         self.near = [place for place in self.places if isinstance(place, DirectoryPlace)]
+        on_hosts = [place for place in self.places if isinstance(place, HostPlace)]
+        exchange = borrowed_exchange or HttpExchange(run, options.address)
+        self.hosts = Hosts(on_hosts, self.peers, exchange)
         first = self.near[0]
         self.store = first.store
         self.engine = _core.Engine(
@@ -94,25 +103,40 @@ class Opened:
         self.watch = Watch(run, rank, ranks, options.trace, log)
         self.claims = Claims(rank, ranks)
         self.plans = PlanCache(world_size=ranks, rank=rank)
+        targets = list(zip(levels[1:], self.places[1:], strict=True))
         self.promotions = Promotions(
             first,
             [
-                Promoter(level, place, self.fs, self.peers, self._give_way, self._watch_of(level))
-                for level, place in zip(levels[1:], self.places[1:], strict=True)
+                Promoter(level, place, self.peers, self._give_way, self._watch_of(level))
+                for level, place in [*targets, *self._copies(levels)]
             ],
             self.peers,
             self._watch_of(levels[0]),
         )
         watches = [self._watch_of(level) for level in levels]
         self.rhythm = Rhythm(levels, self.promotions, self.rank, options, watches)
-        publisher: Publisher = Alone(self.promotions, self.rhythm)
-        if self.peers is not None:
-            publisher = Together(self.peers, self.claims, self.promotions, self.rhythm, log)
-        landing = Landing(levels, self.near, self.promotions, self.peers, log)
+        publisher = self._publisher(log)
+        landing = Landing(levels, self.near, self.promotions, self.peers, self.hosts, log)
         self.pipeline = Pipeline(landing, publisher, self.promotions, log)
         self._agent: Agent | None = None
         if self._owns_fs and self.store.leads:
             self._agent = agent_for(run, levels, options, log)
+
+    def _copies(self, levels: Sequence[Level]) -> list[tuple[Level, CopiesPlace]]:
+        """The copies that hosts keep for each other, as levels that steps go to."""
+        return [
+            (replace(level, name=place.copies.name, every=every), place.copies)
+            for level, place in zip(levels, self.places, strict=True)
+            for every in [1 if place is self.places[0] else level.every]
+            if self.peers is not None and isinstance(place, HostPlace) and place.wanted_copies
+        ]
+
+    def _publisher(self, log: BackgroundLog) -> Publisher:
+        if self.peers is None:
+            return Alone(self.promotions, self.rhythm)
+        if any(isinstance(place, HostPlace) for place in self.places):
+            return Across(self.peers, self.claims, self.promotions, self.rhythm, log)
+        return Together(self.peers, self.claims, self.promotions, self.rhythm, log)
 
     @property
     def is_of_this_process(self) -> bool:
@@ -144,8 +168,19 @@ class Opened:
         return self.peers.token if self.peers else None
 
     def nearest(self) -> Nearest:
-        """The steps of all levels, for one look at them."""
-        return Nearest(self.places, os.path.realpath(self._run))
+        """The steps of all levels, for one look at them. All ranks together, where a level lies on
+        several hosts."""
+        self.hosts.meet()
+        if self.hosts.are_apart:
+            self.pipeline.drain()  # what is published on some hosts, and not on others, is no step
+        self.hosts.census()
+        self.promotions.look()
+        views: list[Readable] = [
+            view
+            for place in self.places
+            for view in (place.views() if isinstance(place, HostPlace) else [place])
+        ]
+        return Nearest(views, os.path.realpath(self._run))
 
     def ready_file(self, plan: SavePlan) -> File | None:
         """The file of a save, where it is memory that is mapped already: then the state is copied
@@ -170,20 +205,35 @@ class Opened:
         known = (self.pipeline.newest_step(), self.promotions.newest())
         newest = max((each for each in known if each is not None), default=None)
         # Where the first level is away, saves go to the next one; it is asked when it is back.
-        self.store.check_order(step, newest, may_be_away=len(self.near) > 1)
+        self.near[0].check_order(step, newest, may_be_away=len(self.near) > 1)
 
     def quarantine(self, step: int) -> str:
-        """Set a step aside in every directory; where it is now at the first level that had it."""
-        having = [place for place in self.near if step in place.steps()]
-        for place in having:
+        """Set a step aside in every directory that this rank leads in; where it is now at the first
+        level that had it."""
+        stores = [place for place in self.near if place.leads and step in place.store.steps()]
+        for place in stores:
             place.prepare(self._token)
-        kept = [place.store.quarantine(step) for place in having]
+        kept = [place.quarantine(step) for place in stores]
         return kept[0] if kept else self.store.path(step)
 
     def rewind(self, step: int) -> list[int]:
-        """Give up what is newer than `step` at every level."""
-        self.places[0].prepare(self._token)
-        return sorted({*self.store.rewind(step), *self.promotions.rewind(step)})
+        """Give up what is newer than `step` at every level, where this rank leads."""
+        first = self.near[0]
+        first.prepare(self._token)
+        given_up = set(first.rewind(step)) if first.leads else set()
+        return sorted(given_up | self.promotions.rewind(step))
+
+    def forget(self, steps: Collection[int]) -> None:
+        """These are at no level any more. All ranks, with nothing under way."""
+        for place in self.near:
+            place.forget(steps)
+            place.store.look_again()
+        self.promotions.forget(steps)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether steps go on from the first level."""
+        return bool(self.promotions.status())
 
     def wait_idle(self, timeout_s: float | None) -> None:
         """Return once no save and no copy is under way. Raises WaitTimeout."""
@@ -191,16 +241,16 @@ class Opened:
         self.pipeline.drain(left())
         self.promotions.wait(left())
 
-    def forget(self, steps: Collection[int]) -> None:
-        """Every rank: these steps are at no level any more."""
-        self.promotions.forget(steps)
-        for place in self.near:
-            place.store.look_again()
-
     def flush(self, timeout_s: float | None, meet_s: float | None = None) -> None:
         """Bring the newest step to all levels. All ranks together."""
         self._flushes += 1
-        flush(self.peers, self.wait_idle, self.promotions, self._flushes, timeout_s, meet_s)
+        look = self._look
+        flush(self.peers, self.wait_idle, look, self.promotions, self._flushes, timeout_s, meet_s)
+
+    def _look(self, meeting: Meeting) -> None:
+        """See what is there, before it is decided what is copied."""
+        self.hosts.census(meeting)
+        self.promotions.look()
 
     def part(self, number: int, error: BaseException) -> None:
         """This rank ends because of `error`, and takes no part in the save `number`, should others
@@ -220,7 +270,7 @@ class Opened:
         # Several ranks do alike, also where one of them could not prepare to save.
         has_saved = self._is_prepared if self.peers is None else self._has_saved
         try:
-            if flush and has_saved and len(self.places) > 1:
+            if flush and has_saved and self.has_copies:
                 with _logged("could not bring the newest step to all levels"):
                     self.flush(None, None if alike else STRAGGLERS_S)
         finally:  # also where the user has no patience for that
@@ -233,6 +283,7 @@ class Opened:
         self.watch.close()
         self.devices.close()
         self.engine.close()
+        self.hosts.close()
         for place in self.places:
             with _logged("could not remove a retired step"):
                 place.close()

@@ -67,6 +67,9 @@ class Options:
     node_mtbf: how often one node fails, for levels with every="auto": the mean time between
         failures by whatever cause, such as "250d". None: by published figures (264 days).
     nodes: how many nodes the job has, for the same. None: the hosts on which its ranks are.
+    address: of this host, on the network over which hosts read each other's files, where a level is
+        each host's own; a name or a number, without a port. None: the address from which this host
+        reaches MASTER_ADDR, else that of its own name.
     trace: a file for what happened when, as Chrome/Perfetto JSON, written at close(); of several
         ranks each writes its own, with its rank in the name. None: nothing is recorded.
     """
@@ -83,6 +86,7 @@ class Options:
     peer_timeout_s: float = 600.0
     node_mtbf: str | None = None
     nodes: int | None = None
+    address: str | None = None
     trace: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -109,6 +113,8 @@ class Options:
             )
         if self.trace is not None and not (self.trace and isinstance(self.trace, _PATH)):
             raise UsageError("trace is the path of a file", facts={"got": repr(self.trace)})
+        if self.address is not None and not (isinstance(self.address, str) and self.address):
+            raise UsageError("address is a name or a number", facts={"got": repr(self.address)})
         self._check_timeout()
         self._check_memory()
 

@@ -32,6 +32,7 @@ from statehold.errors import (
     storage_error,
 )
 from statehold.levels.promoting import NO_COPIES
+from statehold.levels.rounds import HALF_PUBLISHED
 from statehold.save import Save
 from statehold.storage.publish import PUBLISHED
 
@@ -199,7 +200,7 @@ class Pipeline:
             raise
         # Before retention may take it.
         self._promotions.start(work.save.step, work.promote, work.place)
-        if self._publisher.leads:
+        if work.place.leads:
             with work.save._stage("retain"):
                 self._retain(work.place)
         self._publisher.announce(work)
@@ -262,6 +263,8 @@ class Pipeline:
         where = "" if rank is None else f" on rank {rank}"
         if PUBLISHED in cause.facts:
             outcome = "its last sync failed"
+        elif HALF_PUBLISHED in cause.facts:
+            outcome = "it is no step where not all hosts have published it"
         elif isinstance(cause, PeerLostError) and 0 in cause.ranks and rank:
             outcome = "published only if rank 0 was lost after it committed"
         else:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from statehold.agreeing import ROUND, MismatchElsewhere, led, together
+from statehold.agreeing import ROUND, MismatchElsewhere, everyone, led, together
 from statehold.errors import (
     CorruptionError,
     PeerLostError,
@@ -257,9 +257,9 @@ def set_aside(opened: Opened, failed: Mapping[int, CorruptionError], restored: i
     """Keep the damaged steps where nobody takes them for steps; all ranks, before any goes on: it
     would find them newer than what it saves next."""
     together(opened.peers, lambda: opened.promotions.wait(None))
-    places = led(opened.peers, lambda: [_quarantined(opened, step) for step in failed])
+    places = everyone(opened.peers, lambda: [_quarantined(opened, step) for step in failed])
     opened.forget(failed)
-    for (step, error), kept in zip(failed.items(), places, strict=True):
+    for (step, error), kept in zip(failed.items(), places[0], strict=True):
         text = f"step {step} is damaged; step {restored} was restored instead. "
         warnings.warn(
             f"{text}The damaged step was kept as {kept}.\n{error}", RuntimeWarning, stacklevel=3

@@ -26,7 +26,6 @@ from statehold.errors import (
     PeerLostError,
     StateholdError,
     StorageError,
-    UsageError,
 )
 from statehold.planning.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
 from statehold.planning.layout import Ranks
@@ -35,7 +34,6 @@ from statehold.steps.manifest import Commit, RecordEntry, Shared, groups_of, rec
 from statehold.writes import build_manifest, build_record, now, writer_name
 
 if TYPE_CHECKING:
-    from statehold.levels.places import DirectoryPlace
     from statehold.levels.promoting import Promotions
     from statehold.levels.rhythm import Rhythm
     from statehold.pipeline import Work
@@ -135,10 +133,11 @@ class Together:
         with work.save._stage("arrive"):
             self._peers.arrive(work.number, self._told(work, record.said(), raw))  # D4
         self._arrived = work.number
-        if self.leads:
-            self._commit(work, work.attempt)
-        else:
-            self._wait(work, work.attempt)
+        decide = self._decide if self.leads else self._wait
+        outcome = decide(work, work.attempt)
+        if outcome is not None:
+            self._settle(work, outcome)
+            self._take(work, outcome)
 
     def announce(self, work: Work) -> None:
         if not self.leads:
@@ -185,17 +184,17 @@ class Together:
         return error
 
     def clean_up(self, work: Work) -> None:
-        if self.leads and work.attempt is not None:
+        if work.attempt is not None:
             work.place.store.abandon(work.save.step, work.attempt)
 
     # -- rank 0 ----------------------------------------------------------------------------
 
-    def _commit(self, work: Work, attempt: str) -> None:
+    def _decide(self, work: Work, attempt: str) -> Mapping[str, Any]:
+        """D4 to D7; what the others are to know of it."""
         with work.save._stage("gather"):
             told = [json.loads(each) for each in self._peers.gather(work.number)]
         _check_alike(told, "step", "a rank saves another step than rank 0")
         _check_alike(told, "version", "a rank knows other things of earlier saves than rank 0")
-        _check_seen(work.place, told)
         lesson = judge([each["claims"] for each in told])
         commit = Commit(
             step=work.save.step,
@@ -210,8 +209,7 @@ class Together:
             state=groups_of([each["said"] for each in told]),
             shared=_shared(lesson),
         )
-        with work.save._stage("publish"):
-            work.place.store.commit(commit, attempt)
+        self._land(work, commit)
         spread = balance([each["bytes"] for each in told], [each["host"] for each in told])
         hosts = len({each["host"] for each in told})
         self._rhythm.committed(work.number, work.save._elapsed(), hosts)
@@ -221,23 +219,36 @@ class Together:
             "promote": self._promotions.decide(work.save.step, work.place),
             "turns": self._rhythm.told(),
         }
+        self._tell(work, commit, outcome)
+        return outcome
+
+    def _land(self, work: Work, commit: Commit) -> None:
+        with work.save._stage("publish"):
+            work.place.store.commit(commit, work.attempt)
+
+    def _tell(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:
+        """Have it told to the others, when this rank has retired what is no longer kept."""
         self._outcome = json.dumps(outcome).encode()
-        self._take(work, outcome)
 
     # -- the others ------------------------------------------------------------------------
 
-    def _wait(self, work: Work, attempt: str) -> None:
+    def _wait(self, work: Work, attempt: str) -> Mapping[str, Any] | None:
+        """What rank 0 has decided; None where it was lost, and the step is committed."""
         try:
             with work.save._stage("wait for rank 0"):
-                outcome = self._peers.outcome(work.number)
-            self._take(work, json.loads(outcome))
+                outcome: dict[str, Any] = json.loads(self._peers.outcome(work.number))
         except PeerLostError:
             # Rank 0 may have been lost after it committed, before it could say so.
-            if not work.place.store.confirm(work.save.step, attempt):
+            if not self._confirm(work, attempt):
                 raise
             self._claims.forget(work.number)
             with contextlib.suppress(StateholdError):  # it is found after the next failure, then
                 self._look_for_note()
+            return None
+        return outcome
+
+    def _confirm(self, work: Work, attempt: str) -> bool:
+        return work.place.store.confirm(work.save.step, attempt)
 
     # -- all -------------------------------------------------------------------------------
 
@@ -247,13 +258,15 @@ class Together:
             "step": work.save.step,
             "bytes": work.plan.save.file_bytes,
             "host": socket.gethostname(),
-            "place": work.place.identity() if work.place.of_host else "",
             "record": [len(raw), hashlib.sha256(raw).hexdigest()],
             "said": said,
             "version": work.version,
             "claims": message(self._peers.rank, work.comparisons, work.fingerprints),
         }
         return json.dumps(told).encode()
+
+    def _settle(self, work: Work, outcome: Mapping[str, Any]) -> None:
+        """What is left to do when all know the outcome: nothing, it is committed."""
 
     def _take(self, work: Work, outcome: Mapping[str, Any]) -> None:
         self._claims.learn(work.number, lesson_of(outcome["lesson"]))
@@ -270,17 +283,6 @@ def _check_alike(told: Sequence[Mapping[str, Any]], key: str, summary: str) -> N
             raise PeerFailedError(rank, summary).with_fact(
                 key, f"expected {told[0][key]}, as on rank 0, got {each[key]}"
             )
-
-
-def _check_seen(place: DirectoryPlace, told: Sequence[Mapping[str, Any]]) -> None:
-    """No step is committed of which some ranks' files are out of the others' sight."""
-    if place.of_host and len({each["place"] for each in told}) > 1:
-        hosts = sorted({each["host"] for each in told})
-        raise UsageError(
-            "the ranks of this job do not share the memory of their first level",
-            facts={"level": place.name, "hosts": ", ".join(hosts[:8])},
-            hint="let the first level be a Directory that all hosts share",
-        )
 
 
 def _shared(lesson: Lesson) -> tuple[Shared, ...]:

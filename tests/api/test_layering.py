@@ -32,6 +32,7 @@ LAYERS: list[list[set[str]]] = [
     [{"agent"}],
     [
         {"checkpointer", "opened", "save", "gate", "pipeline", "landing", "team", "flushing"}
+        | {"across"}
         | {"restoring", "reads", "segments", "writes"},
     ],
     # Beside the Checkpointer stands what torch.distributed.checkpoint calls: it plans, so dcp only

@@ -60,6 +60,7 @@ OPTIONS = [
     "peer_timeout_s",
     "node_mtbf",
     "nodes",
+    "address",
     "trace",
 ]
 

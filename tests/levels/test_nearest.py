@@ -17,7 +17,6 @@ from statehold.errors import (
     PeerFailedError,
     PeerLostError,
     StorageError,
-    UsageError,
 )
 from statehold.levels.places import DirectoryPlace
 from statehold.testing import SimFs
@@ -394,20 +393,3 @@ def test_other_ranks_copy_what_was_saved_before(fs, size) -> None:
         if root == NEAR:
             expected = digests
     assert digests == expected
-
-
-def test_ranks_that_do_not_share_their_memory_commit_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As on several hosts: what rank 0 would commit, no other host could find."""
-    fs = SimFs(seed=1)
-    with job(fs, 2) as ranks:
-        for rank, ckpt in enumerate(ranks.ckpts):
-            place = ckpt._opened().near[0]
-            monkeypatch.setattr(place, "of_host", True)
-            monkeypatch.setattr(place, "identity", lambda rank=rank: f"host {rank}")
-        rank_0, rank_1 = ranks.failures(1, lambda rank: state(rank, 1))
-        assert isinstance(rank_0, UsageError)
-        assert "do not share the memory" in str(rank_0)
-        assert isinstance(rank_1, PeerFailedError)
-    assert steps_at(fs, NEAR) == steps_at(fs, FAR) == []

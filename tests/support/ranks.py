@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from statehold import Save
+from statehold import Checkpointer, Save
 from statehold._core import Fs
 from statehold.testing import ranks_on
 from support.faults import DEADLINE_S, SMALL
@@ -23,10 +23,13 @@ class Ranks:
         self.fs = fs
         self.run = run
         self.size = size
-        self.ckpts = ranks_on(fs, run, size, **{**SMALL, "peer_timeout_s": DEADLINE_S, **options})
+        self.ckpts = self._opened({**SMALL, "peer_timeout_s": DEADLINE_S, **options})
         self._pools = [ThreadPoolExecutor(1) for _ in range(size)]
 
-    def __enter__(self) -> Ranks:
+    def _opened(self, options: dict[str, Any]) -> list[Checkpointer]:
+        return ranks_on(self.fs, self.run, self.size, **options)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -121,7 +121,7 @@ class Persisting:
         self._moved_s = time.monotonic()
         error: StateholdError | None = None
         watch = self._watch.level(place.name)
-        promoter = Promoter(level, place, self._fs, None, self._go_on, watch)
+        promoter = Promoter(level, place, None, self._go_on, watch)
         self._copying = promoter
         with contextlib.closing(promoter):
             for step in reversed(self._source.steps()):

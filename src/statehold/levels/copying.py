@@ -15,7 +15,7 @@ import contextlib
 import ctypes
 import errno
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -57,7 +57,7 @@ class Readable(Protocol):
 
 
 class Source(Protocol):
-    """A place that has the step: its documents, and its data files."""
+    """Where steps, or the files of one, can be read: documents, and data files."""
 
     def read_file(self, path: str, max_bytes: int) -> bytes: ...
     def open_read(self, path: str) -> Readable: ...
@@ -106,15 +106,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A rank's part on its way from `directory` of `source` to a place, as `step` and `attempt`
-    there. before: called with a number of bytes ahead of moving them; it may wait, or raise. seen:
-    is told of each file."""
+    """A rank's part on its way from `source`, where its files are by their names, to a place, as
+    `step` and `attempt` there. before: called with a number of bytes ahead of moving them; it may
+    wait, or raise. seen: is told of each file."""
 
     step: int
     attempt: str | None
     part: Part
     source: Source
-    directory: str
     before: Callable[[int], None]
     seen: CopyWatch
 
@@ -135,7 +134,7 @@ class Copy:
         if not isinstance(self.source, Viewing):
             return None
         try:
-            return self.source.open_view(f"{self.directory}/{file.name}", file.bytes)
+            return self.source.open_view(file.name, file.bytes)
         except StorageError as error:
             if error.errno != errno.EOPNOTSUPP:  # it is not in memory
                 raise
@@ -144,7 +143,7 @@ class Copy:
     @contextlib.contextmanager
     def opened(self, file: DataFile) -> Iterator[Readable]:
         """A data file of the part, where it comes from, while it is copied."""
-        found = self.source.open_read(f"{self.directory}/{file.name}")
+        found = self.source.open_read(file.name)
         try:
             with self.seen.file(file.name, file.bytes):
                 yield _Seen(found, self.seen)
@@ -177,27 +176,27 @@ class Copied:
         return self.raw
 
 
-def part_of(source: Source, directory: str, rank: int, world_size: int) -> Part:
-    """What `rank` of `world_size` has to copy of the step in `directory`: what it wrote itself, if
-    so many have saved it. Raises as reading a step does."""
-    path = f"{directory}/{MANIFEST_NAME}"
-    raw = source.read_file(path, DOCUMENT_BYTES_MAX)
-    manifest = Manifest.decode(raw, path)
+def part_of(source: Source, where: str, share: Callable[[int], Collection[int]]) -> Part:
+    """What a rank has to copy of a step: what those wrote whom `share` names, told how many did.
+    where: the directory of the step, for messages. Raises as reading a step does."""
+    raw = source.read_file(MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+    manifest = Manifest.decode(raw, f"{where}/{MANIFEST_NAME}")
     if isinstance(manifest, Manifest):
         chunks = {name: entry.chunks for name, entry in manifest.tensors.items()}
         files = _data_files(manifest.files, chunks, manifest.block_bytes)
-        return Part(() if rank else files, (), raw)
+        return Part(files if 0 in share(1) else (), (), raw)
     files, records = (), []
-    for writer in range(rank, manifest.world_size, world_size):
+    for writer in share(manifest.world_size):
         documents: dict[str, bytes] = {}
 
         def read(path: str, max_bytes: int, kept: dict[str, bytes] = documents) -> bytes:
-            return kept.setdefault(path, source.read_file(path, max_bytes))
+            name = path.rpartition("/")[2]
+            return kept.setdefault(name, source.read_file(name, max_bytes))
 
-        record: Record = read_record(read, directory, manifest, writer)
+        record: Record = read_record(read, where, manifest, writer)
         files += _data_files(record.files, dict(record.chunks), record.block_bytes)
         name = record_name(writer, manifest.world_size)
-        records.append((name, documents[f"{directory}/{name}"]))
+        records.append((name, documents[name]))
     return Part(files, tuple(records), raw)
 
 

@@ -16,7 +16,7 @@ import errno
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from statehold.errors import (
     CorruptionError,
@@ -27,23 +27,34 @@ from statehold.errors import (
 )
 from statehold.steps.saved import SavedStep, open_step
 
-if TYPE_CHECKING:
-    from statehold.levels.places import Place
-
-__all__ = ["Nearest"]
+__all__ = ["Nearest", "Readable"]
 
 logger = logging.getLogger("statehold")
+
+
+class Readable(Protocol):
+    """What is asked of a place: as of levels/places, where what each does is said."""
+
+    @property
+    def name(self) -> str: ...
+    def steps(self) -> list[int]: ...
+    def holds(self, step: int, name: str) -> bool: ...
+    def read(self, step: int, name: str, max_bytes: int) -> bytes: ...
+    def find(
+        self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
+    ) -> str: ...
+    def protect(self, step: int) -> contextlib.AbstractContextManager[None]: ...
 
 
 class Nearest:
     """All steps of a run, for one restore; `places` from the nearest on. Not thread-safe."""
 
-    def __init__(self, places: Sequence[Place], run: str) -> None:
+    def __init__(self, places: Sequence[Readable], run: str) -> None:
         self._places = list(places)
         self._run = run
         self._bad: set[tuple[int, str, str]] = set()  # step, file, level
         self._unreadable: dict[tuple[int, str], StorageError] = {}
-        self._served: dict[tuple[int, str], Place] = {}
+        self._served: dict[tuple[int, str], Readable] = {}
         self._found: dict[str, set[int]] | None = None
         self._unread: StorageError | None = None
         self._told: set[str] = set()  # levels of which it was said that they cannot be read
@@ -124,7 +135,7 @@ class Nearest:
             self._found = {place.name: self._listed(place) for place in self._places}
         return self._found
 
-    def _listed(self, place: Place) -> set[int]:
+    def _listed(self, place: Readable) -> set[int]:
         try:
             return set(place.steps())
         except StorageError as error:
@@ -134,12 +145,14 @@ class Nearest:
             self._unread = error
             return set()
 
-    def _having(self, step: int, name: str) -> list[Place]:
+    def _having(self, step: int, name: str) -> list[Readable]:
         found = self._steps_by_place()
         return [
             place
             for place in self._places
-            if step in found[place.name] and (step, name, place.name) not in self._bad
+            if step in found[place.name]
+            and (step, name, place.name) not in self._bad
+            and place.holds(step, name)
         ]
 
     def _document(self, step: int, name: str, max_bytes: int) -> bytes:
@@ -155,7 +168,7 @@ class Nearest:
             return raw
         raise self._missing(step, name)
 
-    def _passed_over(self, step: int, name: str, place: Place, error: StateholdError) -> None:
+    def _passed_over(self, step: int, name: str, place: Readable, error: StateholdError) -> None:
         self._bad.add((step, name, place.name))
         self._served.pop((step, name), None)
         if isinstance(error, StorageError) and error.errno != errno.ENOENT:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from statehold.errors import CorruptionError, MissingFileError
 from statehold.levels.copying import Copy, DataFile, blocks
 from statehold.levels.near_files import NearFiles
+from statehold.levels.places import Shared
 
 if TYPE_CHECKING:
     from statehold.storage.objects import ObjectSteps
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["ObjectPlace"]
 
 
-class ObjectPlace:
+class ObjectPlace(Shared):
     """The steps of a run in an object store.
 
     keep: committed steps to keep; None keeps all. leads: this rank clears and retires. near:
@@ -42,7 +43,7 @@ class ObjectPlace:
         self.name = name
         self._objects = objects
         self._keep = keep
-        self._leads = leads
+        self.leads = leads
         self._near = NearFiles(near)
         self._taken: tuple[int, str] | None = None  # what is being copied: step and attempt
 
@@ -77,7 +78,7 @@ class ObjectPlace:
 
     def take(self, copy: Copy) -> None:
         step, attempt = copy.step, attempt_at(copy.part.manifest)
-        if self._leads:
+        if self.leads:
             # Of this step other ranks may be copying a later save already.
             self._objects.clear(but_for=step)
         self._taken = step, attempt

@@ -7,10 +7,12 @@ Not here: what a level may say (specs), what a place does (places).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from statehold.errors import UsageError
+from statehold.levels.host_place import COPIES_SUFFIX, CopiesAt, HostPlace
 from statehold.levels.memory import SHARED_MEMORY, memory_root
 from statehold.levels.object_place import ObjectPlace
 from statehold.levels.places import CopyEngine, DirectoryPlace, Place
@@ -54,21 +56,43 @@ def open_places(
         # It may be reached through links; below it, nothing is one.
         root = os.path.realpath(called)
         _check_own(level, root, roots)
-        store = Store(
+        store_at = partial(
+            Store,
             fs,
-            root,
             keep=level.keep,
             reuse=reuse,
             rank=rank,
             world_size=world_size,
             mapped=isinstance(level, Memory) and fs.backend != "sim" and _is_memory(root),
         )
-        engine = only or CopyEngine(fs, buffer_bytes)
-        of_host = isinstance(level, Memory)
-        places.append(
-            DirectoryPlace(level.name, store, called, fs, engine, of_host=of_host, yields=yields)
-        )
+
+        def engine_of() -> CopyEngine:
+            return only or CopyEngine(fs, buffer_bytes)
+
+        if isinstance(level, Directory) and not level.per_host:
+            places.append(
+                DirectoryPlace(level.name, store_at(root), called, fs, engine_of(), yields=yields)
+            )
+        else:
+            places.append(_on_hosts(level, root, called, store_at, engine_of, fs, yields=yields))
     return places
+
+
+def _on_hosts(
+    level: Level,
+    root: str,
+    called: str,
+    store_at: Callable[[str], Store],
+    engine_of: Callable[[], CopyEngine],
+    fs: Fs,
+    *,
+    yields: bool,
+) -> HostPlace:
+    wanted = level.copies if isinstance(level, Memory | Directory) else 0
+    copies = CopiesAt(store_at(root + COPIES_SUFFIX), engine_of(), wanted)
+    return HostPlace(
+        level.name, store_at(root), called, fs, engine_of(), copies=copies, yields=yields
+    )
 
 
 def storage_of(levels: Sequence[Level], run: str) -> str:

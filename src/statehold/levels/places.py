@@ -4,8 +4,8 @@
     ObjectPlace      an object store (storage/objects)
 
 Holds: a copy is published by the place's own commit and not before all of it is there; whoever
-reads never sees half of one. Several ranks copy their parts (`take`), and rank 0 alone prepares,
-commits, abandons and retires.
+reads never sees half of one. Several ranks copy their parts (`take`), and the one that leads alone
+prepares, commits, abandons and retires: rank 0, or the first on each host.
 Not here: which steps are copied, and when (promoting); the bytes of a copy (copying).
 """
 
@@ -15,7 +15,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,9 +27,10 @@ from statehold.storage.unfinished import Unfinished, copy_attempt
 
 if TYPE_CHECKING:
     from statehold._core import Engine, Fs
+    from statehold.levels.copying import Readable, Source
     from statehold.storage.store import Store
 
-__all__ = ["CopyEngine", "DirectoryPlace", "Place"]
+__all__ = ["Below", "CopyEngine", "DirectoryPlace", "Place", "Shared"]
 
 # What copies to one level take of the memory, however large the files are.
 COPY_BUFFERS = 4
@@ -40,8 +41,30 @@ class Place(Protocol):
 
     name: str
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank commits, abandons and retires here."""
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether each of several hosts has a part of its own: a commit then takes two rounds."""
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether steps can be copied here at all."""
+
+    def share(self, step: int, carriers: Sequence[int], rank: int) -> list[int]:
+        """The writers of a step of which `rank` copies the files; `carriers` are the ranks that
+        have them at hand, by writer."""
+
+    def landed(self, step: int, carriers: Sequence[int]) -> None:
+        """The step is committed here; every rank is told."""
+
     def steps(self) -> list[int]:
         """The committed steps, oldest first."""
+
+    def holds(self, step: int, name: str) -> bool:
+        """Whether a file of a step that is here should be here: else nobody asks for it."""
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         """A document of a step. Raises StorageError with ENOENT, or CorruptionError."""
@@ -100,10 +123,47 @@ class CopyEngine:
             self._engine.close()
 
 
-class DirectoryPlace:
-    """A store on a file system; `called` is the directory as the user has named it, of_host: other
-    hosts cannot see it, yields: an agent opens it (storage/lock). Thread-safe: it is prepared by
-    whoever comes first, the trainer or a promotion."""
+class Below:
+    """A `Source` of paths below a directory."""
+
+    def __init__(self, fs: Fs, root: str) -> None:
+        self._fs = fs
+        self._root = root
+
+    def read_file(self, path: str, max_bytes: int) -> bytes:
+        return self._fs.read_file(f"{self._root}/{path}", max_bytes)
+
+    def open_read(self, path: str) -> Readable:
+        return self._fs.open_read(f"{self._root}/{path}")
+
+    def open_view(self, path: str, nbytes: int) -> _core.File:
+        return self._fs.open_view(f"{self._root}/{path}", nbytes)
+
+
+class Shared:
+    """What holds for a level that all ranks see."""
+
+    @property
+    def is_apart(self) -> bool:
+        return False
+
+    @property
+    def takes_steps(self) -> bool:
+        return True
+
+    def share(self, step: int, carriers: Sequence[int], rank: int) -> list[int]:
+        return [writer for writer, carrier in enumerate(carriers) if carrier == rank]
+
+    def landed(self, step: int, carriers: Sequence[int]) -> None: ...
+
+    def holds(self, step: int, name: str) -> bool:
+        return True
+
+
+class DirectoryPlace(Shared):
+    """A store on a file system; `called` is the directory as the user named it, yields: an agent
+    opens it (storage/lock). Thread-safe: it is prepared by whoever comes first, the trainer or a
+    promotion."""
 
     def __init__(
         self,
@@ -113,11 +173,9 @@ class DirectoryPlace:
         fs: Fs,
         engine: CopyEngine,
         *,
-        of_host: bool = False,
         yields: bool = False,
     ) -> None:
         self.name = name
-        self.of_host = of_host
         self._yields = yields
         self.store = store
         self._called = called
@@ -130,14 +188,47 @@ class DirectoryPlace:
         self._own = secrets.token_hex(4)
         self._copies = 0
 
+    @property
+    def leads(self) -> bool:
+        return self.store.leads
+
+    def lead(self) -> None:
+        """This rank does here what rank 0 does elsewhere; prepare() has more to do then."""
+        with self._guard:
+            self.store.lead()
+            self._is_prepared = False
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._is_prepared
+
     def identity(self) -> str:
         """What tells this directory from one of the same name on another host, or in a container
-        with memory of its own; the same for all who see the same files."""
+        with files of its own; the same for all who see the same files."""
+        if self._fs.backend == "sim":
+            return f"simulated {id(self._fs)}"
         try:
-            booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            return f"{booted} {os.stat(self._called).st_dev}"
-        except OSError:
-            return ""
+            booted = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+            above = Path(self._called)
+            while not above.is_dir() and above != above.parent:
+                above = above.parent
+            found, below = os.stat(above), os.path.relpath(self._called, above)
+        except OSError:  # who cannot look is alone, and will say why when it writes
+            return f"unknown {secrets.token_hex(8)}"
+        return f"{booted} {found.st_dev} {found.st_ino} {below}"
+
+    def check_order(self, step: int, newest: int | None, *, may_be_away: bool = False) -> None:
+        """Refuse a save that would not become the newest step; `newest` is known from elsewhere."""
+        self.store.check_order(step, newest, may_be_away=may_be_away)
+
+    def source(self, step: int) -> Source:
+        """Where a step is copied from; paths are names of its files."""
+        return Below(self._fs, self.store.path(step))
+
+    def carriers(self, step: int, saved: int, ranks: int) -> list[int]:
+        """By writer, of `saved` that there were, the rank of `ranks` that copies its files from
+        here: itself, if so many have saved."""
+        return [writer % ranks for writer in range(saved)]
 
     @property
     def is_wanted(self) -> bool:
@@ -169,10 +260,8 @@ class DirectoryPlace:
                 return
             self.store.create()
             if self.store.leads:
-                in_memory = self._fs.backend == "sim"
-                self._lock = self._lock or RunLock(
-                    self._called, in_memory=in_memory, yields=self._yields
-                )
+                disk = id(self._fs) if self._fs.backend == "sim" else 0
+                self._lock = self._lock or RunLock(self._called, disk=disk, yields=self._yields)
                 self.store.recover(token)
             self._is_prepared = True
 
@@ -225,6 +314,13 @@ class DirectoryPlace:
 
     def rewind(self, step: int) -> list[int]:
         return self.store.rewind(step)
+
+    def quarantine(self, step: int) -> str:
+        """Set a step aside; returns where it is now."""
+        return self.store.quarantine(step)
+
+    def forget(self, steps: Collection[int]) -> None:
+        """These steps were given up; every rank is told."""
 
     def _numbered(self, attempt: str | None) -> str:
         """The attempt that is under way: one at a time, for a process that is alone."""

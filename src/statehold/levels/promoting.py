@@ -2,7 +2,7 @@
 
     decide   when a step is committed at the first level, rank 0 says which levels want it
     start    every rank, told of that: keep the step, and copy this rank's part on a thread
-    meet     all parts are there, or one rank failed; rank 0 commits at the level, or gives up
+    meet     all parts are there, or one rank failed: commit at the level, or give up (rounds)
 
 Holds: at most one step is under way to a level; a level that is busy gets the next step that is
 committed once it is free. Ranks meet under the number of the copy, which rank 0 counts and tells,
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,12 +38,12 @@ from statehold.levels.cadence import Cadence, parse_every
 from statehold.levels.copying import Copy, part_of
 from statehold.levels.parts import check_parts, is_resumable, part_told
 from statehold.levels.places import DirectoryPlace
+from statehold.levels.rounds import Rounds
 from statehold.levels.throttle import Throttle
 from statehold.steps.entries import DOCUMENT_BYTES_MAX
 from statehold.steps.saved import MANIFEST_NAME
 
 if TYPE_CHECKING:
-    from statehold._core import Fs
     from statehold.levels.pace import Interval
     from statehold.levels.places import Place
     from statehold.levels.specs import Level
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from statehold.seeing.copies import CopyWatch, LevelWatch
 
 __all__ = ["NO_COPIES", "Copies", "LevelStatus", "Promoter", "Promotions"]
+
+# What the copies of a level on other hosts are called, after its name.
+COPIES = ".copies"
 
 # The number of a round of copies, and the levels that get one.
 Copies = tuple[int, Sequence[str]]
@@ -73,6 +76,14 @@ class LevelStatus:
     interval: Interval | None = None
 
 
+@dataclass(slots=True)
+class _Copied:
+    """What was copied: the manifest of the step, and who had its files at hand, by writer."""
+
+    manifest: bytes = b""
+    carriers: list[int] = field(default_factory=list)
+
+
 class Promoter:
     """Copies steps to one level, one after the other, on a thread of its own."""
 
@@ -80,13 +91,11 @@ class Promoter:
         self,
         spec: Level,
         place: Place,
-        fs: Fs,
         peers: Peers | None,
         give_way: Callable[[], None],
         watch: LevelWatch,
     ) -> None:
         self.place = place
-        self._fs = fs
         self._peers = peers
         self._watch = watch
         self._log = watch.log
@@ -109,11 +118,18 @@ class Promoter:
         return self._status
 
     @property
+    def level(self) -> str:
+        """The level that this is about; that of copies on other hosts, theirs."""
+        return self.place.name.removesuffix(COPIES)
+
+    @property
     def is_busy(self) -> bool:
         return self._under_way is not None and not self._under_way.done()
 
     def wants(self, step: int) -> bool:
         """Whether the level should have this step now. For rank 0, which asks for all."""
+        if not self.place.takes_steps:
+            return False
         # A step that is saved again comes after its earlier copy, lest that one stays.
         is_again = step in (self._status.newest, self._status.copying)
         return (is_again or not self.is_busy) and self._cadence.is_due(step, time.monotonic())
@@ -126,6 +142,8 @@ class Promoter:
     def lacks(self, step: int, source: DirectoryPlace) -> bool:
         """Whether the level has neither this step, as `source` has it, nor a newer one. For rank 0,
         with nothing under way."""
+        if not self.place.takes_steps:
+            return False
         newest = self._status.newest
         if newest is None or newest < step:
             return True
@@ -168,7 +186,10 @@ class Promoter:
         self._cadence.given_up(None)
 
     def rewind(self, step: int) -> list[int]:
-        """Give up what is newer than `step` at the level. For rank 0, with nothing under way."""
+        """Give up what is newer than `step` at the level, where this rank leads, with nothing under
+        way."""
+        if not self.place.leads:
+            return []
         self.place.prepare(self._peers.token if self._peers else None)
         return self.place.rewind(step)
 
@@ -182,6 +203,11 @@ class Promoter:
         """End what is under way, finished or not."""
         self._throttle.stop()
         self._thread.shutdown(wait=True)
+
+    def look(self) -> None:
+        """Where steps may have come or gone, as by a census: see again what is at the level."""
+        if not self.is_busy:
+            self._look()
 
     def _look(self) -> None:
         """Rank 0, which decides: the newest step that is at the level."""
@@ -213,15 +239,16 @@ class Promoter:
             self._set(newest=step, copying=None, error=None)
             self.took_s = time.monotonic() - begin_s
             self.copied += 1
-        if self._rank == 0:
-            with self._watch.stage("retain"):
-                self._retain(self.place)
-                self._retain(source)  # it may have been the copy that held a step
+        with self._watch.stage("retain"):
+            self._retain(self.place)
+            self._retain(source)  # it may have been the copy that held a step
 
     def _counts(self) -> tuple[int, int]:
         return self._status.bytes_done, self._status.bytes_total
 
     def _retain(self, place: Place) -> None:
+        if not place.leads:
+            return
         try:
             place.retain()
         except StateholdError as error:  # only old steps are left; the next copy tries again
@@ -235,48 +262,52 @@ class Promoter:
         source: DirectoryPlace,
         seen: CopyWatch,
     ) -> None:
-        """Copy this rank's part; when all have, rank 0 commits."""
-        if self._peers is None:
-            manifest = self._copy(step, attempt, source, seen)
-            with seen.stage("commit", step=step):
-                self.place.commit(step, attempt, manifest)
-            return
+        """Copy this rank's part; when all have, commit."""
         failure: Exception | None = None
-        manifest = b""
+        copied = _Copied()
         try:
-            manifest = self._copy(step, attempt, source, seen)
+            self._copy(step, attempt, source, seen, copied)
         except Exception as error:  # whatever it is, the others must not wait for this rank
             failure = error
 
-        def commit(told: Sequence[bytes]) -> bytes:
-            check_parts(told, step)
+        def commit() -> None:
             with seen.stage("commit", step=step):
-                self.place.commit(step, attempt, manifest)
-            return b""
+                self.place.commit(step, attempt, copied.manifest)
 
-        told = part_told(manifest, failure, step)
-        try:
-            with seen.stage("meet", step=step):
-                self._peers.agree(self._round, told, commit, number)
-        finally:
-            if failure is not None:
-                raise failure
+        def check(told: Sequence[bytes]) -> None:
+            check_parts(told, step)
+
+        rounds = Rounds(self._peers, self._round, number, f"while copying step {step}")
+        told = part_told(copied.manifest, failure, step)
+        with seen.stage("meet", step=step):
+            rounds.meet(told, check, failure, rounds.at(self.place, commit))
+            rounds.publish(self.place, commit)
+        self.place.landed(step, copied.carriers)
 
     def _copy(
-        self, step: int, attempt: str | None, source: DirectoryPlace, seen: CopyWatch
-    ) -> bytes:
+        self,
+        step: int,
+        attempt: str | None,
+        source: DirectoryPlace,
+        seen: CopyWatch,
+        copied: _Copied,
+    ) -> None:
         with seen.stage("prepare", step=step):
             self.place.prepare(self._peers.token if self._peers else None)
             if self._rank == 0:
                 self._check_order(step)
-        directory = source.store.path(step)
         ranks = self._peers.world_size if self._peers else 1
+
+        def share(saved: int) -> list[int]:
+            copied.carriers = source.carriers(step, saved, ranks)
+            return self.place.share(step, copied.carriers, self._rank)
+
+        files = source.source(step)
         with seen.stage("plan", step=step):
-            part = part_of(self._fs, directory, self._rank, ranks)
+            part = part_of(files, source.store.path(step), share)
+        copied.manifest = part.manifest
         self._set(bytes_total=part.nbytes)
-        before = partial(self._before, seen)
-        self.place.take(Copy(step, attempt, part, self._fs, directory, before, seen))
-        return part.manifest
+        self.place.take(Copy(step, attempt, part, files, partial(self._before, seen), seen))
 
     def _check_order(self, step: int) -> None:
         """Where the level could not be read when the run was opened, nobody has asked before."""
@@ -294,7 +325,7 @@ class Promoter:
     def _failed(
         self, step: int, attempt: str | None, source: DirectoryPlace, error: Exception
     ) -> None:
-        if self._rank == 0 and not is_resumable(error):
+        if self.place.leads and not is_resumable(error):
             with contextlib.suppress(StateholdError):
                 self.place.drop(attempt)
         self._cadence.given_up(self._status.newest)
@@ -340,8 +371,22 @@ class Promotions:
             if promoter.place is at:
                 promoter.landed(step)
         is_last = step == self._last_step
-        names = [each.place.name for each in others if is_last or each.wants(step)]
-        return self._next(), names
+        names = [
+            each.place.name
+            for each in others
+            if each.place.takes_steps and (is_last or each.wants(step))
+        ]
+        return self._next(), [name for name in names if self._is_with_its_copies(name, names)]
+
+    def _is_with_its_copies(self, name: str, names: Sequence[str]) -> bool:
+        """A level after the first and the copies of it get the same steps."""
+        level = self._promoters[name].level
+        pair = [each for each in (level, level + COPIES) if each in self._promoters]
+        return all(each in names for each in pair if self._promoters[each].place.takes_steps)
+
+    def look(self) -> None:
+        for promoter in self._promoters.values():
+            promoter.look()
 
     def start(self, step: int, copies: Copies, source: DirectoryPlace) -> None:
         """Every rank, with what rank 0 has decided."""
@@ -387,11 +432,12 @@ class Promotions:
 
     def have(self, step: int) -> bool:
         """Rank 0, with nothing under way: whether every level got this step."""
-        found = [promoter.status for promoter in self._promoters.values()]
+        taking = [each for each in self._promoters.values() if each.place.takes_steps]
+        found = [promoter.status for promoter in taking]
         return all(each.newest == step and each.error is None for each in found)
 
     def rewind(self, step: int) -> set[int]:
-        """Rank 0: give up what is newer than `step` at all levels; all ranks then forget it."""
+        """Give up what is newer than `step` at all levels; all ranks do, and then forget it."""
         return {given_up for each in self._promoters.values() for given_up in each.rewind(step)}
 
     def forget(self, steps: Collection[int]) -> None:

@@ -90,7 +90,7 @@ class Rhythm:
         for index, promoter in enumerate(self._promoters):
             copied = promoter.copied
             if promoter.is_busy or copied != self._copied[index]:
-                found.add(promoter.place.name)
+                found.add(promoter.level)
             if copied != self._copied[index]:
                 self._copied[index] = copied
                 self._measure(promoter.place.name, promoter.took_s)
@@ -144,8 +144,9 @@ class Rhythm:
         if self.is_led and first.steps != self.turns.rule.steps:
             self.turns.learn(Rule(number, first.steps))
         for promoter in self._promoters:
-            interval = intervals.get(promoter.place.name)
-            if interval is not None and self._every[self._names.index(promoter.place.name)].is_auto:
+            # The copies of the first level on other hosts get what it gets.
+            interval = None if promoter.level == self._names[0] else intervals.get(promoter.level)
+            if interval is not None and self._every[self._names.index(promoter.level)].is_auto:
                 promoter.every(interval)
         self._intervals = dict(intervals)
         self._tell()

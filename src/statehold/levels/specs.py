@@ -83,20 +83,25 @@ class Memory(Level):
     it holds stays until the run goes on, `statehold prune` or a restart of the host.
 
     path: a directory on a memory file system (tmpfs); None: one below /dev/shm that belongs to this
-        user and this run. keep: while a step is written, one more than that takes memory.
+        user and this run. keep: while a step is written, one more than that takes memory; on
+        several hosts at least 2.
     agent: where there is another level, a small process outlives the trainer, and brings its newest
         step there if it dies without close().
+    copies: on so many other hosts a copy of what this one saves is kept, in memory as well: with
+        one, the loss of any one host is survived. It takes as much again of the memory.
     """
 
     keep: int | None = KEEP_IN_MEMORY
     path: str | os.PathLike[str] | None = None
     agent: bool = True
+    copies: int = 0
     name: str = "memory"
 
     def __post_init__(self) -> None:
         Level.__post_init__(self)
         if type(self.agent) is not bool:
             raise UsageError("agent is True or False", facts={"got": repr(self.agent)[:80]})
+        _check_copies(self, self.copies)
         if self.keep is None:
             raise UsageError(
                 "a memory level cannot keep all steps: memory is bounded",
@@ -105,7 +110,7 @@ class Memory(Level):
 
     @property
     def survives(self) -> Loss:
-        return Loss.PROCESS
+        return Loss.NODE if self.copies else Loss.PROCESS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +118,53 @@ class Directory(Level):
     """A directory: a local disk, or a parallel file system.
 
     path: None: the run directory itself.
+    per_host: a disk of each host, which others do not see: what a rank saves lies on its own host,
+        and all hosts together have the step. copies: as for Memory, on disks of other hosts.
     """
 
     path: str | os.PathLike[str] | None = None
+    per_host: bool = False
+    copies: int = 0
     name: str = "directory"
+
+    def __post_init__(self) -> None:
+        Level.__post_init__(self)
+        _check_copies(self, self.copies)
+        if self.copies and not self.per_host:
+            raise UsageError(
+                "copies on other hosts are for a directory that each host has",
+                facts={"level": self.name},
+                hint="per_host=True, if this is a local disk; else all hosts see it anyway",
+            )
+        if self.per_host and self.path is None:
+            raise UsageError(
+                "a directory that each host has needs a path: the run directory is shared",
+                facts={"level": self.name},
+            )
+        if self.per_host and self.keep == 1:
+            raise _too_few(self)
+
+    @property
+    def survives(self) -> Loss:
+        return Loss.NODE if self.copies or not self.per_host else Loss.PROCESS
+
+
+def _check_copies(level: Level, copies: object) -> None:
+    if type(copies) is not int or copies < 0:
+        raise UsageError(
+            "copies is a number of other hosts",
+            facts={"level": level.name, "expected": "0 or more", "got": repr(copies)},
+        )
+    if copies and level.keep == 1:
+        raise _too_few(level)
+
+
+def _too_few(level: Level) -> UsageError:
+    return UsageError(
+        "a level that lies on several hosts keeps at least 2 steps: when one is saved again, the "
+        "hosts replace it one after the other",
+        facts={"level": level.name, "got": f"keep={level.keep}"},
+    )
 
 
 @dataclass(frozen=True, slots=True)

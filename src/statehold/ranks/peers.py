@@ -162,6 +162,10 @@ class Peers:
         """The note that rank 0 has left."""
         return self._board.peek(f"{self.open()}/{what}")
 
+    def has_ended(self, what: str, seq: int) -> bool:
+        """Whether a round of agree() has an outcome, which who comes to it again is told."""
+        return self._board.peek(f"{self._group(what, seq)}/outcome") is not None
+
     # -- rounds of any kind ----------------------------------------------------------------
 
     def _group(self, kind: str, seq: int) -> str:

@@ -37,7 +37,7 @@ _LOOK_S = 0.01
 
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
-_held: set[str] = set()
+_held: set[tuple[int, str]] = set()
 _held_guard = threading.Lock()
 
 
@@ -54,22 +54,24 @@ os.register_at_fork(after_in_child=_forget_held)
 class RunLock:
     """The right to save into `run`; acquired on construction, given up by release().
 
-    in_memory: the run lives on a simulated disk, so only this process can know it. yields: an agent
-    has it, which looks for `is_wanted`. took_over: an agent was asked to give it up.
+    disk: the simulated disk that the run lives on, so that only this process can know it; 0: none.
+    yields: an agent has it, which looks for `is_wanted`. took_over: an agent was asked to give it
+    up.
     """
 
-    def __init__(self, run: str, *, in_memory: bool = False, yields: bool = False) -> None:
+    def __init__(self, run: str, *, disk: int = 0, yields: bool = False) -> None:
         self._path = os.path.join(os.path.realpath(run), ".lock")
         self._owner_pid = os.getpid()
         self._yields = yields
         self._fd = -1
         self.took_over = False
+        self._disk = disk
         with _held_guard:
-            if self._path in _held:
+            if (disk, self._path) in _held:
                 raise _busy(run, f"another Checkpointer of this process ({os.getpid()})")
-            if not in_memory:
+            if not disk:
                 self._fd = self._lock(run)
-            _held.add(self._path)
+            _held.add((disk, self._path))
 
     def _lock(self, run: str) -> int:
         # Its content is overwritten: never that of a file elsewhere, to which a link might lead.
@@ -138,7 +140,7 @@ class RunLock:
         if os.getpid() != self._owner_pid:
             return
         with _held_guard:
-            _held.discard(self._path)
+            _held.discard((self._disk, self._path))
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -16,9 +16,10 @@ step, and every older step untouched:
     D7 fsync the run directory
 D1 and D2 are done by the engine on files that `data_file` opens; `commit` does D3 to D7.
 Where several ranks write, each calls `begin`, `data_file` and `seal`, which is D3 on its own host
-and also writes its record; D4 is peers'; rank 0 then commits. Rank 0 alone makes, hides and deletes
-directories: nobody else recovers, commits, abandons, retains or rewinds. An attempt's name is new
-every time, so what a rank of a dead job still writes is never in a step of this one.
+and also writes its record; D4 is peers'; one rank then commits: rank 0, or, of a store that each
+host has, the first rank there. It leads: it alone makes, hides and deletes directories, nobody else
+recovers, commits, abandons, retains or rewinds. An attempt's name is new every time, so what a rank
+of a dead job still writes is never in a step of this one.
 
 Retire: R1 rename step-n to step-n.retired; R2 fsync the run directory; only then may R3 overwrite
 or delete its files. So a name that a restore can find never leads to bytes that are being changed.
@@ -27,7 +28,7 @@ Overwriting beats allocating (blocks are already mapped), so one retired step is
 files are handed to the next save. A file is reused only when the kernel confirms that nobody on
 this host has it open or mapped and no other name links to it; otherwise it is deleted, which
 leaves those readers undisturbed. With several ranks each takes the file of its own name when it
-needs it, and rank 0 deletes what is left when it has another step to hold back.
+needs it, and the one that leads deletes what is left when it has another step to hold back.
 
 Invariants: the newest committed step is never retired; what is protected is never retired.
 Not here: what the bytes mean (manifest, header), who waits for whom (pipeline).
@@ -39,7 +40,7 @@ import contextlib
 import errno
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from statehold.errors import (
@@ -104,7 +105,7 @@ class Store:
         self._root = root.rstrip("/") or "/"
         self._keep = keep
         self._reuse = reuse
-        self._rank = rank
+        self._leads = rank == 0
         self._shared = world_size > 1
         self._guard = threading.RLock()
         self._protected: dict[int, int] = {}
@@ -117,20 +118,34 @@ class Store:
         self._newest: int | None = None
 
     @property
-    def root(self) -> str:
-        return self._root
-
-    @property
     def is_mapped(self) -> bool:
         """Whether its data files are written as memory."""
         return self._mapped
 
     @property
     def leads(self) -> bool:
-        """Whether this rank commits, retires and clears, for all ranks."""
-        return self._rank == 0
+        """Whether this rank commits, retires and clears, for all ranks that see these files."""
+        return self._leads
+
+    def lead(self) -> None:
+        """This rank does that: of those that see these files, it is the first."""
+        self._leads = True
 
     # -- reading ---------------------------------------------------------------------------
+
+    @property
+    def root(self) -> str:
+        """The run directory."""
+        return self._root
+
+    @property
+    def keep(self) -> int | None:
+        """How many committed steps it keeps; None: all."""
+        return self._keep
+
+    def names(self, step: int) -> list[str]:
+        """The files of a committed step."""
+        return [name for name, is_dir in self._fs.listdir(self.path(step)) if not is_dir]
 
     def path(self, step: int, suffix: str = "") -> str:
         """The directory of a step; `suffix` is "", ".partial", ".retired" or ".corrupt"."""
@@ -203,7 +218,7 @@ class Store:
     def create(self) -> None:
         """Make the run directory, its parents included, and make their names durable."""
         make_directories(self._fs, self._root)
-        self._remembers = self._rank > 0  # for which rank 0 holds the lock, and asks itself
+        self._remembers = not self._leads  # who leads holds the lock, and asks itself
 
     def recover(self, token: str | None = None) -> None:
         """Clear away what a crash left behind. Call once, holding the run's lock.
@@ -248,14 +263,7 @@ class Store:
             if not may_be_away:
                 raise
             known = [under_way]
-        newest = max((n for n in known if n is not None), default=None)
-        if newest is not None and step < newest:
-            raise StepOrderError(
-                f"step {step} is older than step {newest}, which is saved already",
-                facts={"run": self._root},
-                hint=f"to go on from an older step, call rewind({step - 1}) first: it gives up the "
-                "newer steps; or save into another run directory",
-            )
+        check_newest(self._root, step, known)
 
     def committed(self, step: int) -> None:
         """Every rank: `step` was committed here."""
@@ -287,7 +295,7 @@ class Store:
                     self._discard(partial)
                 self._fs.mkdir(partial)
                 return
-            if self._rank == 0 and "." not in attempt:
+            if self._leads and "." not in attempt:
                 self._clear_attempts(attempt)
             with unless(errno.EEXIST):  # another rank made it
                 self._fs.mkdir(partial)
@@ -340,12 +348,12 @@ class Store:
     def abandon(self, step: int, attempt: str | None = None) -> None:
         """Give a partial step up; what cannot be removed now is cleared by a later begin or open.
 
-        Nothing happens on other ranks than 0: it removes what all of them wrote.
+        Nothing happens where another rank leads: it removes what all of them wrote.
         """
         with self._guard, contextlib.suppress(StorageError):
             partial = self.partial(step, attempt)
             self._mappings.abandoned(step)
-            if self._rank == 0 and self._fs.is_dir(partial):
+            if self._leads and self._fs.is_dir(partial):
                 self._settle_names()
                 delete(self._fs, partial)
 
@@ -369,8 +377,8 @@ class Store:
                     delete(self._fs, f"{self._root}/{name}")
 
     def _lead(self, action: str) -> None:
-        if self._rank:
-            raise InvariantError(f"only rank 0 may {action}", facts={"rank": self._rank})
+        if not self._leads:
+            raise InvariantError(f"only the rank that leads may {action}")
 
     # -- retention -------------------------------------------------------------------------
 
@@ -395,6 +403,14 @@ class Store:
             for newer in given_up:
                 self._retire(newer, ".retired")
             return given_up
+
+    def give_up(self, steps: Iterable[int]) -> None:
+        """Retire these steps, except those being read."""
+        self._lead("retire steps")
+        with self._guard:
+            for step in steps:
+                if step not in self._protected:
+                    self._retire(step, ".retired")
 
     def quarantine(self, step: int) -> str:
         """Take a corrupt step out of sight without deleting it; returns its new path."""
@@ -471,7 +487,7 @@ class Store:
             return taken
 
     def _take(self, spare_file: str, path: str, kept: File | None = None) -> bool:
-        # Rank 0 may have deleted it meanwhile; and where it cannot be had, a new one is made.
+        # Who leads may have deleted it meanwhile; and where it cannot be had, a new one is made.
         with contextlib.suppress(StorageError):
             if self._fs.stat_bytes(spare_file) is None:
                 return False
@@ -479,3 +495,15 @@ class Store:
                 self._fs.rename(spare_file, path)
                 return True
         return False
+
+
+def check_newest(run: str, step: int, known: Iterable[int | None]) -> None:
+    """Refuse to save `step` where a newer one is known in the directory `run`."""
+    newest = max((n for n in known if n is not None), default=None)
+    if newest is not None and step < newest:
+        raise StepOrderError(
+            f"step {step} is older than step {newest}, which is saved already",
+            facts={"run": run},
+            hint=f"to go on from an older step, call rewind({step - 1}) first: it gives up the "
+            "newer steps; or save into another run directory",
+        )

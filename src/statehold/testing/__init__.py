@@ -3,12 +3,14 @@
 `SimFs` is a file system in memory with seeded faults and crashes that lose what was not synced;
 `checkpointer_on` gives a Checkpointer that lives on it, `ranks_on` those of a job. A test that
 injects faults has to look at `fired`: a fault that did not fire tests nothing. `MemoryBoard` is
-where the ranks of a job that are threads of one process meet.
+where the ranks of a job that are threads of one process meet, `MemoryNetwork` how those that have
+disks of their own, `ranks_on_hosts`, read each other's.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from statehold._core import Fs, SimFs
@@ -16,8 +18,16 @@ from statehold.checkpointer import Checkpointer
 from statehold.options import Options
 from statehold.ranks.peers import Peers
 from statehold.testing.memory_board import MemoryBoard
+from statehold.testing.memory_network import MemoryNetwork
 
-__all__ = ["MemoryBoard", "SimFs", "checkpointer_on", "ranks_on"]
+__all__ = [
+    "MemoryBoard",
+    "MemoryNetwork",
+    "SimFs",
+    "checkpointer_on",
+    "ranks_on",
+    "ranks_on_hosts",
+]
 
 
 def checkpointer_on(
@@ -41,3 +51,17 @@ def ranks_on(
         checkpointer_on(fs, run, Peers(board, rank, world_size, timeout_s), **options)
         for rank in range(world_size)
     ]
+
+
+def ranks_on_hosts(
+    disks: Sequence[Fs], run: str | os.PathLike[str], network: MemoryNetwork, **options: Any
+) -> list[Checkpointer]:
+    """A Checkpointer for each rank of a job; ranks with the same one of `disks` are on one host."""
+    board = MemoryBoard()
+    timeout_s = options.get("peer_timeout_s", Options().peer_timeout_s)
+    ckpts = []
+    for rank, fs in enumerate(disks):
+        peers = Peers(board, rank, len(disks), timeout_s)
+        ckpts.append(checkpointer_on(fs, run, peers, **options))
+        ckpts[-1]._borrowed_exchange = network.exchange()
+    return ckpts

@@ -1,0 +1,261 @@
+"""The hosts of a job, for levels that each of them has for itself: one meeting of all ranks.
+
+    meet     once: who sees the same files, who leads there, how each host is reached; and a census
+    census   again: which steps are whole over all hosts, and where their files are
+
+A host is where ranks see the same files of a level; the lowest rank there leads: it commits,
+retires and clears for all of them, and serves their files to other hosts. Host i has its copies on
+hosts i+1, i+2, ... around.
+Holds: no rank asks another one about its files: each leader tells rank 0, which tells all. The
+meeting waits for all ranks, so it is in no call of save(): it is on the commit thread, or in what
+all ranks call together. What it decides is the same on all, also for a rank that comes again.
+Not here: what is done with it (host_place), how files come (serving, remote).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from statehold.agreeing import Meeting
+from statehold.errors import PeerFailedError, StateholdError, UsageError
+from statehold.levels.census import Holding, Placed, settled
+from statehold.levels.host_place import Host, HostPlace
+from statehold.levels.memory import SHARED_MEMORY
+from statehold.levels.near_files import NearFiles
+from statehold.levels.remote import RemoteFiles
+from statehold.levels.serving import FileServer
+from statehold.planning.layout import Ranks
+
+if TYPE_CHECKING:
+    from statehold.levels.views import FarSource, Nearby
+    from statehold.ranks.peers import Peers
+
+__all__ = ["Exchange", "Hosts", "HttpExchange"]
+
+logger = logging.getLogger("statehold")
+
+_MEETING = "hosts"
+CENSUS = Meeting("census")
+
+
+class Exchange(Protocol):
+    """How files get from host to host."""
+
+    def serve(self, places: Sequence[HostPlace]) -> tuple[str, str]:
+        """Serve the files of these levels, and of the copies beside them; (address, secret)."""
+
+    def reach(self, address: str, secret: str, place: str) -> FarSource:
+        """A level of the host that serves at `address`."""
+
+    def near(self, place: HostPlace) -> Nearby:
+        """Where files of a level that lie on other hosts are brought to be read."""
+
+    def stop(self) -> None:
+        """Serve no longer."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class HttpExchange:
+    """Over HTTP, between the processes of the job; `address`: of this host (serving). Files come
+    near in memory, or where there is no room in the directory `run`."""
+
+    def __init__(self, run: str, address: str | None = None) -> None:
+        self._run = run
+        self._address = address
+        self._server: FileServer | None = None
+        self._reached: list[RemoteFiles] = []
+
+    def serve(self, places: Sequence[HostPlace]) -> tuple[str, str]:
+        if self._server is None:
+            stores = [(place.name, place.store) for place in places]
+            stores += [(place.copies.name, place.copies.store) for place in places]
+            server = FileServer({name: store.root for name, store in stores}, self._address)
+            server.start()
+            self._server = server
+        return self._server.address, self._server.secret
+
+    def reach(self, address: str, secret: str, place: str) -> FarSource:
+        self._reached.append(RemoteFiles(address, secret, place))
+        return self._reached[-1]
+
+    def near(self, place: HostPlace) -> Nearby:
+        return NearFiles((SHARED_MEMORY, self._run))
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def close(self) -> None:
+        self.stop()
+        for each in self._reached:
+            each.close()
+
+
+class Hosts:
+    """The hosts, as one rank sees them. Thread-safe."""
+
+    def __init__(
+        self, places: Sequence[HostPlace], peers: Peers | None, exchange: Exchange
+    ) -> None:
+        self._places = places
+        self._peers = peers
+        self._exchange = exchange
+        self._guard = threading.Lock()
+        self._has_met = not places or peers is None
+        self._learned = False
+        self._tries = 0
+
+    def meet(self) -> None:
+        """Meet the other ranks, if that has not been; raises on all of them if it fails on one."""
+        with self._guard:
+            if not self._has_met and self._peers is not None:
+                self._meet(self._peers)
+                self._has_met = self._learned = True
+
+    def give_up(self, error: StateholdError) -> None:
+        """This rank will not come to the meeting now: end it for all, where others may wait."""
+        with self._guard:
+            if self._peers is not None and not self._learned:
+                self._peers.fail(self._tries, error, _MEETING)
+                self._tries += 1
+
+    @property
+    def are_asked(self) -> bool:
+        """Whether there is a level that a host may have for itself."""
+        return bool(self._places)
+
+    def census(self, meeting: Meeting = CENSUS) -> None:
+        """All ranks together, with no save under way: see again which steps are whole. Nothing to
+        do on one host."""
+        self.meet()
+        apart = [place for place in self._places if place.is_apart]
+        if not apart or self._peers is None:
+            return
+        note = {place.name: place.holdings() for place in apart if place.leads}
+
+        def decide(told: Sequence[bytes]) -> bytes:
+            notes = [json.loads(each) for each in told]
+            return json.dumps(
+                {place.name: _found(place, [each.get(place.name) for each in notes])
+                 for place in apart}
+            ).encode()  # fmt: skip
+
+        found = json.loads(meeting.of(self._peers, json.dumps(note).encode(), decide))
+        for place in apart:
+            _take(place, found[place.name])
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether a level lies on several hosts, as far as is known."""
+        return any(place.is_apart for place in self._places)
+
+    def close(self) -> None:
+        self._exchange.close()
+
+    # -- the meeting -----------------------------------------------------------------------
+
+    def _meet(self, peers: Peers) -> None:
+        note = json.dumps(self._note()).encode()
+        try:
+            outcome = peers.agree(_MEETING, note, self._decide, self._tries)
+        except StateholdError:
+            # One that has ended is not met again; one whose end was missed is still to be heard.
+            if peers.has_ended(_MEETING, self._tries):
+                self._tries += 1
+            raise
+        levels = json.loads(outcome)
+        for place in self._places:
+            self._learn(place, levels[place.name], peers.rank)
+        if not any(place.is_apart and place.leads for place in self._places):
+            self._exchange.stop()
+
+    def _note(self) -> dict[str, Any]:
+        """What this rank tells the others: itself, and what lies on its host."""
+        note: dict[str, Any] = {"name": socket.gethostname(), "levels": {}}
+        for place in self._places:
+            told = {"identity": place.identity(), "holdings": place.holdings()}
+            note["levels"][place.name] = told
+        try:
+            note["address"], note["secret"] = self._exchange.serve(self._places)
+        except StateholdError as error:  # matters where there is another host
+            note["error"] = str(error)
+        return note
+
+    def _decide(self, told: Sequence[bytes]) -> bytes:
+        notes = [json.loads(each) for each in told]
+        return json.dumps({place.name: _level(place, notes) for place in self._places}).encode()
+
+    def _learn(self, place: HostPlace, level: Mapping[str, Any], rank: int) -> None:
+        mine, hosts = 0, []
+        for index, (name, address, secret, ranges) in enumerate(level["hosts"]):
+            ranks = tuple(each for first, last in ranges for each in range(first, last + 1))
+            files: dict[str, FarSource] = {}
+            if rank in ranks:
+                mine = index
+            elif len(level["hosts"]) > 1:
+                names = (place.name, place.copies.name)
+                files = {each: self._exchange.reach(address, secret, each) for each in names}
+            hosts.append(Host(name, ranks, files))
+        place.met(hosts, mine, rank, self._exchange.near(place))
+        _take(place, level["found"])
+        if place.wanted_copies >= len(hosts) and rank == 0:
+            logger.warning(
+                "level %s: %d copies on other hosts were asked for, and there are %d hosts: "
+                "it has %d",
+                place.name, place.wanted_copies, len(hosts), len(hosts) - 1,
+            )  # fmt: skip
+
+
+def _level(place: HostPlace, notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rank 0: the hosts of a level, and its steps."""
+    ranks: dict[str, list[int]] = {}
+    for rank, note in enumerate(notes):
+        ranks.setdefault(note["levels"][place.name]["identity"], []).append(rank)
+    leaders = [notes[each[0]] for each in ranks.values()]
+    if len(leaders) > 1 and place.store.keep == 1:
+        names = sorted({leader["name"] for leader in leaders})
+        raise UsageError(
+            "a level that lies on several hosts keeps at least 2 steps",
+            facts={"level": place.name, "got": "keep=1", "hosts": ", ".join(names[:8])},
+        )
+    for there in ranks.values():
+        if len(leaders) > 1 and "error" in notes[there[0]]:
+            raise PeerFailedError(there[0], notes[there[0]]["error"])
+    hosts = [
+        [leader["name"], leader.get("address"), leader.get("secret"), Ranks.of(there).ranges]
+        for leader, there in zip(leaders, ranks.values(), strict=True)
+    ]
+    found = _settled(leader["levels"][place.name]["holdings"] for leader in leaders)
+    return {"hosts": hosts, "found": found}
+
+
+def _found(place: HostPlace, by_rank: Sequence[list[list[Any]] | None]) -> dict[str, Any]:
+    """Rank 0: the steps of a level, from what the ranks that lead there have told."""
+    return _settled(by_rank[host.ranks[0]] or [] for host in place.hosts)
+
+
+def _settled(by_host: Any) -> dict[str, Any]:
+    told = [
+        (host, Holding.of(document))
+        for host, documents in enumerate(by_host)
+        for document in documents
+    ]
+    whole, missing = settled(told)
+    return {
+        "whole": [[step, placed.document()] for step, placed in whole.items()],
+        "missing": [[step, ranks.ranges] for step, ranks in missing.items()],
+    }
+
+
+def _take(place: HostPlace, found: Mapping[str, Any]) -> None:
+    place.take_census(
+        {step: Placed.of(document) for step, document in found["whole"]},
+        {step: Ranks(tuple(map(tuple, ranges))) for step, ranges in found["missing"]},
+    )
