@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from statehold import Directory, Memory, ObjectStore
+from statehold.errors import UsageError
 from statehold.levels.specs import Level
 from statehold.options import Options
 from statehold.planning.failures import rates_by_level, rates_of
@@ -133,3 +134,31 @@ def test_a_change_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interval is not None
     assert run.shown[-1] == interval.seconds
     assert "% of the time is lost" in run.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"nodes": 0}, "nodes must be 1 to"),
+        ({"nodes": 1.5}, "nodes must be 1 to"),
+        ({"node_mtbf": "long"}, "node_mtbf is a time"),
+        ({"node_mtbf": 3600}, "node_mtbf is a time"),
+        ({"node_mtbf": "0d"}, "node_mtbf is a time"),
+    ],
+)
+def test_rates_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Options(**options)
+
+
+def test_rates_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of the failures: twice the interval; the hosts of the ranks are the nodes."""
+    found = []
+    for mtbf, hosts in (("20d", 512), ("80d", 512), ("80d", 2048)):
+        options = Options(node_mtbf=mtbf)
+        costs = [Costs(0.4, blocked_s=0.2)]
+        run = run_of(monkeypatch, [Directory(every="auto")], costs, options=options, hosts=hosts)
+        run.train(3000)
+        found.append(run.intervals[0])
+    assert found[1] == pytest.approx(2 * found[0], rel=0.15)
+    assert found[2] == pytest.approx(found[0], rel=0.15)
