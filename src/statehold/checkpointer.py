@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -386,11 +387,13 @@ class Checkpointer:
         return f"<statehold.Checkpointer {self._run!r}>"
 
     def _end(self) -> None:
-        """The program ends, and nobody has closed this."""
-        self._close(ClosedError("the program ended"))
+        """The program ends, by an exception or not, and nobody has closed this."""
+        self._close(getattr(sys, "last_value", None), alike=False)
 
-    def _close(self, error: BaseException | None = None, *, flush: bool = True) -> None:
-        """error: what has brought this rank here, and perhaps no other."""
+    def _close(
+        self, error: BaseException | None = None, *, flush: bool = True, alike: bool = True
+    ) -> None:
+        """error: what has brought this rank here, and perhaps no other. alike: all ranks come."""
         self._closed = True
         forget(self)
         self._gate.remove()
@@ -403,7 +406,7 @@ class Checkpointer:
             if error is not None:
                 opened.part(self._saves_called, error)
             flush = flush and not (leaving is not None and leaving.has_ended)
-            opened.close(flush=flush, alike=error is None)
+            opened.close(flush=flush, alike=alike and error is None)
         finally:
             if leaving is not None:
                 leaving.remove()

@@ -32,8 +32,7 @@ ENDS = [
     *itertools.product([2], [True, False], ["error", "exit", ""]),
 ]
 EVERYDAY = [
-    (1, True, "interrupt"), (1, False, "error"), (1, False, ""), (2, True, "exit"),
-    (2, False, "error"),
+    (1, True, "interrupt"), (1, False, "error"), (2, True, "exit"), (2, False, ""),
 ]  # fmt: skip
 
 
@@ -94,8 +93,7 @@ def test_an_exception_on_one_rank_is_told_to_the_others(server: Server, within: 
     [failed] = server.failed
     assert failed["rank"] == 0
     assert "rank 1" in failed["failed"]
-    if within:
-        assert "of the user's" in failed["failed"]
+    assert "of the user's" in failed["failed"]
     assert failed["seconds"] < opened.STRAGGLERS_S
     assert server.steps(name) == [1, 2]
     assert server.steps(f"{name}-far") == [1, 2]

@@ -104,7 +104,7 @@ def test_one_is_asked_and_all_hear_of_it_and_of_its_time() -> None:
     for rank, step in zip(ranks, (5, 6, 6), strict=True):
         assert not rank.asks(step)
     ranks[1].deadline.ask(20)
-    until(lambda: all(rank.deadline.is_asked for rank in ranks))
+    until(lambda: all(rank.last._is_frozen for rank in ranks))
     assert [rank.asks(6) for rank in ranks] == [False] * SIZE
     assert [rank.asks(7) for rank in ranks] == [True] * SIZE
     assert all(rank.deadline.remaining_s() < 20 for rank in ranks)
@@ -120,7 +120,7 @@ def test_nobody_waits_for_a_rank_that_has_closed(closing: int) -> None:
     ranks[closing].hearing.stop()
     ranks[1].deadline.ask(DEADLINE_S)
     others = [rank for rank in ranks if rank is not ranks[closing]]
-    until(lambda: all(rank.deadline.is_asked for rank in others))
+    until(lambda: all(rank.last._is_frozen for rank in others))
     assert [rank.asks(6) for rank in others] == [True, True]
     for rank in others:
         rank.hearing.stop()
