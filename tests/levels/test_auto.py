@@ -78,6 +78,16 @@ def test_what_save_blocks_decides_how_often(monkeypatch: pytest.MonkeyPatch) -> 
     assert run.intervals[0] == pytest.approx(young_s(0.2, rate), rel=0.1)
 
 
+def test_copies_on_other_hosts_are_a_cost_of_their_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[Level] = [Memory(every="auto", copies=1)]
+    costs = [Costs(0.5, blocked_s=0.01), Costs(6.0, slower=0.2)]
+    run = run_of(monkeypatch, levels, costs)
+    run.train(6000)
+    true = LevelCost(sum(cost.lost_s() for cost in costs), rates(levels)[0])
+    best = min(loss(true, float(steps)) for steps in range(1, 2000))
+    assert loss(true, float(run.intervals[0])) < 1.1 * best
+
+
 def test_a_slower_storage_is_noticed_and_a_faster_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(monkeypatch, THREE[:1], [Costs(0.4, blocked_s=0.05)])
     run.train(3000)

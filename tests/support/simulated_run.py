@@ -44,6 +44,10 @@ class Promoter:
     steps: int = 1
     last: int = 0
 
+    @property
+    def level(self) -> str:
+        return str(self.place.name).removesuffix(".copies")
+
     def every(self, interval: Any) -> None:
         self.steps = interval.steps
 
@@ -65,7 +69,10 @@ class SimulatedRun:
         self.monkeypatch.setattr(
             rhythm_module, "time", SimpleNamespace(monotonic=lambda: self.now_s)
         )
-        self.promoters = [Promoter(SimpleNamespace(name=level.name)) for level in self.levels[1:]]
+        names = [level.name for level in self.levels[1:]]
+        if len(self.costs) > len(self.levels):  # the last are those of copies on other hosts
+            names.append(f"{self.levels[0].name}.copies")
+        self.promoters = [Promoter(SimpleNamespace(name=name)) for name in names]
         self.lines: list[str] = []
         self.shown: list[float] = []  # as a figure
         log = SimpleNamespace(info=lambda text, *values: self.lines.append(text % values))

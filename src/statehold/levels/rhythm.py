@@ -59,6 +59,7 @@ class Rhythm:
         measured = self.is_led or any(every.is_auto for every in self._every)
         self._pace = Pace(self._names) if measured and not rank else None
         self._copied = [0] * len(self._promoters)
+        self._copies_s: dict[str, float] = {}
         self._intervals: dict[str, Interval] = {}
         self._lines: dict[str, int] = {}
 
@@ -93,12 +94,15 @@ class Rhythm:
                 found.add(promoter.level)
             if copied != self._copied[index]:
                 self._copied[index] = copied
-                self._measure(promoter.place.name, promoter.took_s)
+                self._measure(promoter.level, promoter.place.name, promoter.took_s)
         return frozenset(found)
 
-    def _measure(self, name: str, took_s: float) -> None:
-        if self._pace is not None and name in self._names:
-            self._pace.took(name, took_s)
+    def _measure(self, level: str, name: str, took_s: float) -> None:
+        """What a step at a level takes, with its copies on other hosts."""
+        if name != level:
+            self._copies_s[level] = took_s
+        elif self._pace is not None:
+            self._pace.took(level, took_s + self._copies_s.get(level, 0.0))
 
     # -- on the commit thread ----------------------------------------------------------------------
 
@@ -106,7 +110,7 @@ class Rhythm:
         """Rank 0: the save with this number is committed. hosts: those of the job."""
         if self._pace is None:
             return
-        self._measure(self._names[0], took_s)
+        self._measure(self._names[0], self._names[0], took_s)
         step_s = self._pace.step_s
         if step_s is None or self.turns.told is not None:
             return
