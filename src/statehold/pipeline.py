@@ -204,6 +204,8 @@ class Pipeline:
             with work.save._stage("retain"):
                 self._retain(work.place)
         self._publisher.announce(work)
+        plan = work.plan.save
+        work.place.store.make_ready(plan.file_name, plan.file_bytes)
 
     def _publish(self, work: Work) -> None:
         save = work.save

@@ -88,7 +88,7 @@ def test_ls(golden: Path, say: Say) -> None:
 
 
 def test_ls_lists_what_is_not_a_step(run: Path, ask: Ask, say: Say) -> None:
-    for name in ("step-000000000003.partial", "step-000000000000.corrupt", ".spare",
+    for name in ("step-000000000003.partial", "step-000000000000.corrupt", ".spare", ".ready",
                  "step-000000000004.5f3a09c1-7.partial", "notes"):  # fmt: skip
         (run / name).mkdir()
     (run / "step-000000000001" / "manifest.json").write_text("{}")
@@ -100,6 +100,7 @@ def test_ls_lists_what_is_not_a_step(run: Path, ask: Ask, say: Say) -> None:
         "step", "path", "state", "bytes", "files", "created", "world_size", "version", "writer"
     }  # fmt: skip
     assert {each["name"]: each["kind"] for each in document["other"]} == {
+        ".ready": "spare",
         ".spare": "spare",
         "step-000000000000.corrupt": "corrupt",
         "step-000000000003.partial": "partial",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Place", "file_system", "find", "leftovers_of", "load_manifest", "run_of", "tree_bytes"]
 
 _AT_STEP = re.compile(r"(?P<run>.*)@(?P<step>\d{1,12}|newest)", re.DOTALL)
-_LEFTOVER = re.compile(r"step-\d{12}(?:\..*)?\.(partial|retired|corrupt)|\.spare")
+_LEFTOVER = re.compile(r"step-\d{12}(?:\..*)?\.(partial|retired|corrupt)|\.spare|\.ready")
 _STEP_NAME = re.compile(r"step-(\d{12})")
 
 

@@ -331,8 +331,8 @@ class DirectoryPlace(Shared):
 
     def close(self) -> None:
         self._engine.close()
-        if self._lock is not None:
-            try:
-                self.store.close()
-            finally:
+        try:
+            self.store.close()
+        finally:
+            if self._lock is not None:
                 self._lock.release()

@@ -79,8 +79,9 @@ class Level:
 class Memory(Level):
     """Memory of this host that outlives the process: survives the trainer's death, not the host's.
 
-    Takes keep + 1 times the state: one more file is held to be overwritten by the next save. What
-    it holds stays until the run goes on, `statehold prune` or a restart of the host.
+    Takes keep + 1 times the state: one more file is held to be overwritten by the next save, from
+    the first commit on if half of what is free has room for it. What it holds stays until the run
+    goes on, `statehold prune` or a restart of the host.
 
     path: a directory on a memory file system (tmpfs); None: one below /dev/shm that belongs to this
         user and this run. keep: while a step is written, one more than that takes memory; on

@@ -7,6 +7,7 @@
     RUN/step-000000000080.corrupt/   found corrupt by a restore that fell back; left for a person
     RUN/step-...copy-0123456789abcdef.partial/    a copy in the making (storage/unfinished)
     RUN/.spare/                      retired files held back for the next save to overwrite
+    RUN/.ready/                      in memory: new files, made before the next save (ready)
 
 Commit (docs/durability.md has the same numbers). A crash after any number leaves the step or no
 step, and every older step untouched:
@@ -53,6 +54,7 @@ from statehold.errors import (
 from statehold.steps.saved import SavedStep, open_step
 from statehold.storage.mappings import Mappings
 from statehold.storage.publish import delete, make_directories, publish, unless
+from statehold.storage.ready import READY_NAME, Ready
 from statehold.storage.unfinished import COPY
 
 if TYPE_CHECKING:
@@ -116,6 +118,7 @@ class Store:
         self._remembers = False  # this job alone can change what the newest step is
         self._is_known = False
         self._newest: int | None = None
+        self._ready = Ready(fs, self._root, world_size)
 
     @property
     def is_mapped(self) -> bool:
@@ -230,9 +233,10 @@ class Store:
             self._settle_names()
             self._remembers = True
             self.look_again()
-            if self._fs.is_dir(f"{self._root}/{SPARE_NAME}"):
-                with contextlib.suppress(StorageError):  # no save fails for what is left behind
-                    delete(self._fs, f"{self._root}/{SPARE_NAME}")
+            for hidden in (SPARE_NAME, READY_NAME):
+                if self._fs.is_dir(f"{self._root}/{hidden}"):
+                    with contextlib.suppress(StorageError):  # no save fails for what is left behind
+                        delete(self._fs, f"{self._root}/{hidden}")
             for name in self._leftovers():
                 attempted = _ATTEMPTED.fullmatch(name)
                 if attempted and attempted["token"] == token:
@@ -308,6 +312,11 @@ class Store:
         with self._guard:
             kept = self._mappings.spare(name)
             reused = self._take_spare(name, path)
+        if not reused:
+            self._ready.wait()  # it is for this save
+            with self._guard:
+                kept = self._ready.file(name)
+                reused = self._take_ready(name, path)
         if not self._mapped:
             return self._fs.open_write(path, file_bytes, reuse=reused), reused
         kept = kept if reused else None
@@ -320,7 +329,17 @@ class Store:
     def has_ready(self, name: str) -> bool:
         """Whether a file of this name is mapped, and only waits to be overwritten."""
         with self._guard:
-            return self._mappings.spare(name) is not None
+            return (self._mappings.spare(name) or self._ready.file(name)) is not None
+
+    def make_ready(self, name: str, file_bytes: int) -> None:
+        """After a commit, on every rank: begin to make the file of the next save, where that is
+        memory, no retired one waits, and with it there are no more than `keep` and one."""
+        if not self._mapped or not self._reuse or self._keep is None:
+            return
+        with self._guard, contextlib.suppress(StorageError):  # the save makes its own
+            has_spare = self._fs.stat_bytes(f"{self._root}/{SPARE_NAME}/{name}") is not None
+            if not has_spare and len(self.steps()) <= self._keep:
+                self._ready.begin(name, file_bytes)
 
     def seal(self, step: int, attempt: str | None, name: str, record: bytes) -> None:
         """D3 of one rank, on its own host: its record, and the names of all its files."""
@@ -430,6 +449,7 @@ class Store:
     def close(self) -> None:
         """Give back what this process holds of the store: spare files, and mappings."""
         try:
+            self._ready.drop()
             self.drop_spare()
         finally:
             with self._guard:
@@ -485,6 +505,17 @@ class Store:
             with contextlib.suppress(StorageError):  # what cannot be deleted now is, later
                 self.drop_spare()
             return taken
+
+    def _take_ready(self, name: str, path: str) -> bool:
+        """Move the file that was made for this save to `path`, if there is one."""
+        file = self._ready.file(name)
+        if file is None:
+            return False
+        taken = self._take(self._ready.path(name), path, file)
+        if taken:
+            self._ready.taken()
+        self._ready.drop()  # for another name, or seen by somebody else
+        return taken
 
     def _take(self, spare_file: str, path: str, kept: File | None = None) -> bool:
         # Who leads may have deleted it meanwhile; and where it cannot be had, a new one is made.
