@@ -7,7 +7,6 @@ it returns comes back by rank; an exception comes back as its traceback, and end
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import traceback
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from support.faults import must
+from support.forked import forked
 
 JOIN_S = 150
 
@@ -24,7 +24,7 @@ def run_ranks(
     worker: Callable[..., Any], world_size: int, directory: Path, *args: Any
 ) -> list[Any]:
     """The results of worker(rank, world_size, *args) on `world_size` ranks, by rank."""
-    context = multiprocessing.get_context("spawn")
+    context = forked()
     own = directory / f"ranks-{os.urandom(4).hex()}"
     own.mkdir()
     ranks = [

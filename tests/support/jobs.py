@@ -1,6 +1,6 @@
 """Small jobs of several processes on this machine, for tests of what is distributed.
 
-Starting a job costs a second or more, so one job runs many checks: functions of a module that are called
+Starting a job costs seconds, so one job runs many checks: functions of a module that are called
 `check_...` and take a Job. Every rank runs all of them in the same order; a check that fails on
 one rank ends the job, because the others may wait for it in a collective.
 """
@@ -21,15 +21,9 @@ import torch
 from torch import distributed, multiprocessing
 
 from statehold.state.capture import Capture, capture
+from support.forked import forked
 
 TIMEOUT = timedelta(seconds=60)
-# Imported once for all jobs of this process: a server forks their ranks.
-PRELOADED = [
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-]
 OK = "ok"
 
 
@@ -62,7 +56,7 @@ def checks_of(module: str) -> dict[str, Callable[[Job], None]]:
 def run_job(module: str, size: int) -> dict[str, str]:
     """Run the checks of `module` on `size` ranks; "ok" or what went wrong, by check."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+        forked()
         multiprocessing.start_processes(
             _rank, (module, size, folder), nprocs=size, start_method="forkserver"
         )

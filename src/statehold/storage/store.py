@@ -514,7 +514,7 @@ class Store:
         taken = self._take(self._ready.path(name), path, file)
         if taken:
             self._ready.taken()
-        self._ready.drop()  # for another name, or seen by somebody else
+        self._ready.drop()  # where somebody else has it open: one file, not two
         return taken
 
     def _take(self, spare_file: str, path: str, kept: File | None = None) -> bool:
