@@ -38,7 +38,8 @@ def memory() -> Iterator[Path]:
 
 
 def levels(memory: Path, keep: int) -> list[statehold.Memory | statehold.Directory]:
-    return [statehold.Memory(path=memory, keep=keep), statehold.Directory(**LATER)]
+    # An agent would clear up, too.
+    return [statehold.Memory(path=memory, keep=keep, agent=False), statehold.Directory(**LATER)]
 
 
 def content(step: int) -> dict[str, torch.Tensor]:
@@ -126,7 +127,7 @@ def test_a_file_that_cannot_be_made_costs_no_save(
 
 SCRIPT = """
 import os, signal, sys, torch, statehold
-levels = [statehold.Memory(path=sys.argv[1]), statehold.Directory()]
+levels = [statehold.Memory(path=sys.argv[1], agent=False), statehold.Directory()]
 ckpt = statehold.Checkpointer(sys.argv[2], levels=levels, staging_bytes="2MiB", buffer_bytes="1MiB")
 ckpt.save(1, {"w": torch.ones(300_000)}).wait("committed", 60)
 ckpt._opened().pipeline.drain()
