@@ -18,7 +18,7 @@ from statehold.errors import (
 )
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
-from support.levels import FAR, LATER, NEAR, settle, status, steps_at, two
+from support.levels import FAR, LATER, NEAR, files, settle, status, steps_at, two
 from support.rank_states import blank, check, state
 from support.ranks import Ranks
 
@@ -233,7 +233,7 @@ DIFFERENT = {
     "level 1 (near): keep is 9, on rank 0 None": two(near={"keep": 9}, far=LATER),
     "level 2 (far): name is 'afar', on rank 0 'far'": [
         two()[0],
-        Directory(path=FAR, name="afar", **LATER),  # type: ignore[arg-type]
+        Directory(path=FAR, name="afar", every=LATER["every"]),
     ],
     "level 1 (near): kind is 'Memory', on rank 0 'Directory'": [
         Memory(path=NEAR, name="near", keep=1),
@@ -280,3 +280,31 @@ def test_ranks_of_which_one_has_no_first_save_compare_their_levels_no_more() -> 
         ranks.outcomes(lambda rank: ranks.ckpts[rank]._opened().pipeline.drain())
         saved(ranks, 2)
         check_newest(ranks, 2)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_was_saved_behind_the_first_level_goes_on_from_there(lost: bool) -> None:
+    """From where the step is to the levels behind it; the first level gets the next save."""
+    fs = SimFs(seed=1)
+    levels = [*two(far=LATER), Directory(path="/more", name="more", every=LATER["every"])]
+    with Ranks(fs, SIZE, run="/run", levels=levels) as ranks:
+        saved(ranks, 1)
+        ranks.each(lambda rank: ranks.ckpts[rank].flush(DEADLINE_S))
+        refusing = refuse(ranks, 1, 0)
+        saved(ranks, 2)
+        assert (steps_at(fs, NEAR), steps_at(fs, FAR)) == ([1], [1, 2])
+        refusing.clear()
+        ranks.each(lambda rank: ranks.ckpts[rank].flush(DEADLINE_S))
+        assert (steps_at(fs, NEAR), steps_at(fs, "/more")) == ([1], [1, 2])
+        assert files(fs, "/more", 2) == files(fs, FAR, 2)
+        if not lost:
+            saved(ranks, 3)
+            assert steps_at(fs, NEAR) == [1, 3]
+            return
+    # A job that begins with the step at the farther levels alone goes on with it, too.
+    for name, _ in fs.listdir(f"/more/step-{2:012d}"):
+        fs.unlink(f"/more/step-{2:012d}/{name}")
+    fs.rmdir(f"/more/step-{2:012d}")
+    with Ranks(fs, 2, run="/run", levels=levels) as ranks:
+        ranks.each(lambda rank: ranks.ckpts[rank].flush(DEADLINE_S))
+        assert steps_at(fs, "/more") == [1, 2]

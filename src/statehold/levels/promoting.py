@@ -416,8 +416,9 @@ class Promotions:
     def catch_up(self, meeting: Meeting = USUAL) -> None:
         """All ranks together, with nothing under way: begin to copy the newest step to where it is
         missing."""
-        step, copies = led(self._peers, self._lacking, meeting)
-        self.start(step, copies, self._nearest(step))
+        step, copies, source = led(self._peers, self._lacking, meeting)
+        found = (place for place in self._sources() if place.name == source)
+        self.start(step, copies, next(found, self._first))
 
     def wait(self, timeout_s: float | None) -> None:
         """Return once nothing is under way. Raises WaitTimeout."""
@@ -453,23 +454,21 @@ class Promotions:
         self._last += 1
         return self._last
 
-    def _lacking(self) -> tuple[int, Copies]:
-        """The newest step, and where it is missing."""
+    def _lacking(self) -> tuple[int, Copies, str]:
+        """The newest step, where it is missing, and where it is to be copied from."""
         newest = max((step for place in self._sources() for step in _steps(place)), default=None)
         if newest is None:
-            return 0, NO_COPIES
+            return 0, NO_COPIES, self._first.name
         source = self._nearest(newest)
         others = [each for each in self._promoters.values() if each.place is not source]
         names = [each.place.name for each in others if each.lacks(newest, source)]
-        return newest, (self._next(), names)
+        return newest, (self._next(), names), source.name
 
     def _sources(self) -> list[DirectoryPlace]:
-        """Where a step can be copied from. On several ranks all take the first level: what is at
-        another one may be out of reach for some."""
-        if self._peers is not None:
-            return [self._first]
+        """Where a step can be copied from: the first level, and directories that all ranks see."""
         places = [promoter.place for promoter in self._promoters.values()]
-        return [self._first, *(place for place in places if isinstance(place, DirectoryPlace))]
+        directories = [place for place in places if isinstance(place, DirectoryPlace)]
+        return [self._first, *(place for place in directories if not place.is_apart)]
 
     def _nearest(self, step: int) -> DirectoryPlace:
         having = (place for place in self._sources() if step in _steps(place))
