@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from statehold import _core
-from statehold.errors import ChecksumError, StateholdError, StorageError
+from statehold.errors import ChecksumError, CorruptionError, StateholdError, StorageError
 from statehold.planning.plan import pieces
 from statehold.steps.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry
 from statehold.steps.manifest import Manifest, record_name
@@ -67,7 +66,7 @@ class Source(Protocol):
 class Viewing(Protocol):
     """A source whose files may be memory of this host."""
 
-    def open_view(self, path: str, bytes: int) -> _core.File: ...
+    def open_view(self, path: str, nbytes: int, /) -> _core.File: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +130,11 @@ class Copy:
             yield viewed_blocks(file, view)
 
     def _view(self, file: DataFile) -> _core.File | None:
-        if not isinstance(self.source, Viewing):
-            return None
-        try:
-            return self.source.open_view(file.name, file.bytes)
-        except StorageError as error:
-            if error.errno != errno.EOPNOTSUPP:  # it is not in memory
-                raise
-            return None
+        if isinstance(self.source, Viewing):
+            # It may not be in memory, or be damaged: whoever reads it instead finds out.
+            with contextlib.suppress(StorageError, CorruptionError):
+                return self.source.open_view(file.name, file.bytes)
+        return None
 
     @contextlib.contextmanager
     def opened(self, file: DataFile) -> Iterator[Readable]:
