@@ -160,7 +160,16 @@ class Opened:
             if self.near[0].was_taken_over:
                 self._take_over()
             self._is_prepared = True
-        if self._agent is not None and self._agent.is_missing:
+        self._keep_agent()
+
+    def _keep_agent(self) -> None:
+        """See that the agent is there; not where it could see but a part of each step."""
+        if self._agent is None:
+            return
+        if self.hosts.are_apart:
+            self.pipeline.ahead(self._agent.goodbye)
+            self._agent = None
+        elif self._agent.is_missing:
             self.pipeline.ahead(self._agent.start)
 
     @property

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 
+import statehold
 from statehold.cli import main
+from statehold.levels.hosts import Hosts
 from support.agents import (
     Trainers,
     agents,
     check_intact,
+    content,
     said,
     steps_in,
     wait_ended,
@@ -25,6 +28,7 @@ from support.agents import (
     wait_no_agent,
     waiting,
 )
+from support.faults import DEADLINE_S, SMALL
 
 KILLS = int(os.environ.get("STATEHOLD_AGENT_KILLS", "4"))
 SEED = int(os.environ.get("STATEHOLD_SEED", "1"))
@@ -79,6 +83,24 @@ def test_no_agent_is_started_where_none_is_wanted(trainers: Trainers, tmp_path: 
             found = agents(trainers.run)
             os.kill(trainers.pids[0], 9)
     assert found == []
+
+
+def test_no_agent_stays_where_the_ranks_are_on_several_hosts(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would see but a part of the step. Known at the second save at the latest."""
+    run = tmp_path / "run"
+    levels = [statehold.Memory(path=memory), statehold.Directory()]
+    with statehold.Checkpointer(run, levels=levels, **SMALL) as ckpt:
+        ckpt.save(1, {"w": content(1)}).wait("committed", DEADLINE_S)
+        (agent,) = wait_for(lambda: waiting(run), "no agent waits")
+        monkeypatch.setattr(Hosts, "are_apart", True)
+        ckpt._opened().prepare_saving()
+        wait_ended(agent)
+        ckpt._opened().prepare_saving()
+        assert agents(run) == []
+        monkeypatch.undo()
+    assert said(run) == ""
 
 
 def test_an_agent_keeps_nothing_of_its_trainers(trainers: Trainers) -> None:
