@@ -34,6 +34,7 @@ from statehold.errors import (
 from statehold.levels.promoting import NO_COPIES
 from statehold.levels.rounds import HALF_PUBLISHED
 from statehold.save import Save
+from statehold.stalls import Stalls
 from statehold.storage.publish import PUBLISHED
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class Pipeline:
         log: BackgroundLog,
     ) -> None:
         self._landing = landing
+        self._stalls = Stalls(log)
         self._promotions = promotions
         self._log = log
         self._publisher = publisher
@@ -209,16 +211,8 @@ class Pipeline:
 
     def _publish(self, work: Work) -> None:
         save = work.save
-        if not work.is_attached:
-            with save._stage("open"):
-                work.attempt = self._publisher.attempt(work.number)
-                file, reused = self._landing.open(work)
-            save._record(reused=reused)
-            work.job.attach(file)
-        save._record(files=1)
-        with save._stage("write"):
-            work.job.wait_written(None)
-            work.job.finish()  # D2
+        with self._stalls.watching(work):
+            self._write(work)
         save._moved(work.job.stats)
         save._wait_ended("staged")
         if work.error is not None:
@@ -229,6 +223,19 @@ class Pipeline:
             self._publisher.publish(work, work.job.checksums())  # D3 to D7
         work.place.store.committed(save.step)
         save._reach("committed")
+
+    def _write(self, work: Work) -> None:
+        save = work.save
+        if not work.is_attached:
+            with save._stage("open"):
+                work.attempt = self._publisher.attempt(work.number)
+                file, reused = self._landing.open(work)
+            save._record(reused=reused)
+            work.job.attach(file)
+        save._record(files=1)
+        with save._stage("write"):
+            work.job.wait_written(None)
+            work.job.finish()  # D2
 
     def _tell(self, number: int, error: StateholdError) -> None:
         """Let no other rank wait for a save that has failed here."""

@@ -31,7 +31,17 @@ LAYERS: list[list[set[str]]] = [
     [{"levels"}],
     [{"agent"}],
     [
-        {"checkpointer", "opened", "save", "gate", "pipeline", "landing", "team", "flushing"}
+        {
+            "checkpointer",
+            "opened",
+            "save",
+            "gate",
+            "pipeline",
+            "landing",
+            "stalls",
+            "team",
+            "flushing",
+        }
         | {"across"}
         | {"restoring", "reads", "segments", "writes"},
     ],

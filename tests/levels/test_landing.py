@@ -17,7 +17,7 @@ from statehold.errors import (
     UsageError,
 )
 from statehold.testing import SimFs, checkpointer_on
-from support.faults import DEADLINE_S, SMALL, must
+from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.levels import FAR, LATER, NEAR, files, settle, status, steps_at, two
 from support.rank_states import blank, check, state
 from support.ranks import Ranks
@@ -308,3 +308,28 @@ def test_what_was_saved_behind_the_first_level_goes_on_from_there(lost: bool) ->
     with Ranks(fs, 2, run="/run", levels=levels) as ranks:
         ranks.each(lambda rank: ranks.ckpts[rank].flush(DEADLINE_S))
         assert steps_at(fs, "/more") == [1, 2]
+
+
+@pytest.mark.parametrize("hanging", [0, SIZE - 1])
+def test_a_rank_whose_level_hangs_is_named_in_time(hanging: int) -> None:
+    with job(SimFs(seed=1)) as ranks:
+        saved(ranks, 1)
+        for ckpt in ranks.ckpts:
+            peers = ckpt._opened().peers
+            must(peers)
+            peers._timeout_s = 1.0
+        holdup = Holdup(ranks.ckpts[hanging])
+        saves = ranks.begin(2, lambda rank: state(rank, 2))
+        for rank, save in enumerate(saves):
+            if rank != hanging:
+                with pytest.raises(PeerLostError) as caught:
+                    save.wait("committed", DEADLINE_S)
+                assert caught.value.ranks == (hanging,)
+        holdup.release()
+        with pytest.raises((PeerLostError, PeerFailedError)):
+            saves[hanging].wait("committed", DEADLINE_S)
+        for ckpt in ranks.ckpts:
+            ckpt._opened().peers._timeout_s = DEADLINE_S  # type: ignore[union-attr]
+        ranks.outcomes(lambda rank: ranks.ckpts[rank].save(3, state(rank, 3)))  # tells the failure
+        saved(ranks, 4)
+        check_newest(ranks, 4)
