@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import errno as _errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -276,6 +276,15 @@ def named(error: BaseException, when: str) -> StateholdError:
     )
     unexpected.__cause__ = error
     return unexpected
+
+
+def no_such_step(step: int, run: str, steps: Sequence[int] | None = None) -> StepNotFoundError:
+    """The error for a step that was asked for; `steps` are those that are committed, if known."""
+    facts = {"run": run}
+    if steps is not None:
+        shown = ", ".join(map(str, steps[-8:])) or "none"
+        facts["committed"] = f"{shown} ({len(steps)} in all)"
+    return StepNotFoundError(f"step {step} is not committed in this run", facts=facts)
 
 
 def storage_error(operation: str, errno: int, path: str, offset: int | None = None) -> StorageError:

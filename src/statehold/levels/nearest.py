@@ -22,8 +22,8 @@ from statehold.errors import (
     CorruptionError,
     MissingFileError,
     StateholdError,
-    StepNotFoundError,
     StorageError,
+    no_such_step,
 )
 from statehold.steps.saved import SavedStep, open_step
 
@@ -75,7 +75,7 @@ class Nearest:
     def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
         """A committed step, as `rank` of `world_size` ranks sees it (None: one rank)."""
         if step not in self.steps():
-            raise self._no_such_step(step)
+            raise no_such_step(step, self._run, self.steps())
 
         def read(path: str, max_bytes: int) -> bytes:
             return self._document(step, os.path.basename(path), max_bytes)
@@ -184,11 +184,3 @@ class Nearest:
         asked = ", ".join(place.name for place in self._places)
         facts = {"file": f"{self.path(step)}/{name}", "levels": asked}
         return MissingFileError("a file of a step is intact nowhere", facts=facts)
-
-    def _no_such_step(self, step: int) -> StepNotFoundError:
-        steps = self.steps()
-        shown = ", ".join(map(str, steps[-8:])) or "none"
-        return StepNotFoundError(
-            f"step {step} is not committed in this run",
-            facts={"run": self._run, "committed": f"{shown} ({len(steps)} in all)"},
-        )

@@ -32,6 +32,7 @@ from statehold.errors import (
     MissingFileError,
     StepNotFoundError,
     StorageError,
+    no_such_step,
 )
 from statehold.steps.entries import sha256
 from statehold.steps.saved import MANIFEST_NAME, SavedStep, open_step
@@ -148,9 +149,7 @@ class ObjectSteps:
             known = self._commits.get(step)
         commit = self._commit(step) if anew or known is None else known
         if commit is None:
-            raise StepNotFoundError(
-                f"step {step} is not committed in this run", facts={"run": self._client.url}
-            )
+            raise no_such_step(step, self._client.url)
         try:
             yield commit
         except MissingFileError:

@@ -50,6 +50,7 @@ from statehold.errors import (
     StepNotFoundError,
     StepOrderError,
     StorageError,
+    no_such_step,
 )
 from statehold.steps.saved import SavedStep, open_step
 from statehold.storage.mappings import Mappings
@@ -175,7 +176,7 @@ class Store:
         """A committed step, as `rank` of `world_size` ranks sees it (None: one rank)."""
         directory = self.path(step)
         if not self._fs.is_dir(directory):
-            raise self._no_such_step(step)
+            raise no_such_step(step, self._root, self.steps())
         return open_step(self._fs.read_file, directory, step, rank or 0, world_size)
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
@@ -207,14 +208,6 @@ class Store:
 
     def _entries(self) -> list[tuple[str, bool]]:
         return self._fs.listdir(self._root) if self._fs.is_dir(self._root) else []
-
-    def _no_such_step(self, step: int) -> StepNotFoundError:
-        steps = self.steps()
-        shown = ", ".join(map(str, steps[-8:])) or "none"
-        return StepNotFoundError(
-            f"step {step} is not committed in this run",
-            facts={"run": self._root, "committed": f"{shown} ({len(steps)} in all)"},
-        )
 
     # -- opening for writing ---------------------------------------------------------------
 
