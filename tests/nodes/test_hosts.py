@@ -6,17 +6,27 @@ ranks hold, element by element, after a restore on the hosts that are left.
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
 from typing import Any
 
 import pytest
 
-from support.faults import DEADLINE_S, must
+from statehold import Directory, Memory
+from statehold.errors import (
+    PeerFailedError,
+    PeerLostError,
+    StateholdError,
+    StorageError,
+    UsageError,
+)
+from support.faults import DEADLINE_S, Spy, must
 from support.hosts import LOCAL, HostRanks, disks, local
-from support.levels import status
+from support.levels import status, steps_at
 from support.rank_states import blank, check, state
 
-FAR = "/far"
-COPIES = f"{LOCAL}-copies"
+EACH = 1 if os.environ.get("STATEHOLD_NODES") else 7
 
 
 def save(ranks: HostRanks, *steps: int) -> None:
@@ -120,3 +130,169 @@ def test_without_copies_a_lost_host_takes_its_steps_with_it(caplog: Any) -> None
     with HostRanks(hosts[:2], [local(copies=0)]) as ranks:
         assert ranks.each(lambda rank: ranks.ckpts[rank].steps()) == [[], []]
     assert "step 2 is not whole at level local: files of rank 2" in caplog.text
+
+
+# -- the two rounds of a commit --------------------------------------------------------------------
+
+
+def stores(ranks: HostRanks, rank: int) -> list[Any]:
+    place = ranks.ckpts[rank]._opened().near[0]
+    return [place.store, place.copies.store]
+
+
+def test_a_host_that_cannot_publish_fails_the_save_on_all_by_name_and_older_steps_stay() -> None:
+    hosts = disks(3)
+    with HostRanks(hosts, [local(copies=0)]) as ranks:
+        save(ranks, 1)
+        hosts[1].fail_next("rename", errno.EIO)
+        failures = ranks.failures(2, lambda rank: state(rank, 2))
+        assert hosts[1].fired["injected rename"] == 1
+        for rank in (0, 2):
+            assert isinstance(failures[rank], PeerFailedError)
+            assert failures[rank].rank == 1
+        assert "no step where not all hosts have published it" in str(failures[0])
+        assert [steps_at(fs, LOCAL) for fs in hosts] == [[1, 2], [1], [1, 2]]  # half of it is there
+        assert ranks.each(lambda rank: ranks.ckpts[rank].steps()) == [[1]] * 3
+        assert restored(ranks, 3) == 1
+        save(ranks, 3, 4)
+        assert ranks.each(lambda rank: ranks.ckpts[rank].steps()) == [[3, 4]] * 3
+        ranks.each(lambda rank: ranks.ckpts[rank]._opened().pipeline.drain())
+    assert [steps_at(fs, LOCAL) for fs in hosts] == [[3, 4]] * 3
+
+
+def test_a_step_saved_again_on_some_hosts_only_is_none_and_an_older_one_is_whole() -> None:
+    """The hosts replace it one after the other: then neither of the two is whole."""
+    hosts = disks(3)
+    with HostRanks(hosts, [local(copies=0)]) as ranks:
+        save(ranks, 1, 2)
+        hosts[1].fail_next("exchange", errno.EIO)
+        ranks.failures(2, lambda rank: state(rank, 7))
+        assert hosts[1].fired["injected exchange"] == 1
+    with HostRanks(hosts, [local(copies=0)]) as ranks:
+        assert restored(ranks, 3) == 1
+        save(ranks, 2)
+        assert restored(ranks, 3) == 2
+
+
+def test_a_host_that_is_lost_between_the_rounds_is_named_by_all(monkeypatch: Any) -> None:
+    hosts = disks(3)
+    with HostRanks(hosts, [local(copies=0)]) as ranks:
+        save(ranks, 1)
+        for ckpt in ranks.ckpts:
+            ckpt._opened().peers._timeout_s = 1.0
+        lost = ranks.ckpts[1]._opened().near[0].store
+        told = threading.Event()
+
+        def lose(*_: Any) -> None:
+            must(told.wait(DEADLINE_S))
+            raise StorageError("the host is gone", errno=errno.EIO, path="")
+
+        monkeypatch.setattr(lost, "commit", lose)
+        saves = ranks.begin(2, lambda rank: state(rank, 2))
+        for rank in (0, 2):
+            with pytest.raises(PeerLostError) as caught:
+                saves[rank].wait("committed", DEADLINE_S)
+            assert caught.value.ranks == (1,)
+        told.set()
+        with pytest.raises(StateholdError):
+            saves[1].wait("committed", DEADLINE_S)
+    assert [steps_at(fs, LOCAL) for fs in hosts] == [[1, 2], [1], [1, 2]]
+    with HostRanks(hosts, [local(copies=0)]) as ranks:
+        assert restored(ranks, 3) == 1
+        save(ranks, 2, 3)
+        assert restored(ranks, 3) == 3
+
+
+class Killer:
+    """All processes end before the n-th change that any of them makes to its disk."""
+
+    def __init__(self, moment: int) -> None:
+        self.left = moment
+        self.is_over = False
+        self._guard = threading.Lock()
+
+    def before(self, operation: str, _args: tuple[Any, ...]) -> None:
+        if operation in CHANGES:
+            with self._guard:
+                self.left -= 1
+                self.is_over = self.is_over or self.left < 0
+        if self.is_over:
+            raise StorageError("killed", errno=errno.EIO, path="")
+
+
+CHANGES = ("mkdir", "open_write", "write_file", "rename", "exchange", "sync_dir", "unlink", "rmdir")
+
+
+def test_all_processes_are_killed_before_any_change_of_a_save_and_its_copies() -> None:
+    """At every seventh moment (STATEHOLD_NODES: at each) of the two rounds, of retention and of
+    copies; each time the newest step that all were told of is there, and the next job goes on."""
+    seen: set[int | None] = set()
+    for moment in range(0, 1000, EACH):
+        hosts = disks(3)
+        with HostRanks(hosts) as ranks:
+            save(ranks, 1, 2)
+            flush(ranks)
+            killer = Killer(moment)
+            for rank in range(3):
+                for store in stores(ranks, rank):
+                    store._fs = Spy(store._fs, killer.before)
+            told = _told(ranks, 3)
+            for rank in range(3):  # nothing is done at the end by processes that are gone
+                ranks.ckpts[rank]._close(flush=False)
+        with HostRanks(hosts) as ranks:
+            got = restored(ranks, 3)
+            seen.add(got)
+            assert got == 3 or not any(told)
+            assert got in (2, 3)
+            save(ranks, 3, 4)
+            flush(ranks)
+        with HostRanks(hosts[1:]) as ranks:
+            assert restored_of(ranks, 3) == 4
+        if not killer.is_over:
+            break
+    assert seen == {2, 3}
+    assert moment > 30
+
+
+def _told(ranks: HostRanks, step: int) -> list[bool]:
+    """Save on all ranks; which of them were told that the step is committed."""
+
+    def act(rank: int) -> None:
+        ckpt = ranks.ckpts[rank]
+        try:
+            ckpt.save(step, state(rank, step)).wait("committed", DEADLINE_S)
+        finally:
+            ckpt._opened().pipeline.drain()
+            ckpt._opened().promotions.wait(DEADLINE_S)
+
+    return [not isinstance(each, Exception) for each in ranks.outcomes(act)]
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def test_a_memory_of_one_step_is_for_one_host() -> None:
+    hosts = disks(2)
+    with HostRanks(hosts, [Memory(path=LOCAL, keep=1)]) as ranks:
+        first, second = ranks.failures(1, lambda rank: state(rank, 1))
+        assert isinstance(first, UsageError)
+        assert "keeps at least 2 steps" in str(second)
+    with HostRanks([hosts[0]] * 2, [Memory(path=LOCAL, keep=1)]) as ranks:
+        save(ranks, 1, 2)
+        assert restored(ranks, 2) == 2
+
+
+def test_copies_on_more_hosts_than_there_are_are_told_once(caplog: Any) -> None:
+    with HostRanks(disks(2), [local(copies=2)]) as ranks:
+        save(ranks, 1, 2)
+        flush(ranks)
+    assert caplog.text.count("2 copies on other hosts were asked for, and there are 2 hosts") == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"copies": -1}, {"copies": True}, {"copies": 1}, {"per_host": True}, {"copies": 1, "keep": 1}],
+)
+def test_levels_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        Directory(**wrong)

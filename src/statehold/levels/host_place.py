@@ -274,8 +274,10 @@ class HostPlace(DirectoryPlace):
     def close(self) -> None:
         if self._near is not None:
             self._near.close()
-        self.copies.close()
-        super().close()
+        try:
+            self.copies.close()
+        finally:
+            super().close()
 
 
 class CopiesPlace(DirectoryPlace):
