@@ -10,7 +10,6 @@ Not here: whether the bytes are right (copying, the engine), which host to ask (
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import socket
@@ -28,16 +27,13 @@ from statehold.errors import (
     storage_error,
 )
 from statehold.levels.wire import Head, Wire, WireError
-from statehold.storage.object_names import is_file_name
 from statehold.storage.parallel import Parallel, Target
-from statehold.storage.store import step_of
 
 __all__ = ["RemoteFiles"]
 
 DEADLINE_S = 60.0
 PART_BYTES = 8 << 20
 CONNECTIONS = 4  # of one large read, and kept for the next
-LISTING_BYTES_MAX = 16 << 20
 _CONTENT_RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18})")
 
 T = TypeVar("T")
@@ -63,29 +59,11 @@ class RemoteFiles:
     def __repr__(self) -> str:
         return f"RemoteFiles({self.url!r})"
 
-    def steps(self) -> list[int]:
-        """The committed steps, oldest first."""
-        found = self._listed("")
-        names = found if isinstance(found, list) else [""]
-        steps = [step_of(name) if isinstance(name, str) else None for name in names]
-        if None in steps:
-            raise self._garbage("list", "", "something else than steps")
-        return sorted(step for step in steps if step is not None)
-
-    def files(self, directory: str) -> dict[str, int]:
-        """The files of a step, with their sizes."""
-        found = self._listed(f"{directory}/")
-        if not isinstance(found, dict) or not all(
-            is_file_name(name) and type(size) is int and size >= 0 for name, size in found.items()
-        ):
-            raise self._garbage("list", f"{directory}/", "something else than files")
-        return found
-
     def read_file(self, path: str, max_bytes: int) -> bytes:
         """All of a file of at most `max_bytes`."""
 
         def read(wire: Wire, until: float) -> bytes:
-            _, nbytes = self._ask(wire, "GET", path, until)
+            _, nbytes = self._ask(wire, path, until)
             if nbytes > max_bytes:
                 facts = {"expected": f"at most {max_bytes} bytes", "got": f"{nbytes} bytes"}
                 where = f"{self.url}/{path}"
@@ -95,17 +73,6 @@ class RemoteFiles:
             return bytes(memory)
 
         return self._request("read", path, read)
-
-    def size(self, path: str) -> int | None:
-        """The size of a file; None if there is none."""
-        try:
-            return self._request(
-                "look at", path, lambda wire, until: self._ask(wire, "HEAD", path, until)[1]
-            )
-        except StorageError as error:
-            if not _is_absent(error):
-                raise
-            return None
 
     def open_read(self, path: str) -> RemoteFile:
         """A file, to be read in any order; nothing is asked of the host before it is."""
@@ -125,13 +92,6 @@ class RemoteFiles:
 
     # -- what is asked ---------------------------------------------------------------------
 
-    def _listed(self, directory: str) -> object:
-        raw = self.read_file(directory, LISTING_BYTES_MAX)
-        try:
-            return json.loads(raw)
-        except (ValueError, RecursionError):
-            raise self._garbage("list", directory, "no JSON") from None
-
     def _fetch_part(self, path: str, begin: int, target: memoryview) -> None:
         self._request(
             "read", path, lambda wire, until: self._read(wire, path, begin, target, until)
@@ -140,7 +100,7 @@ class RemoteFiles:
     def _read(self, wire: Wire, path: str, begin: int, target: memoryview, until: float) -> None:
         end = begin + len(target)
         asked = {"Range": f"bytes={begin}-{end - 1}"}
-        head, nbytes = self._ask(wire, "GET", path, until, asked)
+        head, nbytes = self._ask(wire, path, until, asked)
         match = _CONTENT_RANGE.fullmatch(head.fields.get("content-range", ""))
         if match is None or match[1] is None:
             raise WireError("no range, where one was asked for")
@@ -149,10 +109,10 @@ class RemoteFiles:
         wire.read_into(target, until)
 
     def _ask(
-        self, wire: Wire, method: str, path: str, until: float, fields: Mapping[str, str] = {}
+        self, wire: Wire, path: str, until: float, fields: Mapping[str, str] = {}
     ) -> tuple[Head, int]:
         """The head of the answer, and how long its body is."""
-        request = Head((method, f"/{self._place}/{path}", "HTTP/1.1"), {**self._fields, **fields})
+        request = Head(("GET", f"/{self._place}/{path}", "HTTP/1.1"), {**self._fields, **fields})
         wire.send(request.encode(), until)
         head = wire.head(until)
         if len(head.words) < 2 or head.words[0] != "HTTP/1.1":

@@ -1,8 +1,6 @@
 """Which files a host serves to others: those of committed steps, below the roots that it was given.
 
-    /PLACE/                        JSON: the names of the committed step directories
-    /PLACE/step-000000000100/      JSON: the files of one, with their sizes
-    /PLACE/step-000000000100/NAME  the bytes of one
+    /PLACE/step-000000000100/NAME
 
 Owns: what a path means, and how it is opened.
 Holds: a path is matched as it came, nothing in it is decoded: what these patterns do not know is
@@ -14,7 +12,6 @@ Not here: who may ask, and how it is sent (serving).
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import stat
@@ -46,17 +43,6 @@ class Served:
                 raise UsageError("no name for a place", facts={"got": repr(place)[:80]})
         self._roots = {place: os.path.realpath(root) for place, root in roots.items()}
 
-    def listing(self, path: str) -> bytes | None:
-        """What a path that ends in a slash lists; None for any other path. Raises as open()."""
-        match path.split("/"):
-            case ["", place, ""] if place in self._roots:
-                found: object = self._steps(place)
-            case ["", place, step, ""] if place in self._roots and step_of(step) is not None:
-                found = self._files(place, step)
-            case _:
-                return None
-        return json.dumps(found).encode()
-
     @contextmanager
     def open(self, path: str) -> Iterator[tuple[int, int]]:
         """(descriptor, bytes) of a file. Raises FileNotFoundError for whatever is not one, and
@@ -72,22 +58,6 @@ class Served:
                     yield descriptor, found.st_size
             case _:
                 raise FileNotFoundError
-
-    def _steps(self, place: str) -> list[str]:
-        try:
-            with _open(self._roots[place], _FOLDER) as root, os.scandir(root) as entries:
-                folders = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
-                return sorted(name for name in folders if step_of(name) is not None)
-        except FileNotFoundError:
-            return []  # nothing was saved there yet
-
-    def _files(self, place: str, step: str) -> dict[str, int]:
-        sizes = {}
-        with self._opened(place, step) as folder, os.scandir(folder) as entries:
-            for entry in entries:
-                if is_file_name(entry.name) and entry.is_file(follow_symlinks=False):
-                    sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
-        return sizes
 
     @contextmanager
     def _opened(self, place: str, step: str) -> Iterator[int]:

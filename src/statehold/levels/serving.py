@@ -1,6 +1,6 @@
 """The steps that lie on this host, for the other hosts of the job: a server in each rank's process.
 
-    GET or HEAD /PLACE/STEP/NAME      Authorization: Bearer SECRET, and a Range if not all of it
+    GET /PLACE/STEP/NAME      Authorization: Bearer SECRET, and a Range if not all of it
 
 Owns: the port, the connections, and who may ask.
 Holds: read-only; whoever does not say the secret, which this job's board alone tells, learns
@@ -202,15 +202,9 @@ class FileServer:
         if not hmac.compare_digest(given, f"Bearer {self.secret}".encode()):
             return _refuse(wire, "403 Forbidden", hang_up=True)
         method, path, _ = head.words
-        if method not in ("GET", "HEAD"):
+        if method != "GET":
             return _refuse(wire, "405 Method Not Allowed", hang_up=True)
         try:
-            listing = self._served.listing(path)
-            if listing is not None:
-                _send_head(wire, "200 OK", {"Content-Length": str(len(listing))})
-                if method == "GET":
-                    wire.send(listing, time.monotonic() + IDLE_S)
-                return True
             with self._served.open(path) as (descriptor, nbytes):
                 return _send_file(wire, head, descriptor, nbytes)
         except FileNotFoundError:
@@ -232,8 +226,7 @@ def _send_file(wire: Wire, head: Head, descriptor: int, nbytes: int) -> bool:
     if match:
         fields["Content-Range"] = f"bytes {begin}-{end - 1}/{nbytes}"
     _send_head(wire, "206 Partial Content" if match else "200 OK", fields)
-    if head.words[0] == "GET":
-        wire.send_file(descriptor, begin, end, IDLE_S)
+    wire.send_file(descriptor, begin, end, IDLE_S)
     return True
 
 
