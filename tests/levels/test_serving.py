@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -140,6 +141,27 @@ def test_a_file_comes_whole_and_in_ranges(files) -> None:
 def test_nothing_else_is_served(server, path) -> None:
     status, body = ask(server, path)
     assert (status, body) in {(404, b""), (0, b"")}, path
+
+
+def test_a_file_that_the_storage_refuses_is_not_said_to_be_gone(server) -> None:
+    """Its step would be given up for a server that has too many files open."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with connected(server) as waiting:
+        request = f"GET /memory/{STEP}/manifest.json HTTP/1.1\r\n"
+        request += f"Authorization: Bearer {server.secret}\r\n\r\n"
+        waiting.sendall(request.encode())
+        first = b""
+        while not first.endswith(b"{}"):
+            first += waiting.recv(100)
+        with open(os.devnull) as next_one:
+            allowed = next_one.fileno()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, limits[1]))
+        try:
+            waiting.sendall(request.encode())
+            answer = waiting.recv(100)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
 
 
 def test_a_head_that_is_too_long_is_hung_up_on(server) -> None:
