@@ -194,10 +194,10 @@ def test_nothing_is_taken_for_a_step_that_was_saved_again(travelled: Travelled) 
     interrupt(fs, 1, BLOCKS)
     assert left_of(fs)
     with opened_on(fs, far={"every": "1h"}) as ckpt:
-        save(ckpt, 1, content(9))
-        whole = fs.stat_bytes(f"{step_path(NEAR, 1)}/{DATA}")
         travelled.reads.clear()
+        save(ckpt, 1, content(9))
         ckpt.flush(DEADLINE_S)
+        whole = fs.stat_bytes(f"{step_path(NEAR, 1)}/{DATA}")
         assert travelled.nbytes == whole
     assert files(fs, FAR, 1) == files(fs, NEAR, 1)
     assert not left_of(fs)
@@ -334,3 +334,15 @@ def test_a_killed_process_has_left_something_to_go_on_from(
     assert near.read_bytes() == far.read_bytes()
     assert travelled.nbytes < near.stat().st_size
     assert [each.name for each in (tmp_path / "far").glob("step-*")] == ["step-000000000001"]
+
+
+def test_a_level_whose_copy_was_interrupted_gets_the_next_step_at_once() -> None:
+    """Though it wants one in an hour: it was owed one."""
+    fs = SimFs(seed=1)
+    interrupt(fs, 1, 3)
+    for step, expected in ((2, [2]), (3, [2])):
+        ckpt = opened_on(fs, far={"every": "1h"})
+        save(ckpt, step, content(step))
+        settle(ckpt)
+        ckpt._close(flush=False)
+        assert steps_at(fs, FAR) == expected

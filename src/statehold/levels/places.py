@@ -93,6 +93,9 @@ class Place(Protocol):
     def retain(self) -> None:
         """Retire what is no longer kept."""
 
+    def is_owed(self, newest: int | None) -> bool:
+        """Whether a copy of a step above `newest` was begun, and not finished."""
+
     def drop(self, attempt: str | None) -> None:
         """Remove what was copied and not published, and is not to be gone on with."""
 
@@ -158,6 +161,9 @@ class Shared:
 
     def holds(self, step: int, name: str) -> bool:
         return True
+
+    def is_owed(self, newest: int | None) -> bool:
+        return False
 
 
 class DirectoryPlace(Shared):
@@ -298,6 +304,13 @@ class DirectoryPlace(Shared):
         self.store.commit(Copied(step, manifest), attempt)
         with contextlib.suppress(StorageError):  # the next copy clears them
             self._unfinished.clear(None, attempt)
+
+    def is_owed(self, newest: int | None) -> bool:
+        with contextlib.suppress(StorageError):
+            return any(
+                step > (-1 if newest is None else newest) for step in self._unfinished.steps()
+            )
+        return False
 
     def drop(self, attempt: str | None) -> None:
         if self._is_prepared:  # else what is there may be another job's

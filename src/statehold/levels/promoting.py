@@ -107,6 +107,8 @@ class Promoter:
         self._look()
         newest = self._status.newest
         self._cadence = Cadence(parse_every(spec.every), newest, time.monotonic())
+        if self._rank == 0 and place.is_owed(newest):
+            self._cadence.given_up(newest)  # what was due and not done stays due
         self._thread = ThreadPoolExecutor(1, f"statehold-{place.name}")
         self._thread.submit(lambda: None)  # starts it: while a program ends, none can be
         self._under_way: Future[None] | None = None
