@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import ROOT
+from bench.ranks.process import forked
 from bench.ranks.task import Task
 
 JOB_DEADLINE_S = 900
@@ -32,7 +34,7 @@ def run_job(tasks: Sequence[Task], out: Path) -> list[dict[str, Any]]:
         (folder / "spec.json").write_text(json.dumps(spec | {"tasks": values}))
         with (out / "cases.log").open("a") as log:
             print(f"== {values}", file=log, flush=True)
-            _run_processes(folder / "spec.json", spec, log)
+            _run_processes(folder / "spec.json", spec | {"tasks": values}, log)
         seconds = time.perf_counter() - begin
         return [_record(task, index, folder, seconds) for index, task in enumerate(tasks)]
 
@@ -44,22 +46,26 @@ def _free_port() -> int:
 
 
 def _run_processes(path: Path, spec: dict[str, Any], log: Any) -> None:
-    words = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(words),
+    environment = {
         "MASTER_ADDR": "127.0.0.1",  # the checkpoint processes of DCP read it
         "MASTER_PORT": str(spec["port"]),
         "OMP_NUM_THREADS": "1",
     }
+    ranks = range(spec["ranks"])
+    if spec["tasks"][0]["size"] == "smoke":
+        _run_forked(path, ranks, environment, log)
+        return
+    words = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment |= {"PYTHONPATH": os.pathsep.join(words)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "bench.ranks.process", str(path), str(rank)],
             cwd=ROOT,
-            env=environment,
+            env=os.environ | environment,
             stdout=log,
             stderr=log,
         )
-        for rank in range(spec["ranks"])
+        for rank in ranks
     ]
     try:
         _wait_for_all(processes, time.monotonic() + JOB_DEADLINE_S)
@@ -67,6 +73,23 @@ def _run_processes(path: Path, spec: dict[str, Any], log: Any) -> None:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def _run_forked(path: Path, ranks: range, environment: dict[str, str], log: Any) -> None:
+    """Smoke runs take their processes from a server that has imported torch for all jobs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bench.ranks.process"])
+    words = str(path), environment, log.name
+    processes = [context.Process(target=forked, args=(rank, *words)) for rank in ranks]
+    for each in processes:
+        each.start()
+    until = time.monotonic() + JOB_DEADLINE_S
+    for each in processes:
+        each.join(max(0.0, until - time.monotonic()))
+        if each.exitcode != 0:
+            until = min(until, time.monotonic() + GRACE_S)
+    for each in processes:
+        each.kill()
 
 
 def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], until: float) -> None:

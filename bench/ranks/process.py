@@ -28,7 +28,20 @@ TIMEOUT = timedelta(seconds=300)
 def main() -> None:
     with contextlib.suppress(OSError):  # if memory runs out, this process is the one to go
         Path("/proc/self/oom_score_adj").write_text("1000")
-    spec, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    run(Path(sys.argv[1]), int(sys.argv[2]))
+
+
+def forked(rank: int, path: str, environment: dict[str, str], log: str) -> None:
+    """The same in a process that was forked, with an environment and a log of its own."""
+    os.environ.update(environment)
+    with open(log, "a") as target:
+        for descriptor in (1, 2):
+            os.dup2(target.fileno(), descriptor)
+    run(Path(path), rank)
+
+
+def run(path: Path, rank: int) -> None:
+    spec = json.loads(path.read_text())
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -40,7 +53,7 @@ def main() -> None:
     parts.install()
     for index, values in enumerate(spec["tasks"]):
         result = _measured(Task(**values))
-        Path(sys.argv[1]).with_name(f"{index}-{rank}.json").write_text(json.dumps(result))
+        path.with_name(f"{index}-{rank}.json").write_text(json.dumps(result))
         if "error" in result:
             sys.stderr.flush()
             os._exit(1)  # not waiting for threads that wait for other ranks
