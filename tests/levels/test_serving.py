@@ -4,8 +4,8 @@ and nothing else; nobody holds the server up."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -143,25 +143,16 @@ def test_nothing_else_is_served(server, path) -> None:
     assert (status, body) in {(404, b""), (0, b"")}, path
 
 
-def test_a_file_that_the_storage_refuses_is_not_said_to_be_gone(server) -> None:
+def test_a_file_that_the_storage_refuses_is_not_said_to_be_gone(server, monkeypatch) -> None:
     """Its step would be given up for a server that has too many files open."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with connected(server) as waiting:
-        request = f"GET /memory/{STEP}/manifest.json HTTP/1.1\r\n"
-        request += f"Authorization: Bearer {server.secret}\r\n\r\n"
-        waiting.sendall(request.encode())
-        first = b""
-        while not first.endswith(b"{}"):
-            first += waiting.recv(100)
-        with open(os.devnull) as next_one:
-            allowed = next_one.fileno()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, limits[1]))
-        try:
-            waiting.sendall(request.encode())
-            answer = waiting.recv(100)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", full)
+        assert ask(server, f"/memory/{STEP}/manifest.json") == (503, b"")
+    assert ask(server, f"/memory/{STEP}/manifest.json") == (200, b"{}")
 
 
 def test_a_head_that_is_too_long_is_hung_up_on(server) -> None:
@@ -285,7 +276,7 @@ def test_a_forked_child_does_not_answer_nor_keep_the_port(tmp_path) -> None:
         "from statehold.levels.serving import FileServer\n"
         f"server = FileServer({{'memory': {str(tmp_path)!r}}}, '127.0.0.1')\n"
         "server.start()\n"
-        "print(server.address, flush=True)\n"
+        "print(server.address, server.secret, flush=True)\n"
         "input()\n"
         "if os.fork() == 0:\n"
         "    print('child', flush=True)\n"
@@ -297,8 +288,12 @@ def test_a_forked_child_does_not_answer_nor_keep_the_port(tmp_path) -> None:
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        host, _, port = process.stdout.readline().strip().rpartition(":")
+        address, secret = process.stdout.readline().split()
+        host, _, port = address.rpartition(":")
+        request = f"GET /nothing HTTP/1.1\r\nAuthorization: Bearer {secret}\r\n\r\n"
         with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+            connection.sendall(request.encode())  # once it is answered, the server knows of it
+            assert connection.recv(1 << 10).endswith(b"\r\n\r\n")
             process.stdin.write("\n")
             process.stdin.flush()
             assert process.stdout.readline() == "child\n"
