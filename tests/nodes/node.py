@@ -69,7 +69,9 @@ def restored(ckpt: statehold.Checkpointer, is_first: bool) -> int | None:
 
 def take_part(job: dict[str, Any], rank: int, report: Callable[..., None]) -> None:
     disk = statehold.Directory(path=job["disk"], per_host=True, copies=1, name="disk", every=2)
-    levels = [statehold.Memory(copies=1, agent=False), disk]
+    levels: list[Any] = [statehold.Memory(copies=1, agent=False), disk]
+    if job["shared"]:
+        levels.append(statehold.Directory(name="shared"))
     coordination = "auto" if job["kind"] == "store" else "directory"
     ckpt = statehold.Checkpointer(
         job["run"], levels=levels, coordination=coordination, peer_timeout_s=WAIT_S, **SMALL

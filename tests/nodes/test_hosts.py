@@ -21,9 +21,12 @@ from statehold.errors import (
     StorageError,
     UsageError,
 )
+from statehold.storage.publish import make_directories
+from statehold.storage.unfinished import Unfinished
+from statehold.testing import SimFs
 from support.faults import DEADLINE_S, Spy, must
 from support.hosts import LOCAL, HostRanks, disks, local
-from support.levels import status, steps_at
+from support.levels import HeldCopy, status, steps_at
 from support.rank_states import blank, check, state
 
 EACH = 1 if os.environ.get("STATEHOLD_NODES") else 7
@@ -130,6 +133,54 @@ def test_without_copies_a_lost_host_takes_its_steps_with_it(caplog: Any) -> None
     with HostRanks(hosts[:2], [local(copies=0)]) as ranks:
         assert ranks.each(lambda rank: ranks.ckpts[rank].steps()) == [[], []]
     assert "step 2 is not whole at level local: files of rank 2" in caplog.text
+
+
+def test_a_farther_level_of_the_hosts_takes_over_when_all_memory_is_lost() -> None:
+    hosts = disks(3)
+    levels = [
+        local(),
+        Directory(path="/second", per_host=True, copies=1, name="second", keep=2, every=2),
+    ]
+    with HostRanks(hosts, levels) as ranks:
+        save(ranks, 1, 2, 3)
+        flush(ranks)
+        assert status(ranks.ckpts[0], "second.copies").newest == 3
+    for fs in hosts:
+        for root in (LOCAL, f"{LOCAL}-copies"):
+            remove(fs, root)
+    with HostRanks(hosts[:2], levels) as ranks:
+        assert restored_of(ranks, 3) == 3
+        save(ranks, 4)
+        flush(ranks)
+        assert ranks.each(lambda rank: ranks.ckpts[rank].steps()[-1]) == [4, 4]
+    with HostRanks(hosts[1:2] * 2, levels) as ranks:
+        assert restored(ranks, 2) == 4
+
+
+def remove(fs: SimFs, folder: str) -> None:
+    for name, is_dir in fs.listdir(folder):
+        if is_dir:
+            remove(fs, f"{folder}/{name}")
+        else:
+            fs.unlink(f"{folder}/{name}")
+    fs.rmdir(folder)
+
+
+def test_what_is_copied_stays_until_something_newer_is() -> None:
+    """Saves go on while a copy is held up: what they retire must not be all that is copied."""
+    hosts = disks(3)
+    with HostRanks(hosts) as ranks:
+        save(ranks, 1)
+        flush(ranks)
+        with HeldCopy(ranks.ckpts[1], "local.copies") as held:
+            save(ranks, 2, 3, 4, 5)
+            must(held.waiting.wait(DEADLINE_S))
+            ranks.each(lambda rank: ranks.ckpts[rank]._opened().pipeline.drain())
+            assert [steps_at(fs, f"{LOCAL}-copies") for fs in hosts] == [[1]] * 3
+            assert [steps_at(fs, LOCAL) for fs in hosts] == [[1, 2, 4, 5]] * 3
+            assert ranks.each(lambda rank: ranks.ckpts[rank].steps())[0][0] == 1
+        flush(ranks)
+        assert [steps_at(fs, LOCAL) for fs in hosts] == [[4, 5]] * 3
 
 
 # -- the two rounds of a commit --------------------------------------------------------------------
@@ -296,3 +347,19 @@ def test_copies_on_more_hosts_than_there_are_are_told_once(caplog: Any) -> None:
 def test_levels_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Directory(**wrong)
+
+
+def test_a_copy_that_another_rank_of_the_host_has_begun_is_left_alone() -> None:
+    """The rank that leads clears away what earlier copies have left, and may come later."""
+    fs, digest = SimFs(seed=1), "0123456789abcdef"
+    names = [f"step-000000000007.5f3a09c1-{number}.copy-{digest}" for number in (4, 5, 6)]
+    make_directories(fs, LOCAL)
+    for name in names:
+        fs.mkdir(f"{LOCAL}/{name}.partial")
+    unfinished = Unfinished(fs, LOCAL)
+    unfinished.clear(None, names[1].partition(".")[2], and_own=False)
+    assert sorted(name for name, _ in fs.listdir(LOCAL)) == [
+        f"{name}.partial" for name in names[1:]
+    ]
+    unfinished.clear(None, names[1].partition(".")[2])
+    assert [name for name, _ in fs.listdir(LOCAL)] == [f"{names[2]}.partial"]

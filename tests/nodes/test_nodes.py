@@ -24,7 +24,9 @@ from typing import Any
 
 import pytest
 
-from support.faults import must
+import statehold
+from nodes.node import restored
+from support.faults import SMALL, must
 
 ROUNDS = int(os.environ.get("STATEHOLD_NODES", "4"))
 SEED = int(os.environ.get("STATEHOLD_SEED", "1"))
@@ -50,6 +52,7 @@ class Cluster:
     def __init__(self, folder: Path, count: int) -> None:
         (folder / "disk").mkdir()
         self._folder = folder
+        self.run = str(folder / "run")
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
         with open(folder / "stderr", "w") as log:
             self._server = subprocess.Popen(
@@ -66,13 +69,15 @@ class Cluster:
         self.events: list[dict[str, Any]] = []
         self.safe = self.restored = 0
 
-    def start(self, numbers: list[int], each: int, kind: str, *, flush: bool) -> None:
+    def start(
+        self, numbers: list[int], each: int, kind: str, *, flush: bool, shared: bool = False
+    ) -> None:
         """A job on these nodes."""
         size = len(numbers) * each
         job = {
-            "run": str(self._folder / "run"), "disk": str(self._folder / "disk/steps"),
+            "run": self.run, "disk": str(self._folder / "disk/steps"),
             "kind": kind, "port": free_port(), "size": size, "saves": SAVES, "flush": flush,
-            "is_first": self.safe == 0,
+            "is_first": self.safe == 0, "shared": shared,
         }  # fmt: skip
         self._on = {number: range(at * each, (at + 1) * each) for at, number in enumerate(numbers)}
         self.events = []
@@ -172,7 +177,11 @@ def test_any_node_is_lost_and_nothing_else(cluster: Cluster) -> None:
         lost = alive[order[number % NODES] % len(alive)]
         cluster.end(lost)
         alive.remove(lost)
-        if number % 3 == 2:  # two are lost one after the other, before there are new ones
-            alive, fresh = [*alive, fresh, fresh + 1][:NODES], fresh + 2
-    cluster.start(alive, 1, "store", flush=True)
+        if len(alive) == 2:  # two are lost one after the other, before there are new ones
+            alive, fresh = [*alive, fresh, fresh + 1], fresh + 2
+    cluster.start(alive, 1, "store", flush=True, shared=True)
     cluster.until(all_of("done", len(alive)))
+    # From the hosts it went on to the run directory, which all of them share.
+    with statehold.Checkpointer(cluster.run, coordination="none", **SMALL) as ckpt:
+        got = restored(ckpt, is_first=False)
+    assert got == cluster.safe

@@ -126,45 +126,49 @@ class HostPlace(DirectoryPlace):
     def holdings(self) -> list[list[Any]]:
         """What lies on this host, for a census; nothing where it cannot be read."""
         try:
-            return [holding.document() for holding in self._holdings()]
+            return [holding.document() for holding in self._holdings(identified=True)]
         except StorageError as error:
             logger.warning("level %s cannot be read: passed over\n%s", self.name, error)
             return []
 
-    def _holdings(self) -> list[Holding]:
+    def _holdings(self, *, identified: bool) -> list[Holding]:
+        """What lies here; `identified`: with the manifests of it, which have to be read."""
         found = []
         for is_copy, store in ((False, self.store), (True, self.copies.store)):
             for step in store.steps():
-                names = store.names(step)
-                found.append(Holding.seen(step, is_copy, names, _manifest_of(store, step)))
+                manifest = _manifest_of(store, step) if identified else ("", "")
+                found.append(Holding.seen(step, is_copy, store.names(step), manifest))
         return found
 
     def placed(self, step: int) -> Placed | None:
         """Where the files of a step are, if it is whole."""
-        return self._known().get(step)
+        return self.known().get(step)
 
-    def _known(self) -> dict[int, Placed]:
+    def known(self) -> dict[int, Placed]:
+        """The steps that are whole, and where their files are."""
         if self.is_apart:
             with self._knowing:
                 return dict(self._placed)
-        found, missing = settled((self.mine, holding) for holding in self._holdings())
+        # Alone on one host, there is one directory of each step.
+        holdings = self._holdings(identified=bool(self.copies.store.steps()))
+        found, missing = settled((self.mine, holding) for holding in holdings)
         self._warn(missing)
         return found
 
     # -- reading ---------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        return sorted(self._known())
+        return sorted(self.known())
 
     def check_order(self, step: int, newest: int | None, *, may_be_away: bool = False) -> None:
         if not self.is_apart:
             super().check_order(step, newest, may_be_away=may_be_away)
             return
-        check_newest(self.store.root, step, (newest, *self._known()))
+        check_newest(self.store.root, step, (newest, *self.known()))
 
     def views(self) -> list[View]:
         """What this host has, and what others have, nearest first; as of the last census."""
-        return self._views(self._seen if self.is_apart else self._known())
+        return self._views(self._seen if self.is_apart else self.known())
 
     def _views(self, placed: Mapping[int, Placed]) -> list[View]:
         hosts = range(len(self.hosts) or 1)
@@ -191,7 +195,7 @@ class HostPlace(DirectoryPlace):
     def source(self, step: int) -> Source:
         if not self.is_apart:
             return super().source(step)
-        return Scattered(step, self._views(self._known()))
+        return Scattered(step, self._views(self.known()))
 
     # -- copies from here ------------------------------------------------------------------
 
@@ -220,13 +224,14 @@ class HostPlace(DirectoryPlace):
             writers[at[rank]].append(writer)
         own = [Holder(host, False, Ranks.of(each)) for host, each in enumerate(writers)]
         with self._knowing:
-            # What is older than the newest `keep` is retired everywhere, now or soon; what is
-            # newer was whole nowhere.
+            # What is older than the newest `keep`, and than the newest that is copied, is retired
+            # everywhere, now or soon; what is newer was whole nowhere.
             known = sorted(each for each in self._placed if each < step)
-            kept = known[-(self.store.keep - 1) :] if self.store.keep else known
-            self._placed = {each: self._placed[each] for each in kept}
+            kept = set(known[-(self.store.keep - 1) :] if self.store.keep else known)
+            safe = self.copies.newest_of(self._placed)
+            self._placed = {each: self._placed[each] for each in known if each in {*kept, safe}}
             self._placed[step] = Placed(len(carriers), tuple(own))
-            self._committed = self._committed.intersection(kept) | {step}
+            self._committed = self._committed.intersection(self._placed) | {step}
         self._remove_halves(lambda each: each > step)
 
     def copied(self, step: int, copies: Mapping[int, Sequence[int]]) -> None:
@@ -236,11 +241,13 @@ class HostPlace(DirectoryPlace):
                 self._placed[step] = self._placed[step].with_copies(copies)
 
     def retain(self) -> None:
-        newest = max(self._known(), default=-1) if self.is_apart else -1
+        newest = max(self.known(), default=-1) if self.is_apart else -1
         self._remove_halves(lambda each: each < newest)  # a newer one may just be on its way
-        super().retain()
+        # What survives the loss of a host is kept until something newer does.
+        safe = self.copies.newest_of(self.known())
+        self.store.retain(but_for=safe)
         if self.copies.is_prepared:
-            self.copies.store.retain()
+            self.copies.store.retain(but_for=safe)
 
     def _remove_halves(self, which: Callable[[int], bool]) -> None:
         """Of what is known to be no step; it takes the place of one that is."""
@@ -250,7 +257,7 @@ class HostPlace(DirectoryPlace):
         try:
             for store in stores:
                 there = [step for step in store.steps() if which(step)]
-                store.give_up(set(there) - set(self._known()))
+                store.give_up(set(there) - set(self.known()))
         except StorageError as error:  # the next save tries again
             logger.warning("level %s keeps what is no step\n%s", self.name, error)
 
@@ -302,8 +309,14 @@ class CopiesPlace(DirectoryPlace):
     def steps(self) -> list[int]:
         if not self.takes_steps:
             return []
-        placed = ((step, self._level.placed(step)) for step in self._level.steps())
-        return [step for step, at in placed if at is not None and not self._lacking(at.hosts)]
+        return self._whole(self._level.known())
+
+    def newest_of(self, placed: Mapping[int, Placed]) -> int | None:
+        """The newest of these steps that survives the loss of hosts."""
+        return max(self._whole(placed), default=None) if self.takes_steps else None
+
+    def _whole(self, placed: Mapping[int, Placed]) -> list[int]:
+        return [step for step in sorted(placed) if not self._lacking(placed[step].hosts)]
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         return self._level.read(step, name, max_bytes)

@@ -181,6 +181,6 @@ class Nearest:
     def _missing(self, step: int, name: str) -> StateholdError:
         if (step, name) in self._unreadable:
             return self._unreadable[step, name]
-        asked = ", ".join(place.name for place in self._places)
+        asked = ", ".join(place.name for place in self._places[:8])
         facts = {"file": f"{self.path(step)}/{name}", "levels": asked}
         return MissingFileError("a file of a step is intact nowhere", facts=facts)

@@ -275,7 +275,8 @@ class DirectoryPlace(Shared):
         self._copies += 1
         step, attempt = copy.step, self._named(copy.attempt, copy.part.manifest)
         if self.store.leads:
-            self._unfinished.clear(None if self.store.is_mapped else step, attempt)
+            but_for = None if self.store.is_mapped else step
+            self._unfinished.clear(but_for, attempt, and_own=False)
         self.store.begin(step, attempt)
         for file in copy.part.files:
             self._take_file(copy, file, attempt)

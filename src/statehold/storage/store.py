@@ -394,8 +394,8 @@ class Store:
 
     # -- retention -------------------------------------------------------------------------
 
-    def retain(self) -> None:
-        """Retire every step beyond the newest `keep`, except those being read."""
+    def retain(self, but_for: int | None = None) -> None:
+        """Retire every step beyond the newest `keep`, except those being read, and one more."""
         self._lead("retire steps")
         if self._keep is None:
             return
@@ -404,7 +404,7 @@ class Store:
             for step in steps[: -self._keep]:
                 if step == steps[-1]:
                     raise InvariantError("retention chose the newest committed step")
-                if step not in self._protected:
+                if step not in self._protected and step != but_for:
                     self._retire(step, ".retired")
 
     def rewind(self, step: int) -> list[int]:

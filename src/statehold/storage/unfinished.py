@@ -70,15 +70,16 @@ class Unfinished:
                     return path
         return None
 
-    def clear(self, but_for: int | None, attempt: str) -> None:
-        """Rank 0: delete the unfinished copies of all steps `but_for` one. Newer ones of the job of
-        `attempt` stay: other ranks may be ahead.
+    def clear(self, but_for: int | None, attempt: str, *, and_own: bool = True) -> None:
+        """Who leads: delete the unfinished copies of all steps `but_for` one. Newer ones of the job
+        of `attempt` stay, and without `and_own` this one: other ranks may be ahead.
 
         What cannot be deleted now is deleted when this is called again.
         """
         token, number = attempt.partition(".")[0].split("-")
         for match in list(self._found()):
-            is_ahead = match["token"] == token and int(match["number"]) > int(number)
+            first = int(number) + and_own
+            is_ahead = match["token"] == token and int(match["number"]) >= first
             if int(match["step"]) != but_for and not is_ahead:
                 with contextlib.suppress(StorageError):
                     self._fs.sync_dir(self._root)
