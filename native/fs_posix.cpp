@@ -36,10 +36,10 @@ namespace {
 
 constexpr uint64_t kAdviceBytes = uint64_t{128} << 10;
 // Huge pages are made so many bytes at a time. Where memory is in pieces the kernel has to move
-// what is in the way: with more processor time than this for a page, 512 small ones are made
-// sooner.
+// what is in the way: that may take three times the processor time of small pages, once a file, for
+// every restore and every later mapping gains from it.
 constexpr uint64_t kCollapseBytes = uint64_t{64} << 20;
-constexpr std::chrono::nanoseconds kCollapseWorth = std::chrono::microseconds(2000);
+constexpr std::chrono::nanoseconds kCollapseWorth = std::chrono::milliseconds(4);
 constexpr std::chrono::nanoseconds kCollapseGrace = std::chrono::milliseconds(100);
 
 // Closes on scope exit; for the calls that keep no file open.
