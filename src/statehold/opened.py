@@ -28,6 +28,7 @@ from statehold.levels.nearest import Nearest, Readable
 from statehold.levels.opening import open_places, storage_of
 from statehold.levels.places import DirectoryPlace
 from statehold.levels.promoting import LevelStatus, Promoter, Promotions
+from statehold.levels.remembered import remember
 from statehold.levels.rhythm import Rhythm
 from statehold.levels.specs import Level, ObjectStore
 from statehold.options import Options
@@ -68,6 +69,7 @@ class Opened:
         borrowed_exchange: Exchange | None,
     ) -> None:
         self._run = run
+        self._levels = levels
         self._pid = os.getpid()
         self._is_prepared = self._has_saved = False
         self._flushes = 0
@@ -160,6 +162,7 @@ class Opened:
             if self.near[0].was_taken_over:
                 self._take_over()
             self._is_prepared = True
+            self._note_levels()
         self._keep_agent()
 
     def _keep_agent(self) -> None:
@@ -171,6 +174,14 @@ class Opened:
             self._agent = None
         elif self._agent.is_missing:
             self.pipeline.ahead(self._agent.start)
+
+    def _note_levels(self) -> None:
+        """For whoever looks at the run later; nothing depends on it."""
+        if self._owns_fs and self.store.leads:  # not on a simulated disk
+            try:
+                remember(self._levels, self._run)
+            except (OSError, StateholdError) as error:
+                logger.debug("the levels of the run are not noted in it: %s", error)
 
     @property
     def _token(self) -> str | None:

@@ -284,11 +284,15 @@ def test_prune_waits_for_nobody(run: Path, say: Say) -> None:
     assert say("prune", run, "--keep", 0)[0] == 2
 
 
+LEFT_ON_HOST = ("memory of runs", "brought near")
+
+
 def test_doctor(tmp_path: Path, ask: Ask, say: Say) -> None:
     code, document = ask("doctor", tmp_path)
     assert code == 0
     assert document.keys() == {"path", "healthy", "checks"}
-    names = [check["name"] for check in document["checks"]]
+    # What else jobs have left on this host is none of this test's.
+    names = [each["name"] for each in document["checks"] if each["name"] not in LEFT_ON_HOST]
     assert names == [
         "system", "cores", "torch", "numpy", "backend", "kernel.io_uring_disabled",
         "locked memory", "open files", "file system", "free space", "I/O profile", "O_DIRECT",
@@ -303,7 +307,8 @@ def test_doctor(tmp_path: Path, ask: Ask, say: Say) -> None:
 def test_doctor_where_nothing_can_be_saved(ask: Ask) -> None:
     code, document = ask("doctor", "/proc")
     assert (code, document["healthy"]) == (1, False)
-    assert document["checks"][-1]["name"] == "writing"
+    names = [each["name"] for each in document["checks"] if each["name"] not in LEFT_ON_HOST]
+    assert names[-1] == "writing"
 
 
 def test_without_numpy(run: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:

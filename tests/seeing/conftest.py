@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import statehold
 from cli.conftest import Asked, ask, golden, run, shared
 from support.faults import DEADLINE_S, SMALL
 from support.training import Training
 
-__all__ = ["Asked", "Seen", "ask", "golden", "run", "seen", "shared", "told"]
+__all__ = ["Asked", "Seen", "ask", "copied", "golden", "run", "seen", "shared", "told"]
 
 
 class Seen(NamedTuple):
@@ -54,3 +55,15 @@ def told() -> Iterator[list[logging.LogRecord]]:
     yield records
     logger.setLevel(level)
     logger.removeHandler(handler)
+
+
+@pytest.fixture(scope="session")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run at two levels, of which step 1 was copied, and its trace."""
+    folder = tmp_path_factory.mktemp("copied")
+    levels = [statehold.Directory(), statehold.Directory(path=folder / "far", name="far")]
+    with statehold.Checkpointer(
+        folder / "run", levels=levels, trace=folder / "trace.json", **SMALL
+    ) as ckpt:
+        ckpt.save(1, {"w": torch.arange(1 << 20, dtype=torch.int32)}).wait("committed", DEADLINE_S)
+    return folder

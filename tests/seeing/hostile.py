@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from statehold import Directory
+from statehold.levels.remembered import remember
 from support.runs import write_step
 
 HOSTILE = [
@@ -33,6 +35,7 @@ def hostile_run(folder: Path) -> Path:
     raw = bytearray(data.read_bytes())
     raw[-5] ^= 1
     data.write_bytes(bytes(raw))
+    remember([Directory(), Directory(path=f"/{HOSTILE[0]}", name="b")], str(run))
     (run / "step-000000000009.<script>window.pwned=9<").mkdir()
     (run / "step-000000000009.<img src=x>.partial").mkdir()
     return run

@@ -79,6 +79,30 @@ def test_nothing_runs_over_the_edge(view: Browser, page: Path, width: int) -> No
     assert inside <= width
 
 
+@pytest.mark.parametrize("width", [360, 1400])
+def test_all_levels_are_on_the_page(
+    view: Browser, copied: Path, tmp_path: Path, width: int
+) -> None:
+    page = tmp_path / "report.html"
+    words = ["--trace", str(copied / "trace.json"), "--verify", "--limit", "1 GB"]
+    code = main(["report", str(copied / "run"), "-o", str(page), *words])
+    assert code == 0
+    view.open(page)
+    view.call("Emulation.setDeviceMetricsOverride", width=width, height=800,
+              deviceScaleFactor=1, mobile=False)  # fmt: skip
+    inside = view.ask("document.documentElement.scrollWidth")
+    view.call("Emulation.clearDeviceMetricsOverride")
+    assert inside <= width
+    assert view.complaints == []
+    assert view.requests == [page.as_uri()]
+    titles = view.ask("[...document.querySelectorAll('h2')].map(e => e.textContent)")
+    assert {"Where steps are", "Copies to other levels", "Levels"} <= set(titles)
+    badges = view.ask("document.querySelectorAll('.badge.good').length")
+    assert badges == 1 + 1 + 2  # over all, the step, and each of its copies
+    lanes = view.ask("[...document.querySelectorAll('.lane')].map(e => e.textContent)")
+    assert "far" in lanes
+
+
 def test_text_can_be_read_in_light_and_dark(view: Browser, page: Path) -> None:
     """Contrast as WCAG counts it, of all text against what lies behind it."""
     script = (Path(__file__).parent / "contrast.js").read_text()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import statehold
 from seeing.conftest import Asked
 from seeing.exposition import samples_of
 from seeing.test_log import figures
@@ -29,18 +28,6 @@ NUMEL = 1 << 20
 
 def content(step: int) -> dict[str, Any]:
     return {"w": torch.arange(NUMEL, dtype=torch.int32) + step}
-
-
-@pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run at two levels, of which step 1 was copied, and its trace."""
-    folder = tmp_path_factory.mktemp("copied")
-    levels = [statehold.Directory(), statehold.Directory(path=folder / "far", name="far")]
-    with statehold.Checkpointer(
-        folder / "run", levels=levels, trace=folder / "trace.json", **SMALL
-    ) as ckpt:
-        save(ckpt, 1, content(1))
-    return folder
 
 
 def test_the_stages_of_a_copy_are_there_and_nest(copied: Path) -> None:

@@ -18,6 +18,11 @@ from seeing.hostile import HOSTILE, hostile_run, hostile_trace
 from statehold.cli import main
 from statehold.cli.markup import Markup, tag
 from statehold.cli.traces import MARKS_MAX, read_traces
+from statehold.options import Moving
+from statehold.study import profile as profiles
+from statehold.study.mounts import mount_of
+from statehold.study.profile import Profile, Rates
+from statehold.units import MiB
 
 VOID = {"meta", "rect", "line"}
 
@@ -122,6 +127,25 @@ def test_ranks_of_a_save_are_one_row(seen: Seen, tmp_path: Path, ask: Asked) -> 
     _, page = page_of(tmp_path, seen.run, "--trace", seen.trace, other, "--limit", "1 GB")
     assert {"of limit", "3"} <= set(page.texts)
     assert {"rank 0 · engine", "rank 1 · engine"} <= set(page.texts)
+
+
+def test_what_was_reached_is_compared_with_the_profile(
+    seen: Seen, copied: Path, tmp_path: Path, ask: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    moving = Moving(buffer_bytes=MiB, queue_depth=4, backend="threads", copy_threads=1)
+    rates = Rates(write_bytes_per_s=2 * 10**9, read_bytes_per_s=3 * 10**9)
+    found = Profile(mount_of(str(seen.run)), moving, "today", (), rates)
+    profiles.save(found, profiles.path_for(str(seen.run)))
+    _, told = ask("report", seen.run, "--trace", seen.trace)
+    assert told["limit_bytes_per_s"] == 2 * 10**9
+    (level,) = told["levels"]
+    assert level["read_limit_bytes_per_s"] == 3 * 10**9
+    _, page = page_of(tmp_path, seen.run, "--trace", seen.trace)
+    assert page.texts.count("of limit") == 2  # saves, and restores
+    _, page = page_of(tmp_path, copied / "run", "--trace", copied / "trace.json")
+    assert page.texts.count("of limit") == 2  # saves, and copies
+    assert "1.86 GiB/s, reading 2.79 GiB/s" in page.texts
 
 
 def test_several_ranks_a_golden_run_and_an_empty_one(

@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
     ls = _command(commands, "ls", "the steps of a run, and what else lies there")
     ls.add_argument("run", metavar="RUN", help="a run directory")
+    _add_levels(ls, "also what is at the other levels of the run, object stores included")
 
     show = _command(commands, "show", "what a step holds, or one tensor of it")
     show.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = _command(commands, "verify", "read every byte of a step and check it")
     verify.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
     verify.add_argument("--all", action="store_true", help="all steps of the run")
+    _add_levels(verify, "every copy, at all levels of the run; those in object stores are fetched")
 
     report = _command(commands, "report", "a page about a run: steps, saves over time, integrity")
     report.add_argument("run", metavar="RUN", help="a run directory")
@@ -80,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--limit", metavar="BYTES", help='a second, such as "7.9 GB": draws the '
                         "limit of the storage beside what saves reached")  # fmt: skip
     report.add_argument("--verify", action="store_true", help="read and check every step")
+    _add_levels(report, "ask object stores, too; other levels are always looked at")
 
     diff = _command(
         commands, "diff", "which tensors and values of two steps differ, and by how much"
@@ -124,6 +127,13 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="one JSON document on stdout")
     command.set_defaults(module=name)
     return command
+
+
+def _add_levels(command: argparse.ArgumentParser, text: str) -> None:
+    command.add_argument("--levels", action="store_true", help=text)
+    command.add_argument("--option", metavar="KEY=VALUE", action="append", default=[],
+                         help="of object stores, such as endpoint=http://127.0.0.1:9000; "
+                         "credentials come from the environment")  # fmt: skip
 
 
 def _add_rank(command: argparse.ArgumentParser) -> None:

@@ -1,4 +1,5 @@
-"""`statehold doctor [PATH]`: what this machine and the file system of PATH let statehold do.
+"""`statehold doctor [PATH]`: what this machine and the file system of PATH let statehold do, and
+what dead jobs have left there (left_behind).
 
 Holds: says only what was tried or read just now, through the same file system layer that saves use;
 whatever is tried happens in a temporary directory in PATH, which is removed again.
@@ -23,7 +24,9 @@ from typing import TYPE_CHECKING
 from statehold import _core
 from statehold.agent.looking import LOG_NAME, agents_of
 from statehold.cli import codes
+from statehold.cli.left_behind import left_behind
 from statehold.cli.output import emit, table
+from statehold.cli.places import file_system
 from statehold.errors import StateholdError
 from statehold.options import Options
 from statehold.storage.lock import RunLock
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     path = os.path.abspath(args.path)
     if not os.path.isdir(path):
         raise codes.NotFoundError("no such directory", facts={"path": path})
-    checks = [*_machine(), *_storage(path)]
+    checks = [*_machine(), *_storage(path), *_left(path)]
     healthy = all(check.ok is not False for check in checks)
     if args.json:
         emit({"path": path, "healthy": healthy, "checks": [asdict(check) for check in checks]})
@@ -141,6 +144,11 @@ def _storage(path: str) -> Iterator[Check]:
             yield from _tried(fs, directory)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _left(path: str) -> Iterator[Check]:
+    for left in left_behind(file_system(), path):
+        yield Check(left.name, left.value, None if left.is_waste else True, left.means)
 
 
 def _file_system(path: str) -> Check:

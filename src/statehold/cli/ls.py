@@ -1,4 +1,4 @@
-"""`statehold ls RUN`: the steps of a run, and what else lies there.
+"""`statehold ls RUN [--levels]`: the steps of a run, and what else lies there; at all levels.
 
 Holds: reads manifests and the sizes of files, never records or data; a step whose manifest is
 damaged is listed as such, and the others all the same.
@@ -7,18 +7,13 @@ damaged is listed as such, and the others all the same.
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from statehold.cli import codes
-from statehold.cli.output import emit, table
-from statehold.cli.places import file_system, leftovers_of, load_manifest, run_of, tree_bytes
-from statehold.errors import CorruptionError, FormatVersionError, StorageError
-from statehold.steps.manifest import Manifest
+from statehold.cli import codes, levels
+from statehold.cli.output import emit, plain, table
+from statehold.cli.places import describe, file_system, leftovers_of, run_of
 from statehold.storage.store import Store
 from statehold.units import format_bytes
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
 
 # What a step that is not committed is called, for people.
 KINDS = {
@@ -34,31 +29,20 @@ def run(args: argparse.Namespace) -> int:
     store = Store(fs, path)
     steps = [describe(fs, store, step) for step in store.steps()]
     document = {"run": path, "steps": steps, "other": leftovers_of(fs, path)}
+    found = steps
+    if args.levels:
+        looked = levels.levels_of(fs, path, far=True, options=levels.far_options(args.option))
+        document["levels"] = [level.document() for level in looked]
+        document["copies"] = found = [
+            {"level": level.told.name, **copy}
+            for step in levels.steps_of(looked)
+            for level, copy in levels.copies_of(looked, step)
+        ]
     if args.json:
         emit(document)
     else:
         _show(document)
-    return codes.NO if any(step["state"] == "damaged" for step in steps) else codes.YES
-
-
-def describe(fs: Fs, store: Store, step: int) -> dict[str, Any]:
-    """What is known of a step without reading more than its manifest."""
-    directory = store.path(step)
-    found: dict[str, Any] = {"step": step, "path": directory, "state": "committed"}
-    found["bytes"], found["files"] = tree_bytes(directory)
-    try:
-        manifest = load_manifest(fs, directory)
-    except (CorruptionError, FormatVersionError, StorageError) as error:
-        # Not intact, or too new: which of them decides whether a person should worry.
-        newer = isinstance(error, FormatVersionError)
-        return {**found, "state": "newer format" if newer else "damaged", "error": str(error)}
-    return {
-        **found,
-        "created": manifest.created,
-        "world_size": manifest.world_size,
-        "version": 1 if isinstance(manifest, Manifest) else 2,
-        "writer": manifest.writer,
-    }
+    return codes.NO if any(step["state"] == "damaged" for step in found) else codes.YES
 
 
 def _show(document: dict[str, Any]) -> None:
@@ -68,12 +52,37 @@ def _show(document: dict[str, Any]) -> None:
         print(table(header, map(_row, steps), right="STEP RANKS FILES BYTES"))
     else:
         print("no committed step")
+    if "levels" in document:
+        _show_levels(document)
     if document["other"]:
         rows = (
             (each["name"], format_bytes(each["bytes"]), KINDS[each["kind"]])
             for each in document["other"]
         )
         print(f"\n{table(('OTHER', 'BYTES', 'WHAT IT IS'), rows, right='BYTES')}")
+
+
+def _show_levels(document: dict[str, Any]) -> None:
+    header = ("LEVEL", "KIND", "STATE", "STEPS", "NEWEST", "BYTES", "WHERE")
+    rows = map(_level_row, document["levels"])
+    print(f"\n{table(header, rows, right='STEPS NEWEST BYTES')}")
+    copies = [
+        (each["step"], each["level"], each["state"], format_bytes(each["bytes"]))
+        for each in document["copies"]
+    ]
+    if copies:
+        print(f"\n{table(('STEP', 'LEVEL', 'STATE', 'BYTES'), copies, right='STEP BYTES')}")
+    for level in document["levels"]:
+        if level["error"]:
+            print(f"\nlevel {level['name']}: {plain(level['error'])}")
+
+
+def _level_row(level: dict[str, Any]) -> tuple[object, ...]:
+    steps = level["steps"]
+    size = format_bytes(level["bytes"])
+    newest = steps[-1] if steps else "-"
+    about = level["name"], level["kind"], level["state"]
+    return *about, len(steps), newest, size, level["path"]
 
 
 def _row(step: dict[str, Any]) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from statehold.units import format_bytes
 
-__all__ = ["Progress", "counted", "emit", "plain", "table"]
+__all__ = ["Progress", "counted", "emit", "note", "plain", "table"]
 
 _REDRAW_S = 0.2
 _CLEAR = "\r\x1b[K"
@@ -25,6 +25,11 @@ _CLEAR = "\r\x1b[K"
 def emit(document: Any) -> None:
     """Print one JSON document."""
     print(json.dumps(_finite(document), indent=1, ensure_ascii=False, allow_nan=False))
+
+
+def note(text: str) -> None:
+    """Say what is not the answer, on stderr."""
+    print(f"statehold: {plain(text)}", file=sys.stderr)
 
 
 def plain(text: str) -> str:

@@ -56,7 +56,10 @@ def _hashed(content: str) -> str:
 def _sections(document: Document, traces: Traces) -> Iterable[Markup]:
     yield _header(document)
     yield _section("Steps", _steps(document))
-    if damage := [each for step in document["steps"] for each in _damage(step)]:
+    if len(document["levels"]) > 1 and document["steps"]:
+        yield _section("Where steps are", _where(document))
+    copies = [copy for step in document["steps"] for copy in step["copies"]]
+    if damage := [each for copy in copies for each in _damage(copy)]:
         yield _section("Damage", _damage_table(damage))
     if any(lane.marks for lane in traces.lanes):
         yield _section("Timeline", timeline(traces), _left_out(document))
@@ -71,7 +74,7 @@ def _sections(document: Document, traces: Traces) -> Iterable[Markup]:
             "No trace was given: Checkpointer(..., trace=FILE) records one, --trace FILE reads it."
         )
         yield _section("Saves and restores", tag("p", hint, class_="note"))
-    yield _section("Levels", _levels(document["levels"]))
+    yield _section("Levels", _levels(document))
     if document["newest"] is not None:
         yield _section(f"In step {document['newest']['step']}", _newest(document["newest"]))
     if document["other"]:
@@ -91,7 +94,10 @@ def _header(document: Document) -> Markup:
     figures = [
         ("newest step", str(steps[-1]["step"]) if steps else "none"),
         ("steps kept", str(len(steps))),
-        ("on disk", format_bytes(sum(step["bytes"] for step in steps))),
+        (
+            "at all levels" if len(document["levels"]) > 1 else "on disk",
+            format_bytes(sum(level["bytes"] for level in document["levels"])),
+        ),
         ("ranks", str(steps[-1].get("world_size", "unknown")) if steps else "none"),
         ("integrity", _overall(document)),
     ]
@@ -182,18 +188,20 @@ def _integrity(step: Document) -> Piece:
 def _damage(step: Document) -> Iterable[tuple[Piece, ...]]:
     found = step.get("integrity", {}).get("damage", [])
     if "error" in step and not found:
-        yield step["step"], "manifest", "-", "-", "-", step["error"].split("\n")[0]
+        about = step["step"], step["level"]
+        yield *about, "manifest", "-", "-", "-", step["error"].split("\n")[0]
     for each in found:
         told = (
             "" if each["expected"] is None else f" expected {each['expected']}, got {each['got']}"
         )
         where = "-" if each["begin"] is None else f"[{each['begin']}, {each['end']})"
         file, tensor = each["file"] or "-", each["tensor"] or "-"
-        yield step["step"], each["what"], tensor, file, where, f"{each['detail']}{told}".strip()
+        detail = f"{each['detail']}{told}".strip()
+        yield step["step"], step["level"], each["what"], tensor, file, where, detail
 
 
 def _damage_table(damage: Sequence[Sequence[Piece]]) -> Markup:
-    header = ("step", "what", "tensor", "file", "bytes", "detail")
+    header = ("step", "level", "what", "tensor", "file", "bytes", "detail")
     more = len(damage) - DAMAGE_SHOWN
     note = tag("p", f"{more} more: statehold verify lists all.", class_="note") if more > 0 else ""
     return join([_table(header, damage[:DAMAGE_SHOWN], right="step"), note])
@@ -254,6 +262,9 @@ def _course(save: Document, longest: float) -> Markup:
 
 
 def _restores(document: Document) -> Markup:
+    # Of several levels a trace does not say from which one was read.
+    levels = document["levels"]
+    limit = levels[0]["read_limit_bytes_per_s"] if len(levels) == 1 else None
     rows = [
         (
             _look(each),
@@ -261,15 +272,19 @@ def _restores(document: Document) -> Markup:
             format_bytes(each["read_bytes"]),
             _seconds(each["seconds"]),
             _rate(each),
+            *([_of(each, limit)] if limit else []),
             each["passed_over"] or "-",
         )
         for each in reversed(document["restores"][-SAVES_SHOWN:])
     ]
-    header = ("step", "rank", "bytes", "took", "rate", "damaged,_passed_over")
+    of_limit = ["of_limit"] if limit else []
+    header = ("step", "rank", "bytes", "took", "rate", *of_limit, "damaged,_passed_over")
     return _table(header, rows, right=" ".join(header))
 
 
 def _copies(document: Document) -> Markup:
+    known = {level["name"]: level["limit_bytes_per_s"] for level in document["levels"]}
+    limits = {name: limit for name, limit in known.items() if limit}
     rows = [
         (
             _look(each),
@@ -278,13 +293,22 @@ def _copies(document: Document) -> Markup:
             _badge("bad", "failed") if each["failed"] else format_bytes(each["bytes"]),
             _seconds(each["seconds"]),
             _rate(each),
+            *([_of(each, limits.get(each["level"]))] if limits else []),
             _seconds(each["read_s"]),
             _seconds(each["limited_s"]),
         )
         for each in reversed(document["copies"][-SAVES_SHOWN:])
     ]
-    header = ("step", "to", "rank", "bytes", "took", "rate", "reading", "waiting_for_its_turn")
+    of_limit = ["of_limit"] if limits else []
+    rest = ("reading", "waiting_for_its_turn")
+    header = ("step", "to", "rank", "bytes", "took", "rate", *of_limit, *rest)
     return _table(header, rows, right=" ".join(header).replace(" to ", " "))
+
+
+def _of(each: Document, limit: int | None) -> str:
+    """The rate as a share of what the level can take, or give."""
+    rate = each["bytes_per_s"]
+    return f"{rate / limit:.0%}" if rate and limit else "-"
 
 
 def _rate(each: Document) -> str:
@@ -297,21 +321,56 @@ def _look(about: Document) -> Markup:
                data_begin=about["begin_us"], data_end=about["end_us"], disabled="")  # fmt: skip
 
 
-def _levels(levels: Iterable[Document]) -> Markup:
+def _levels(document: Document) -> Markup:
+    levels = document["levels"]
     rows = [
         (
+            level["name"],
             level["kind"],
             level["path"],
-            level["file_system"],
+            level["file_system"] or "-",
+            _level_state(level["state"]),
             len(level["steps"]),
             level["steps"][-1] if level["steps"] else "-",
             format_bytes(level["bytes"]),
-            format_bytes(level["free_bytes"]),
+            "-" if level["free_bytes"] is None else format_bytes(level["free_bytes"]),
+            _limits(level),
         )
         for level in levels
     ]
-    header = ("level", "where", "file_system", "steps", "newest", "bytes", "free")
-    return _table(header, rows, right="steps newest bytes free")
+    numbers = "steps newest bytes free limit"
+    header = ("level", "kind", "where", "file_system", "", *numbers.split())
+    notes = [tag("p", f"{level['name']}: {level['error']}", class_="note")
+             for level in levels if level["error"]]  # fmt: skip
+    asked = "statehold report --levels asks object stores, too."
+    if any(level["state"] == "not asked" for level in levels):
+        notes.append(tag("p", asked, class_="note"))
+    return join([_table(header, rows, right=numbers), *notes])
+
+
+def _level_state(state: str) -> Piece:
+    if state == "there":
+        return ""
+    return _badge("bad" if state == "unreadable" else "unknown", state)
+
+
+def _limits(level: Document) -> str:
+    """What its profile says."""
+    write, read = level["limit_bytes_per_s"], level["read_limit_bytes_per_s"]
+    if write is None or read is None:
+        return "-"
+    return f"{format_bytes(write)}/s, reading {format_bytes(read)}/s"
+
+
+def _where(document: Document) -> Markup:
+    """A row for each step, a column for each level: which copies there are, and how they are."""
+    names = [level["name"] for level in document["levels"]]
+    rows = []
+    for step in reversed(document["steps"]):
+        copies = {copy["level"]: copy for copy in step["copies"]}
+        cells = [_integrity(copies[name]) if name in copies else "-" for name in names]
+        rows.append((step["step"], *cells))
+    return _table(("step", *names), rows, right="step")
 
 
 def _newest(newest: Document) -> Markup:

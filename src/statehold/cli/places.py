@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.cli.codes import NotFoundError
-from statehold.errors import MissingFileError, StepNotFoundError, UsageError
+from statehold.errors import (
+    CorruptionError,
+    FormatVersionError,
+    MissingFileError,
+    StepNotFoundError,
+    StorageError,
+    UsageError,
+)
 from statehold.steps.entries import DOCUMENT_BYTES_MAX
 from statehold.steps.manifest import Commit, Manifest
 from statehold.steps.saved import MANIFEST_NAME, SavedStep, open_step
@@ -24,7 +31,16 @@ from statehold.storage.store import Store
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-__all__ = ["Place", "file_system", "find", "leftovers_of", "load_manifest", "run_of", "tree_bytes"]
+__all__ = [
+    "Place",
+    "describe",
+    "file_system",
+    "find",
+    "leftovers_of",
+    "load_manifest",
+    "run_of",
+    "tree_bytes",
+]
 
 _AT_STEP = re.compile(r"(?P<run>.*)@(?P<step>\d{1,12}|newest)", re.DOTALL)
 _LEFTOVER = re.compile(r"step-\d{12}(?:\..*)?\.(partial|retired|corrupt)|\.spare|\.ready")
@@ -55,14 +71,21 @@ class Place:
         return open_step(fs.read_file, self.directory, self.step, rank, world_size)
 
 
+def asked_of(text: str) -> tuple[str, int | None]:
+    """The run and the step that an argument means; None: the newest."""
+    asked = None if os.path.exists(text) else _AT_STEP.fullmatch(text)
+    if asked is None:
+        return run_of(text), None
+    return run_of(asked["run"]), None if asked["step"] == "newest" else int(asked["step"])
+
+
 def find(fs: Fs, text: str) -> Place:
     """The step that an argument means. Raises StepNotFoundError."""
     if os.path.exists(f"{text}/{MANIFEST_NAME}"):
         return Place(os.path.abspath(text), _number_of(fs, text), text)
-    asked = None if os.path.exists(text) else _AT_STEP.fullmatch(text)
-    run = run_of(asked["run"] if asked else text)
+    run, wanted = asked_of(text)
     store = Store(fs, run)
-    wanted = store.newest() if asked is None or asked["step"] == "newest" else int(asked["step"])
+    wanted = store.newest() if wanted is None else wanted
     if wanted is None:
         raise StepNotFoundError("no step is committed in this run", facts={"run": run})
     if wanted not in store.steps():
@@ -95,6 +118,26 @@ def tree_bytes(directory: str) -> tuple[int, int]:
                 total += os.lstat(os.path.join(parent, name)).st_size
                 count += 1
     return total, count
+
+
+def describe(fs: Fs, store: Store, step: int) -> dict[str, Any]:
+    """What is known of a step without reading more than its manifest."""
+    directory = store.path(step)
+    found: dict[str, Any] = {"step": step, "path": directory, "state": "committed"}
+    found["bytes"], found["files"] = tree_bytes(directory)
+    try:
+        manifest = load_manifest(fs, directory)
+    except (CorruptionError, FormatVersionError, StorageError) as error:
+        # Not intact, or too new: which of them decides whether a person should worry.
+        newer = isinstance(error, FormatVersionError)
+        return {**found, "state": "newer format" if newer else "damaged", "error": str(error)}
+    return {
+        **found,
+        "created": manifest.created,
+        "world_size": manifest.world_size,
+        "version": 1 if isinstance(manifest, Manifest) else 2,
+        "writer": manifest.writer,
+    }
 
 
 def leftovers_of(fs: Fs, run: str) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """`statehold report RUN -o FILE`: one self-contained page about a run; or its data, with --json.
 
-Owns: the data of the page. With traces: how saves and restores went, all ranks of a step together.
+Owns: the data of the page: steps at all levels. With traces: how saves, restores and copies went,
+all ranks of a save together.
 Holds: reads manifests, traces and, with --verify, everything else; changes nothing in the run, and
 the page is written whole or not at all.
 Not here: how it looks (page), what a trace says (traces), what counts as damage (checking).
@@ -10,21 +11,19 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from statehold._version import __version__
-from statehold.cli import codes, ls, show
+from statehold.cli import codes, show
+from statehold.cli.levels import Level, copies_of, far_options, levels_of, steps_of
 from statehold.cli.output import emit
 from statehold.cli.page import page_of
 from statehold.cli.places import Place, file_system, leftovers_of, run_of
 from statehold.cli.traces import Traces, read_traces
-from statehold.cli.verify import document_of, verified
+from statehold.cli.verify import document_of, verified_copy
 from statehold.errors import StateholdError, UsageError
-from statehold.storage.store import Store
-from statehold.study.mounts import mount_of
-from statehold.study.profile import rates_of
 from statehold.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -50,11 +49,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _document(fs: Fs, path: str, traces: Traces, args: argparse.Namespace) -> dict[str, Any]:
-    store = Store(fs, path)
-    steps = [ls.describe(fs, store, step) for step in store.steps()]
+    looked = levels_of(fs, path, far=args.levels, options=far_options(args.option))
     if args.verify:
-        _verify(fs, steps)
-    limit = limit_of(path) if args.limit is None else parse_bytes(args.limit)
+        _verify(fs, looked)
+    steps = [_step(looked, step) for step in steps_of(looked)]
+    levels = [level.document() for level in looked]
+    limit = levels[0]["limit_bytes_per_s"] if args.limit is None else parse_bytes(args.limit)
     return {
         "run": path,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -62,8 +62,8 @@ def _document(fs: Fs, path: str, traces: Traces, args: argparse.Namespace) -> di
         "verified": args.verify,
         "steps": steps,
         "other": leftovers_of(fs, path),
-        "levels": _levels(path, steps),
-        "newest": _newest(fs, steps),
+        "levels": levels,
+        "newest": _newest(fs, looked),
         "limit_bytes_per_s": limit,
         "saves": _saves(traces.saves),
         "restores": [_restore(each) for each in traces.restores],
@@ -72,51 +72,41 @@ def _document(fs: Fs, path: str, traces: Traces, args: argparse.Namespace) -> di
     }
 
 
-def limit_of(path: str) -> int | None:
-    """What the storage below a run can take, in bytes a second, as its profile says."""
-    rates = rates_of(path)
-    return rates.write_bytes_per_s if rates else None
+def _verify(fs: Fs, looked: Iterable[Level]) -> None:
+    """Every copy that can be read."""
+    for level in looked:
+        for step, copy in level.held.items():
+            if copy["state"] == "newer format":
+                continue
+            for report, seconds in verified_copy(fs, level, step):
+                copy["integrity"] = {**document_of(report, seconds), "path": copy["path"]}
+                if not report.is_intact:
+                    copy["state"] = "damaged"
 
 
-def _verify(fs: Fs, steps: Iterable[dict[str, Any]]) -> None:
-    by_path = {step["path"]: step for step in steps if step["state"] != "newer format"}
-    places = [Place(path, step["step"], path) for path, step in by_path.items()]
-    for report, seconds in verified(fs, places):
-        step = by_path[report.place.directory]
-        step["integrity"] = document_of(report, seconds)
-        if not report.is_intact:
-            step["state"] = "damaged"
+def _step(looked: Sequence[Level], step: int) -> dict[str, Any]:
+    """A step as the first copy says that is damaged, else as the nearest one does; and all."""
+    copies = [{"level": level.told.name, **copy} for level, copy in copies_of(looked, step)]
+    damaged = [copy for copy in copies if copy["state"] == "damaged"]
+    told = (damaged or copies)[0]
+    known = next((copy for copy in copies if "created" in copy), {})
+    return {**known, **told, "copies": copies}
 
 
-def _levels(path: str, steps: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Where steps of this run lie: the run directory."""
-    space = os.statvfs(path)
-    kind = mount_of(path).kind
-    held = list(steps)
-    return [
-        {
-            "kind": "memory" if kind == "tmpfs" else "directory",
-            "path": path,
-            "file_system": kind,
-            "steps": [step["step"] for step in held],
-            "bytes": sum(step["bytes"] for step in held),
-            "free_bytes": space.f_bavail * space.f_frsize,
-        }
-    ]
-
-
-def _newest(fs: Fs, steps: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """What the newest readable step holds: dtypes, and the largest tensors."""
-    for step in reversed(steps):
-        try:
-            place = Place(step["path"], step["step"], step["path"])
-            told = show.describe(fs, place.open(fs), place)
-        except StateholdError:  # the table of steps says what is wrong with it
-            continue
-        tensors = sorted(told["tensors"], key=lambda tensor: (-tensor["bytes"], tensor["name"]))
-        keys = ("step", "tensor_bytes", "dtypes")
-        shown = {"tensor_count": len(tensors), "largest": tensors[:TENSORS_SHOWN]}
-        return {**{key: told[key] for key in keys}, **shown}
+def _newest(fs: Fs, looked: Sequence[Level]) -> dict[str, Any] | None:
+    """What the newest step that is readable near by holds: dtypes, and the largest tensors."""
+    near = [level for level in looked if level.told.kind != "objects"]
+    for step in reversed(steps_of(near)):
+        for _, copy in copies_of(near, step):
+            try:
+                place = Place(copy["path"], step, copy["path"])
+                told = show.describe(fs, place.open(fs), place)
+            except StateholdError:  # the table of steps says what is wrong with it
+                continue
+            tensors = sorted(told["tensors"], key=lambda tensor: (-tensor["bytes"], tensor["name"]))
+            keys = ("step", "tensor_bytes", "dtypes")
+            shown = {"tensor_count": len(tensors), "largest": tensors[:TENSORS_SHOWN]}
+            return {**{key: told[key] for key in keys}, **shown}
     return None
 
 

@@ -1,4 +1,4 @@
-"""`statehold verify RUN[@STEP]`: read every byte of a step and check it.
+"""`statehold verify RUN[@STEP] [--levels]`: read every byte of a step, or of its copies, and check.
 
 Holds: says for every bad piece which file, bytes, tensor and rank it is of; files that no document
 names are listed, and are no damage: a restore does not look at them.
@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from statehold.cli import codes
+from statehold.cli import codes, levels
 from statehold.cli.checking import Finding, Report, check_step
 from statehold.cli.output import Progress, counted, emit, plain, table
-from statehold.cli.places import Place, file_system, find, run_of, tree_bytes
+from statehold.cli.places import Place, asked_of, file_system, find, run_of, tree_bytes
 from statehold.cli.reading import SpanReader
 from statehold.errors import StepNotFoundError
 from statehold.storage.store import Store
@@ -26,18 +26,45 @@ if TYPE_CHECKING:
 
 def run(args: argparse.Namespace) -> int:
     fs = file_system()
-    places = _all(fs, args.step) if args.all else [find(fs, args.step)]
     documents = []
-    for report, seconds in verified(fs, places):
-        documents.append(document_of(report, seconds))
+    for document, report, seconds in _checked(fs, args):
+        documents.append(document)
         if not args.json:
-            _show(report, seconds)
+            _show(report, seconds, document.get("level"))
     if not documents:
         raise StepNotFoundError("the step was given up while it was read")
     intact = all(document["intact"] for document in documents)
     if args.json:
         emit({"intact": intact, "steps": documents})
     return codes.YES if intact else codes.NO
+
+
+def _checked(fs: Fs, args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Report, float]]:
+    """(what is said with --json, what was found, in how many seconds) of each step, or copy."""
+    if not args.levels:
+        places = _all(fs, args.step) if args.all else [find(fs, args.step)]
+        for report, seconds in verified(fs, places):
+            yield document_of(report, seconds), report, seconds
+        return
+    run, wanted = asked_of(args.step)
+    looked = levels.levels_of(fs, run, far=True, options=levels.far_options(args.option))
+    steps = levels.steps_of(looked)
+    if not steps or (wanted is not None and wanted not in steps):
+        facts = {"run": run, "levels": ", ".join(level.told.name for level in looked)}
+        raise StepNotFoundError("no such step at any level of this run", facts=facts)
+    for step in steps if args.all else [steps[-1] if wanted is None else wanted]:
+        for level, _ in levels.copies_of(looked, step):
+            for report, seconds in verified_copy(fs, level, step):
+                document = {"level": level.told.name, **document_of(report, seconds)}
+                document["path"] = level.held[step]["path"]
+                yield document, report, seconds
+
+
+def verified_copy(fs: Fs, level: levels.Level, step: int) -> Iterator[tuple[Report, float]]:
+    """What was found in a copy of a step at a level; nothing, if it was given up meanwhile."""
+    if level.place is not None:
+        with level.place.near(step) as directory:
+            yield from verified(fs, [Place(directory, step, level.told.name)])
 
 
 def verified(fs: Fs, places: Iterable[Place]) -> Iterator[tuple[Report, float]]:
@@ -87,11 +114,13 @@ def document_of(report: Report, seconds: float) -> dict[str, Any]:
     }
 
 
-def _show(report: Report, seconds: float) -> None:
+def _show(report: Report, seconds: float, level: str | None = None) -> None:
+    where = f" at level {level}" if level else ""
     speed = format_bytes(int(report.bytes / max(seconds, 1e-9)))
     state = "intact" if report.is_intact else "DAMAGED"
     counts = ((report.files, "file"), (len(report.names), "tensor"), (report.pieces, "piece"))
-    print(f"step {report.place.step}: {state}; {', '.join(counted(*each) for each in counts)}, "
+    held = ", ".join(counted(*each) for each in counts)
+    print(f"step {report.place.step}{where}: {state}; {held}, "
           f"{format_bytes(report.bytes)} in {format_seconds(seconds)} ({speed}/s)")  # fmt: skip
     if report.findings:
         header = ("DAMAGE", "TENSOR", "RANK", "FILE", "BYTES", "PIECES", "DETAIL")

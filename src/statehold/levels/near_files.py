@@ -21,7 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from statehold.errors import NoSpaceError, storage_error
 from statehold.storage.parallel import Target
 
-__all__ = ["NearFiles", "coalesced"]
+__all__ = ["PREFIX", "NearFiles", "coalesced"]
+
+# Of the directories that such files lie in.
+PREFIX = ".statehold-fetched-"
 
 # A request costs as much as so many bytes, or more, wherever it goes: what lies between two ranges
 # that are closer comes along.
@@ -99,7 +102,7 @@ class NearFiles:
             with contextlib.suppress(OSError):
                 free = os.statvfs(directory)
                 if free.f_bavail * free.f_frsize > nbytes:
-                    return tempfile.mkdtemp(prefix=".statehold-fetched-", dir=directory)
+                    return tempfile.mkdtemp(prefix=PREFIX, dir=directory)
         raise NoSpaceError(
             "no room to bring a file of a step near",
             facts={"needed": f"{nbytes} bytes", "looked at": ", ".join(self._directories)},

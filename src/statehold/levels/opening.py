@@ -24,7 +24,7 @@ from statehold.study.mounts import mount_of
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-__all__ = ["open_places", "storage_of"]
+__all__ = ["directory_of", "open_places", "storage_of"]
 
 _MEMORY_KINDS = ("tmpfs", "ramfs")
 
@@ -52,7 +52,7 @@ def open_places(
         if isinstance(level, ObjectStore):
             places.append(_in_objects(level, run, leads=rank == 0))
             continue
-        called = _called(level, run)
+        called = directory_of(level, run)
         # It may be reached through links; below it, nothing is one.
         root = os.path.realpath(called)
         _check_own(level, root, roots)
@@ -98,7 +98,7 @@ def _on_hosts(
 def storage_of(levels: Sequence[Level], run: str) -> str:
     """Where most of the bytes of a run go that need a disk: its nearest directory. That is the
     storage whose profile counts: the memory before it has no queue, and asks for no buffers."""
-    return next((_called(level, run) for level in levels if isinstance(level, Directory)), run)
+    return next((directory_of(level, run) for level in levels if isinstance(level, Directory)), run)
 
 
 def _in_objects(level: ObjectStore, run: str, *, leads: bool) -> ObjectPlace:
@@ -122,7 +122,7 @@ def _check_own(level: Level, root: str, roots: list[str]) -> None:
     roots.append(root)
 
 
-def _called(level: Level, run: str) -> str:
+def directory_of(level: Level, run: str) -> str:
     """The directory of a level."""
     path = level.path if isinstance(level, Directory | Memory) else None
     if path is not None:

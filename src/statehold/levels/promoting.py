@@ -281,7 +281,7 @@ class Promoter:
 
         rounds = Rounds(self._peers, self._round, number, f"while copying step {step}")
         told = part_told(copied.manifest, failure, step)
-        with seen.stage("meet", step=step):
+        with seen.stage("meet", step=step) if self._peers else contextlib.nullcontext():
             rounds.meet(told, check, failure, rounds.at(self.place, commit))
             rounds.publish(self.place, commit)
         self.place.landed(step, copied.carriers)

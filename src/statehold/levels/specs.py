@@ -24,7 +24,7 @@ from statehold.units import parse_bytes
 __all__ = ["Directory", "Level", "Memory", "ObjectStore", "check_levels", "levels_of"]
 
 KEEP_IN_MEMORY = 2
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Level:
 
     def __post_init__(self) -> None:
         parse_every(self.every)
-        if not (isinstance(self.name, str) and _NAME.fullmatch(self.name)):
+        if not (isinstance(self.name, str) and NAME.fullmatch(self.name)):
             raise UsageError(
                 "a level is named by up to 64 letters, digits, dots, dashes and underscores",
                 facts={"got": repr(self.name)[:80]},

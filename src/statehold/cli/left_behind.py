@@ -1,0 +1,124 @@
+"""What dead jobs have left where `statehold doctor` looks: memory, files brought near, half copies.
+
+Holds: looks and changes nothing; what belongs to other users is not looked at, and no link is
+followed. Says what a live job uses, as far as the kernel knows.
+Not here: removing it (the next save, prune, a person).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from statehold.agent.looking import LOG_NAME
+from statehold.cli.output import counted
+from statehold.cli.places import leftovers_of, tree_bytes
+from statehold.levels.memory import SHARED_MEMORY
+from statehold.levels.near_files import PREFIX
+from statehold.levels.remembered import FILE_NAME
+from statehold.storage.lock import is_saved_into
+from statehold.units import format_bytes
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+__all__ = ["Left", "left_behind"]
+
+_LINE_BYTES_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Something that lies somewhere. is_waste: nobody needs it as far as one can see."""
+
+    name: str
+    value: str
+    means: str
+    is_waste: bool = False
+
+
+def left_behind(fs: Fs, path: str, shared: str = SHARED_MEMORY) -> Iterator[Left]:
+    """What lies in the run `path`, if it is one, and in the memory of this host."""
+    yield from _memory(os.path.join(shared, f"statehold-{os.getuid()}"))
+    for folder in dict.fromkeys((shared, path)):
+        yield from _near(folder)
+    yield from _in_run(fs, path)
+
+
+def _memory(home: str) -> Iterator[Left]:
+    runs = [os.path.join(home, name) for name in _own_directories(home)]
+    if not runs:
+        return
+    used = sum(is_saved_into(run) for run in runs)
+    size = format_bytes(sum(tree_bytes(run)[0] for run in runs))
+    yield Left(
+        "memory of runs",
+        f"{counted(len(runs), 'run')}, {used} in use, {size}",
+        f"kept until the run goes on or the host restarts; what no run needs: remove it in {home}",
+    )
+
+
+def _near(folder: str) -> Iterator[Left]:
+    found = [name for name in _own_directories(folder) if name.startswith(PREFIX)]
+    if found:
+        size = format_bytes(sum(tree_bytes(os.path.join(folder, name))[0] for name in found))
+        means = "of a restore that is under way, or was killed: then remove them"
+        yield Left("brought near", f"{size} in {folder}/{PREFIX}*", means, is_waste=True)
+
+
+def _in_run(fs: Fs, path: str) -> Iterator[Left]:
+    left = leftovers_of(fs, path)
+    is_used = is_saved_into(path)
+    halves = [each for each in left if each["kind"] == "partial"]
+    if halves:
+        ended = "of a save or a copy that did not end: the next one clears it, or goes on with it"
+        means = "a job is at work" if is_used else ended
+        yield Left("half steps", _sized(halves), means, is_waste=not is_used)
+    aside = [each for each in left if each["kind"] == "corrupt"]
+    if aside:
+        yield Left("set aside", _sized(aside), "did not verify: for a person to look at", True)
+    if os.path.lexists(os.path.join(path, FILE_NAME)):
+        means = "what is at each: statehold ls RUN --levels"
+        yield Left("levels", "noted in " + FILE_NAME, means)
+    line = _last_line(os.path.join(path, LOG_NAME))
+    if line:
+        yield Left(
+            "agent's log", line[:120], f"what it last said after a trainer's death: {LOG_NAME}"
+        )
+
+
+def _sized(found: list[dict[str, object]]) -> str:
+    size = sum(int(str(each["bytes"])) for each in found)
+    return f"{len(found)}, {format_bytes(size)}"
+
+
+def _own_directories(folder: str) -> list[str]:
+    """The names of directories of this user; none where it cannot be read."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                is_own = entry.stat(follow_symlinks=False).st_uid == os.getuid()
+                if is_own and entry.is_dir(follow_symlinks=False):
+                    found.append(entry.name)
+    return sorted(found)
+
+
+def _last_line(path: str) -> str:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            return ""
+        raw = os.pread(fd, _LINE_BYTES_MAX, max(0, found.st_size - _LINE_BYTES_MAX))
+    finally:
+        os.close(fd)
+    lines = raw.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else ""

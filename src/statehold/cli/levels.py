@@ -1,0 +1,247 @@
+"""All levels of a run, for commands: which steps are where, and what each copy is.
+
+Owns: what is looked at. Directories and memory are read; an object store is only asked when the
+user wants it (`--levels`), for a run directory may be somebody else's, and asking costs a network.
+Holds: a level that is away, or cannot be read, is told of and hides no other; nothing is made, and
+nothing is changed. What is brought near to be verified is removed again.
+Not here: which levels there are (levels/remembered), what is damage (checking), tables (ls, page).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import unquote, urlsplit
+
+from statehold.cli.output import note
+from statehold.cli.places import describe
+from statehold.errors import CorruptionError, FormatVersionError, StateholdError, UsageError
+from statehold.levels.copying import Part, Readable, part_of
+from statehold.levels.remembered import Remembered, itself, recall
+from statehold.steps.manifest import Manifest
+from statehold.steps.saved import MANIFEST_NAME
+from statehold.storage.objects import ObjectSteps
+from statehold.storage.store import Store
+from statehold.study.mounts import mount_of
+from statehold.study.profile import rates_of
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+__all__ = ["Level", "copies_of", "far_options", "levels_of", "steps_of"]
+
+FETCH_BYTES = 64 << 20
+
+Document = dict[str, Any]
+
+
+class Held(Protocol):
+    """The steps of a level that can be read."""
+
+    def steps(self) -> list[int]: ...
+    def describe(self, step: int) -> Document: ...
+    def near(self, step: int) -> contextlib.AbstractContextManager[str]: ...
+    def about(self) -> Document: ...
+
+
+@dataclass
+class Level:
+    """A level as it was found. state: "there", "not there", "not asked" or "unreadable"; held: what
+    is there, by step."""
+
+    told: Remembered
+    state: str = "there"
+    error: str = ""
+    place: Held | None = None
+    held: dict[int, Document] = field(default_factory=dict)
+
+    def document(self) -> Document:
+        """What is said of a level with --json."""
+        told = self.told
+        about: Document = {"file_system": None, "free_bytes": None, "limit_bytes_per_s": None,
+                           "read_limit_bytes_per_s": None}  # fmt: skip
+        if self.place is not None:
+            about |= self.place.about()
+        in_memory = told.kind == "directory" and about["file_system"] in ("tmpfs", "ramfs")
+        return {
+            "name": told.name,
+            "kind": "memory" if in_memory else told.kind,
+            "path": told.where,
+            "host": told.host or None,
+            "state": self.state,
+            "error": self.error or None,
+            "steps": sorted(self.held),
+            "bytes": sum(each["bytes"] for each in self.held.values()),
+            **about,
+        }
+
+
+def levels_of(fs: Fs, run: str, *, far: bool, options: Mapping[str, Any] = {}) -> list[Level]:
+    """The levels of a run, from the nearest on, and what is there. far: ask object stores, too, and
+    speak to them with `options`."""
+    try:
+        remembered = recall(run)
+    except CorruptionError as error:
+        note(f"other levels are not looked at: {error}")
+        remembered = (itself(run),)
+    return [_looked_at(fs, told, far, options) for told in remembered]
+
+
+def _looked_at(fs: Fs, told: Remembered, far: bool, options: Mapping[str, Any]) -> Level:
+    level = Level(told)
+    try:
+        if told.kind == "objects" and not far:
+            level.state = "not asked"
+        elif not _is_there(told):
+            level.state = "not there"
+            if told.host not in ("", socket.gethostname()):
+                level.error = f"memory of host {told.host}"
+        else:
+            place = _held(fs, told, options)
+            level.held = {step: place.describe(step) for step in place.steps()}
+            level.place = place
+    except (StateholdError, OSError) as error:
+        level.state, level.error = "unreadable", str(error)
+    return level
+
+
+def _held(fs: Fs, told: Remembered, options: Mapping[str, Any]) -> Held:
+    is_far = told.kind == "objects"
+    return _InObjects(told.where, options) if is_far else _InDirectory(fs, told.where)
+
+
+def _is_there(told: Remembered) -> bool:
+    """A store in a directory is one that exists: opening it would make it."""
+    parts = urlsplit(told.where) if told.kind == "objects" else None
+    if parts is None or parts.scheme == "file":
+        return os.path.isdir(unquote(parts.path) if parts else told.where)
+    return True
+
+
+def far_options(words: Sequence[str]) -> dict[str, str]:
+    """--option KEY=VALUE, as options of an object store. Raises UsageError."""
+    pairs = [word.partition("=") for word in words]
+    for key, separator, _ in pairs:
+        if not (key and separator):
+            raise UsageError("an option is KEY=VALUE", facts={"got": key[:80]})
+    return {key: value for key, _, value in pairs}
+
+
+def steps_of(levels: Sequence[Level]) -> list[int]:
+    """The steps that any of the levels has, oldest first."""
+    return sorted({step for level in levels for step in level.held})
+
+
+def copies_of(levels: Sequence[Level], step: int) -> list[tuple[Level, Document]]:
+    """The copies of a step, from the nearest on."""
+    return [(level, level.held[step]) for level in levels if step in level.held]
+
+
+class _InDirectory:
+    def __init__(self, fs: Fs, path: str) -> None:
+        self._fs = fs
+        self._path = path
+        self._store = Store(fs, os.path.realpath(path))
+
+    def steps(self) -> list[int]:
+        return self._store.steps()
+
+    def describe(self, step: int) -> Document:
+        return describe(self._fs, self._store, step)
+
+    @contextlib.contextmanager
+    def near(self, step: int) -> Iterator[str]:
+        yield self._store.path(step)
+
+    def about(self) -> Document:
+        space, rates = os.statvfs(self._path), rates_of(self._path)
+        return {
+            "file_system": mount_of(self._path).kind,
+            "free_bytes": space.f_bavail * space.f_frsize,
+            "limit_bytes_per_s": rates.write_bytes_per_s if rates else None,
+            "read_limit_bytes_per_s": rates.read_bytes_per_s if rates else None,
+        }
+
+
+class _InObjects:
+    """Of an object store, sizes are compared with what the step says: that costs no data."""
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self._objects = ObjectSteps(url, options=options)
+
+    def steps(self) -> list[int]:
+        return self._objects.steps()
+
+    def describe(self, step: int) -> Document:
+        found: Document = {"step": step, "path": self._objects.path(step), "state": "committed",
+                           "bytes": 0, "files": 0}  # fmt: skip
+        try:
+            part = self._part(step)
+            manifest = Manifest.decode(part.manifest, found["path"])
+            for file in part.files:
+                size = self._objects.size(step, file.name)
+                if size != file.bytes:
+                    facts = {"file": file.name, "expected": file.bytes, "got": size}
+                    raise CorruptionError("a file is not as it was committed", facts=facts)
+        except (CorruptionError, FormatVersionError) as error:
+            newer = isinstance(error, FormatVersionError)
+            return {**found, "state": "newer format" if newer else "damaged", "error": str(error)}
+        documents = len(part.manifest) + sum(len(raw) for _, raw in part.records)
+        return {
+            **found,
+            "bytes": part.nbytes + documents,
+            "files": len(part.files) + len(part.records) + 1,
+            "created": manifest.created,
+            "world_size": manifest.world_size,
+            "version": 1 if isinstance(manifest, Manifest) else 2,
+            "writer": manifest.writer,
+        }
+
+    @contextlib.contextmanager
+    def near(self, step: int) -> Iterator[str]:
+        """The whole step in a temporary directory: it is verified by what verifies all others."""
+        folder = tempfile.mkdtemp(prefix=".statehold-verify-")
+        try:
+            part = self._part(step)
+            for name, raw in (*part.records, (MANIFEST_NAME, part.manifest)):
+                with open(os.path.join(folder, name), "wb") as out:
+                    out.write(raw)
+            for file in part.files:
+                self._fetch(step, file.name, file.bytes, os.path.join(folder, file.name))
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def about(self) -> Document:
+        return {}
+
+    def _part(self, step: int) -> Part:
+        return part_of(_Documents(self._objects, step), self._objects.path(step), range)
+
+    def _fetch(self, step: int, name: str, nbytes: int, path: str) -> None:
+        memory = memoryview(bytearray(min(FETCH_BYTES, nbytes)))
+        with open(path, "wb") as out:
+            for begin in range(0, nbytes, FETCH_BYTES):
+                piece = memory[: min(FETCH_BYTES, nbytes - begin)]
+                self._objects.fetch(step, name, begin, piece)
+                out.write(piece)
+
+
+@dataclass(frozen=True)
+class _Documents:
+    """A step in an object store, as a source of documents."""
+
+    objects: ObjectSteps
+    step: int
+
+    def read_file(self, path: str, max_bytes: int) -> bytes:
+        return self.objects.read(self.step, path.rpartition("/")[2], max_bytes)
+
+    def open_read(self, path: str) -> Readable:
+        raise NotImplementedError  # only documents are read this way

@@ -1,0 +1,150 @@
+"""levels.json in the run directory: which levels the run has, for whoever looks at it later.
+
+Owns: the file (strict JSON, versioned): of each level its kind, its name and where it is. Written
+by the rank that leads, when it begins to save, whole or not at all; a run whose only level is its
+own directory has none.
+Holds: the file is a note for people and commands. No save or restore reads it, and none fails for
+it. It holds no options of an object store, which might be secret, and whoever reads it takes none:
+an address in a directory that somebody else has made must not learn what this user's credentials
+are. What is read is a regular file, bounded, and checked; a path in it is looked at and never made.
+Not here: what is at a level (cli).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import stat
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from statehold.encoding.strictjson import Checker
+from statehold.errors import CorruptionError, UsageError
+from statehold.levels.opening import directory_of
+from statehold.levels.specs import NAME, Level, Memory, ObjectStore
+from statehold.storage.object_address import check_url
+
+__all__ = ["FILE_NAME", "Remembered", "itself", "recall", "remember"]
+
+FILE_NAME = "levels.json"
+FORMAT = "statehold-levels"
+VERSION = 1
+LEVELS_MAX = 64
+_BYTES_MAX = 64 * 1024
+_DEPTH_MAX = 4
+_HERE = "."
+_WHERE = re.compile(r"[^\x00-\x1f\x7f]{1,4096}")
+_HOST = re.compile(r"[^\x00-\x1f\x7f]{0,255}")
+_KIND = re.compile(r"memory|directory|objects")
+_SUMMARY = "not a list of levels that statehold can use"
+_HINT = "delete it; the next save writes it anew"
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """A level; where: an absolute path, or a URL; host: that of memory, whose path means nothing on
+    another one."""
+
+    kind: str
+    name: str
+    where: str
+    host: str = ""
+
+
+def remember(levels: Sequence[Level], run: str) -> None:
+    """Write the levels of a run, if they are more than the run directory. Raises OSError, and
+    StorageError where there is no memory to name."""
+    run = os.path.abspath(run)
+    noted = [_noted(level, run) for level in levels]
+    path = os.path.join(run, FILE_NAME)
+    if noted == [Remembered("directory", noted[0].name, _HERE)] and not os.path.lexists(path):
+        return
+    document = {"format": FORMAT, "version": VERSION, "levels": [asdict(each) for each in noted]}
+    text = json.dumps(document, indent=1, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    os.makedirs(run, exist_ok=True)
+    temporary = os.path.join(run, f".{FILE_NAME}.partial")  # one job saves into a run
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    with open(fd, "wb") as file:
+        file.write(text)
+    os.replace(temporary, path)
+
+
+def _noted(level: Level, run: str) -> Remembered:
+    if isinstance(level, ObjectStore):
+        return Remembered("objects", level.name, level.url)
+    path = directory_of(level, run)
+    if isinstance(level, Memory):
+        return Remembered("memory", level.name, path, socket.gethostname())
+    # The run directory may be moved as a whole.
+    return Remembered("directory", level.name, _HERE if path == run else path)
+
+
+def recall(run: str) -> tuple[Remembered, ...]:
+    """The levels of the run directory `run`, from the nearest on: itself, if it says nothing else.
+
+    Raises CorruptionError for a file that cannot be used.
+    """
+    path = os.path.join(run, FILE_NAME)
+    text = _read(path)
+    if text is None:
+        return (itself(run),)
+    check = Checker(CorruptionError, _SUMMARY, path, _HINT)
+    document = check.members(
+        check.parse(text, "the file", _DEPTH_MAX), "the file", ("format", "version", "levels")
+    )
+    if document["format"] != FORMAT or document["version"] != VERSION:
+        got = f"{document['format']!r}, {document['version']!r}"[:100]
+        check.fail("format and version", f"{FORMAT!r}, {VERSION}", got)
+    found = check.array(document["levels"], "levels")
+    if not 1 <= len(found) <= LEVELS_MAX:
+        check.fail("levels", f"1 to {LEVELS_MAX}", str(len(found)))
+    levels = tuple(_level(check, each, f"levels[{i}]", run) for i, each in enumerate(found))
+    if len({level.name for level in levels}) < len(levels):
+        check.fail("levels", "a name for each", "the same name twice")
+    return levels
+
+
+def itself(run: str) -> Remembered:
+    """The run directory, as the only level."""
+    return Remembered("directory", "directory", os.path.abspath(run))
+
+
+def _read(path: str) -> bytes | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        facts = {"file": path, "why": os.strerror(error.errno or 0)}
+        raise CorruptionError(_SUMMARY, facts=facts, hint=_HINT) from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise CorruptionError(_SUMMARY, facts={"file": path, "why": "it is no regular file"})
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(_BYTES_MAX)
+    finally:
+        os.close(fd)
+
+
+def _level(check: Checker, value: Any, where: str, run: str) -> Remembered:
+    found = check.members(value, where, ("kind", "name", "where", "host"))
+    kind = check.text(found["kind"], f"{where}.kind", _KIND, "memory, directory or objects")
+    name = check.text(found["name"], f"{where}.name", NAME, "the name of a level")
+    place = check.text(found["where"], f"{where}.where", _WHERE, "a path or a URL")
+    host = check.text(found["host"], f"{where}.host", _HOST, "the name of a host")
+    if kind == "objects":
+        try:
+            check_url(place)
+        except UsageError:
+            check.fail(f"{where}.where", "the URL of an object store", "something else")
+    elif place == _HERE:
+        place = os.path.abspath(run)
+    elif not os.path.isabs(place):
+        check.fail(f"{where}.where", "an absolute path", place[:80])
+    return Remembered(kind, name, place, host)
