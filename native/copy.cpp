@@ -310,24 +310,30 @@ void copy_away(const std::byte* from, uint64_t bytes, std::byte* to) {
 }
 
 uint64_t gather_hashed_away(const Place& place, uint64_t begin, uint64_t end, std::byte* dense) {
-  if (!place.contiguous() || end - begin < 2 * kAwayBytes) {
-    return gather_hashed(place, begin, end, dense);
+  if (!place.contiguous()) return gather_hashed(place, begin, end, dense);
+  return copy_hashed_away(place.address + begin, end - begin, dense);
+}
+
+uint64_t copy_hashed_away(const std::byte* from, uint64_t bytes, std::byte* to) {
+  if (bytes < 2 * kAwayBytes) {
+    std::memcpy(to, from, bytes);
+    return xxh3_64(to, bytes);
   }
   alignas(kLineBytes) std::byte copy[kAwayBytes];
   Xxh3 hash;
-  const auto take = [&](const std::byte* from, uint64_t bytes) {
-    std::memcpy(copy, from, bytes);
-    hash.update(copy, bytes);
+  const auto take = [&](const std::byte* source, uint64_t count) {
+    std::memcpy(copy, source, count);
+    hash.update(copy, count);
   };
   walk_lines(
-      place.address + begin, end - begin, dense,
-      [&](const std::byte* from, uint64_t bytes, std::byte* to) {
-        take(from, bytes);
-        std::memcpy(to, copy, bytes);
+      from, bytes, to,
+      [&](const std::byte* source, uint64_t count, std::byte* target) {
+        take(source, count);
+        std::memcpy(target, copy, count);
       },
-      [&](const std::byte* from, uint64_t bytes, std::byte* to, const std::byte* next) {
-        take(from, bytes);
-        store_lines(copy, bytes, to, next);
+      [&](const std::byte* source, uint64_t count, std::byte* target, const std::byte* next) {
+        take(source, count);
+        store_lines(copy, count, target, next);
       });
   finish_stores();
   return hash.digest();

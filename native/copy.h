@@ -74,6 +74,7 @@ uint64_t gather_hashed(const Place& place, uint64_t begin, uint64_t end, std::by
 // The same to memory that is not read again soon, past the caches: half the traffic where nothing
 // but the copy itself is to be hashed, which stays in a small buffer on the way.
 uint64_t gather_hashed_away(const Place& place, uint64_t begin, uint64_t end, std::byte* dense);
+uint64_t copy_hashed_away(const std::byte* from, uint64_t bytes, std::byte* to);
 void copy_away(const std::byte* from, uint64_t bytes, std::byte* to);
 void scatter(const std::byte* dense, const Place& place, uint64_t begin, uint64_t end);
 

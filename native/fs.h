@@ -62,6 +62,8 @@ class File {
   virtual bool mapped() const { return false; }  // for writing
   virtual std::span<std::byte> memory() { return {}; }
   virtual std::span<const std::byte> view() const { return {}; }
+  // Whether a range of the view is read faster where it lies than through `read`.
+  virtual bool view_is_fast(uint64_t /*begin*/, uint64_t /*bytes*/) const { return false; }
   // Makes a range of `memory` present, so that no copy pays for page faults; nothing else.
   virtual Status populate(uint64_t /*begin*/, uint64_t /*bytes*/) { return {}; }
 

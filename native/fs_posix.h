@@ -68,6 +68,9 @@ class ViewedFile final : public PosixFile {
       : PosixFile(fd, std::move(path), false), mapping_(std::move(mapping)) {}
 
   std::span<const std::byte> view() const override { return {mapping_.data(), mapping_.bytes()}; }
+  bool view_is_fast(uint64_t begin, uint64_t bytes) const override {
+    return mapping_.has_huge_pages(begin, bytes);
+  }
 
  private:
   const Mapping mapping_;

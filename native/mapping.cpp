@@ -1,6 +1,7 @@
 // mapping: contract in mapping.h.
 #include "mapping.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -25,6 +26,14 @@ int touch(std::byte* begin, uint64_t bytes) {
   }
 #endif
   return 0;
+}
+
+// Whether a page has an entry in the page table, by the kernel's list of all (/proc/PID/pagemap).
+bool is_present(int pagemap, const std::byte* page) {
+  uint64_t entry = 0;
+  const auto number = reinterpret_cast<uint64_t>(page) / kPageBytes;
+  const auto offset = static_cast<off_t>(number * sizeof entry);
+  return ::pread(pagemap, &entry, sizeof entry, offset) == sizeof entry && (entry >> 63) == 1;
 }
 
 // Where a mapping may lie for its huge pages to be mapped as such; null, and anywhere then, if
@@ -85,6 +94,22 @@ bool Mapping::collapse(uint64_t begin, uint64_t bytes) const {
   CHECK(begin % kHugePageBytes == 0 && bytes % kHugePageBytes == 0 && begin + bytes <= bytes_);
   constexpr int collapse_advice = 25;  // MADV_COLLAPSE, Linux 6.1; newer than the headers of some
   return ::madvise(data_ + begin, bytes, collapse_advice) == 0;
+}
+
+// A huge page is present as a whole once a byte of it is; of small ones, the next few are.
+bool Mapping::has_huge_pages(uint64_t begin, uint64_t bytes) const {
+  const uint64_t first = begin / kHugePageBytes;
+  const uint64_t last = std::min(begin + bytes, bytes_) / kHugePageBytes;
+  const int pagemap = first < last ? ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC) : -1;
+  if (pagemap < 0) return false;
+  uint64_t huge = 0;
+  for (uint64_t i = first; i < last; ++i) {
+    std::byte* page = data_ + i * kHugePageBytes;
+    if (touch(page, kPageBytes) == 0)
+      huge += is_present(pagemap, page + kHugePageBytes / 2) ? 1 : 0;
+  }
+  ::close(pagemap);
+  return 4 * huge >= 3 * (last - first);
 }
 
 }  // namespace statehold

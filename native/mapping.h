@@ -40,6 +40,10 @@ class Mapping {
   // Puts a range of the file, in units of kHugePageBytes that each have a page, into huge pages,
   // holes included; false where the kernel cannot, or will not, for some of it.
   bool collapse(uint64_t begin, uint64_t bytes) const;
+  // Whether most of a range is mapped by huge pages; where it is not, to map its pages takes longer
+  // than to read them. One small page of each then becomes present. False where the kernel does not
+  // say.
+  bool has_huge_pages(uint64_t begin, uint64_t bytes) const;
 
  private:
   Mapping(std::byte* data, uint64_t bytes) : data_(data), bytes_(bytes), process_(::getpid()) {}

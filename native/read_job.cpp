@@ -26,7 +26,8 @@ ReadJob::ReadJob(std::shared_ptr<Shared> shared, ReadRequest request)
     throw std::invalid_argument("as many file sizes as files are needed");
   }
   for (size_t i = 0; i < request.paths.size(); ++i) {
-    sources_.push_back({std::move(request.paths[i]), request.file_bytes[i], nullptr, nullptr});
+    sources_.push_back(
+        {std::move(request.paths[i]), request.file_bytes[i], nullptr, nullptr, nullptr});
   }
   check_segments(sums_.size());
   make_blocks();
@@ -221,15 +222,19 @@ Status ReadJob::open_sources() {
     }
     Result<std::shared_ptr<File>> direct = shared_->fs->open_read(source.path, true);
     if (direct.ok()) source.direct = std::move(direct.value);
+    Result<std::shared_ptr<File>> view = shared_->fs->open_view(source.path, source.bytes);
+    if (view.ok()) source.view = std::move(view.value);
   }
   return {};
 }
 
 void ReadJob::start(uint64_t index) {
   Block& block = blocks_[index];
-  File& file = *sources_[block.file].buffered;
+  const Source& source = sources_[block.file];
   if (block.shared) read_ahead(index);
-  block.cached = block.shared || file.cached(block.begin, block.end - block.begin);
+  const uint64_t bytes = block.end - block.begin;
+  block.viewed = source.view != nullptr && source.view->view_is_fast(block.begin, bytes);
+  block.cached = block.shared || block.viewed || source.buffered->cached(block.begin, bytes);
   const bool in_place = block.cached && !block.external;
   const Status status = in_place ? read_in_place(block) : Status{};
   const Lock lock(shared_->mutex);
@@ -268,29 +273,35 @@ Status ReadJob::read_in_place(const Block& block) {
     for_each_piece(segment, block.begin, block.end, block_bytes_,
                    [&](uint64_t sum, uint64_t begin, uint64_t end) {
                      if (stopped() || !status.ok()) return;
-                     status = read_piece(segment, sum, begin, end);
+                     status = read_piece(block, segment, sum, begin, end);
                    });
     if (!status.ok()) return status;
   }
   return {};
 }
 
-Status ReadJob::read_piece(const Segment& segment, uint64_t sum, uint64_t begin, uint64_t end) {
+Status ReadJob::read_piece(const Block& block, const Segment& segment, uint64_t sum, uint64_t begin,
+                           uint64_t end) {
   alignas(64) thread_local std::array<std::byte, kCacheBytes> scratch;
-  File& file = *sources_[segment.file].buffered;
+  const Source& source = sources_[segment.file];
+  const auto index = static_cast<uint64_t>(&segment - segments_.data());
   const bool wanted = segment.place.address != nullptr;
   const bool straight = wanted && segment.place.contiguous();
+  if (straight && block.viewed) {
+    std::byte* to = segment.place.address + (begin - segment.begin);
+    const uint64_t got = copy_hashed_away(source.view->view().data() + begin, end - begin, to);
+    return compare(index, sum, begin, end, got);
+  }
   Xxh3 hash;
   for (uint64_t at = begin; at < end;) {
     const uint64_t bytes = std::min(kCacheBytes, end - at);
     const uint64_t offset = at - segment.begin;
     std::byte* to = straight ? segment.place.address + offset : scratch.data();
-    if (Status status = file.read(to, bytes, at); !status.ok()) return status;
+    if (Status status = source.buffered->read(to, bytes, at); !status.ok()) return status;
     hash.update(to, bytes);
     if (wanted && !straight) scatter(to, segment.place, offset, offset + bytes);
     at += bytes;
   }
-  const auto index = static_cast<uint64_t>(&segment - segments_.data());
   return compare(index, sum, begin, end, hash.digest());
 }
 
@@ -412,6 +423,7 @@ void ReadJob::drop_files() {
   for (Source& source : sources_) {
     source.buffered.reset();
     source.direct.reset();
+    source.view.reset();
   }
 }
 

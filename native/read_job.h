@@ -1,6 +1,7 @@
 // read_job: segments of files into memory, verified.
 //
 // What is needed of every file is cut into blocks that fit a buffer. Per block:
+//   in memory, in huge pages -> copied from there into place past the caches, hashed on the way
 //   in the page cache, or shared -> read straight into place, hashed while in the processor's cache
 //   otherwise -> read directly into a buffer -> verified -> scattered into place
 //             -> (external parts copied by Python) -> buffer released
@@ -11,7 +12,7 @@
 // A piece is verified whole, also where only a box of it is placed (copy.h). A segment may begin or
 // end inside a chunk, but only where a piece does: its checksums are those of its pieces.
 // No byte of a destination changes before every file has been opened and has the right size. In the
-// direct path no byte changes before its block is verified; in the cached path a bad piece has
+// direct path no byte changes before its block is verified; in the other paths a bad piece has
 // overwritten its own place when the job fails.
 #pragma once
 
@@ -79,6 +80,7 @@ class ReadJob final : public Job {
     bool shared = false;   // as its first long range is, or its first
     bool is_long = false;  // has a range that decides that
     bool cached = false;   // known by the time it is read
+    bool viewed = false;   // likewise; it is cached, too
     Stage stage = Stage::free;
     Lease lease;
   };
@@ -88,6 +90,7 @@ class ReadJob final : public Job {
     uint64_t bytes = 0;
     std::shared_ptr<File> buffered;
     std::shared_ptr<File> direct;  // null where the file system refuses
+    std::shared_ptr<File> view;    // null where it does not lie in memory
   };
 
   void check_segments(size_t sum_count);
@@ -104,7 +107,8 @@ class ReadJob final : public Job {
   void read_to_buffer(uint64_t index);
   void verify(uint64_t index);
   Status read_in_place(const Block& block);
-  Status read_piece(const Segment& segment, uint64_t sum, uint64_t begin, uint64_t end);
+  Status read_piece(const Block& block, const Segment& segment, uint64_t sum, uint64_t begin,
+                    uint64_t end);
   Status compare(uint64_t segment, uint64_t sum, uint64_t begin, uint64_t end, uint64_t got) const;
   Status empty_buffer(const Block& block) const;
   uint64_t buffer_base(const Block& block) const;
