@@ -99,14 +99,14 @@ bool Mapping::collapse(uint64_t begin, uint64_t bytes) const {
 // A huge page is present as a whole once a byte of it is; of small ones, the next few are.
 bool Mapping::has_huge_pages(uint64_t begin, uint64_t bytes) const {
   const uint64_t first = begin / kHugePageBytes;
-  const uint64_t last = std::min(begin + bytes, bytes_) / kHugePageBytes;
+  const uint64_t last = align_up(std::min(begin + bytes, bytes_), kHugePageBytes) / kHugePageBytes;
   const int pagemap = first < last ? ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC) : -1;
   if (pagemap < 0) return false;
   uint64_t huge = 0;
   for (uint64_t i = first; i < last; ++i) {
     std::byte* page = data_ + i * kHugePageBytes;
-    if (touch(page, kPageBytes) == 0)
-      huge += is_present(pagemap, page + kHugePageBytes / 2) ? 1 : 0;
+    const bool touched = touch(page, kPageBytes) == 0;
+    huge += touched && is_present(pagemap, page + kHugePageBytes / 2) ? 1 : 0;
   }
   ::close(pagemap);
   return 4 * huge >= 3 * (last - first);

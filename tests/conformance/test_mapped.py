@@ -37,6 +37,7 @@ from support.disks import (
     EXTERNAL,
     Disk,
     State,
+    corrupt,
     finish,
     random_arrays,
     restore,
@@ -120,6 +121,22 @@ def test_round_trip(memory: Disk, engine: _core.Engine, name: str, attached: str
     restore(engine, memory, "f", back, sums)
     assert back.image == state.image
     assert sums == save(engine, memory, "plain", state)
+
+
+def test_a_damaged_file_is_found_where_it_lies(memory: Disk, engine: _core.Engine) -> None:
+    """Larger than a huge page, or it would be read; the kernel decides whether it gets them."""
+    state = State(random_arrays(11, 3 << 20, 5 << 20))
+    _, sums = save_mapped(engine, memory, "f", state)
+    back = state.cleared()
+    restore(engine, memory, "f", back, sums)
+    assert back.image == state.image
+    at = state.begins[1] + (3 << 20) + 17
+    corrupt(memory, "f", at, cold=False)
+    job = back.read(engine, memory.path("f"), sums)
+    with pytest.raises(_core.Mismatch) as raised:
+        job.wait(DEADLINE_S)
+    assert raised.value.segment == 1
+    assert raised.value.begin <= at < raised.value.end
 
 
 def test_no_buffer_is_needed(memory: Disk, engine: _core.Engine) -> None:
