@@ -177,9 +177,10 @@ class Opened:
 
     def _note_levels(self) -> None:
         """For whoever looks at the run later; nothing depends on it."""
-        if self._owns_fs and self.store.leads:  # not on a simulated disk
+        if self._owns_fs and not self.rank:  # not on a simulated disk
+            apart = [at.name for at in self.places if isinstance(at, HostPlace) and at.is_apart]
             try:
-                remember(self._levels, self._run)
+                remember(self._levels, self._run, apart)
             except (OSError, StateholdError) as error:
                 logger.debug("the levels of the run are not noted in it: %s", error)
 

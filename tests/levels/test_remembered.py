@@ -83,6 +83,7 @@ BROKEN: dict[str, Change] = {
     "a path that is a number": lambda d: d["levels"][0].update(where=7),
     "a URL with a password": lambda d: d["levels"][1].update(where="s3://me:secret@bucket/x"),
     "a URL of something else": lambda d: d["levels"][1].update(where="http://10.0.0.1/"),
+    "a host that is neither here nor there": lambda d: d["levels"][0].update(per_host=1),
     "options": lambda d: d["levels"][1].update(options={"endpoint": "http://10.0.0.1"}),
 }
 

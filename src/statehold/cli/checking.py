@@ -65,6 +65,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)  # of tensors
+    elsewhere: list[int] = field(default_factory=list)  # ranks whose files other hosts have
 
     @property
     def is_intact(self) -> bool:
@@ -178,7 +179,11 @@ class _Check:
         except StateholdError as error:
             # Its data files cannot be judged without it: they are not foreign for that.
             stem = commit.records[rank].name.removesuffix(".json")
-            self.known.update(name for name in self._names() if name.startswith(stem))
+            beside = {name for name in self._names() if name.startswith(stem)}
+            self.known |= beside
+            if self.place.is_part and not beside:
+                self.report.elsewhere.append(rank)
+                return None
             what = "missing" if self.fs.stat_bytes(path) is None else "record"
             self.report.add(self._unsound(what, path, error, rank))
             return None

@@ -4,6 +4,8 @@ Owns: what is looked at. Directories and memory are read; an object store is onl
 user wants it (`--levels`), for a run directory may be somebody else's, and asking costs a network.
 Holds: a level that is away, or cannot be read, is told of and hides no other; nothing is made, and
 nothing is changed. What is brought near to be verified is removed again.
+A level that several hosts have is told of as it is here: with what this host keeps for others beside
+it (`NAME.copies`), and a step of which that is not all is "part", no damage.
 Not here: which levels there are (levels/remembered), what is damage (checking), tables (ls, page).
 """
 
@@ -15,14 +17,16 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from statehold.cli.output import note
 from statehold.cli.places import describe
 from statehold.errors import CorruptionError, FormatVersionError, StateholdError, UsageError
+from statehold.levels.census import writer_of
 from statehold.levels.copying import Part, Readable, part_of
+from statehold.levels.host_place import COPIES_SUFFIX
 from statehold.levels.remembered import Remembered, itself, recall
 from statehold.steps.manifest import Manifest
 from statehold.steps.saved import MANIFEST_NAME
@@ -74,6 +78,7 @@ class Level:
             "kind": "memory" if in_memory else told.kind,
             "path": told.where,
             "host": told.host or None,
+            "per_host": told.per_host,
             "state": self.state,
             "error": self.error or None,
             "steps": sorted(self.held),
@@ -90,7 +95,34 @@ def levels_of(fs: Fs, run: str, *, far: bool, options: Mapping[str, Any] = {}) -
     except CorruptionError as error:
         note(f"other levels are not looked at: {error}")
         remembered = (itself(run),)
-    return [_looked_at(fs, told, far, options) for told in remembered]
+    return [level for told in remembered for level in _all_of(fs, told, far, options)]
+
+
+def _all_of(fs: Fs, told: Remembered, far: bool, options: Mapping[str, Any]) -> list[Level]:
+    """A level; where several hosts have it, also what this one keeps of the others' files."""
+    own = _looked_at(fs, told, far, options)
+    beside = os.path.realpath(told.where) + COPIES_SUFFIX
+    if not told.per_host:
+        return [own]
+    found = [own]
+    if os.path.isdir(beside):
+        kept = replace(told, name=f"{told.name}.copies", where=beside)
+        found.append(_looked_at(fs, kept, far, options))
+    for step in steps_of(found):
+        _count_ranks([copy for _, copy in copies_of(found, step)])
+    return found
+
+
+def _count_ranks(here: Sequence[Document]) -> None:
+    """Of how many ranks this host has the files of a step: its own and copies of one save."""
+    sound = [copy for copy in here if copy["state"] == "committed"]
+    for save in {(copy["created"], copy["world_size"]) for copy in sound}:
+        same = [copy for copy in sound if (copy["created"], copy["world_size"]) == save]
+        names = [name for copy in same for name in os.listdir(copy["path"])]
+        ranks = {writer[0] for writer in map(writer_of, names) if writer}
+        for copy in same:
+            copy["ranks_here"] = len(ranks)
+            copy["state"] = "part" if len(ranks) < save[1] else "committed"
 
 
 def _looked_at(fs: Fs, told: Remembered, far: bool, options: Mapping[str, Any]) -> Level:

@@ -67,7 +67,7 @@ def _show_levels(document: dict[str, Any]) -> None:
     rows = map(_level_row, document["levels"])
     print(f"\n{table(header, rows, right='STEPS NEWEST BYTES')}")
     copies = [
-        (each["step"], each["level"], each["state"], format_bytes(each["bytes"]))
+        (each["step"], each["level"], _state_of(each), format_bytes(each["bytes"]))
         for each in document["copies"]
     ]
     if copies:
@@ -75,6 +75,12 @@ def _show_levels(document: dict[str, Any]) -> None:
     for level in document["levels"]:
         if level["error"]:
             print(f"\nlevel {level['name']}: {plain(level['error'])}")
+
+
+def _state_of(copy: dict[str, Any]) -> str:
+    if copy["state"] != "part":
+        return str(copy["state"])
+    return f"part ({copy['ranks_here']} of {copy['world_size']} ranks here)"
 
 
 def _level_row(level: dict[str, Any]) -> tuple[object, ...]:

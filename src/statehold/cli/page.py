@@ -117,6 +117,9 @@ def _overall(document: Document) -> Markup:
         return _badge("bad", f"{damaged} damaged")
     if not document["verified"] or not steps:
         return _badge("unknown", "not verified")
+    parts = sum(step["state"] == "part" for step in steps)
+    if parts:
+        return _badge("unknown", f"{counted(parts, 'step')} here in part")
     return _badge("good", f"{counted(len(steps), 'step')} intact")
 
 

@@ -54,11 +54,13 @@ def file_system() -> Fs:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A step on disk; `label` is how it was asked for."""
+    """A step on disk; `label` is how it was asked for; is_part: other hosts have the files of the
+    ranks of which none are here."""
 
     directory: str
     step: int
     label: str
+    is_part: bool = False
 
     def open(self, fs: Fs, rank: int | None = None) -> SavedStep:
         """The step as `rank` of those that saved it sees it, or as somebody else does (None)."""

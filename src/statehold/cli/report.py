@@ -85,10 +85,12 @@ def _verify(fs: Fs, looked: Iterable[Level]) -> None:
 
 
 def _step(looked: Sequence[Level], step: int) -> dict[str, Any]:
-    """A step as the first copy says that is damaged, else as the nearest one does; and all."""
+    """A step as the first copy says that is damaged, else as the nearest one does that is whole, or
+    a part; and all."""
     copies = [{"level": level.told.name, **copy} for level, copy in copies_of(looked, step)]
     damaged = [copy for copy in copies if copy["state"] == "damaged"]
-    told = (damaged or copies)[0]
+    whole = [copy for copy in copies if copy["state"] != "part"]
+    told = (damaged or whole or copies)[0]
     known = next((copy for copy in copies if "created" in copy), {})
     return {**known, **told, "copies": copies}
 

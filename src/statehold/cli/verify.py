@@ -64,7 +64,7 @@ def verified_copy(fs: Fs, level: levels.Level, step: int) -> Iterator[tuple[Repo
     """What was found in a copy of a step at a level; nothing, if it was given up meanwhile."""
     if level.place is not None:
         with level.place.near(step) as directory:
-            yield from verified(fs, [Place(directory, step, level.told.name)])
+            yield from verified(fs, [Place(directory, step, level.told.name, level.told.per_host)])
 
 
 def verified(fs: Fs, places: Iterable[Place]) -> Iterator[tuple[Report, float]]:
@@ -104,6 +104,7 @@ def document_of(report: Report, seconds: float) -> dict[str, Any]:
         "path": report.place.directory,
         "intact": report.is_intact,
         "world_size": report.world_size,
+        "ranks_here": report.world_size - len(report.elsewhere),
         "files": report.files,
         "tensors": len(report.names),
         "pieces": report.pieces,
@@ -118,6 +119,9 @@ def _show(report: Report, seconds: float, level: str | None = None) -> None:
     where = f" at level {level}" if level else ""
     speed = format_bytes(int(report.bytes / max(seconds, 1e-9)))
     state = "intact" if report.is_intact else "DAMAGED"
+    if report.elsewhere:
+        here = report.world_size - len(report.elsewhere)
+        state += f", part ({here} of {report.world_size} ranks here)"
     counts = ((report.files, "file"), (len(report.names), "tensor"), (report.pieces, "piece"))
     held = ", ".join(counted(*each) for each in counts)
     print(f"step {report.place.step}{where}: {state}; {held}, "

@@ -18,14 +18,14 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, UsageError
 from statehold.levels.opening import directory_of
-from statehold.levels.specs import NAME, Level, Memory, ObjectStore
+from statehold.levels.specs import NAME, Directory, Level, Memory, ObjectStore
 from statehold.storage.object_address import check_url
 
 __all__ = ["FILE_NAME", "Remembered", "itself", "recall", "remember"]
@@ -46,20 +46,21 @@ _HINT = "delete it; the next save writes it anew"
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """A level; where: an absolute path, or a URL; host: that of memory, whose path means nothing on
-    another one."""
+    """A level; where: an absolute path, or a URL; host: that of memory, or of a disk that others do
+    not see; per_host: several hosts have the level, and each of them a part of its steps."""
 
     kind: str
     name: str
     where: str
     host: str = ""
+    per_host: bool = False
 
 
-def remember(levels: Sequence[Level], run: str) -> None:
-    """Write the levels of a run, if they are more than the run directory. Raises OSError, and
-    StorageError where there is no memory to name."""
+def remember(levels: Sequence[Level], run: str, apart: Collection[str] = ()) -> None:
+    """Write the levels of a run, if they are more than the run directory. apart: the names of those
+    that lie on several hosts. Raises OSError, and StorageError where there is no memory to name."""
     run = os.path.abspath(run)
-    noted = [_noted(level, run) for level in levels]
+    noted = [_noted(level, run, level.name in apart) for level in levels]
     path = os.path.join(run, FILE_NAME)
     if noted == [Remembered("directory", noted[0].name, _HERE)] and not os.path.lexists(path):
         return
@@ -75,12 +76,14 @@ def remember(levels: Sequence[Level], run: str) -> None:
     os.replace(temporary, path)
 
 
-def _noted(level: Level, run: str) -> Remembered:
+def _noted(level: Level, run: str, is_apart: bool) -> Remembered:
     if isinstance(level, ObjectStore):
         return Remembered("objects", level.name, level.url)
     path = directory_of(level, run)
     if isinstance(level, Memory):
-        return Remembered("memory", level.name, path, socket.gethostname())
+        return Remembered("memory", level.name, path, socket.gethostname(), is_apart)
+    if isinstance(level, Directory) and level.per_host:
+        return Remembered("directory", level.name, path, socket.gethostname(), is_apart)
     # The run directory may be moved as a whole.
     return Remembered("directory", level.name, _HERE if path == run else path)
 
@@ -133,11 +136,14 @@ def _read(path: str) -> bytes | None:
 
 
 def _level(check: Checker, value: Any, where: str, run: str) -> Remembered:
-    found = check.members(value, where, ("kind", "name", "where", "host"))
+    found = check.members(value, where, ("kind", "name", "where", "host", "per_host"))
     kind = check.text(found["kind"], f"{where}.kind", _KIND, "memory, directory or objects")
     name = check.text(found["name"], f"{where}.name", NAME, "the name of a level")
     place = check.text(found["where"], f"{where}.where", _WHERE, "a path or a URL")
     host = check.text(found["host"], f"{where}.host", _HOST, "the name of a host")
+    per_host = found["per_host"]
+    if type(per_host) is not bool:
+        check.fail(f"{where}.per_host", "true or false", repr(per_host)[:80])
     if kind == "objects":
         try:
             check_url(place)
@@ -147,4 +153,4 @@ def _level(check: Checker, value: Any, where: str, run: str) -> Remembered:
         place = os.path.abspath(run)
     elif not os.path.isabs(place):
         check.fail(f"{where}.where", "an absolute path", place[:80])
-    return Remembered(kind, name, place, host)
+    return Remembered(kind, name, place, host, per_host)
