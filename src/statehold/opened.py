@@ -120,6 +120,7 @@ class Opened:
         publisher = self._publisher(log)
         landing = Landing(levels, self.near, self.promotions, self.peers, self.hosts, log)
         self.pipeline = Pipeline(landing, publisher, self.promotions, log)
+        self._noted: list[str] | None = None
         self._agent: Agent | None = None
         if self._owns_fs and self.store.leads:
             self._agent = agent_for(run, levels, options, log)
@@ -162,7 +163,7 @@ class Opened:
             if self.near[0].was_taken_over:
                 self._take_over()
             self._is_prepared = True
-            self._note_levels()
+        self._note_levels()
         self._keep_agent()
 
     def _keep_agent(self) -> None:
@@ -176,9 +177,15 @@ class Opened:
             self.pipeline.ahead(self._agent.start)
 
     def _note_levels(self) -> None:
-        """For whoever looks at the run later; nothing depends on it."""
-        if self._owns_fs and not self.rank:  # not on a simulated disk
-            apart = [at.name for at in self.places if isinstance(at, HostPlace) and at.is_apart]
+        """For whoever looks at the run later; nothing depends on it. Before the ranks have met, each
+        may be on a host of its own; what is known then is noted at the next save."""
+        apart = [
+            at.name
+            for at in self.places
+            if self.peers is not None and isinstance(at, HostPlace) and len(at.hosts) != 1
+        ]
+        if self._owns_fs and not self.rank and apart != self._noted:  # not on a simulated disk
+            self._noted = apart
             try:
                 remember(self._levels, self._run, apart)
             except (OSError, StateholdError) as error:
