@@ -177,8 +177,8 @@ class Opened:
             self.pipeline.ahead(self._agent.start)
 
     def _note_levels(self) -> None:
-        """For whoever looks at the run later; nothing depends on it. Before the ranks have met, each
-        may be on a host of its own; what is known then is noted at the next save."""
+        """For whoever looks at the run later; nothing depends on it. Until the ranks have met, each
+        may be on a host of its own; the next save notes what is known then."""
         apart = [
             at.name
             for at in self.places

@@ -285,8 +285,8 @@ def test_json(run: Path, ask: Callable[..., tuple[int, Any]]) -> None:
     assert document.keys() == {"intact", "steps"}
     assert [step["step"] for step in document["steps"]] == [1, 2]
     assert document["steps"][0].keys() == {
-        "step", "path", "intact", "world_size", "files", "tensors", "pieces", "bytes", "seconds",
-        "damage", "foreign",
+        "step", "path", "intact", "world_size", "ranks_here", "files", "tensors", "pieces",
+        "bytes", "seconds", "damage", "foreign",
     }  # fmt: skip
     flip(run / "step-000000000001" / "rank-00000-of-00001.safetensors", 5000)
     code, document = ask("verify", f"{run}@1")

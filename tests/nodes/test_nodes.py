@@ -26,6 +26,7 @@ import pytest
 
 import statehold
 from nodes.node import restored
+from statehold.levels.remembered import recall
 from support.faults import SMALL, must
 
 ROUNDS = int(os.environ.get("STATEHOLD_NODES", "4"))
@@ -181,7 +182,9 @@ def test_any_node_is_lost_and_nothing_else(cluster: Cluster) -> None:
             alive, fresh = [*alive, fresh, fresh + 1], fresh + 2
     cluster.start(alive, 1, "store", flush=True, shared=True)
     cluster.until(all_of("done", len(alive)))
+    noted = [level.name for level in recall(str(cluster.run)) if level.per_host]
     # From the hosts it went on to the run directory, which all of them share.
     with statehold.Checkpointer(cluster.run, coordination="none", **SMALL) as ckpt:
         got = restored(ckpt, is_first=False)
     assert got == cluster.safe
+    assert noted == ["memory", "disk"]
