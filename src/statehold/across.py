@@ -5,7 +5,7 @@
 
 Holds: a step is committed when every host has published the same manifest. A rank that is lost
 between the rounds, or a host that cannot publish, fails the save on all by name; what is published
-on some hosts is then no step, and goes with the next one (levels/host_place). Older steps are
+on some hosts is then no step, and goes with the next one (levels/hosts/place). Older steps are
 retired after the second round only. Where the job turns out to be on one host, all is as in team.
 Not here: the second round (levels/rounds), who is on which host (levels/hosts).
 """

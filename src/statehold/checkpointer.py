@@ -48,7 +48,7 @@ from statehold.writes import in_file_order, start_write
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.levels.hosts import Exchange
+    from statehold.levels.hosts.meeting import Exchange
     from statehold.ranks.peers import Peers
 
 

@@ -33,7 +33,7 @@ from statehold.levels import alike
 
 if TYPE_CHECKING:
     from statehold._core import File
-    from statehold.levels.hosts import Hosts
+    from statehold.levels.hosts.meeting import Hosts
     from statehold.levels.places import DirectoryPlace
     from statehold.levels.promoting import Promotions
     from statehold.levels.specs import Level

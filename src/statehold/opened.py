@@ -22,8 +22,8 @@ from statehold.errors import (
 )
 from statehold.flushing import Countdown, flush
 from statehold.landing import Landing
-from statehold.levels.host_place import CopiesPlace, HostPlace
-from statehold.levels.hosts import Exchange, Hosts, HttpExchange
+from statehold.levels.hosts.meeting import Exchange, Hosts, HttpExchange
+from statehold.levels.hosts.place import CopiesPlace, HostPlace
 from statehold.levels.nearest import Nearest, Readable
 from statehold.levels.opening import open_places, storage_of
 from statehold.levels.places import DirectoryPlace

@@ -15,7 +15,7 @@ import pytest
 
 import statehold
 from statehold.cli import main
-from statehold.levels.hosts import Hosts
+from statehold.levels.hosts.meeting import Hosts
 from support.agents import (
     Trainers,
     agents,

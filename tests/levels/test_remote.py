@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from statehold.errors import StateholdError, StorageError, TruncatedFileError, UnavailableError
-from statehold.levels import remote
-from statehold.levels.remote import RemoteFiles
-from statehold.levels.serving import FileServer
+from statehold.levels.hosts import remote
+from statehold.levels.hosts.remote import RemoteFiles
+from statehold.levels.hosts.serving import FileServer
 from support.faults import DEADLINE_S
 
 STEP = "step-000000000001"

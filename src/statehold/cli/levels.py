@@ -24,9 +24,9 @@ from urllib.parse import unquote, urlsplit
 from statehold.cli.output import note
 from statehold.cli.places import describe
 from statehold.errors import CorruptionError, FormatVersionError, StateholdError, UsageError
-from statehold.levels.census import writer_of
 from statehold.levels.copying import Part, Readable, part_of
-from statehold.levels.host_place import COPIES_SUFFIX
+from statehold.levels.hosts.census import writer_of
+from statehold.levels.hosts.place import COPIES_SUFFIX
 from statehold.levels.remembered import Remembered, itself, recall
 from statehold.steps.manifest import Manifest
 from statehold.steps.saved import MANIFEST_NAME

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from statehold.errors import UsageError
-from statehold.levels.host_place import COPIES_SUFFIX, CopiesAt, HostPlace
+from statehold.levels.hosts.place import COPIES_SUFFIX, CopiesAt, HostPlace
 from statehold.levels.memory import SHARED_MEMORY, memory_root
 from statehold.levels.object_place import ObjectPlace
 from statehold.levels.places import CopyEngine, DirectoryPlace, Place

@@ -2,7 +2,7 @@
 
 Holds: when a call returns or raises, nothing that it began is under way any more: whoever gave
 memory may use it again. A fork has threads of its own.
-Not here: how a part is moved (object_client, levels/remote).
+Not here: how a part is moved (object_client, levels/hosts/remote).
 """
 
 from __future__ import annotations

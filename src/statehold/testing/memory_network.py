@@ -18,7 +18,7 @@ from statehold.levels.places import Below
 if TYPE_CHECKING:
     from statehold._core import Fs
     from statehold.levels.copying import Readable
-    from statehold.levels.host_place import HostPlace
+    from statehold.levels.hosts.place import HostPlace
 
 __all__ = ["MemoryNetwork"]
 

@@ -9,7 +9,7 @@ hosts i+1, i+2, ... around.
 Holds: no rank asks another one about its files: each leader tells rank 0, which tells all. The
 meeting waits for all ranks, so it is in no call of save(): it is on the commit thread, or in what
 all ranks call together. What it decides is the same on all, also for a rank that comes again.
-Not here: what is done with it (host_place), how files come (serving, remote).
+Not here: what is done with it (place), how files come (serving, remote).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from statehold.agreeing import Meeting
 from statehold.errors import PeerFailedError, StateholdError, UsageError
-from statehold.levels.census import Holding, Placed, settled
-from statehold.levels.host_place import Host, HostPlace
+from statehold.levels.hosts.census import Holding, Placed, settled
+from statehold.levels.hosts.place import Host, HostPlace
+from statehold.levels.hosts.remote import RemoteFiles
+from statehold.levels.hosts.serving import FileServer
 from statehold.levels.memory import SHARED_MEMORY
 from statehold.levels.near_files import NearFiles
-from statehold.levels.remote import RemoteFiles
-from statehold.levels.serving import FileServer
 from statehold.planning.layout import Ranks
 
 if TYPE_CHECKING:
-    from statehold.levels.views import FarSource, Nearby
+    from statehold.levels.hosts.views import FarSource, Nearby
     from statehold.ranks.peers import Peers
 
 __all__ = ["Exchange", "Hosts", "HttpExchange"]

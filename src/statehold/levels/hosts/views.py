@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from statehold.errors import CorruptionError, MissingFileError, StorageError, storage_error
-from statehold.levels.census import Holder, Placed, holds_file
+from statehold.levels.hosts.census import Holder, Placed, holds_file
 from statehold.levels.places import Below
 
 if TYPE_CHECKING:

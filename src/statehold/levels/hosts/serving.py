@@ -27,8 +27,8 @@ from collections.abc import Callable, Mapping
 
 from statehold.errors import UsageError
 from statehold.forks import forget_in_children
-from statehold.levels.served import Served, UnreadableError
-from statehold.levels.wire import Head, Wire, WireError
+from statehold.levels.hosts.served import Served, UnreadableError
+from statehold.levels.hosts.wire import Head, Wire, WireError
 
 __all__ = ["FileServer", "reachable_address"]
 

@@ -6,7 +6,7 @@
 Pure. Holds: a step counts when each file that its manifest names lies in some host's committed
 directory, under the same manifest everywhere; anything else is no step. All ranks come to the same
 plan of who copies what, each by itself, because all know the same of where the files are.
-Not here: how the ranks tell each other (hosts), reading (views).
+Not here: how the ranks tell each other (meeting), reading (views).
 """
 
 from __future__ import annotations

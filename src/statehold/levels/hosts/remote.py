@@ -4,7 +4,7 @@ Owns: what is asked of that server (serving), on which connections, and what fai
 Holds: a request ends within `deadline_s` with all of what was asked for, or a named error, whatever
 the other end does; a large read is many requests, each of PART_BYTES at most. A request whose
 connection breaks is made once more, on a new one. The secret is in no error and no repr.
-Not here: whether the bytes are right (copying, the engine), which host to ask (hosts).
+Not here: whether the bytes are right (copying, the engine), which host to ask (place).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from statehold.errors import (
     UnavailableError,
     storage_error,
 )
-from statehold.levels.wire import Head, Wire, WireError
+from statehold.levels.hosts.wire import Head, Wire, WireError
 from statehold.storage.parallel import Parallel, Target
 
 __all__ = ["RemoteFiles"]

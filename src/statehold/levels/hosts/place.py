@@ -7,7 +7,7 @@ Owns: for one level, what this rank knows of the hosts and of where files are; w
 here, or to here. Until the ranks have met (hosts) it knows of its own host alone.
 Holds: on one host it is a DirectoryPlace like any other, with the same cost. A step that not all
 hosts have published is no step: it is not offered, and is removed when a later one is there.
-Not here: the meeting (hosts), which steps are whole (census), commits in two rounds (rounds).
+Not here: the meeting (meeting), which steps are whole (census), commits in two rounds (rounds).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statehold.errors import StateholdError, StorageError
-from statehold.levels.census import Holder, Holding, Placed, lacking_hosts, settled
+from statehold.levels.hosts.census import Holder, Holding, Placed, lacking_hosts, settled
+from statehold.levels.hosts.views import Far, FarSource, Near, Nearby, Reach, Scattered, View
 from statehold.levels.places import CopyEngine, DirectoryPlace
-from statehold.levels.views import Far, FarSource, Near, Nearby, Reach, Scattered, View
 from statehold.planning.layout import Ranks
 from statehold.steps.entries import DOCUMENT_BYTES_MAX
 from statehold.steps.manifest import Manifest
