@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from sim.crash_states import crash_states
 from statehold import Directory, Memory
 from statehold.errors import ChecksumError, NoSpaceError, StepOrderError, StorageError, WaitTimeout
 from statehold.levels.places import DirectoryPlace
+from statehold.levels.throttle import NICENESS
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
 from support.levels import (
@@ -453,6 +456,24 @@ def test_a_slow_level_does_not_hold_up_a_fast_one(tmp_path: Path) -> None:
         assert status(ckpt, "slow").newest is None
         ckpt._close(flush=False)
     assert not list((tmp_path / "slow").glob("step-????????????"))
+
+
+def test_a_copy_leaves_the_processor_to_the_training(tmp_path: Path, monkeypatch) -> None:
+    nice = []
+    take = DirectoryPlace.take
+
+    def seen(place: DirectoryPlace, copy: object) -> None:
+        nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        take(place, copy)
+
+    monkeypatch.setattr(DirectoryPlace, "take", seen)
+    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    levels = [Directory(), Directory(path=tmp_path / "far", name="far")]
+    with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
+        save(ckpt, 1, content(1))
+        ckpt.flush(DEADLINE_S)
+    assert nice == [max(mine, NICENESS)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
 
 
 # -- a first level that takes no saves -------------------------------------------------------------

@@ -182,6 +182,17 @@ def test_a_short_delay_is_caught_up_with_and_a_long_one_is_not() -> None:
     assert fake.now_s - begin == pytest.approx(10.0 - BURST_S, rel=0.05)
 
 
+def test_a_copy_is_owed_nothing_of_the_time_before_it() -> None:
+    throttle, fake = throttled(10_000_000)
+    for _ in range(3):
+        fake.now_s += 3600.0
+        begin = fake.now_s
+        throttle.begin()
+        for _ in range(100):
+            throttle(100_000)
+        assert fake.now_s - begin == pytest.approx(1.0, rel=0.02)
+
+
 def test_without_a_limit_nothing_waits() -> None:
     throttle, fake = throttled(None)
     for _ in range(10):

@@ -39,7 +39,7 @@ from statehold.levels.copying import Copy, part_of
 from statehold.levels.parts import check_parts, is_resumable, part_told
 from statehold.levels.places import DirectoryPlace
 from statehold.levels.rounds import Rounds
-from statehold.levels.throttle import Throttle
+from statehold.levels.throttle import Throttle, give_way_to_training
 from statehold.steps.entries import DOCUMENT_BYTES_MAX
 from statehold.steps.saved import MANIFEST_NAME
 
@@ -109,7 +109,7 @@ class Promoter:
         self._cadence = Cadence(parse_every(spec.every), newest, time.monotonic())
         if self._rank == 0 and place.is_owed(newest):
             self._cadence.given_up(newest)  # what was due and not done stays due
-        self._thread = ThreadPoolExecutor(1, f"statehold-{place.name}")
+        self._thread = ThreadPoolExecutor(1, f"statehold-{place.name}", give_way_to_training)
         self._thread.submit(lambda: None)  # starts it: while a program ends, none can be
         self._under_way: Future[None] | None = None
         self.copied = 0  # copies that got there
@@ -309,6 +309,7 @@ class Promoter:
             part = part_of(files, source.store.path(step), share)
         copied.manifest = part.manifest
         self._set(bytes_total=part.nbytes)
+        self._throttle.begin()
         self.place.take(Copy(step, attempt, part, files, partial(self._before, seen), seen))
 
     def _check_order(self, step: int) -> None:

@@ -1,20 +1,31 @@
-"""How fast a level is written: a limit in bytes a second, and the right of way of saves.
+"""How fast a level is written: a limit in bytes a second, and the right of way of the training.
 
-Holds: over any time longer than BURST_S no more than the limit passes, and what was lost to a short
-delay is caught up with; whoever waits here is woken at once when it is to stop.
+Holds: a copy takes no more than the limit, whatever was not taken before it began; what it loses to
+a short delay it catches up with. Whoever waits here is woken at once when it is to stop.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
 
 from statehold.errors import ClosedError
 
-__all__ = ["Throttle"]
+__all__ = ["Throttle", "give_way_to_training"]
 
 BURST_S = 0.25
+NICENESS = 10  # a tenth of the processor where the training wants all of it; never nothing
+
+
+def give_way_to_training() -> None:
+    """Let this thread, and those that it starts, run when others leave the processor to them."""
+    with contextlib.suppress(OSError):  # a thread is a process to Linux; elsewhere nothing changes
+        thread = threading.get_native_id()
+        nice = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
+        os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
 class Throttle:
@@ -35,6 +46,10 @@ class Throttle:
         self._clock = clock
         self._stopped = threading.Event()
         self._free_s = 0.0  # when what has passed so far is paid for
+
+    def begin(self) -> None:
+        """A copy begins: it is owed nothing of the time in which there was none."""
+        self._free_s = max(self._free_s, self._clock())
 
     def __call__(self, nbytes: int) -> None:
         self._give_way()
