@@ -36,7 +36,7 @@ from statehold.levels.alike import check_same, described
 from statehold.levels.promoting import LevelStatus
 from statehold.levels.specs import Level, levels_of
 from statehold.opened import Opened
-from statehold.options import Options
+from statehold.options import check_path, options_of
 from statehold.pipeline import Work
 from statehold.planning.plan import STEP_MAX
 from statehold.restoring import Restorer, set_aside
@@ -75,8 +75,8 @@ class Checkpointer:
         levels: Sequence[Level] | None = None,
         **options: Any,
     ) -> None:
-        self._run = os.path.abspath(os.fspath(run))
-        self._options = Options(**options)
+        self._run = os.path.abspath(check_path(run, "the run"))
+        self._options = options_of(options)
         self._levels = levels_of(levels, self._options)
         self._open: Opened | None = None
         self._closed = False

@@ -91,6 +91,10 @@ class StateholdError(Exception):
             lines.append(f"  hint: {self.hint}")
         return "\n".join(map(_printable, "\n".join(lines).split("\n")))
 
+    def __repr__(self) -> str:
+        facts = "".join(f", {name}={str(value)[:200]!r}" for name, value in self.facts.items())
+        return f"{type(self).__name__}({self.summary!r}{facts})"
+
     def with_fact(self, name: str, value: Any) -> StateholdError:
         """Add one fact that only an outer layer knows, such as the step; returns self."""
         self.facts[name] = value
@@ -259,6 +263,7 @@ _HINTS = {
     _errno.EMFILE: "raise this process's limit of open files (ulimit -n)",
     _errno.ENFILE: "this machine has too many files open (sysctl fs.file-max)",
     _errno.EFBIG: "raise this process's limit of the size of a file (ulimit -f)",
+    _errno.ENOTDIR: "a file is where a directory should be: give another path, or move the file",
     _errno.EROFS: "save into a directory that may be written; restoring works as it is",
     _errno.EAGAIN: "raise this process's limits of threads and memory (ulimit -u, ulimit -v)",
     _errno.ENOMEM: "lower staging_bytes, or raise this process's limit of memory (ulimit -v)",

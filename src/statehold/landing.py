@@ -16,6 +16,7 @@ Not here: what is written there (pipeline), how long ranks wait for each other (
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -83,7 +84,8 @@ class Landing:
         self._asked = -1  # the newest save with which this rank came to meet the hosts
         self._has_told = False
         self._unlike: StateholdError | None = None
-        self._is_first_failing = False
+        self._was_said = False  # that the first level takes no steps
+        self.first_error: StateholdError | None = None  # why it takes no steps, until it does
 
     def open(self, work: Work) -> Opened:
         """D1 of a save, at the first level that takes it on all ranks; `work.place` is that one."""
@@ -100,6 +102,8 @@ class Landing:
                 self._note(work, causes)
                 return opened
             causes.append(_cause(verdict, failure))
+            if at == 0 and verdict.is_refusal:
+                self.first_error = causes[0]
             if verdict.next is None:
                 raise causes[0 if verdict.is_refusal else -1]
             opened = None  # its blocks are given back
@@ -201,22 +205,28 @@ class Landing:
 
     def _is_nearer(self, step: int, index: int) -> bool:
         """Whether a level before has an earlier save of this step, or cannot say so."""
-        try:
-            return any(step in each.steps() for each in self._places[:index])
-        except StorageError:
-            return True
+        return any(_may_have(each, step) for each in self._places[:index])
 
     def _note(self, work: Work, causes: Sequence[StateholdError]) -> None:
         """Say when the first level begins to fail, and when it works again."""
         first, step = self._places[0].name, work.save.step
-        if self._rank == 0 and causes and not self._is_first_failing:
+        if self._rank == 0 and causes and not self._was_said:
             self._log.warning(
                 "level %s cannot take step %d; steps go to level %s until it can\n%s",
                 first, step, work.place.name, causes[0],
             )  # fmt: skip
-        if self._rank == 0 and self._is_first_failing and not causes:
+        if self._rank == 0 and self._was_said and not causes:
             self._log.warning("level %s takes steps again, from step %d on", first, step)
-        self._is_first_failing = bool(causes)
+        self._was_said = bool(causes)
+        if not causes:
+            self.first_error = None
+
+
+def _may_have(place: DirectoryPlace, step: int) -> bool:
+    try:
+        return step in place.steps()
+    except StorageError as error:
+        return error.errno != errno.ENOTDIR  # a file has no steps
 
 
 def _is_refusal(error: StateholdError) -> bool:

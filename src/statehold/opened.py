@@ -39,7 +39,7 @@ from statehold.ranks.joining import join
 from statehold.save import forked
 from statehold.seeing.background_log import BackgroundLog, logger
 from statehold.seeing.once import say_once
-from statehold.seeing.watching import Watch
+from statehold.seeing.watching import Watch, check_trace
 from statehold.state.device import Devices
 from statehold.study.profile import tuned
 from statehold.team import Alone, Publisher, Together
@@ -73,6 +73,7 @@ class Opened:
         self._pid = os.getpid()
         self._is_prepared = self._has_saved = False
         self._flushes = 0
+        check_trace(options.trace, run)
         self.peers = borrowed_peers or join(run, options)
         self.rank = self.peers.rank if self.peers else None
         self._owns_fs = borrowed_fs is None
@@ -118,8 +119,8 @@ class Opened:
         watches = [self._watch_of(level) for level in levels]
         self.rhythm = Rhythm(levels, self.promotions, self.rank, options, watches)
         publisher = self._publisher(log)
-        landing = Landing(levels, self.near, self.promotions, self.peers, self.hosts, log)
-        self.pipeline = Pipeline(landing, publisher, self.promotions, log)
+        self._landing = Landing(levels, self.near, self.promotions, self.peers, self.hosts, log)
+        self.pipeline = Pipeline(self._landing, publisher, self.promotions, log)
         self._noted: list[str] | None = None
         self._agent: Agent | None = None
         if self._owns_fs and self.store.leads:
@@ -222,11 +223,14 @@ class Opened:
 
     def levels(self) -> list[LevelStatus]:
         """How all levels stand."""
-        first, newest = self.near[0], None
-        with contextlib.suppress(StorageError):
+        first, newest, error = self.near[0], None, self._landing.first_error
+        try:
             newest = max(first.steps(), default=None)
+        except StorageError as unread:
+            error = error or unread
         interval = self.rhythm.interval(first.name)
-        return [LevelStatus(first.name, newest, interval=interval), *self.promotions.status()]
+        status = LevelStatus(first.name, newest, error=error, interval=interval)
+        return [status, *self.promotions.status()]
 
     def check_order(self, step: int) -> None:
         """Refuse a save that would not become the newest step of all levels."""

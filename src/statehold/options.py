@@ -8,8 +8,12 @@ never overridden. Not here: where a profile lies and when it is believed (study.
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from statehold.errors import UsageError
 from statehold.units import MiB, format_bytes, parse_bytes, parse_seconds
@@ -23,6 +27,7 @@ PEER_TIMEOUT_S_MAX = 86_400
 NODES_MAX = 1_000_000
 
 _PATH = (str, os.PathLike)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 # A buffer is one write: below 1 MiB the device is not kept busy, and a checksum block (1 MiB)
 # must never straddle two buffers.
@@ -191,3 +196,36 @@ class Options:
 def _check_choice(name: str, got: str, choices: tuple[str, ...]) -> None:
     if got not in choices:
         raise UsageError(f"no such {name}", facts={"expected": ", ".join(choices), "got": got})
+
+
+def options_of(given: Mapping[str, Any]) -> Options:
+    """The options that a user has given by name. Raises UsageError, also for what is none."""
+    known = sorted(field.name for field in fields(Options))
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, ["levels", *known], 3)
+            raise UsageError(
+                "a Checkpointer has no such option",
+                facts={"got": name, "expected": f"one of levels, {', '.join(known)}"},
+                hint=f"did you mean {' or '.join(close)}?" if close else None,
+            )
+    return Options(**given)
+
+
+def check_path(path: str | os.PathLike[str], what: str) -> str:
+    """`path`, if it can be that of a directory: not empty, and no URL."""
+    text = os.fspath(path) if isinstance(path, _PATH) else None
+    if not isinstance(text, str) or not text.strip():
+        raise UsageError(
+            f"{what} is not the path of a directory",
+            facts={"expected": "a path that is not empty", "got": repr(path)[:80]},
+            hint='"." is the working directory',
+        )
+    if _URL.match(text):
+        scheme = text.partition("://")[0]
+        raise UsageError(
+            f"{what} is a URL, and not the path of a directory",
+            facts={"expected": "a path such as runs/llama", "got": f"{scheme}://..."},
+            hint='Checkpointer("runs/llama", levels=[Directory(), ObjectStore("s3://bucket/llama")])',
+        )
+    return text

@@ -99,6 +99,8 @@ def run_of(text: str) -> str:
     """A run directory. Raises NotFoundError if there is none."""
     if not os.path.isdir(text):
         hint = "RUN is the directory given to Checkpointer; a step of it is RUN@STEP"
+        if "://" in text:
+            hint += ". What is in an object store is listed with it: statehold ls RUN --levels"
         raise NotFoundError("no such run directory", facts={"run": text}, hint=hint)
     return os.path.abspath(text)
 

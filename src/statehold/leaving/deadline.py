@@ -175,9 +175,10 @@ class Deadline:
 
 
 def _checked(within_s: float) -> float:
-    if not within_s > 0:
+    is_number = isinstance(within_s, int | float) and not isinstance(within_s, bool)
+    if not is_number or not within_s > 0:
         raise UsageError(
             "the time to leave is a number of seconds",
-            facts={"expected": "above 0", "got": repr(within_s)},
+            facts={"expected": "a number above 0, such as 25", "got": repr(within_s)[:80]},
         )
     return within_s

@@ -27,8 +27,9 @@ class Every:
         return self.steps is None and self.seconds is None
 
 
-def parse_every(value: int | str) -> Every:
-    """10 -> each tenth step; "90s", "30min", "2h", "1d" -> time; "auto". Raises UsageError."""
+def parse_every(value: int | str, level: str | None = None) -> Every:
+    """10 -> each tenth step; "90s", "30min", "2h", "1d" -> time; "auto". Raises UsageError, which
+    names the level."""
     if type(value) is int and value >= 1:
         return Every(steps=value)
     if value == "auto":
@@ -39,6 +40,7 @@ def parse_every(value: int | str) -> Every:
     raise UsageError(
         "not a cadence",
         facts={
+            **({} if level is None else {"level": str(level)[:80]}),
             "expected": 'a number of steps, at least 1, a time ("90s", "30min", "2h"), or "auto"',
             "got": repr(value)[:80],
         },

@@ -17,6 +17,7 @@ from statehold.levels.memory import SHARED_MEMORY, memory_root
 from statehold.levels.object_place import ObjectPlace
 from statehold.levels.places import CopyEngine, DirectoryPlace, Place
 from statehold.levels.specs import Directory, Level, Memory, ObjectStore
+from statehold.seeing.once import say_once
 from statehold.storage.objects import ObjectSteps
 from statehold.storage.store import Store
 from statehold.study.mounts import mount_of
@@ -66,6 +67,9 @@ def open_places(
             mapped=isinstance(level, Memory) and fs.backend != "sim" and _is_memory(root),
         )
 
+        if rank == 0 and not yields and fs.backend != "sim":
+            _say_no_memory(level, called, root)
+
         def engine_of() -> CopyEngine:
             return only or CopyEngine(fs, buffer_bytes)
 
@@ -109,6 +113,15 @@ def _in_objects(level: ObjectStore, run: str, *, leads: bool) -> ObjectPlace:
 
 def _is_memory(path: str) -> bool:
     return mount_of(path).kind in _MEMORY_KINDS
+
+
+def _say_no_memory(level: Level, called: str, root: str) -> None:
+    if isinstance(level, Memory) and level.path is not None and not _is_memory(root):
+        say_once(
+            f"level {level.name} is no memory: {called} is on {mount_of(root).kind}; saves take as "
+            "long as that takes. A path on a tmpfs, such as below /dev/shm, is memory; for a disk "
+            "there is Directory"
+        )
 
 
 def _check_own(level: Level, root: str, roots: list[str]) -> None:

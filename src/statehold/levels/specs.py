@@ -17,8 +17,9 @@ from typing import Any
 
 from statehold.errors import UsageError
 from statehold.levels.cadence import parse_every
-from statehold.options import Options
+from statehold.options import Options, check_path
 from statehold.planning.failures import Loss
+from statehold.storage.object_address import check_url
 from statehold.units import parse_bytes
 
 __all__ = ["Directory", "Level", "Memory", "ObjectStore", "check_levels", "levels_of"]
@@ -47,7 +48,7 @@ class Level:
     name: str = "level"
 
     def __post_init__(self) -> None:
-        parse_every(self.every)
+        parse_every(self.every, self.name)
         if not (isinstance(self.name, str) and NAME.fullmatch(self.name)):
             raise UsageError(
                 "a level is named by up to 64 letters, digits, dots, dashes and underscores",
@@ -102,6 +103,8 @@ class Memory(Level):
         Level.__post_init__(self)
         if type(self.agent) is not bool:
             raise UsageError("agent is True or False", facts={"got": repr(self.agent)[:80]})
+        if self.path is not None:
+            check_path(self.path, f"the path of level {self.name}")
         _check_copies(self, self.copies)
         if self.keep is None:
             raise UsageError(
@@ -130,6 +133,8 @@ class Directory(Level):
 
     def __post_init__(self) -> None:
         Level.__post_init__(self)
+        if self.path is not None:
+            check_path(self.path, f"the path of level {self.name}")
         _check_copies(self, self.copies)
         if self.copies and not self.per_host:
             raise UsageError(
@@ -183,12 +188,13 @@ class ObjectStore(Level):
 
     def __post_init__(self) -> None:
         Level.__post_init__(self)
-        scheme, separator, rest = self.url.partition("://")
-        if not (scheme and separator and rest):
+        if not isinstance(self.url, str) or "://" not in self.url:
             raise UsageError(
                 "an object store is named by a URL",
-                facts={"expected": "such as s3://bucket/prefix", "got": repr(scheme)},
-            )
+                facts={"level": self.name, "expected": "such as s3://bucket/prefix",
+                       "got": repr(self.url)[:80]},
+            )  # fmt: skip
+        check_url(self.url)
 
     @property
     def survives(self) -> Loss:
@@ -216,7 +222,11 @@ def check_levels(levels: Sequence[Level]) -> tuple[Level, ...]:
     names = [level.name for level in levels]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError("two levels have one name", facts={"name": name})
+            raise UsageError(
+                "two levels have one name",
+                facts={"name": name},
+                hint='give one of them another: name="..."',
+            )
     memories = [level for level in levels if isinstance(level, Memory)]
     if len(memories) > 1 or (memories and levels[0] is not memories[0]):
         raise UsageError("there can be one Memory level, and it is the first")

@@ -205,6 +205,19 @@ class Watch:
         return f"{stem}.rank-{self._rank:05d}{suffix}"
 
 
+def check_trace(path: str | os.PathLike[str] | None, run: str) -> None:
+    """Refuse a trace in a directory that is not there, unless the run's directory will make it."""
+    if path is None:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder) and os.path.commonpath([folder, run]) != folder:
+        raise UsageError(
+            "the directory of the trace does not exist",
+            facts={"trace": os.fspath(path), "directory": folder},
+            hint="make it, or name a file elsewhere",
+        )
+
+
 class RestoreWatch:
     """One restore: how much was read, and what came of it."""
 

@@ -51,9 +51,16 @@ def check_url(url: str) -> str:
     if _has_more(parts):
         facts = {"url": _shown(parts), "expected": "no user, password, query or fragment in it"}
         raise UsageError("not the URL of an object store", facts=facts, hint=_HINT)
+    if parts.scheme == "file" and (parts.netloc or not parts.path.strip("/")):
+        meant = f"file:///{parts.netloc}{parts.path}" if parts.netloc else "file:///tmp/store"
+        raise UsageError(
+            "a store in files is named by three slashes and an absolute path",
+            facts={"url": _shown(parts), "expected": f"such as {meant}"},
+        )
     needs_bucket = parts.scheme in _ALLOW_HTTP
     if parts.scheme not in SCHEMES or (needs_bucket and not parts.netloc):
-        facts = {"url": _shown(parts), "expected": "s3://, gs://, az://, file:// or memory://"}
+        schemes = "s3://bucket/prefix, gs://..., az://..., file:///path or memory://"
+        facts = {"expected": schemes, "got": _shown(parts)}
         raise UsageError("not the URL of an object store", facts=facts)
     return url if parts.scheme == "memory" else url.rstrip("/")
 

@@ -50,7 +50,7 @@ def make_directories(fs: Fs, path: str) -> None:
     while path and not fs.is_dir(path):
         # Another rank may make it between the two questions.
         if fs.stat_bytes(path) is not None and not fs.is_dir(path):
-            raise storage_error("create the run directory", errno.ENOTDIR, path)
+            raise storage_error("create the directory: a file is in its place", errno.ENOTDIR, path)
         missing.append(path)
         path = path.rpartition("/")[0]
     # All that is above it was synced before it was made, and so was what lies in it.

@@ -207,7 +207,12 @@ class Store:
                     del self._protected[step]
 
     def _entries(self) -> list[tuple[str, bool]]:
-        return self._fs.listdir(self._root) if self._fs.is_dir(self._root) else []
+        try:
+            return self._fs.listdir(self._root)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:  # a file in its place is no run without steps
+                raise
+            return []
 
     # -- opening for writing ---------------------------------------------------------------
 

@@ -111,6 +111,9 @@ class Hosts:
         self._has_met = not places or peers is None
         self._learned = False
         self._tries = 0
+        if peers is None:
+            for place in places:
+                _say_missing(place, 1)
 
     def meet(self) -> None:
         """Meet the other ranks, if that has not been; raises on all of them if it fails on one."""
@@ -205,12 +208,17 @@ class Hosts:
             hosts.append(Host(name, ranks, files))
         place.met(hosts, mine, rank, self._exchange.near(place))
         _take(place, level["found"])
-        if place.wanted_copies >= len(hosts) and rank == 0:
-            logger.warning(
-                "level %s: %d copies on other hosts were asked for, and there are %d hosts: "
-                "it has %d",
-                place.name, place.wanted_copies, len(hosts), len(hosts) - 1,
-            )  # fmt: skip
+        if rank == 0:
+            _say_missing(place, len(hosts))
+
+
+def _say_missing(place: HostPlace, hosts: int) -> None:
+    """A warning, where there are fewer hosts than copies need."""
+    if place.wanted_copies >= hosts:
+        logger.warning(
+            "level %s: %d copies on other hosts were asked for, and hosts there are %d: it has %d",
+            place.name, place.wanted_copies, hosts, hosts - 1,
+        )  # fmt: skip
 
 
 def _level(place: HostPlace, notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
