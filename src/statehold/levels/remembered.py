@@ -12,18 +12,17 @@ Not here: what is at a level (cli).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import socket
-import stat
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, UsageError
+from statehold.levels.notes import read_note, write_note
 from statehold.levels.opening import directory_of
 from statehold.levels.specs import NAME, Directory, Level, Memory, ObjectStore
 from statehold.storage.object_address import check_url
@@ -34,7 +33,6 @@ FILE_NAME = "levels.json"
 FORMAT = "statehold-levels"
 VERSION = 1
 LEVELS_MAX = 64
-_BYTES_MAX = 64 * 1024
 _DEPTH_MAX = 4
 _HERE = "."
 _WHERE = re.compile(r"[^\x00-\x1f\x7f]{1,4096}")
@@ -66,14 +64,7 @@ def remember(levels: Sequence[Level], run: str, apart: Collection[str] = ()) -> 
         return
     document = {"format": FORMAT, "version": VERSION, "levels": [asdict(each) for each in noted]}
     text = json.dumps(document, indent=1, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
-    os.makedirs(run, exist_ok=True)
-    temporary = os.path.join(run, f".{FILE_NAME}.partial")  # one job saves into a run
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with open(fd, "wb") as file:
-        file.write(text)
-    os.replace(temporary, path)
+    write_note(run, FILE_NAME, text)
 
 
 def _noted(level: Level, run: str, is_apart: bool) -> Remembered:
@@ -94,7 +85,7 @@ def recall(run: str) -> tuple[Remembered, ...]:
     Raises CorruptionError for a file that cannot be used.
     """
     path = os.path.join(run, FILE_NAME)
-    text = _read(path)
+    text = read_note(path, _SUMMARY, _HINT)
     if text is None:
         return (itself(run),)
     check = Checker(CorruptionError, _SUMMARY, path, _HINT)
@@ -116,23 +107,6 @@ def recall(run: str) -> tuple[Remembered, ...]:
 def itself(run: str) -> Remembered:
     """The run directory, as the only level."""
     return Remembered("directory", "directory", os.path.abspath(run))
-
-
-def _read(path: str) -> bytes | None:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        facts = {"file": path, "why": os.strerror(error.errno or 0)}
-        raise CorruptionError(_SUMMARY, facts=facts, hint=_HINT) from error
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CorruptionError(_SUMMARY, facts={"file": path, "why": "it is no regular file"})
-        with open(fd, "rb", closefd=False) as file:
-            return file.read(_BYTES_MAX)
-    finally:
-        os.close(fd)
 
 
 def _level(check: Checker, value: Any, where: str, run: str) -> Remembered:
