@@ -286,9 +286,10 @@ class Checkpointer:
         levels = led(opened.peers, lambda: described(self._levels))
         together(opened.peers, lambda: self._ready_to_restore(levels))
         self._gate.wait()
+        nearest = opened.nearest()
         with opened.watch.restore() as watch:
             restorer = Restorer(
-                opened.nearest(),
+                nearest,
                 opened.engine,
                 opened.devices,
                 opened.peers,
@@ -299,8 +300,10 @@ class Checkpointer:
             self.restored, failed = restorer.newest() if step is None else restorer.only(step)
             watch.end(self.restored, failed)
         if self.restored is None:
+            together(opened.peers, opened.check_there)
             return None
         opened.rhythm.turns.goes_on_from(self.restored.step)
+        opened.restored(self.restored.step, nearest.served(self.restored.step))
         if failed:
             set_aside(opened, failed, self.restored.step)
         return self.restored.step

@@ -16,7 +16,6 @@ Not here: what is written there (pipeline), how long ranks wait for each other (
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -205,7 +204,10 @@ class Landing:
 
     def _is_nearer(self, step: int, index: int) -> bool:
         """Whether a level before has an earlier save of this step, or cannot say so."""
-        return any(_may_have(each, step) for each in self._places[:index])
+        try:
+            return any(step in each.steps() for each in self._places[:index])
+        except StorageError:
+            return True
 
     def _note(self, work: Work, causes: Sequence[StateholdError]) -> None:
         """Say when the first level begins to fail, and when it works again."""
@@ -220,13 +222,6 @@ class Landing:
         self._was_said = bool(causes)
         if not causes:
             self.first_error = None
-
-
-def _may_have(place: DirectoryPlace, step: int) -> bool:
-    try:
-        return step in place.steps()
-    except StorageError as error:
-        return error.errno != errno.ENOTDIR  # a file has no steps
 
 
 def _is_refusal(error: StateholdError) -> bool:

@@ -17,6 +17,7 @@ from statehold import _core
 from statehold.across import Across
 from statehold.agent.starting import Agent, agent_for
 from statehold.errors import (
+    CorruptionError,
     StateholdError,
     StorageError,
 )
@@ -25,7 +26,9 @@ from statehold.landing import Landing
 from statehold.levels.hosts.meeting import Exchange, Hosts, HttpExchange
 from statehold.levels.hosts.place import CopiesPlace, HostPlace
 from statehold.levels.nearest import Nearest, Readable
+from statehold.levels.object_place import ObjectPlace
 from statehold.levels.opening import open_places, storage_of
+from statehold.levels.owners import Identity
 from statehold.levels.places import DirectoryPlace
 from statehold.levels.promoting import LevelStatus, Promoter, Promotions
 from statehold.levels.remembered import remember
@@ -82,6 +85,7 @@ class Opened:
             say_once(note)
         self.fs = borrowed_fs or _core.open_fs(options.backend_choice, options.depth)
         say_once(self.fs.note and f"saving with threads instead of io_uring: {self.fs.note}")
+        self._identity = Identity(run)
         rank, ranks = (self.peers.rank, self.peers.world_size) if self.peers else (0, 1)
         self.places = open_places(
             levels,
@@ -91,6 +95,7 @@ class Opened:
             reuse=options.reuse_files,
             rank=rank,
             world_size=ranks,
+            identity=self._identity,
         )
         self.near = [place for place in self.places if isinstance(place, DirectoryPlace)]
         on_hosts = [place for place in self.places if isinstance(place, HostPlace)]
@@ -189,8 +194,21 @@ class Opened:
             self._noted = apart
             try:
                 remember(self._levels, self._run, apart)
+                if any(isinstance(place, ObjectPlace) for place in self.places):
+                    self._identity.establish()
             except (OSError, StateholdError) as error:
                 logger.debug("the levels of the run are not noted in it: %s", error)
+
+    def restored(self, step: int, served: Collection[str]) -> None:
+        """`step` was restored from the levels named in `served`: see whose steps those are."""
+        if self.rank or not self._owns_fs:
+            return
+        far = [each for each in self.places if isinstance(each, ObjectPlace)]
+        with contextlib.suppress(StorageError, CorruptionError):  # the next copy asks again
+            for place in far:
+                if place.name in served:
+                    has_steps = any(near.steps() for near in self.near)
+                    place.owned.restored(step, has_steps=has_steps)
 
     @property
     def _token(self) -> str | None:
@@ -210,6 +228,11 @@ class Opened:
             for view in (place.views() if isinstance(place, HostPlace) else [place])
         ]
         return Nearest(views, os.path.realpath(self._run))
+
+    def check_there(self) -> None:
+        """Where no step was found: what cannot be a run is no run without steps."""
+        for place in self.near:
+            place.store.check_there()
 
     def ready_file(self, plan: SavePlan) -> File | None:
         """The file of a save, where it is memory that is mapped already: then the state is copied

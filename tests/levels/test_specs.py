@@ -55,7 +55,7 @@ def test_what_is_no_cadence(value: Any) -> None:
         (lambda: Directory(name=""), "a level is named by"),
         (lambda: Directory(name="a/b"), "a level is named by"),
         (lambda: ObjectStore("bucket/prefix"), "named by a URL"),
-        (lambda: ObjectStore("s3://"), "named by a URL"),
+        (lambda: ObjectStore("s3://"), "not the URL of an object store"),
         (lambda: check_levels([]), "must not be empty"),
         (lambda: check_levels(["/scratch"]), "a level is a Memory"),
         (lambda: check_levels([Level()]), "a level is a Memory"),

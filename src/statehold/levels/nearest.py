@@ -97,6 +97,10 @@ class Nearest:
             return path
         raise self._missing(step, name)
 
+    def served(self, step: int) -> set[str]:
+        """The names of the places from which files of a step were read."""
+        return {place.name for (of, _), place in self._served.items() if of == step}
+
     @contextlib.contextmanager
     def protect(self, step: int) -> Iterator[None]:
         """Keep a step, wherever it is, while it is read."""

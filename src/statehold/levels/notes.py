@@ -27,6 +27,8 @@ def write_note(run: str, name: str, content: bytes) -> None:
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     with open(fd, "wb") as file:
         file.write(content)
+        file.flush()
+        os.fsync(fd)
     os.replace(temporary, os.path.join(run, name))
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from statehold.errors import CorruptionError, MissingFileError
 from statehold.levels.copying import Copy, DataFile, blocks
 from statehold.levels.near_files import NearFiles
+from statehold.levels.owners import Identity, OwnedPrefix
 from statehold.levels.places import Shared
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class ObjectPlace(Shared):
     """The steps of a run in an object store.
 
     keep: committed steps to keep; None keeps all. leads: this rank clears and retires. near:
-    directories in which files that are read may lie for a while.
+    directories in which files that are read may lie for a while. identity: of the run.
     """
 
     def __init__(
@@ -39,16 +40,23 @@ class ObjectPlace(Shared):
         keep: int | None,
         leads: bool,
         near: Sequence[str],
+        identity: Identity,
     ) -> None:
         self.name = name
         self._objects = objects
         self._keep = keep
         self.leads = leads
         self._near = NearFiles(near)
+        self.owned = OwnedPrefix(name, objects, identity, leads=leads)
         self._taken: tuple[int, str] | None = None  # what is being copied: step and attempt
 
+    @property
+    def takes_steps(self) -> bool:
+        return not self.owned.is_refused
+
     def steps(self) -> list[int]:
-        return self._objects.steps()
+        found = self._objects.steps()
+        return [] if found and self.owned.is_anothers else found
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         return self._objects.read(step, name, max_bytes)
@@ -78,6 +86,7 @@ class ObjectPlace(Shared):
 
     def take(self, copy: Copy) -> None:
         step, attempt = copy.step, attempt_at(copy.part.manifest)
+        self.owned.claim()
         if self.leads:
             # Of this step other ranks may be copying a later save already.
             self._objects.clear(but_for=step)

@@ -15,6 +15,7 @@ from statehold.errors import UsageError
 from statehold.levels.hosts.place import COPIES_SUFFIX, CopiesAt, HostPlace
 from statehold.levels.memory import SHARED_MEMORY, memory_root
 from statehold.levels.object_place import ObjectPlace
+from statehold.levels.owners import Identity
 from statehold.levels.places import CopyEngine, DirectoryPlace, Place
 from statehold.levels.specs import Directory, Level, Memory, ObjectStore
 from statehold.seeing.once import say_once
@@ -40,18 +41,19 @@ def open_places(
     rank: int,
     world_size: int,
     yields: bool = False,
+    identity: Identity | None = None,
 ) -> list[Place]:
     """The levels of the run directory `run`, from the nearest on; nothing is made yet.
 
     yields: an agent opens them. A trainer that wants them waits for it instead of giving up; and it
-    copies to one after the other, so that one engine is enough for all.
+    copies to one after the other, so that one engine is enough for all. identity: of the run.
     """
     only = CopyEngine(fs, buffer_bytes) if yields else None
     places: list[Place] = []
     roots: list[str] = []
     for level in levels:
         if isinstance(level, ObjectStore):
-            places.append(_in_objects(level, run, leads=rank == 0))
+            places.append(_in_objects(level, run, identity, leads=rank == 0))
             continue
         called = directory_of(level, run)
         # It may be reached through links; below it, nothing is one.
@@ -105,10 +107,19 @@ def storage_of(levels: Sequence[Level], run: str) -> str:
     return next((directory_of(level, run) for level in levels if isinstance(level, Directory)), run)
 
 
-def _in_objects(level: ObjectStore, run: str, *, leads: bool) -> ObjectPlace:
+def _in_objects(
+    level: ObjectStore, run: str, identity: Identity | None, *, leads: bool
+) -> ObjectPlace:
     objects = ObjectSteps(level.url, options=level.options)
     near = (SHARED_MEMORY, run)
-    return ObjectPlace(level.name, objects, keep=level.keep, leads=leads, near=near)
+    return ObjectPlace(
+        level.name,
+        objects,
+        keep=level.keep,
+        leads=leads,
+        near=near,
+        identity=identity or Identity(run),
+    )
 
 
 def _is_memory(path: str) -> bool:

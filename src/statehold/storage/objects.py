@@ -2,6 +2,7 @@
 
     PREFIX/step-000000000100.5f3a09c1-7/...     a step directory, manifest.json included
     PREFIX/step-000000000100.commit             committed: this object is all that makes it so
+    PREFIX/run.json                             whose steps these are (levels/owners)
 
 A step is uploaded file by file into the directory of its attempt; every object there is whole or
 not there. `publish` puts the manifest, then the commit object: one request, which replaces the
@@ -86,6 +87,21 @@ class ObjectSteps:
 
     def __repr__(self) -> str:
         return f"ObjectSteps({self._client.url!r})"
+
+    @property
+    def url(self) -> str:
+        """Below which the steps are."""
+        return self._client.url
+
+    def note(self, name: str) -> bytes | None:
+        """A small object beside the steps; None if there is none."""
+        with contextlib.suppress(MissingFileError):
+            return self._client.get(name, COMMIT_BYTES_MAX)
+        return None
+
+    def put_note(self, name: str, content: bytes) -> None:
+        """Make or replace a small object beside the steps."""
+        self._client.put(name, content)
 
     def close(self) -> None:
         """End the threads of downloads; using this again is fine."""

@@ -207,12 +207,13 @@ class Store:
                     del self._protected[step]
 
     def _entries(self) -> list[tuple[str, bool]]:
-        try:
-            return self._fs.listdir(self._root)
-        except StorageError as error:
-            if error.errno != errno.ENOENT:  # a file in its place is no run without steps
-                raise
-            return []
+        return self._fs.listdir(self._root) if self._fs.is_dir(self._root) else []
+
+    def check_there(self) -> None:
+        """Raise where the run directory could not be one: a file is in its place."""
+        if not self._fs.is_dir(self._root):
+            with unless(errno.ENOENT):
+                self._fs.listdir(self._root)
 
     # -- opening for writing ---------------------------------------------------------------
 
