@@ -125,7 +125,8 @@ class Checkpointer:
         work.save._returned()
         opened.rhythm.saved(work.save.stats.blocked_s, self._gate.waited_s)
         if work.is_last and self._leaving is not None:
-            self._leaving.end(partial(work.save.wait, "committed"), opened.wait_idle)
+            told = partial(opened.told_of, step, work.place)
+            self._leaving.end(partial(work.save.wait, "committed"), opened.wait_idle, told)
         return work.save
 
     def _is_due(self, opened: Opened, number: int, step: int, force: bool) -> bool:

@@ -255,6 +255,12 @@ class Opened:
         status = LevelStatus(first.name, newest, error=error, interval=interval)
         return [status, *self.promotions.status()]
 
+    def told_of(self, step: int, place: DirectoryPlace) -> str:
+        """Which levels have a step that was saved at `place`, for the log; asks no storage."""
+        others = [each.name for each in self.promotions.status() if each.newest == step]
+        names = dict.fromkeys([place.name, *others])
+        return f"step {step} is committed at level{'s' * (len(names) > 1)} {', '.join(names)}"
+
     def check_order(self, step: int) -> None:
         """Refuse a save that would not become the newest step of all levels."""
         known = (self.pipeline.newest_step(), self.promotions.newest())

@@ -26,7 +26,7 @@ class Rank:
 
     def __init__(self, peers: Peers) -> None:
         self.last = LastStep()
-        self.deadline = Deadline(DEADLINE_S, lambda: self.hearing.wake())
+        self.deadline = Deadline(DEADLINE_S, lambda why: self.hearing.wake())
         self.hearing = Hearing(peers, self.deadline, self.last)
 
     def asks(self, step: int) -> bool:

@@ -138,3 +138,25 @@ def test_what_was_uploaded_whole_is_verified_and_not_uploaded_again(
         assert got == 1
     assert equal(live, 1)
     assert len([*(tmp_path / "bucket").glob("llama/step-*")]) == 2  # a directory and its commit
+
+
+def test_a_store_that_cannot_be_reached_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: ObjectSteps, *_: object) -> None:
+        raise StorageError("away", errno=errno.EIO, path="bucket")
+
+    monkeypatch.setattr(ObjectSteps, "steps", fail)
+    with statehold.Checkpointer(tmp_path / "run", levels=levels(tmp_path), **SMALL) as ckpt:
+        with pytest.raises(StorageError, match="leave it out of the levels"):
+            ckpt.restore(content(0))
+        assert [each.msg.split("\n")[0] for each in caplog.records] == [
+            "level %s cannot be read: passed over"
+        ]
+        caplog.clear()
+        ckpt.save(1, content(1)).wait("committed", DEADLINE_S)
+        ckpt.flush(DEADLINE_S)
+        error = ckpt.levels()[1].error
+    assert isinstance(error, StorageError)
+    assert caplog.text.count("away") == 1  # flush() and close() tried again, for the same reason
+    assert "step 1 did not reach level objects" in caplog.text

@@ -7,7 +7,8 @@
 Holds: the process has ended in time after the signal, whatever its threads are doing, even when the
 main thread does not come to run Python. Never half a step: what is not committed by then, the next
 job clears. A fork of the process does not take part.
-Nothing here logs: a log that blocks must not keep the process.
+Nothing here logs: a log that blocks must not keep the process. `on_asked` is called once the end
+is set, and must not block either.
 Not here: which save is the last (last_step), what the other ranks hear (hearing).
 """
 
@@ -41,7 +42,7 @@ _active: Deadline | None = None
 class Deadline:
     """Watches for signals that ask this process to leave within `within_s` seconds."""
 
-    def __init__(self, within_s: float, on_asked: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, within_s: float, on_asked: Callable[[str], None] = lambda why: None) -> None:
         self._within_s = _checked(within_s)
         self._on_asked = on_asked
         self._pid = os.getpid()
@@ -83,20 +84,20 @@ class Deadline:
         """Whether this process was asked to leave."""
         return self._end_s is not None
 
-    def ask(self, within_s: float | None = None) -> None:
+    def ask(self, within_s: float | None = None, why: str = "leave()") -> None:
         """What a signal does; in `within_s` seconds, or as long as a signal gives."""
         within_s = self._within_s if within_s is None else _checked(within_s)
-        self.end_in(within_s - min(MARGIN * within_s, MARGIN_S_MAX))
+        self.end_in(within_s - min(MARGIN * within_s, MARGIN_S_MAX), why)
 
-    def end_in(self, seconds: float) -> None:
-        """End this process so soon, or sooner if that was said before."""
+    def end_in(self, seconds: float, why: str = "another rank") -> None:
+        """End this process so soon, or sooner if that was said before. why: who asks."""
         if os.getpid() != self._pid:
             return
         with self._guard:
             end_s = time.monotonic() + max(0.0, seconds)
             self._end_s = end_s if self._end_s is None else min(self._end_s, end_s)
         self._wake()
-        self._on_asked()
+        self._on_asked(why)
 
     def remaining_s(self) -> float:
         """How long there is, once asked, before this process ends itself."""
@@ -170,8 +171,9 @@ class Deadline:
             waiting.poll(None if left_s is None else left_s * 1000)
             with contextlib.suppress(BlockingIOError):
                 told = os.read(self._wake_read, 64)
-                if not self.is_asked and any(number in watched for number in told):
-                    self.ask()
+                asking = [number for number in told if number in watched]
+                if asking and not self.is_asked:
+                    self.ask(why=signal.Signals(asking[0]).name)
 
 
 def _checked(within_s: float) -> float:

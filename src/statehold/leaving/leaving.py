@@ -16,7 +16,7 @@ from statehold.errors import StateholdError
 from statehold.leaving.deadline import Deadline
 from statehold.leaving.hearing import Hearing
 from statehold.leaving.last_step import LastStep
-from statehold.seeing.background_log import logger
+from statehold.seeing.background_log import BackgroundLog, logger
 
 if TYPE_CHECKING:
     from statehold.ranks.peers import Peers
@@ -30,7 +30,8 @@ class Leaving:
     """From the warning to the end, on one rank."""
 
     def __init__(self, within_s: float, peers: Peers | None) -> None:
-        self._has_ended = False
+        self._has_ended = self._was_told = False
+        self._log = BackgroundLog()  # no line may keep the process
         self._last = LastStep()
         self._deadline = Deadline(within_s, self._asked)
         self._hearing = Hearing(peers, self._deadline, self._last) if peers else None
@@ -65,22 +66,27 @@ class Leaving:
         """The run is restored or rewound: smaller steps may follow."""
         self._last.begin_anew()
 
-    def end(self, committed: Wait, copied: Wait) -> NoReturn:
-        """Wait until the last save is committed, then until all levels have it; leave."""
-        deadline = self._deadline
+    def end(self, committed: Wait, copied: Wait, told: Callable[[], str]) -> NoReturn:
+        """Wait until the last save is committed, then until all levels have it; leave. told: what
+        is committed where, for the log."""
+        deadline, is_safe = self._deadline, False
         try:
             committed(deadline.remaining_s())
             deadline.safe()
+            is_safe = True
             copied(deadline.remaining_s())
         except StateholdError as error:
-            logger.error("leaving, with less than was wanted\n%s", error)
+            self._log.error("leaving, with less than was wanted\n%s", error)
         try:
             if self._hearing is not None:
                 self._hearing.part(time.monotonic() + deadline.remaining_s())
         except StateholdError:  # the store went before us
             pass
         self._has_ended = True
-        raise deadline.left()
+        left = deadline.left()
+        if is_safe:
+            self._log.warning("%s; leaving with exit code %s", told(), left.code)
+        raise left
 
     def failed(self, error: BaseException | None) -> None:
         """Training ended with `error`. While a job leaves, that is most often the end of another
@@ -98,6 +104,13 @@ class Leaving:
         """Stop watching, if nobody has asked; give the signals back. In the main thread only."""
         self._deadline.remove()
 
-    def _asked(self) -> None:
+    def _asked(self, why: str) -> None:
+        """On whatever thread: nothing here waits."""
+        if not self._was_told:
+            self._was_told = True
+            self._log.warning(
+                "asked to leave by %s: the next save is the last; this process ends in %.3g s", why,
+                self._deadline.remaining_s(),
+            )  # fmt: skip
         if self._hearing is not None:
             self._hearing.wake()

@@ -57,6 +57,7 @@ class Nearest:
         self._served: dict[tuple[int, str], Readable] = {}
         self._found: dict[str, set[int]] | None = None
         self._unread: StorageError | None = None
+        self._unread_at = ""
         self._told: set[str] = set()  # levels of which it was said that they cannot be read
 
     def steps(self) -> list[int]:
@@ -65,6 +66,11 @@ class Nearest:
         self._found = None
         found = sorted(set().union(*self._steps_by_place().values()))
         if self._unread is not None and not found:
+            if self.has_copies and self._unread.hint is None:
+                self._unread.hint = (
+                    f"steps may be at level {self._unread_at}: wait until it can be read; to start "
+                    "without them, leave it out of the levels"
+                )
             raise self._unread
         return found
 
@@ -146,7 +152,7 @@ class Nearest:
             if place.name not in self._told:
                 logger.warning("level %s cannot be read: passed over\n%s", place.name, error)
                 self._told.add(place.name)
-            self._unread = error
+            self._unread, self._unread_at = error, place.name
             return set()
 
     def _having(self, step: int, name: str) -> list[Readable]:

@@ -112,6 +112,7 @@ class Promoter:
         self._thread = ThreadPoolExecutor(1, f"statehold-{place.name}", give_way_to_training)
         self._thread.submit(lambda: None)  # starts it: while a program ends, none can be
         self._under_way: Future[None] | None = None
+        self._told: tuple[int, type[Exception]] | None = None  # the newest failure that was logged
         self.copied = 0  # copies that got there
         self.took_s = 0.0  # the newest of them
 
@@ -217,9 +218,8 @@ class Promoter:
         if self._rank == 0:
             try:
                 newest = max(self.place.steps(), default=None)
-            except StorageError as error:
+            except StorageError as error:  # said by the restore, or the copy, that fails for it
                 self._set(error=error)
-                self._log.warning("level %s cannot be read\n%s", self.place.name, error)
         self._set(newest=newest)
         if newest is not None:
             self._watch.newest(newest)
@@ -239,10 +239,12 @@ class Promoter:
             self._failed(step, attempt, source, error)
         else:
             self._set(newest=step, copying=None, error=None)
+            self._told = None
             self.took_s = time.monotonic() - begin_s
             self.copied += 1
         with self._watch.stage("retain"):
-            self._retain(self.place)
+            if self._status.error is None:  # else it would fail for the same reason
+                self._retain(self.place)
             self._retain(source)  # it may have been the copy that held a step
 
     def _counts(self) -> tuple[int, int]:
@@ -333,7 +335,8 @@ class Promoter:
                 self.place.drop(attempt)
         self._cadence.given_up(self._status.newest)
         self._set(copying=None, error=named(error, f"while copying step {step}"))
-        if not isinstance(error, ClosedError):
+        told, self._told = self._told, (step, type(error))
+        if not isinstance(error, ClosedError) and told != self._told:  # flush() and close() retry
             self._log.warning(
                 "step %d did not reach level %s; it stays at level %s, the next is tried\n%s",
                 step, self.place.name, source.name, error,
