@@ -193,11 +193,11 @@ class Opened:
         if self._owns_fs and not self.rank and apart != self._noted:  # not on a simulated disk
             self._noted = apart
             try:
-                remember(self._levels, self._run, apart)
                 if any(isinstance(place, ObjectPlace) for place in self.places):
                     self._identity.establish()
+                remember(self._levels, self._run, apart)
             except (OSError, StateholdError) as error:
-                logger.debug("the levels of the run are not noted in it: %s", error)
+                logger.debug("who the run is, and its levels, are not noted in it: %s", error)
 
     def restored(self, step: int, served: Collection[str]) -> None:
         """`step` was restored from the levels named in `served`: see whose steps those are."""

@@ -66,11 +66,12 @@ class Nearest:
         self._found = None
         found = sorted(set().union(*self._steps_by_place().values()))
         if self._unread is not None and not found:
-            if self.has_copies and self._unread.hint is None:
-                self._unread.hint = (
-                    f"steps may be at level {self._unread_at}: wait until it can be read; to start "
-                    "without them, leave it out of the levels"
+            if self.has_copies:
+                hint = (
+                    f"steps may be at level {self._unread_at}: try again when it can be read, or "
+                    "leave it out of the levels to start without them"
                 )
+                self._unread.hint = f"{self._unread.hint}; {hint}" if self._unread.hint else hint
             raise self._unread
         return found
 
