@@ -226,6 +226,6 @@ def check_path(path: str | os.PathLike[str], what: str) -> str:
         raise UsageError(
             f"{what} is a URL, and not the path of a directory",
             facts={"expected": "a path such as runs/llama", "got": f"{scheme}://..."},
-            hint='Checkpointer("runs/llama", levels=[Directory(), ObjectStore("s3://bucket/llama")])',
+            hint='a store is a level: levels=[Directory(), ObjectStore("s3://b/llama")]',
         )
     return text
