@@ -230,9 +230,16 @@ class Opened:
         return Nearest(views, os.path.realpath(self._run))
 
     def check_there(self) -> None:
-        """Where no step was found: what cannot be a run is no run without steps."""
-        for place in self.near:
-            place.store.check_there()
+        """Where no step was found: what cannot be a run is no run without steps. One level that
+        could take saves is enough."""
+        for place in reversed(self.near):
+            try:
+                place.store.check_there()
+            except StorageError:
+                if place is self.near[0]:
+                    raise
+            else:
+                return
 
     def ready_file(self, plan: SavePlan) -> File | None:
         """The file of a save, where it is memory that is mapped already: then the state is copied
