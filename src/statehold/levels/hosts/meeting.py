@@ -215,9 +215,10 @@ class Hosts:
 def _say_missing(place: HostPlace, hosts: int) -> None:
     """A warning, where there are fewer hosts than copies need."""
     if place.wanted_copies >= hosts:
+        there = f"there are {hosts} hosts" if hosts > 1 else "this process is alone"
         logger.warning(
-            "level %s: %d copies on other hosts were asked for, and hosts there are %d: it has %d",
-            place.name, place.wanted_copies, hosts, hosts - 1,
+            "level %s: %d copies on other hosts were asked for, and %s: it has %d",
+            place.name, place.wanted_copies, there, hosts - 1,
         )  # fmt: skip
 
 
