@@ -27,7 +27,7 @@ PEER_TIMEOUT_S_MAX = 86_400
 NODES_MAX = 1_000_000
 
 _PATH = (str, os.PathLike)
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|(s3|gs|az|file):/")  # Path() takes one slash away
 
 # A buffer is one write: below 1 MiB the device is not kept busy, and a checksum block (1 MiB)
 # must never straddle two buffers.
@@ -222,7 +222,7 @@ def check_path(path: str | os.PathLike[str], what: str) -> str:
             hint='"." is the working directory',
         )
     if _URL.match(text):
-        scheme = text.partition("://")[0]
+        scheme = text.partition(":")[0]
         raise UsageError(
             f"{what} is a URL, and not the path of a directory",
             facts={"expected": "a path such as runs/llama", "got": f"{scheme}://..."},

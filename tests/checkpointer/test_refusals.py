@@ -23,6 +23,7 @@ from support.faults import DEADLINE_S, SMALL
         (lambda: Checkpointer(""), "the run is not the path of a directory"),
         (lambda: Checkpointer("s3://b/x"), "the run is a URL"),
         (lambda: Checkpointer("file:///tmp/x"), "ObjectStore("),
+        (lambda: Checkpointer(Path("s3://b/x")), "the run is a URL"),
         (lambda: Directory(path=""), "the path of level directory is not the path"),
         (lambda: Directory(path="gs://b/x"), "the path of level directory is a URL"),
         (lambda: Memory(path=""), "the path of level memory is not the path"),

@@ -11,7 +11,8 @@ import torch
 import statehold
 from statehold import Directory, Memory, ObjectStore
 from statehold.errors import CorruptionError, RunBusyError
-from statehold.levels.owners import FILE_NAME, Identity, Owner
+from statehold.levels.owners import FILE_NAME, Identity, OwnedPrefix, Owner
+from statehold.storage.objects import ObjectSteps
 from support.faults import DEADLINE_S, SMALL
 from support.levels import save, status
 
@@ -151,3 +152,17 @@ def test_a_run_without_an_object_store_needs_no_id(tmp_path: Path) -> None:
     with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
         save(ckpt, 1, content(1))
     assert not (tmp_path / "run" / FILE_NAME).exists()
+
+
+def test_an_agent_takes_nothing_from_a_newer_trainer(tmp_path: Path) -> None:
+    objects = ObjectSteps(f"file://{tmp_path}/bucket")
+    identity = Identity(str(tmp_path / "run"))
+    identity.establish()
+    ours = identity.own
+    assert ours is not None
+    newer = Owner(ours.id, ours.run, "another-host").encode()
+    objects.put_note(FILE_NAME, newer)
+    OwnedPrefix("far", objects, identity, leads=True, yields=True).claim()
+    assert objects.note(FILE_NAME) == newer
+    OwnedPrefix("far", objects, identity, leads=True, yields=False).claim()
+    assert objects.note(FILE_NAME) == ours.encode()

@@ -30,6 +30,7 @@ class ObjectPlace(Shared):
 
     keep: committed steps to keep; None keeps all. leads: this rank clears and retires. near:
     directories in which files that are read may lie for a while. identity: of the run.
+    yields: an agent opens it.
     """
 
     def __init__(
@@ -41,13 +42,14 @@ class ObjectPlace(Shared):
         leads: bool,
         near: Sequence[str],
         identity: Identity,
+        yields: bool = False,
     ) -> None:
         self.name = name
         self._objects = objects
         self._keep = keep
         self.leads = leads
         self._near = NearFiles(near)
-        self.owned = OwnedPrefix(name, objects, identity, leads=leads)
+        self.owned = OwnedPrefix(name, objects, identity, leads=leads, yields=yields)
         self._taken: tuple[int, str] | None = None  # what is being copied: step and attempt
 
     @property

@@ -53,7 +53,7 @@ def open_places(
     roots: list[str] = []
     for level in levels:
         if isinstance(level, ObjectStore):
-            places.append(_in_objects(level, run, identity, leads=rank == 0))
+            places.append(_in_objects(level, run, identity, leads=rank == 0, yields=yields))
             continue
         called = directory_of(level, run)
         # It may be reached through links; below it, nothing is one.
@@ -108,7 +108,7 @@ def storage_of(levels: Sequence[Level], run: str) -> str:
 
 
 def _in_objects(
-    level: ObjectStore, run: str, identity: Identity | None, *, leads: bool
+    level: ObjectStore, run: str, identity: Identity | None, *, leads: bool, yields: bool
 ) -> ObjectPlace:
     objects = ObjectSteps(level.url, options=level.options)
     near = (SHARED_MEMORY, run)
@@ -119,6 +119,7 @@ def _in_objects(
         leads=leads,
         near=near,
         identity=identity or Identity(run),
+        yields=yields,
     )
 
 

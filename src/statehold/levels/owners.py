@@ -85,6 +85,7 @@ class Identity:
 
     def __init__(self, run: str) -> None:
         self.run = os.path.realpath(run)
+        self._host = socket.gethostname()
         self._guard = threading.Lock()
         self._id = _id_at(self.run)
 
@@ -93,7 +94,7 @@ class Identity:
         """This run; None as long as it has no id."""
         with self._guard:
             run = self.run.encode("utf-8", "replace").decode()
-            return None if self._id is None else Owner(self._id, run, socket.gethostname())
+            return None if self._id is None else Owner(self._id, run, self._host)
 
     def adopt(self, owner: Owner) -> None:
         """Go on as this run."""
@@ -121,15 +122,16 @@ class Identity:
 
 class OwnedPrefix:
     """Who saves below the URL of an object store, as the run `identity` sees it. leads: this rank
-    asks, and writes, for all."""
+    asks, and writes, for all. yields: it is an agent's, which takes nothing from a newer trainer."""
 
     def __init__(
-        self, level: str, objects: ObjectSteps, identity: Identity, *, leads: bool
+        self, level: str, objects: ObjectSteps, identity: Identity, *, leads: bool, yields: bool
     ) -> None:
         self._level = level
         self._objects = objects
         self._identity = identity
         self._leads = leads
+        self._yields = yields
         self._owner: Owner | None = None
         self._is_claimed = self._was_told = False
         self.is_refused = False
@@ -154,6 +156,8 @@ class OwnedPrefix:
         if not self._leads or own is None:
             return
         owner = self._read()
+        if self._yields and owner is not None and owner.id == own.id:
+            return
         if not self._is_claimed and (owner is None or self._is_ours(owner, own)):
             if owner != own:
                 self._objects.put_note(FILE_NAME, own.encode())
