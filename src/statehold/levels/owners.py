@@ -122,7 +122,7 @@ class Identity:
 
 class OwnedPrefix:
     """Who saves below the URL of an object store, as the run `identity` sees it. leads: this rank
-    asks, and writes, for all. yields: it is an agent's, which takes nothing from a newer trainer."""
+    asks, and writes, for all. yields: an agent asks; it takes nothing from a newer trainer."""
 
     def __init__(
         self, level: str, objects: ObjectSteps, identity: Identity, *, leads: bool, yields: bool
