@@ -169,8 +169,10 @@ def test_a_trace_that_cannot_be_written_fails_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     where = tmp_path / "nowhere" / "trace.json"
+    where.parent.mkdir()
     with statehold.Checkpointer(tmp_path / "run", trace=where, **SMALL) as ckpt:
         ckpt.save(1, Training().state)
+        where.parent.rmdir()
         log = ckpt._opened().watch._log
     log.flush()
     assert "could not write the trace" in caplog.text
