@@ -89,8 +89,8 @@ def test_a_step_whose_last_sync_fails_is_not_claimed(victims: Victims, quick: Pa
 CALLS: list[tuple[str, str, list[int]]] = [
     ("pwrite", "EIO", []), ("pwrite", "ENOSPC", []), ("fallocate", "EDQUOT", []),
     ("fdatasync", "EIO", []), ("write", "EIO", []), ("mkdir", "EIO", []),
-    ("fsync", "EIO", [5]), ("rename", "EIO", [3, 4]), ("open", "EIO", [2, 9, 10]),
-    ("unlink", "EIO", []), ("rmdir", "EIO", []), ("ftruncate", "EIO", []),
+    ("fsync", "EIO", [5]), ("rename", "EIO", [1, 3, 4]), ("open", "EIO", [1, 2, 8, 9]),
+    ("unlink", "EIO", [1]), ("rmdir", "EIO", [1]), ("ftruncate", "EIO", []),
 ]  # fmt: skip
 
 
