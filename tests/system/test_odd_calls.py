@@ -103,8 +103,9 @@ def restored_or_errno(ckpt: statehold.Checkpointer) -> int:
     return 0
 
 
-# The last open is for direct reads: without them all goes through the page cache.
-@pytest.mark.parametrize(("function", "harmless"), [("open", 1), ("read", 0), ("pread", 0)])
+# The last opens are for direct reads, and to read memory where it lies: without them all goes
+# through the page cache.
+@pytest.mark.parametrize(("function", "harmless"), [("open", 2), ("read", 0), ("pread", 0)])
 def test_failing_reads_are_errors_and_set_nothing_aside(
     victims: Victims, quick: Path, function: str, harmless: int
 ) -> None:
