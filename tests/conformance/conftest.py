@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from statehold import _core
-from statehold.errors import StorageError
-from support.disks import BUFFER, Disk
+from support.disks import BUFFER, Disk, open_or_skip
 
 
 @pytest.fixture(params=["io_uring", "threads", "sim"])
@@ -19,10 +18,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
         fs.mkdir("run")
         root = "run"
     else:
-        try:
-            fs = _core.open_fs(request.param)
-        except StorageError as error:
-            pytest.skip(str(error))
+        fs = open_or_skip(request.param)
         root = str(tmp_path)
     yield Disk(fs, root)
     fs.close()

@@ -20,7 +20,7 @@ from statehold.errors import (
     TruncatedFileError,
 )
 from statehold.testing import SimFs
-from support.disks import Disk
+from support.disks import Disk, open_or_skip
 
 PAGE = 4096
 
@@ -164,10 +164,7 @@ def test_reuse_is_refused_while_open(disk: Disk) -> None:
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
 def test_reuse_is_refused_when_shared(backend: str, tmp_path: Path) -> None:
-    try:
-        fs = _core.open_fs(backend)
-    except StorageError as error:
-        pytest.skip(str(error))
+    fs = open_or_skip(backend)
     path = str(tmp_path / "f")
     fs.write_file(path, b"x" * PAGE)
     with open(path, "rb"):

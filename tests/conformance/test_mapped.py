@@ -39,19 +39,13 @@ from support.disks import (
     State,
     corrupt,
     finish,
+    open_or_skip,
     random_arrays,
     restore,
     save,
 )
 
 MEMORY = Path("/dev/shm")
-
-
-def open_or_skip(backend: str) -> _core.Fs:
-    try:
-        return _core.open_fs(backend)
-    except StorageError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(params=["io_uring", "threads"])
@@ -70,10 +64,9 @@ def memory(request: pytest.FixtureRequest) -> Iterator[Disk]:
 
 
 @pytest.fixture
-def engine(memory: Disk) -> Iterator[_core.Engine]:
-    engine = _core.Engine(memory.fs, 3 * BUFFER, BUFFER)
-    yield engine
-    engine.close()
+def disk(memory: Disk) -> Disk:
+    """What `engine` is for."""
+    return memory
 
 
 def strided() -> list[np.ndarray[Any, Any]]:
@@ -120,7 +113,8 @@ def test_round_trip(memory: Disk, engine: _core.Engine, name: str, attached: str
     back = state.cleared()
     restore(engine, memory, "f", back, sums)
     assert back.image == state.image
-    assert sums == save(engine, memory, "plain", state)
+    plain = save(engine, memory, "plain", state)
+    assert sums == plain
 
 
 def test_a_damaged_file_is_found_where_it_lies(memory: Disk, engine: _core.Engine) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 
 from statehold.errors import PeerLostError
 from statehold.leaving.deadline import Deadline
 from statehold.leaving.hearing import Hearing
-from statehold.leaving.last_step import LastStep
+from statehold.leaving.last_step import LastStep, Position
+from statehold.leaving.leaving import Leaving
 from statehold.ranks.peers import Peers
 from statehold.testing import MemoryBoard
 from support.boards import peers_of
@@ -21,11 +20,24 @@ from support.faults import DEADLINE_S, must
 SIZE = 3
 
 
+class Watched(LastStep):
+    """Says when it is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = threading.Event()
+
+    def freeze(self) -> Position:
+        seen = super().freeze()
+        self.frozen.set()
+        return seen
+
+
 class Rank:
     """One rank's part of it, without signals, and with a deadline that ends nothing."""
 
     def __init__(self, peers: Peers) -> None:
-        self.last = LastStep()
+        self.last = Watched()
         self.deadline = Deadline(DEADLINE_S, lambda why: self.hearing.wake())
         self.hearing = Hearing(peers, self.deadline, self.last)
 
@@ -51,11 +63,9 @@ def ranks_on(board: MemoryBoard) -> list[Rank]:
     return ranks
 
 
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not holds():
-        must(time.monotonic() < end)
-        time.sleep(0.01)  # not a synchronisation: it is asked again
+def wait_frozen(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        must(rank.last.frozen.wait(DEADLINE_S), "a rank has not heard of it")
 
 
 def check_alike(seen: tuple[int, ...]) -> None:
@@ -104,7 +114,7 @@ def test_one_is_asked_and_all_hear_of_it_and_of_its_time() -> None:
     for rank, step in zip(ranks, (5, 6, 6), strict=True):
         assert not rank.asks(step)
     ranks[1].deadline.ask(20)
-    until(lambda: all(rank.last._is_frozen for rank in ranks))
+    wait_frozen(ranks)
     assert [rank.asks(6) for rank in ranks] == [False] * SIZE
     assert [rank.asks(7) for rank in ranks] == [True] * SIZE
     assert all(rank.deadline.remaining_s() < 20 for rank in ranks)
@@ -120,7 +130,7 @@ def test_nobody_waits_for_a_rank_that_has_closed(closing: int) -> None:
     ranks[closing].hearing.stop()
     ranks[1].deadline.ask(DEADLINE_S)
     others = [rank for rank in ranks if rank is not ranks[closing]]
-    until(lambda: all(rank.last._is_frozen for rank in others))
+    wait_frozen(others)
     assert [rank.asks(6) for rank in others] == [True, True]
     for rank in others:
         rank.hearing.stop()
@@ -128,12 +138,20 @@ def test_nobody_waits_for_a_rank_that_has_closed(closing: int) -> None:
 
 def test_ranks_whose_store_is_gone_leave_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     board = MemoryBoard()
-    ranks = ranks_on(board)
+    ranks = [Leaving(DEADLINE_S, peers) for peers in peers_of(lambda: board, SIZE)]
+    hearings = [rank._hearing for rank in ranks if rank._hearing is not None]
 
     def gone(_key: str) -> bytes:
         raise PeerLostError("the store is gone", ranks=(0,))
 
     monkeypatch.setattr(board, "peek", gone)
-    until(lambda: all(rank.hearing.is_deaf for rank in ranks))
-    for rank in ranks:
-        rank.hearing.stop()
+    before = [rank.is_last(5) for rank in ranks]
+    for hearing in hearings:
+        hearing.start()
+    for hearing in hearings:
+        hearing._thread.join(DEADLINE_S)
+    ranks[1].ask(None)
+    after = [rank.is_last(6) for rank in ranks]
+    assert before == [False] * SIZE
+    assert [hearing.is_deaf for hearing in hearings] == [True] * SIZE
+    assert after == [False, True, False]

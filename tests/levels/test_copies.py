@@ -28,6 +28,7 @@ from support.levels import (
     files,
     only,
     opened_on,
+    remove,
     save,
     settle,
     status,
@@ -211,7 +212,7 @@ def test_a_lost_level_lets_no_older_step_be_saved_over_newer_ones(fs) -> None:
         for step in (1, 2, 3):
             save(ckpt, step, content(step))
             ckpt.flush(DEADLINE_S)
-    lose(fs, NEAR)
+    remove(fs, NEAR)
     with opened_on(fs) as ckpt:
         assert ckpt.steps() == [1, 2, 3]
         with pytest.raises(StepOrderError, match="step 2 is older than step 3"):
@@ -228,7 +229,7 @@ def test_what_was_saved_where_the_other_level_could_not_be_read_is_not_put_besid
 ) -> None:
     with opened_on(fs) as ckpt:
         save(ckpt, 9, content(9))
-    lose(fs, NEAR)
+    remove(fs, NEAR)
     steps, fired = DirectoryPlace.steps, []
 
     def fail_once(place: DirectoryPlace) -> list[int]:
@@ -248,15 +249,6 @@ def test_what_was_saved_where_the_other_level_could_not_be_read_is_not_put_besid
         assert got == 9
     assert fired
     assert caplog.text.count("level far has step 9, which is newer") == 1
-
-
-def lose(fs: SimFs, root: str) -> None:
-    for name, is_dir in fs.listdir(root):
-        if is_dir:
-            lose(fs, f"{root}/{name}")
-        else:
-            fs.unlink(f"{root}/{name}")
-    fs.rmdir(root)
 
 
 def test_a_step_of_several_ranks_is_copied_whole_by_one(fs) -> None:

@@ -17,8 +17,19 @@ from statehold.errors import (
     UsageError,
 )
 from statehold.testing import SimFs, checkpointer_on
-from support.faults import DEADLINE_S, SMALL, Holdup, must
-from support.levels import FAR, LATER, NEAR, files, settle, status, steps_at, two
+from support.faults import DEADLINE_S, SMALL, Holdup
+from support.levels import (
+    FAR,
+    LATER,
+    NEAR,
+    files,
+    remove,
+    settle,
+    status,
+    step_path,
+    steps_at,
+    two,
+)
 from support.rank_states import blank, check, state
 from support.ranks import Ranks
 
@@ -166,6 +177,14 @@ def test_what_is_no_refusal_fails_the_save_for_all() -> None:
 # -- the ranks wait for each other, and not for long -----------------------------------------------
 
 
+def be_patient_for(ranks: Ranks, timeout_s: float) -> None:
+    """How long each waits for the others, from now on."""
+    for ckpt in ranks.ckpts:
+        peers = ckpt._opened().peers
+        assert peers is not None
+        peers._timeout_s = timeout_s
+
+
 @pytest.mark.parametrize("failing", [0, SIZE - 1])
 def test_a_rank_that_could_not_begin_ends_the_meeting_at_once(failing: int) -> None:
     """Or the others would wait for its file until their deadline, and blame it for that."""
@@ -191,10 +210,7 @@ def test_a_rank_that_could_not_begin_ends_the_meeting_at_once(failing: int) -> N
 def test_a_rank_that_does_not_come_is_named_in_time(lost: int) -> None:
     with job(SimFs(seed=1)) as ranks:
         saved(ranks, 1)
-        for ckpt in ranks.ckpts:
-            peers = ckpt._opened().peers
-            must(peers)
-            peers._timeout_s = 1.0
+        be_patient_for(ranks, 1.0)
 
         def save(rank: int) -> None:
             if rank != lost:
@@ -302,9 +318,7 @@ def test_what_was_saved_behind_the_first_level_goes_on_from_there(lost: bool) ->
             assert steps_at(fs, NEAR) == [1, 3]
             return
     # A job that begins with the step at the farther levels alone goes on with it, too.
-    for name, _ in fs.listdir(f"/more/step-{2:012d}"):
-        fs.unlink(f"/more/step-{2:012d}/{name}")
-    fs.rmdir(f"/more/step-{2:012d}")
+    remove(fs, step_path("/more", 2))
     with Ranks(fs, 2, run="/run", levels=levels) as ranks:
         ranks.each(lambda rank: ranks.ckpts[rank].flush(DEADLINE_S))
         assert steps_at(fs, "/more") == [1, 2]
@@ -314,10 +328,7 @@ def test_what_was_saved_behind_the_first_level_goes_on_from_there(lost: bool) ->
 def test_a_rank_whose_level_hangs_is_named_in_time(hanging: int) -> None:
     with job(SimFs(seed=1)) as ranks:
         saved(ranks, 1)
-        for ckpt in ranks.ckpts:
-            peers = ckpt._opened().peers
-            must(peers)
-            peers._timeout_s = 1.0
+        be_patient_for(ranks, 1.0)
         holdup = Holdup(ranks.ckpts[hanging])
         saves = ranks.begin(2, lambda rank: state(rank, 2))
         for rank, save in enumerate(saves):
@@ -328,8 +339,7 @@ def test_a_rank_whose_level_hangs_is_named_in_time(hanging: int) -> None:
         holdup.release()
         with pytest.raises((PeerLostError, PeerFailedError)):
             saves[hanging].wait("committed", DEADLINE_S)
-        for ckpt in ranks.ckpts:
-            ckpt._opened().peers._timeout_s = DEADLINE_S  # type: ignore[union-attr]
+        be_patient_for(ranks, DEADLINE_S)
         ranks.outcomes(lambda rank: ranks.ckpts[rank].save(3, state(rank, 3)))  # tells the failure
         saved(ranks, 4)
         check_newest(ranks, 4)

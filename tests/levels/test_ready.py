@@ -144,8 +144,8 @@ def test_what_a_killed_process_left_is_cleared(memory: Path, tmp_path: Path) -> 
     assert done.returncode == -signal.SIGKILL
     assert os.listdir(memory / ready.READY_NAME) != []
     with statehold.Checkpointer(run, levels=levels(memory, 2), **SMALL) as ckpt:
-        assert not save(ckpt, 2)
-        assert save(ckpt, 3)
+        reused = [save(ckpt, step) for step in (2, 3)]
+    assert reused == [False, True]
     assert data_files(memory) == 2
     assert not (memory / ready.READY_NAME).exists()
 

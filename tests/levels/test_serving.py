@@ -243,14 +243,15 @@ def test_who_waits_for_a_place_gets_that_of_one_that_has_its_answer(root, few) -
         crowd = [busy.enter_context(connected(few)) for _ in range(4)]
         for each in crowd:
             each.sendall(request.encode())
-            assert each.recv(1) == b"H"
+            must(each.recv(1) == b"H")
         waits = busy.enter_context(connected(few))
         waits.sendall(request.replace("large", "manifest.json").encode())
         left = 64 << 20  # of one answer, without its head
         while left > 0:
             left -= len(crowd[2].recv(1 << 20))
-        assert waits.recv(1 << 10).startswith(b"HTTP/1.1 200 OK\r\n")
-        assert len(told(crowd[2])) < 100
+        answer, rest = waits.recv(1 << 10), told(crowd[2])
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert len(rest) < 100
 
 
 def test_closing_ends_everything(root, server, files) -> None:
@@ -293,12 +294,12 @@ def test_a_forked_child_does_not_answer_nor_keep_the_port(tmp_path) -> None:
         request = f"GET /nothing HTTP/1.1\r\nAuthorization: Bearer {secret}\r\n\r\n"
         with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
             connection.sendall(request.encode())  # once it is answered, the server knows of it
-            assert connection.recv(1 << 10).endswith(b"\r\n\r\n")
+            must(connection.recv(1 << 10).endswith(b"\r\n\r\n"))
             process.stdin.write("\n")
             process.stdin.flush()
-            assert process.stdout.readline() == "child\n"
+            must(process.stdout.readline() == "child\n")
             process.wait(DEADLINE_S)
-            assert told(connection) == b""
+            must(told(connection) == b"", "the child has the connection")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, int(port)))
 

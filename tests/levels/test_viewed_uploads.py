@@ -80,7 +80,7 @@ def test_what_is_uploaded_does_not_change_meanwhile(memory, tmp_path, monkeypatc
     held = HeldUpload(monkeypatch)
     with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
         ckpt.save(7, content(7)).wait("committed", DEADLINE_S)
-        assert held.waiting.wait(DEADLINE_S)
+        must(held.waiting.wait(DEADLINE_S))
         assert all(block.readonly for block in held.blocks)
         for step in (7, 8, 9, 10):
             ckpt.save(step, content(100 + step)).wait("committed", DEADLINE_S)

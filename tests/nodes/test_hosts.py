@@ -26,7 +26,7 @@ from statehold.storage.unfinished import Unfinished
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, Spy, must
 from support.hosts import LOCAL, HostRanks, disks, local
-from support.levels import HeldCopy, status, steps_at
+from support.levels import HeldCopy, remove, status, steps_at
 from support.rank_states import blank, check, state
 
 EACH = 1 if os.environ.get("STATEHOLD_NODES") else 7
@@ -155,15 +155,6 @@ def test_a_farther_level_of_the_hosts_takes_over_when_all_memory_is_lost() -> No
         assert ranks.each(lambda rank: ranks.ckpts[rank].steps()[-1]) == [4, 4]
     with HostRanks(hosts[1:2] * 2, levels) as ranks:
         assert restored(ranks, 2) == 4
-
-
-def remove(fs: SimFs, folder: str) -> None:
-    for name, is_dir in fs.listdir(folder):
-        if is_dir:
-            remove(fs, f"{folder}/{name}")
-        else:
-            fs.unlink(f"{folder}/{name}")
-    fs.rmdir(folder)
 
 
 def test_what_is_copied_stays_until_something_newer_is() -> None:

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
 from statehold import _core
+from statehold.errors import StorageError
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, must
 
@@ -27,6 +29,13 @@ class Disk:
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"
+
+
+def open_or_skip(backend: str) -> _core.Fs:
+    try:
+        return _core.open_fs(backend)
+    except StorageError as error:
+        pytest.skip(str(error))
 
 
 def piece_count(begin: int, size: int, block: int = BLOCK) -> int:

@@ -56,6 +56,17 @@ def files(fs: Fs, root: str, step: int) -> dict[str, bytes]:
     return {name: fs.read_file(f"{folder}/{name}", 1 << 30) for name, _ in fs.listdir(folder)}
 
 
+def remove(fs: Fs, folder: str) -> None:
+    """A directory with all that is in it."""
+    for name, is_dir in fs.listdir(folder):
+        path = f"{folder}/{name}"
+        if is_dir:
+            remove(fs, path)
+        else:
+            fs.unlink(path)
+    fs.rmdir(folder)
+
+
 def steps_at(fs: Fs, root: str) -> list[int]:
     """The committed steps of a level."""
     names = [name for name, _ in fs.listdir(root)] if fs.is_dir(root) else []
