@@ -157,6 +157,42 @@ def test_a_farther_level_of_the_hosts_takes_over_when_all_memory_is_lost() -> No
         assert restored(ranks, 2) == 4
 
 
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_step_that_is_whole_over_two_levels_only_is_restored(copies: int, caplog: Any) -> None:
+    """One host was restarted and has lost its memory, so to say, and another one its disk."""
+    hosts = disks(3)
+    second = Directory(path="/second", per_host=True, name="second", keep=2)
+    levels = [local(copies=0), second]
+    with HostRanks(hosts, levels) as ranks:
+        save(ranks, 1, 2)
+        flush(ranks)
+        save(ranks, 3)
+        flush(ranks)
+    remove(hosts[0], LOCAL)
+    remove(hosts[1], "/second")
+    with HostRanks(hosts, [local(copies=copies), second]) as ranks:
+        assert ranks.each(lambda rank: ranks.ckpts[rank].steps()) == [[2, 3]] * 3
+        assert restored(ranks, 3) == 3
+        save(ranks, 4)
+        flush(ranks)
+        assert restored(ranks, 3) == 4
+    assert "is not whole" not in caplog.text
+
+
+def test_a_step_of_which_two_levels_have_different_saves_is_none() -> None:
+    hosts = disks(2)
+    second = Directory(path="/second", per_host=True, name="second", keep=2)
+    with HostRanks(hosts, [local(copies=0), second]) as ranks:
+        save(ranks, 1)
+        flush(ranks)
+    with HostRanks(hosts, [local(copies=0)]) as ranks:
+        save(ranks, 1)  # again: another manifest, at the first level alone
+    remove(hosts[0], LOCAL)
+    remove(hosts[1], "/second")
+    with HostRanks(hosts, [local(copies=0), second]) as ranks:
+        assert ranks.each(lambda rank: ranks.ckpts[rank].steps()) == [[], []]
+
+
 def test_what_is_copied_stays_until_something_newer_is() -> None:
     """Saves go on while a copy is held up: what they retire must not be all that is copied."""
     hosts = disks(3)

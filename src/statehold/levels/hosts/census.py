@@ -13,14 +13,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from statehold.planning.layout import Ranks
 from statehold.steps.saved import MANIFEST_NAME
 
-__all__ = ["Holder", "Holding", "Placed", "holds_file", "lacking_hosts", "settled", "writer_of"]
+__all__ = [
+    "Holder",
+    "Holding",
+    "Placed",
+    "holds_file",
+    "lacking_hosts",
+    "settled",
+    "together",
+    "writer_of",
+]
 
 _WRITTEN = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})[.-].*", re.DOTALL)
 
@@ -143,6 +152,25 @@ def settled(
         else:
             missing[step] = _missing(best[1])
     return whole, missing
+
+
+def together(told: Mapping[str, Sequence[tuple[int, Holding]]]) -> dict[str, dict[int, Placed]]:
+    """Of each level, by name, what it has of the steps that are whole at none, and over all of them
+    whole: one host may have lost its memory, and another one its disk."""
+    at = [(name, host, holding) for name, each in told.items() for host, holding in each]
+    whole, _ = settled((index, holding) for index, (_, _, holding) in enumerate(at))
+    alone = {step for each in told.values() for step in settled(each)[0]}
+    found: dict[str, dict[int, Placed]] = {name: {} for name in told}
+    for step in whole.keys() - alone:
+        for name, mine in found.items():
+            holders = tuple(
+                replace(holder, host=at[holder.host][1])
+                for holder in whole[step].holders
+                if at[holder.host][0] == name
+            )
+            if holders:
+                mine[step] = Placed(whole[step].world_size, holders)
+    return found
 
 
 def _saves(found: Sequence[tuple[int, Holding]]) -> list[tuple[tuple[bool, bool, str], Placed]]:

@@ -18,12 +18,12 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from statehold.agreeing import Meeting
 from statehold.errors import PeerFailedError, StateholdError, UsageError
-from statehold.levels.hosts.census import Holding, Placed, settled
+from statehold.levels.hosts.census import Holding, Placed, settled, together
 from statehold.levels.hosts.place import Host, HostPlace
 from statehold.levels.hosts.remote import RemoteFiles
 from statehold.levels.hosts.serving import FileServer
@@ -109,6 +109,10 @@ class Hosts:
         self._exchange = exchange
         self._guard = threading.Lock()
         self._has_met = not places or peers is None
+        if peers is None:
+            only = Host(socket.gethostname(), (0,), {})
+            for place in places:
+                place.met((only,), 0, 0, exchange.near(place))
         self._learned = False
         self._tries = 0
         if peers is None:
@@ -145,10 +149,8 @@ class Hosts:
 
         def decide(told: Sequence[bytes]) -> bytes:
             notes = [json.loads(each) for each in told]
-            return json.dumps(
-                {place.name: _found(place, [each.get(place.name) for each in notes])
-                 for place in apart}
-            ).encode()  # fmt: skip
+            told_of = {place.name: _told(place, notes) for place in apart}
+            return json.dumps(_settled(told_of, set(told_of))).encode()
 
         found = json.loads(meeting.of(self._peers, json.dumps(note).encode(), decide))
         for place in apart:
@@ -173,9 +175,10 @@ class Hosts:
             if peers.has_ended(_MEETING, self._tries):
                 self._tries += 1
             raise
-        levels = json.loads(outcome)
+        levels, found = json.loads(outcome)
         for place in self._places:
             self._learn(place, levels[place.name], peers.rank)
+            _take(place, found[place.name])
         if not any(place.is_apart and place.leads for place in self._places):
             self._exchange.stop()
 
@@ -193,21 +196,29 @@ class Hosts:
 
     def _decide(self, told: Sequence[bytes]) -> bytes:
         notes = [json.loads(each) for each in told]
-        return json.dumps({place.name: _level(place, notes) for place in self._places}).encode()
+        levels = {place.name: _leaders(place, notes) for place in self._places}
+        hosts = {place.name: _hosts(place, notes, levels[place.name]) for place in self._places}
+        found = _settled(
+            {
+                name: _holdings(notes[ranks[0]]["levels"][name]["holdings"] for ranks in there)
+                for name, there in levels.items()
+            },
+            {name for name, there in levels.items() if len(there) > 1},
+        )
+        return json.dumps([hosts, found]).encode()
 
-    def _learn(self, place: HostPlace, level: Mapping[str, Any], rank: int) -> None:
+    def _learn(self, place: HostPlace, told: Sequence[Sequence[Any]], rank: int) -> None:
         mine, hosts = 0, []
-        for index, (name, address, secret, ranges) in enumerate(level["hosts"]):
+        for index, (name, address, secret, ranges) in enumerate(told):
             ranks = tuple(each for first, last in ranges for each in range(first, last + 1))
             files: dict[str, FarSource] = {}
             if rank in ranks:
                 mine = index
-            elif len(level["hosts"]) > 1:
+            elif len(told) > 1:
                 names = (place.name, place.copies.name)
                 files = {each: self._exchange.reach(address, secret, each) for each in names}
             hosts.append(Host(name, ranks, files))
         place.met(hosts, mine, rank, self._exchange.near(place))
-        _take(place, level["found"])
         if rank == 0:
             _say_missing(place, len(hosts))
 
@@ -222,49 +233,75 @@ def _say_missing(place: HostPlace, hosts: int) -> None:
         )  # fmt: skip
 
 
-def _level(place: HostPlace, notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rank 0: the hosts of a level, and its steps."""
+def _leaders(place: HostPlace, notes: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Rank 0: the ranks of each host of a level; the first of them leads there."""
     ranks: dict[str, list[int]] = {}
     for rank, note in enumerate(notes):
         ranks.setdefault(note["levels"][place.name]["identity"], []).append(rank)
-    leaders = [notes[each[0]] for each in ranks.values()]
+    return list(ranks.values())
+
+
+def _hosts(
+    place: HostPlace, notes: Sequence[Mapping[str, Any]], there: Sequence[Sequence[int]]
+) -> list[list[Any]]:
+    """Rank 0: the hosts of a level, as all ranks are told of them."""
+    leaders = [notes[ranks[0]] for ranks in there]
     if len(leaders) > 1 and place.store.keep == 1:
-        names = sorted({leader["name"] for leader in leaders})
+        shown = sorted({leader["name"] for leader in leaders})[:8]
         raise UsageError(
             "a level that lies on several hosts keeps at least 2 steps",
-            facts={"level": place.name, "got": "keep=1", "hosts": ", ".join(names[:8])},
+            facts={"level": place.name, "got": "keep=1", "hosts": ", ".join(shown)},
         )
-    for there in ranks.values():
-        if len(leaders) > 1 and "error" in notes[there[0]]:
-            raise PeerFailedError(there[0], notes[there[0]]["error"])
-    hosts = [
-        [leader["name"], leader.get("address"), leader.get("secret"), Ranks.of(there).ranges]
-        for leader, there in zip(leaders, ranks.values(), strict=True)
+    for ranks in there:
+        if len(leaders) > 1 and "error" in notes[ranks[0]]:
+            raise PeerFailedError(ranks[0], notes[ranks[0]]["error"])
+    names = [leader["name"] for leader in leaders]
+    return [
+        [
+            # Containers may all be called alike, and what they have is told apart by their names.
+            name if names.count(name) == 1 else f"{name} of rank {ranks[0]}",
+            leader.get("address"),
+            leader.get("secret"),
+            Ranks.of(ranks).ranges,
+        ]
+        for name, leader, ranks in zip(names, leaders, there, strict=True)
     ]
-    found = _settled(leader["levels"][place.name]["holdings"] for leader in leaders)
-    return {"hosts": hosts, "found": found}
 
 
-def _found(place: HostPlace, by_rank: Sequence[list[list[Any]] | None]) -> dict[str, Any]:
-    """Rank 0: the steps of a level, from what the ranks that lead there have told."""
-    return _settled(by_rank[host.ranks[0]] or [] for host in place.hosts)
+Told = list[tuple[int, Holding]]  # a host, and a directory that it has
 
 
-def _settled(by_host: Any) -> dict[str, Any]:
-    told = [
+def _told(place: HostPlace, notes: Sequence[Mapping[str, Any]]) -> Told:
+    """Rank 0: what the ranks that lead at a level have told of it."""
+    return _holdings(notes[host.ranks[0]].get(place.name) or [] for host in place.hosts)
+
+
+def _holdings(by_host: Iterable[Sequence[Sequence[Any]]]) -> Told:
+    return [
         (host, Holding.of(document))
         for host, documents in enumerate(by_host)
         for document in documents
     ]
-    whole, missing = settled(told)
-    return {
-        "whole": [[step, placed.document()] for step, placed in whole.items()],
-        "missing": [[step, ranks.ranges] for step, ranks in missing.items()],
-    }
+
+
+def _settled(told: Mapping[str, Told], apart: Collection[str]) -> dict[str, Any]:
+    """Rank 0: for each level which steps are whole, and what it has of those that are whole only
+    over all levels of several hosts, `apart`."""
+    joint = together({name: told[name] for name in apart})
+    found = {}
+    for name, each in told.items():
+        whole, missing = settled(each)
+        found[name] = {
+            "whole": [[step, placed.document()] for step, placed in whole.items()],
+            "joint": [[step, placed.document()] for step, placed in joint.get(name, {}).items()],
+            "missing": [[step, ranks.ranges] for step, ranks in missing.items()],
+        }
+    return found
 
 
 def _take(place: HostPlace, found: Mapping[str, Any]) -> None:
     place.take_census(
         {step: Placed.of(document) for step, document in found["whole"]},
+        {step: Placed.of(document) for step, document in found["joint"]},
         {step: Ranks(tuple(map(tuple, ranges))) for step, ranges in found["missing"]},
     )

@@ -105,14 +105,19 @@ class HostPlace(DirectoryPlace):
             self.lead()
             self.copies.lead()
 
-    def take_census(self, found: Mapping[int, Placed], missing: Mapping[int, Ranks]) -> None:
-        """These steps are whole, over all hosts; of those files are missing. One that is committed
-        meanwhile may have come too late for the census."""
+    def take_census(
+        self,
+        found: Mapping[int, Placed],
+        joint: Mapping[int, Placed],
+        missing: Mapping[int, Ranks],
+    ) -> None:
+        """Over all hosts these steps are whole; these with other levels, enough to restore them; of
+        those files are missing. One that is committed meanwhile may be too late for the census."""
         with self._knowing:
             late = {step: self._placed[step] for step in self._committed - set(found)}
             if not self._seen and not late:
-                self._warn(missing)
-            self._seen, self._placed = dict(found), {**found, **late}
+                self._warn({step: missing[step] for step in missing.keys() - joint.keys()})
+            self._seen, self._placed = {**joint, **found}, {**found, **late}
 
     def _warn(self, missing: Mapping[int, Ranks]) -> None:
         for step, ranks in missing.items():
@@ -152,7 +157,8 @@ class HostPlace(DirectoryPlace):
         # Alone on one host, there is one directory of each step.
         holdings = self._holdings(identified=bool(self.copies.store.steps()))
         found, missing = settled((self.mine, holding) for holding in holdings)
-        self._warn(missing)
+        if self.hosts:  # else other hosts may have the rest
+            self._warn(missing)
         return found
 
     # -- reading ---------------------------------------------------------------------------
