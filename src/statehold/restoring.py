@@ -41,7 +41,8 @@ from statehold.errors import (
 from statehold.reads import ReadPlan
 from statehold.seeing.watching import RestoreWatch
 from statehold.selection import RestoreReport, Selection
-from statehold.state.restore import Restoration, mismatch, prepare
+from statehold.state.matching import Restoration
+from statehold.state.restore import mismatch, prepare
 
 if TYPE_CHECKING:
     from statehold._core import Engine

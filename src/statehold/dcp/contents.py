@@ -26,7 +26,7 @@ from statehold.encoding import values
 from statehold.errors import StateMismatchError, UsageError
 from statehold.planning.layout import Box
 from statehold.state import dtypes
-from statehold.state.restore import foreign
+from statehold.state.matching import foreign
 from statehold.steps.saved import PlacedChunk, SavedStep
 from statehold.steps.trees import Differs, tensors_of
 

@@ -1,0 +1,198 @@
+"""What every comparison of a live state with a step needs: what is said of it, and new values.
+
+Owns: `Restoration`, the result; the lists of its report; values that have no live counterpart.
+Holds: nothing live changes here; tensors that the live state has in the same place are filled.
+Not here: which live objects there are (restore), optimizers (restore_optimizers), memory
+(destinations).
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from statehold.encoding import values
+from statehold.errors import ManifestError
+from statehold.selection import RestoreReport, Selection
+from statehold.state import dtypes, modules, nodes, placements
+from statehold.state.capture import parts
+from statehold.state.destinations import Destination, Destinations
+from statehold.steps.saved import SavedStep
+
+HOST = torch.device("cpu")
+ABSENT = object()
+
+
+@dataclass(slots=True)
+class Restoration:
+    """Where the bytes go, and what is left to do once they have arrived.
+
+    `used`: the saved tensors that this rank takes. The other lists are of a RestoreReport.
+    """
+
+    step: int = 0
+    destinations: list[Destination] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    live: list[torch.Tensor] = field(default_factory=list)
+    containers: list[Callable[[], Any]] = field(default_factory=list)
+    objects: list[Callable[[], Any]] = field(default_factory=list)
+    generators: list[Callable[[], Any]] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+
+    @property
+    def report(self) -> RestoreReport:
+        names = self.loaded, self.missing, self.unexpected, self.kept
+        return RestoreReport(self.step, *map(tuple, names))
+
+    def finish(self) -> None:
+        """Apply everything that is not tensor bytes."""
+        with torch.no_grad():
+            for act in (*self.containers, *self.objects, *self.generators):
+                act()
+        # Memory was written behind autograd's back: tell whoever saved these for a backward.
+        torch.autograd.graph.increment_version(
+            [tensor for tensor in self.live if not tensor.is_inference()]
+        )
+
+
+class Matching:
+    """One comparison of a live state with a saved tree."""
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        saved: SavedStep,
+        selection: Selection,
+        rank: int | None,
+        alone: bool,
+    ) -> None:
+        found = [(path, part) for path, part in parts(state) if isinstance(part, nn.Module)]
+        self.problems: list[tuple[str, str]] = []
+        self._saved = saved
+        self._selection = selection
+        self._alone = alone
+        self._memory = Destinations(
+            saved, placements.replicas_in((part for _, part in found), rank), rank
+        )
+        self.restoration = Restoration(
+            saved.step, self._memory.found, self._memory.used, containers=self._memory.acts
+        )
+        self._names = modules.parameter_names(found)
+
+    def problem(self, path: str, expected: str, got: str) -> None:
+        self.problems.append((path, f"expected {expected}, got {got}"))
+
+    def missing(self, path: str, expected: str, got: str = "nothing in the step") -> None:
+        """The live state has what the step lacks."""
+        self.restoration.missing.append(path)
+        if self._selection.strict:
+            self.problem(path, expected, got)
+
+    def unexpected(self, path: str, got: str) -> None:
+        """The step has what this process has no place for."""
+        if self._selection.takes(path):
+            self.restoration.unexpected.append(path)
+            if self._selection.strict and self._alone:
+                self.problem(path, "nothing", got)
+
+    def _takes(self, path: str) -> bool:
+        """Whether a leaf is restored; what is not is kept."""
+        taken = self._selection.takes(path)
+        (self.restoration.loaded if taken else self.restoration.kept).append(path)
+        return taken
+
+    def _differs(self, node: Any, path: str) -> bool:
+        """Whether ranks saved different values, of which none is meant here: a problem."""
+        found = nodes.differing(node) if self._saved.world_size > 1 else None
+        if found is not None:
+            saved = f"{self._saved.world_size} ranks saved their own ({found})"
+            advice = f'restore on as many ranks, or leave it out with skip=["{path}"]'
+            self.problems.append((path, f"{saved}, none of which is this rank's: {advice}"))
+        return found is not None
+
+    # -- values without a live counterpart of their own --------------------------------------
+
+    def rebuild(self, live: Any, node: Any, device: torch.device = HOST) -> Any:
+        """The saved value; tensors that `live` has in the same place are filled and used."""
+        name = nodes.payload(node, "$tensor")
+        if name is not None:
+            if isinstance(live, torch.Tensor) and self._memory.usable(live, name):
+                return live
+            return self._memory.make(name, device)
+        if (array := nodes.payload(node, "$ndarray")) is not None:
+            return self._array(live, array)
+        if (members := nodes.members(node)) is not None:
+            content = live if isinstance(live, Mapping) else {}
+            built = {
+                key: self.rebuild(content.get(key, ABSENT), item, device)
+                for key, item in members.items()
+            }
+            return OrderedDict(built) if "$ordered" in node else built
+        is_tuple = nodes.payload(node, "$tuple") is not None
+        if is_tuple or type(node) is list:
+            items = live if isinstance(live, list | tuple) else ()
+            made = [
+                self.rebuild(items[i] if i < len(items) else ABSENT, item, device)
+                for i, item in enumerate(node["$tuple"] if is_tuple else node)
+            ]
+            return tuple(made) if is_tuple else made
+        return values.decode(node, lambda tag, payload: self._leaf(tag, payload, device))
+
+    def _array(self, live: Any, name: str) -> Any:
+        if type(live).__name__ == "ndarray" and live.flags.writeable and live.flags.c_contiguous:
+            tensor = torch.from_numpy(live)
+            if self._memory.usable(tensor, name):
+                return live
+        return self._memory.make(name, HOST).numpy()
+
+    def _leaf(self, tag: str, payload: Any, device: torch.device) -> Any:
+        if tag == "$tensor":
+            return self._memory.make(payload, device)
+        if tag == "$ndarray":
+            return self._memory.make(payload, HOST).numpy()
+        return foreign(tag, payload)
+
+
+def foreign(tag: str, payload: Any) -> Any:
+    """The value of a node of NumPy or torch that is not a tensor."""
+    if tag == "$npscalar":
+        return _numpy_scalar(payload["dtype"], base64.b64decode(payload["bytes"]))
+    if "size" in payload:
+        return torch.Size(payload["size"])
+    if "device" in payload:
+        return torch.device(payload["device"])
+    dtype = getattr(torch, payload["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ManifestError("no such torch dtype", facts={"got": payload["dtype"]})
+    return dtype
+
+
+def _numpy_scalar(name: str, raw: bytes) -> Any:
+    numpy = importlib.import_module("numpy")
+    expected = numpy.dtype(name).itemsize if dtypes.is_numpy_scalar(name) else None
+    if len(raw) != expected:
+        raise ManifestError(
+            "no such NumPy scalar",
+            facts={"dtype": name, "expected": f"{expected} bytes", "got": f"{len(raw)} bytes"},
+        )
+    return numpy.frombuffer(raw, dtype=numpy.dtype(name).newbyteorder("<")).astype(name)[0]
+
+
+def missing_of(these: Iterable[Any], others: Container[Any]) -> list[Any]:
+    """The keys of `these` that `others` lack, in order."""
+    return [key for key in these if key not in others]
+
+
+def replace_content(live: MutableMapping[Any, Any], content: Mapping[Any, Any]) -> None:
+    live.clear()
+    live.update(content)
