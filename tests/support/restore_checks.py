@@ -25,6 +25,7 @@ from statehold.steps.trees import merge
 from support.capture_checks import Mlp, live_tensors, piece, trained, two_dimensional
 from support.faults import must
 from support.jobs import Job, captured
+from support.wrapped import Flat, Hooked, Imitating, Nested, Subclassing, Translating
 
 
 class SharedStep:
@@ -114,6 +115,70 @@ def check_every_layout_into_every_other(job: Job) -> None:
             must(restoration.used == step.saved.tensors.keys())
             must(not restoration.unexpected)
             trained(other, fresh)  # what was allocated works with the parameters
+
+
+WRAPPED = {
+    "bare": lambda inner: inner,
+    "wrapper": Subclassing,
+    "class at run time": Imitating,
+    "hooks": Hooked.on,
+    "own methods": Translating.of,
+}
+
+
+def check_optimizers_with_state_dicts_of_their_own(job: Job) -> None:
+    """A fresh one gets DTensors where its parameters are, and goes on."""
+    for source, save in WRAPPED.items():
+        torch.manual_seed(1)
+        model = sharded()
+        optimizer = save(torch.optim.AdamW(model.parameters(), 0.5))
+        expected = wholes(model, trained(model, optimizer))
+        step = SharedStep(job, {"m": model, "o": optimizer})
+        for target, load in WRAPPED.items():
+            other = sharded()
+            fresh = load(torch.optim.AdamW(other.parameters()))
+            step.restore({"m": other, "o": fresh})
+            must(same(wholes(other, fresh), expected), (source, target))
+            for parameter in other.parameters():
+                moment = fresh.state[parameter]["exp_avg"]
+                must(isinstance(moment, DTensor), (source, target))
+                must(moment.placements == parameter.placements)
+            trained(other, fresh)
+
+
+def check_nested_optimizer_state_is_sharded(job: Job) -> None:
+    model, other = sharded(), sharded()
+    optimizer = trained(model, Nested(model.parameters()))
+    step = SharedStep(job, {"m": model, "o": optimizer})
+    fresh = Nested(other.parameters())
+    step.restore({"m": other, "o": fresh})
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        restored, saved = (
+            o.state[p]["of"]["mean"] for o, p in ((fresh, ours), (optimizer, theirs))
+        )
+        must(isinstance(restored, DTensor))
+        must(torch.equal(restored.full_tensor(), saved.full_tensor()))
+    trained(other, fresh)
+
+
+def check_state_of_unknown_parameters_is_refused(job: Job) -> None:
+    model, other = sharded(), sharded()
+    optimizer = trained(model, Flat(torch.optim.AdamW(model.parameters())))
+    step = SharedStep(job, {"m": model, "o": optimizer})
+    before = [parameter.full_tensor().clone() for parameter in other.parameters()]
+    fresh = Flat(torch.optim.AdamW(other.parameters()))
+    with pytest.raises(StateMismatchError) as caught:
+        step.prepare({"m": other, "o": fresh})
+    must("take one step before restoring" in caught.value.facts["o.0/exp_avg"])
+    must("o.0/step" not in caught.value.facts)
+    must(not fresh.state)
+    must(
+        all(
+            torch.equal(a.full_tensor(), b) for a, b in zip(other.parameters(), before, strict=True)
+        )
+    )
+    step.restore({"m": other, "o": trained(other, fresh)})
+    must(same(wholes(other, fresh), wholes(model, optimizer)))
 
 
 def check_boxes_of_destinations(job: Job) -> None:

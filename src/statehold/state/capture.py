@@ -122,7 +122,8 @@ def capture(state: Mapping[str, Any], rank: int | None = None) -> Capture:
 
 
 def parts(state: Any) -> Iterator[tuple[str, Any]]:
-    """(path, object) of the modules and optimizers in dicts, lists and tuples, in their order.
+    """(path, object) of the modules and optimizers in dicts, lists and tuples, in their order; of a
+    wrapper around an optimizer the optimizer.
 
     Visits a container once, however often and however deep it is held: what is too deep, or holds
     itself, is for `values` to refuse.
@@ -131,8 +132,10 @@ def parts(state: Any) -> Iterator[tuple[str, Any]]:
     left = [("", state)]
     while left:
         path, value = left.pop()
-        if isinstance(value, nn.Module | torch.optim.Optimizer):
+        if isinstance(value, nn.Module):
             yield path, value
+        elif (optimizer := optimizers.behind(value)) is not None:
+            yield path, optimizer
         elif isinstance(value, Mark | Mapping | list | tuple) and id(value) not in seen:
             seen.add(id(value))
             if isinstance(value, Mark):
@@ -196,8 +199,9 @@ class _Capturer:
             return self._marked(value, path)
         if isinstance(value, nn.Module):
             return self._module(value, path)
-        if isinstance(value, torch.optim.Optimizer) and optimizers.is_standard(value):
-            return self._optimizer(value, path)
+        optimizer = optimizers.behind(value)
+        if optimizer is not None and optimizers.is_standard(optimizer):
+            return self._optimizer(optimizer, path)
         if is_stateful(value):
             return self._inside(value, value.state_dict, path)
         return self._foreign(value, path)

@@ -65,6 +65,7 @@ class Destinations:
         self.found: list[Destination] = []
         self.acts: list[Callable[[], Any]] = []
         self.used: set[str] = set()
+        self.made_plain: set[str] = set()  # what had to be made, and is no DTensor
         self._saved = saved
         self._rank = rank
         self._replicas = replicas
@@ -107,15 +108,18 @@ class Destinations:
         place = place or self.place(live, name)
         return self.fits(live, name, place) and self.fill(live, name, place) is None
 
-    def make(self, name: str, device: torch.device, like: torch.Tensor | None = None) -> Any:
-        """A new tensor for `name`; one for all places that were tied. `like`: a DTensor of the same
-        shape, whose placements it gets."""
+    def make(self, name: str, device: torch.device, beside: torch.Tensor | None = None) -> Any:
+        """A new tensor for `name`; one for all places that were tied. beside: the parameter whose
+        state it is; a DTensor of the same shape gives it its placements."""
+        is_sharded = beside is not None and is_dtensor(beside) and self.has_shape_of(beside, name)
+        like = beside if is_sharded else None
         key = name, device, None if like is None else like._spec  # type: ignore[attr-defined]
         if key not in self._made:
             dtype = dtypes.dtype_of(self._saved.tensors[name].dtype, name)
             if like is None:
                 shape = dtypes.torch_shape(dtype, self._saved.tensors[name].shape)
                 made = torch.empty(shape, dtype=dtype, device=device)
+                self.made_plain.add(name)
             else:
                 made = _sharded_like(like, dtype)
             self._made[key] = made

@@ -122,19 +122,28 @@ class Matching:
 
     # -- values without a live counterpart of their own --------------------------------------
 
-    def rebuild(self, live: Any, node: Any, device: torch.device = HOST) -> Any:
-        """The saved value; tensors that `live` has in the same place are filled and used."""
+    def rebuild(
+        self,
+        live: Any,
+        node: Any,
+        device: torch.device = HOST,
+        beside: torch.Tensor | None = None,
+    ) -> Any:
+        """The saved value; tensors that `live` has in the same place are filled and used.
+
+        beside: the parameter whose state it is, which says how tensors that are made are sharded.
+        """
         name = nodes.payload(node, "$tensor")
         if name is not None:
             if isinstance(live, torch.Tensor) and self._memory.usable(live, name):
                 return live
-            return self._memory.make(name, device)
+            return self._memory.make(name, device, beside)
         if (array := nodes.payload(node, "$ndarray")) is not None:
             return self._array(live, array)
         if (members := nodes.members(node)) is not None:
             content = live if isinstance(live, Mapping) else {}
             built = {
-                key: self.rebuild(content.get(key, ABSENT), item, device)
+                key: self.rebuild(content.get(key, ABSENT), item, device, beside)
                 for key, item in members.items()
             }
             return OrderedDict(built) if "$ordered" in node else built
@@ -142,7 +151,7 @@ class Matching:
         if is_tuple or type(node) is list:
             items = live if isinstance(live, list | tuple) else ()
             made = [
-                self.rebuild(items[i] if i < len(items) else ABSENT, item, device)
+                self.rebuild(items[i] if i < len(items) else ABSENT, item, device, beside)
                 for i, item in enumerate(node["$tuple"] if is_tuple else node)
             ]
             return tuple(made) if is_tuple else made

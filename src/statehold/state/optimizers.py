@@ -7,6 +7,8 @@ memory nor the index that Optimizer.state_dict() would give matters to a restore
 "other" is what the optimizer keeps in its state under keys that are no parameters, if anything.
 A parameter that no module in the state holds is named by its running index, as torch does.
 An optimizer whose class or hooks change what state_dict() means is saved through that instead.
+A wrapper around an optimizer, such as those of Accelerate and Lightning Fabric, is looked through:
+names are the same with and without it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 PARAMS = "params"
+STATE, GROUPS = "state", "param_groups"
+# Where wrappers keep the optimizer that they wrap.
+_WRAPPED = ("optimizer", "_optimizer")
 _HOOKS = tuple(
     f"_optimizer_{action}_{when}_hooks"
     for action in ("state_dict", "load_state_dict")
@@ -28,6 +33,78 @@ _HOOKS = tuple(
 def before_every_step(action: Callable[[], None]) -> Any:
     """Call `action` before each step() of every torch optimizer; returns what remove()s it."""
     return register_optimizer_step_pre_hook(lambda *_: action())
+
+
+def behind(value: Any) -> torch.optim.Optimizer | None:
+    """The optimizer that `value` is, or around which it is a wrapper; None for anything else."""
+    while (inner := _wrapped(value)) is not None:
+        value = inner
+    return value if isinstance(value, torch.optim.Optimizer) else None
+
+
+def _wrapped(value: Any) -> torch.optim.Optimizer | None:
+    """The optimizer to which `value` passes everything on, if it does."""
+    for name in _WRAPPED:
+        inner = getattr(value, "__dict__", {}).get(name)
+        if isinstance(inner, torch.optim.Optimizer) and _passes_on(value, inner):
+            return inner
+    return None
+
+
+def _passes_on(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
+    """Whether a wrapper has no state of its own: groups and state are those of `inner`, the same
+    objects, and its state_dict() shows nothing else."""
+    if getattr(wrapper, GROUPS, None) is not inner.param_groups:
+        return False
+    if getattr(wrapper, STATE, None) is not inner.state:
+        return False
+    shown, expected = wrapper.state_dict(), inner.state_dict()
+    return shown.keys() == expected.keys() and _same_entries(shown[STATE], expected[STATE])
+
+
+def _same_entries(shown: Mapping[Any, Any], expected: Mapping[Any, Any]) -> bool:
+    """Whether two parts of state_dict() hold the same objects."""
+    if shown.keys() != expected.keys():
+        return False
+    return all(
+        _same_entries(shown[key], value) if isinstance(value, dict) else shown[key] is value
+        for key, value in expected.items()
+    )
+
+
+def is_state_dict(value: Any) -> bool:
+    """Whether a value, or the members of a node, have the form of Optimizer.state_dict()."""
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get(STATE), Mapping)
+        and isinstance(value.get(GROUPS), list)
+        and all(isinstance(group, Mapping) for group in value[GROUPS])
+    )
+
+
+def is_by_name(shown: Any) -> bool:
+    """Whether a state_dict() calls parameters by names; torch's own calls them by numbers."""
+    return is_state_dict(shown) and all(
+        type(name) is str for group in shown[GROUPS] for name in group.get(PARAMS, ())
+    )
+
+
+def keys_by_parameter(
+    optimizer: torch.optim.Optimizer, shown: Any
+) -> dict[torch.Tensor, Any] | None:
+    """What its state_dict() calls each parameter, in their order; None where that cannot be told
+    from the places in the groups."""
+    if not is_state_dict(shown):
+        return None
+    live = [group[PARAMS] for group in optimizer.param_groups]
+    keys = [group.get(PARAMS) for group in shown[GROUPS]]
+    if not all(isinstance(each, list) for each in keys) or [*map(len, keys)] != [*map(len, live)]:
+        return None
+    return {
+        parameter: key
+        for parameters, names in zip(live, keys, strict=True)
+        for parameter, key in zip(parameters, names, strict=True)
+    }
 
 
 def is_standard(optimizer: torch.optim.Optimizer) -> bool:

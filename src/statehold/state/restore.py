@@ -101,8 +101,9 @@ class _Matcher(OptimizerMatching):
             return self._tensor(live, node, path)
         if isinstance(live, nn.Module):
             return self._module(live, node, path)
-        if isinstance(live, torch.optim.Optimizer) and optimizers.is_standard(live):
-            return self._optimizer(live, node, path)
+        if (optimizer := optimizers.behind(live)) is not None:
+            self._optimizer(optimizer, node, path)
+            return live
         if is_stateful(live):
             return self._object(live, node, path)
         if type(live) in (dict, OrderedDict) and (saved := nodes.members(node)) is not None:
