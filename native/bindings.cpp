@@ -229,21 +229,26 @@ void new_engine(PyEngine* self, PyFs& fs, uint64_t staging_bytes, uint64_t buffe
 
 PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_bytes,
                         nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
-                        nb::dict strided, nb::bytes header, PyFile* file) {
+                        nb::dict strided, nb::bytes header, nb::object owner, PyFile* file) {
   WriteRequest request;
   if (file != nullptr) request.file = file->opened();
   request.file_bytes = file_bytes;
   request.block_bytes = block_bytes;
   request.header.assign(static_cast<const char*>(header.data()), header.size());
   request.segments = parse_segments(begins, sizes, addresses, flags, strided);
-  const nb::gil_scoped_release unlocked;
-  return {engine->write(std::move(request)), engine->memory()};
+  std::shared_ptr<WriteJob> job;
+  {
+    const nb::gil_scoped_release unlocked;
+    job = engine->write(std::move(request));
+  }
+  return {std::move(job), engine->memory(), std::move(owner)};
 }
 
 PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
                       std::vector<uint64_t> file_bytes, uint64_t block_bytes, nb::handle file_index,
                       nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
-                      nb::dict strided, nb::bytes sums, nb::dict boxes, uint64_t first_segment) {
+                      nb::dict strided, nb::bytes sums, nb::object owner, nb::dict boxes,
+                      uint64_t first_segment) {
   ReadRequest request;
   request.paths = std::move(files);
   request.file_bytes = std::move(file_bytes);
@@ -261,8 +266,12 @@ PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
   }
   request.sums.resize(sums.size() / sizeof(uint64_t));
   if (sums.size() > 0) std::memcpy(request.sums.data(), sums.data(), sums.size());
-  const nb::gil_scoped_release unlocked;
-  return {engine->read(std::move(request)), engine->memory()};
+  std::shared_ptr<ReadJob> job;
+  {
+    const nb::gil_scoped_release unlocked;
+    job = engine->read(std::move(request));
+  }
+  return {std::move(job), engine->memory(), std::move(owner)};
 }
 
 std::optional<PyFill> next_fill(PyWriteJob& job, Timeout timeout) {

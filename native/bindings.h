@@ -4,6 +4,8 @@
 // Fs lives on while an engine uses it. All of that happens without the GIL. Threads do not survive
 // fork: in a child the handles refuse every call, and leak what they hold rather than wait for
 // threads that are not there.
+// The handle of a job keeps the memory alive that the job copies from or to. It lets go of it on a
+// Python thread, and only once the job is quiet (job.h): no native thread touches a Python object.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -33,21 +35,25 @@ class Handle {
 
   ~Handle() {
     if (!object_) return;
-    if (::getpid() != process_) {
+    if (!is_ours()) {
       new std::shared_ptr<Object>(std::move(object_));  // leaked on purpose
       return;
     }
     const nb::gil_scoped_release unlocked;
-    if constexpr (requires { object_->cancel(); }) object_->cancel();
     object_.reset();
   }
 
   const std::shared_ptr<Object>& shared() const {
-    if (::getpid() != process_) throw Failure(Status::closed("use in a forked process"));
+    if (!is_ours()) throw Failure(Status::closed("use in a forked process"));
     return object_;
   }
   Object& operator*() const { return *shared(); }
   Object* operator->() const { return shared().get(); }
+
+  bool is_ours() const { return ::getpid() == process_; }
+
+ protected:
+  bool has_object() const { return object_ != nullptr; }
 
  private:
   std::shared_ptr<Object> object_;
@@ -71,14 +77,34 @@ class PyEngine : public Handle<Engine> {
   using Handle::Handle;
 };
 
-// A job shares its engine's state, not its threads: Engine.close() ends it.
+// A job shares its engine's state, not its threads: Engine.close() ends it. All members are called
+// with the GIL.
 template <class SomeJob>
 class JobHandle : public Handle<SomeJob> {
  public:
-  JobHandle(std::shared_ptr<SomeJob> job, std::shared_ptr<StagingMemory> staging)
-      : Handle<SomeJob>(std::move(job)), memory(std::move(staging)) {}
+  JobHandle(std::shared_ptr<SomeJob> job, std::shared_ptr<StagingMemory> staging, nb::object owner)
+      : Handle<SomeJob>(std::move(job)), memory(std::move(staging)), owner_(std::move(owner)) {}
+  JobHandle(JobHandle&&) = default;
+  ~JobHandle() {
+    if (this->has_object() && this->is_ours()) cancel();  // not if moved from, or in a child
+  }
+
+  nb::handle owner() const { return owner_; }
+  // The job is quiet. Two calls at once are harmless.
+  void let_go() { const nb::object dropped = std::move(owner_); }
+  // Cancels the job, waits until it is quiet, lets go.
+  void cancel() {
+    {
+      const nb::gil_scoped_release unlocked;
+      (*this)->cancel();
+    }
+    let_go();
+  }
 
   std::shared_ptr<StagingMemory> memory;
+
+ private:
+  nb::object owner_;
 };
 
 using PyWriteJob = JobHandle<WriteJob>;
@@ -175,6 +201,34 @@ bool wait(Timeout timeout_s, Done&& done) {
   }
 }
 
+// A wait after which the job touches its owner's memory no more: it is true, or the job has failed.
+template <class SomeJob, class Done>
+bool wait_to_let_go(JobHandle<SomeJob>& job, Timeout timeout_s, Done&& done) {
+  try {
+    if (!wait(timeout_s, done)) return false;
+  } catch (const Failure&) {
+    job.let_go();
+    throw;
+  }
+  job.let_go();
+  return true;
+}
+
+// For Python's cyclic collector: a job in a cycle is ended before its owner is let go.
+template <class PyJob>
+int visit_owner(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<PyJob>(self)->owner().ptr());
+  return 0;
+}
+template <class PyJob>
+int clear_owner(PyObject* self) {
+  PyJob* job = nb::inst_ptr<PyJob>(self);
+  if (job->is_ours()) job->cancel();
+  job->let_go();
+  return 0;
+}
+
 std::vector<std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>> tuples_of(
     const std::vector<BufferPiece>& pieces);
 std::vector<std::pair<std::string, bool>> list_dir(PyFs& fs, const std::string& path);
@@ -188,11 +242,12 @@ void new_engine(PyEngine* self, PyFs& fs, uint64_t staging_bytes, uint64_t buffe
                 int copy_threads);
 PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_bytes,
                         nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
-                        nb::dict strided, nb::bytes header, PyFile* file);
+                        nb::dict strided, nb::bytes header, nb::object owner, PyFile* file);
 PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
                       std::vector<uint64_t> file_bytes, uint64_t block_bytes, nb::handle file_index,
                       nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
-                      nb::dict strided, nb::bytes sums, nb::dict boxes, uint64_t first_segment);
+                      nb::dict strided, nb::bytes sums, nb::object owner, nb::dict boxes,
+                      uint64_t first_segment);
 std::optional<PyFill> next_fill(PyWriteJob& job, Timeout timeout);
 std::optional<PyReady> next_ready(PyReadJob& job, Timeout timeout);
 

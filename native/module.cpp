@@ -239,6 +239,14 @@ void declare_buffers(nb::module_& m) {
       .def("release", &PyBufferPool::release, "index"_a, "generation"_a);
 }
 
+template <class PyJob>
+PyType_Slot* owner_slots() {
+  static PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&visit_owner<PyJob>)},
+                                {Py_tp_clear, reinterpret_cast<void*>(&clear_owner<PyJob>)},
+                                {0, nullptr}};
+  return slots;
+}
+
 void declare_write_job(nb::module_& m) {
   nb::class_<PyFill>(m, "Fill", "A buffer of a WriteJob that waits for bytes from Python.")
       .def_prop_ro("token", [](const PyFill& self) { return self.fill.block; })
@@ -248,7 +256,8 @@ void declare_write_job(nb::module_& m) {
         return view_of(self.memory, self.fill.lease.index, 1);
       });
 
-  nb::class_<PyWriteJob>(m, "WriteJob", "One file being written; see native/write_job.h.")
+  nb::class_<PyWriteJob>(m, "WriteJob", "One file being written; see native/write_job.h.",
+                         nb::type_slots(owner_slots<PyWriteJob>()))
       .def(
           "attach",
           [](PyWriteJob& self, PyFile& file) {
@@ -266,13 +275,13 @@ void declare_write_job(nb::module_& m) {
       .def(
           "wait_copied",
           [](PyWriteJob& self, Timeout timeout) {
-            return wait(timeout, [&](Deadline d) { return self->wait_copied(d); });
+            return wait_to_let_go(self, timeout, [&](Deadline d) { return self->wait_copied(d); });
           },
           "timeout"_a.none())
       .def(
           "wait_written",
           [](PyWriteJob& self, Timeout timeout) {
-            return wait(timeout, [&](Deadline d) { return self->wait_written(d); });
+            return wait_to_let_go(self, timeout, [&](Deadline d) { return self->wait_written(d); });
           },
           "timeout"_a.none())
       .def(
@@ -283,9 +292,7 @@ void declare_write_job(nb::module_& m) {
              const std::vector<uint64_t> sums = self->checksums();
              return nb::bytes(sums.data(), sums.size() * sizeof(uint64_t));
            })
-      .def(
-          "cancel", [](PyWriteJob& self) { self->cancel(); },
-          nb::call_guard<nb::gil_scoped_release>())
+      .def("cancel", &PyWriteJob::cancel)
       .def("next_fill", &next_fill, "timeout"_a.none())
       .def(
           "filled",
@@ -313,11 +320,12 @@ void declare_read_job(nb::module_& m) {
         return view_of(self.memory, self.ready.lease.index, 1);
       });
 
-  nb::class_<PyReadJob>(m, "ReadJob", "Segments being read; see native/read_job.h.")
+  nb::class_<PyReadJob>(m, "ReadJob", "Segments being read; see native/read_job.h.",
+                        nb::type_slots(owner_slots<PyReadJob>()))
       .def(
           "wait",
           [](PyReadJob& self, Timeout timeout) {
-            return wait(timeout, [&](Deadline d) { return self->wait_done(d); });
+            return wait_to_let_go(self, timeout, [&](Deadline d) { return self->wait_done(d); });
           },
           "timeout"_a.none())
       .def("next_ready", &next_ready, "timeout"_a.none())
@@ -325,9 +333,7 @@ void declare_read_job(nb::module_& m) {
           "release", [](PyReadJob& self, const PyReady& ready) { self->release(ready.ready); },
           "ready"_a, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("ready_left", [](PyReadJob& self) { return self->ready_left(); })
-      .def(
-          "cancel", [](PyReadJob& self) { self->cancel(); },
-          nb::call_guard<nb::gil_scoped_release>())
+      .def("cancel", &PyReadJob::cancel)
       .def_prop_ro("stats", [](PyReadJob& self) {
         const ReadStats stats = self->stats();
         return std::map<std::string, uint64_t>{{"bytes", stats.bytes},
@@ -349,11 +355,11 @@ void declare_engine(nb::module_& m) {
       .def_prop_ro("buffer_bytes", [](PyEngine& self) { return self->memory()->buffer_bytes(); })
       .def_prop_ro("buffer_count", [](PyEngine& self) { return self->memory()->count(); })
       .def("write", &engine_write, nb::kw_only(), "file_bytes"_a, "block_bytes"_a, "begins"_a,
-           "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "header"_a,
+           "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "header"_a, "owner"_a.none(),
            "file"_a.none() = nb::none())
       .def("read", &engine_read, nb::kw_only(), "files"_a, "file_bytes"_a, "block_bytes"_a,
            "file_index"_a, "begins"_a, "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "sums"_a,
-           "boxes"_a = nb::dict(), "first_segment"_a = 0)
+           "owner"_a.none(), "boxes"_a = nb::dict(), "first_segment"_a = 0)
       .def(
           "close", [](PyEngine& self) { self->close(); }, nb::call_guard<nb::gil_scoped_release>());
 }

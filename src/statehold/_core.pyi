@@ -183,10 +183,13 @@ class Engine:
         flags: bytes,
         strided: dict[int, Strided],
         header: bytes,
+        owner: object,
         file: File | None = None,
     ) -> WriteJob:
         """Start copying. Keys of `strided` index the arrays (0 is the first after the header).
 
+        `owner` is whatever keeps the memory at `addresses` alive, such as the list of tensors; the
+        job holds a reference to it while it may copy. None: the memory outlives the job anyway.
         `file` is attached from the start: into one that is mapped everything but external
         segments is copied directly, without a buffer.
         """
@@ -203,10 +206,12 @@ class Engine:
         flags: bytes,
         strided: dict[int, Strided],
         sums: bytes,
+        owner: object,
         boxes: dict[int, BoxTarget] = ...,
         first_segment: int = 0,
     ) -> ReadJob:
         """Start reading. Flags: 2, Python empties it; 4, shared: through the page cache.
+        `owner` keeps the memory at `addresses` alive, as in write().
 
         Of a segment in `boxes` all is verified, and what lies in the box placed. Blocks are taken
         cyclically from the one that holds `first_segment`.
@@ -227,7 +232,12 @@ class Fill:
     def view(self) -> memoryview: ...
 
 class WriteJob:
-    """One file being written. Dropping it cancels it."""
+    """One file being written.
+
+    Dropping the last reference cancels the job, waits until no native thread copies for it, and
+    only then lets go of the `owner` given to write(). wait_copied() and wait_written() let go of
+    the owner when they return True or raise the job's error; cancel() lets go of it, too.
+    """
 
     def attach(self, file: File) -> None: ...
     def wait_eager(self, timeout: float | None) -> bool:
@@ -264,7 +274,12 @@ class Ready:
     def view(self) -> memoryview: ...
 
 class ReadJob:
-    """Segments being read and verified. Dropping it cancels it."""
+    """Segments being read and verified.
+
+    Dropping the last reference cancels the job, waits until no native thread stores anything for
+    it, and only then lets go of the `owner` given to read(). wait() lets go of the owner when it
+    returns True or raises the job's error; cancel() lets go of it, too.
+    """
 
     def wait(self, timeout: float | None) -> bool: ...
     def next_ready(self, timeout: float | None) -> Ready | None: ...

@@ -110,10 +110,10 @@ class ReadPlan:
                 outside = landing.part(begin, end) if landing else target
                 where = Where(external=outside if begin < end else None, shared=also)
             elif is_dense and part.box_begin is not None:
-                where = Where(target.data_ptr() + part.box_begin, shared=also)
+                where = Where(target.data_ptr() + part.box_begin, target, shared=also)
             else:
                 inside = item_bytes, shape, box.offsets, box.shape, strides, begin
-                where = Where(target.data_ptr(), inside, shared=also)
+                where = Where(target.data_ptr(), target, inside, shared=also)
             self._append(name, chunk, part, where)
 
     def start(self, engine: Engine, locate: Locate) -> Reading:

@@ -31,9 +31,11 @@ _FLAG_SHARED = 4
 @dataclass(frozen=True, slots=True)
 class Where:
     """Where bytes go: to `address`, dense or as `box` says, or to `external`, memory that the
-    engine cannot reach. `shared`: other processes read them, too."""
+    engine cannot reach. `owner`: the tensor that keeps the memory at `address` alive. `shared`:
+    other processes read them, too."""
 
     address: int = 0
+    owner: torch.Tensor | None = None
     box: BoxTarget | None = None
     external: torch.Tensor | None = None
     shared: bool = False
@@ -142,6 +144,7 @@ def start_read(
         strided={},  # what is not dense is a box
         boxes={index: where.box for index, where in enumerate(places) if where.box is not None},
         sums=sums_to_bytes("".join([each.sums for each in segments])),
+        owner=[where.owner for where in places],
         first_segment=first_segment if any(where.shared for where in places) else 0,
     )
     return Reading(job, segments, list(files), landings, hint)

@@ -46,7 +46,7 @@ def start_write(
     engine: Engine, plan: SavePlan, ordered: Sequence[CapturedTensor], file: File | None = None
 ) -> WriteJob:
     """Begin to stage the tensors, in file order, as `plan` lays them out; into `file`, if it is
-    there already."""
+    there already. The job keeps the tensors alive until they are copied."""
     return engine.write(
         file_bytes=plan.file_bytes,
         block_bytes=BLOCK_BYTES,
@@ -58,6 +58,7 @@ def start_write(
         ),
         strided={i: item.strided for i, item in enumerate(ordered) if item.strided},
         header=plan.header,
+        owner=tuple(item.tensor for item in ordered if not item.external),
         file=file,
     )
 

@@ -47,6 +47,7 @@ def segment_arguments(
         "flags": bytes(1),
         "strided": {},
         "sums": sums[8 * first : 8 * (first + count)],
+        "owner": None,
     }
 
 
@@ -64,7 +65,8 @@ def read_box(
 ) -> _core.ReadJob:
     box = (chunk.itemsize, chunk.shape, low, target.shape, strides_of(target), skip)
     addresses = array("Q", [target.__array_interface__["data"][0]])
-    return engine.read(**{**arguments, "addresses": addresses, "boxes": {0: box}})
+    changes = {"addresses": addresses, "boxes": {0: box}, "owner": target}
+    return engine.read(**{**arguments, **changes})
 
 
 def random_chunk(rng: random.Random) -> Array:
@@ -244,6 +246,7 @@ def test_gaps_count_where_they_are_read(
         flags=bytes([flags] * 2),
         strided={},
         sums=sums[first : first + 8 * counts[0]] + sums[-last:],
+        owner=back,
     )
     while (ready := job.next_ready(DEADLINE_S)) is not None:
         job.release(ready)

@@ -126,6 +126,7 @@ def test_only_what_is_asked_for_is_read(disk: Disk, engine: _core.Engine) -> Non
         flags=bytes(2),
         strided={},
         sums=sums[-tail:] * 2,
+        owner=wanted,
     )
     must(job.wait(DEADLINE_S))
     assert (wanted == state.arrays[2]).all()
@@ -150,6 +151,7 @@ def test_several_files_at_once(disk: Disk, engine: _core.Engine) -> None:
         flags=bytes(len(flat)),
         strided={},
         sums=b"".join(s[header_sums:] for s in sums),
+        owner=back,
     )
     must(job.wait(DEADLINE_S))
     assert [s.image for s in back] == [s.image for s in states]

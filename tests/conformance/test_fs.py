@@ -194,6 +194,7 @@ def test_a_finished_file_is_closed_for_all(disk: Disk) -> None:
         flags=b"",
         strided={},
         header=b"h" * PAGE,
+        owner=None,
     )
     file = disk.fs.open_write(disk.path("f"), PAGE)
     job.attach(file)

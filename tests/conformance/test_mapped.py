@@ -280,6 +280,7 @@ def test_a_view_is_a_source(memory: Disk, engine: _core.Engine, tmp_path: Path) 
         flags=b"\0",
         strided={},
         header=b"",
+        owner=viewed,
     )
     job.attach(memory.fs.open_write(str(tmp_path / "f"), LARGE.file_bytes))
     written = job.wait_written(DEADLINE_S)

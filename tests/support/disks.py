@@ -84,12 +84,14 @@ class State:
                 for i, a in enumerate(self.arrays)
                 if not a.flags.c_contiguous
             },
+            "owner": self.arrays,
         }
 
-    def write(self, engine: _core.Engine, file: _core.File | None = None) -> _core.WriteJob:
-        return engine.write(
-            file_bytes=self.file_bytes, header=self.header, file=file, **self._arguments()
-        )
+    def write(
+        self, engine: _core.Engine, file: _core.File | None = None, **changes: Any
+    ) -> _core.WriteJob:
+        arguments = {**self._arguments(), **changes}
+        return engine.write(file_bytes=self.file_bytes, header=self.header, file=file, **arguments)
 
     def read(self, engine: _core.Engine, path: str, sums: bytes, **changes: Any) -> _core.ReadJob:
         """Everything behind the header, whose sums are therefore left out."""

@@ -264,6 +264,7 @@ def _start(engine: Engine, file: DataFile, header: bytes) -> WriteJob:
         flags=bytes([_FLAG_EXTERNAL] * len(data)),
         strided={},
         header=header,
+        owner=None,  # all of it comes through fills
     )
 
 

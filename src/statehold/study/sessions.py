@@ -124,6 +124,7 @@ class EngineSession:
             "addresses": array("Q", [memory.address + begin for begin, _ in self._spans]),
             "flags": bytes(len(self._spans)),
             "strided": {},
+            "owner": memory,
         }
 
     def close(self) -> None:
