@@ -1,6 +1,7 @@
 """Acting together: what fails on one rank fails on all, with the reason, and nobody waits for long.
 
     together   every rank acts; all go on, or none does
+    pooled     the same, and every rank gets what each tells of what it did
     led        rank 0 acts for all; the others get what it returned
     everyone   every rank acts, and gets what all returned
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from statehold.errors import (
     CorruptionError,
@@ -55,18 +56,28 @@ class MismatchElsewhere(PeerFailedError):
 
 def together(peers: Peers | None, act: Callable[[], T], meeting: Meeting = USUAL) -> T:
     """Act on every rank; raise on every rank if it fails on one."""
+    return pooled(peers, act, lambda _: None, meeting)[0]
+
+
+def pooled(
+    peers: Peers | None, act: Callable[[], T], tell: Callable[[T], Any], meeting: Meeting = USUAL
+) -> tuple[T, list[Any]]:
+    """Act on every rank; raise on every rank if it fails on one. What it returned on this rank, and
+    what `tell` made of what it returned, on each: plain values of JSON."""
     if peers is None:
-        return act()
-    result: T | None = None
+        result = act()
+        return result, [tell(result)]
     failure: Exception | None = None
+    value: Any = None
     try:
         result = act()
+        value = tell(result)
     except Exception as error:  # whatever it is, the others must not wait for this rank
         failure = error
-    told = json.dumps(None if failure is None else [_kind(failure), _text(failure)])
-    worst = json.loads(meeting.of(peers, told.encode(), _worst))
+    told = [None if failure is None else [_kind(failure), _text(failure)], value]
+    worst, values = json.loads(meeting.of(peers, json.dumps(told).encode(), _pool))
     if worst is None:
-        return result  # type: ignore[return-value]  # nobody failed, so it is there
+        return result, values  # nobody failed, so it is there
     rank, kind, text = worst
     if failure is not None and _kind(failure) == kind:
         raise failure
@@ -83,15 +94,7 @@ def led(peers: Peers | None, act: Callable[[], T], meeting: Meeting = USUAL) -> 
 
 def everyone(peers: Peers | None, act: Callable[[], T]) -> list[T]:
     """What `act` returns on each rank, once it has been done on all; plain values of JSON."""
-    mine = together(peers, act)
-    if peers is None:
-        return [mine]
-
-    def listed(told: Sequence[bytes]) -> bytes:
-        return b"[" + b",".join(told) + b"]"
-
-    values: list[T] = json.loads(peers.agree(ROUND, json.dumps(mine).encode(), listed))
-    return values
+    return pooled(peers, act, lambda value: value)[1]
 
 
 def _text(error: Exception) -> str:
@@ -104,14 +107,21 @@ def _kind(error: Exception) -> str:
     return _DAMAGE if isinstance(error, CorruptionError) else _OTHER
 
 
-def _worst(told: Sequence[bytes]) -> bytes:
-    """[rank, kind, text] of the worst failure, the lowest rank first; null if there is none."""
-    failures = [(rank, *found) for rank, each in enumerate(told) if (found := json.loads(each))]
+def _pool(told: Sequence[bytes]) -> bytes:
+    """[worst failure, null] or [null, all values]."""
+    failures, values = zip(*map(json.loads, told), strict=True)
+    worst = _worst(failures)
+    return json.dumps([worst, None if worst else values]).encode()
+
+
+def _worst(failures: Sequence[Any]) -> list[Any] | None:
+    """[rank, kind, text] of the worst failure, the lowest rank first; None if there is none."""
+    found = [[rank, *failure] for rank, failure in enumerate(failures) if failure]
     for kind in (_OTHER, _DAMAGE, _MISMATCH):
-        for failure in failures:
+        for failure in found:
             if failure[1] == kind:
-                return json.dumps(failure).encode()
-    return b"null"
+                return failure
+    return None
 
 
 def _elsewhere(rank: int, kind: str, text: str) -> StateholdError:

@@ -24,12 +24,12 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from statehold.agreeing import ROUND, MismatchElsewhere, everyone, led, together
+from statehold.agreeing import ROUND, MismatchElsewhere, everyone, led, pooled, together
 from statehold.errors import (
     CorruptionError,
     PeerLostError,
@@ -37,12 +37,13 @@ from statehold.errors import (
     StateholdError,
     StateMismatchError,
     StorageError,
+    UsageError,
 )
 from statehold.reads import ReadPlan
 from statehold.seeing.watching import RestoreWatch
-from statehold.selection import RestoreReport, Selection
-from statehold.state.matching import Restoration
-from statehold.state.restore import mismatch, prepare
+from statehold.selection import Answer, RestoreReport, Selection, check_answers
+from statehold.state.restoration import Restoration, mismatch
+from statehold.state.restore import prepare
 
 if TYPE_CHECKING:
     from statehold._core import Engine
@@ -112,7 +113,7 @@ class Restorer:
                 # A rank that fails here fails alone: all bytes are in place.
                 with self._watch.stage("values", step=step):
                     matched.restoration.finish()
-            except (CorruptionError, StateMismatchError) as error:
+            except (CorruptionError, UsageError) as error:
                 error.with_fact("step", step)
                 others = [other for other in self._saved.steps() if other != step]
                 raise error.with_fact("other steps", listed(others)) from None
@@ -160,14 +161,27 @@ class Restorer:
             return self._matched(saved)
 
         try:
-            matched = together(self._peers, first)
+            matched, answers = self._pooled(first)
         except StateholdError as error:
             if not _is_about_layouts(error) or saved is None or saved.widened() is saved:
                 raise
-            wide = saved.widened()
-            matched = together(self._peers, lambda: self._matched(wide))
-            saved = wide
+            matched, saved, answers = self._in_all_records(saved)
+        else:
+            # What this rank's own record lacks may be in another one: all have to be looked at.
+            if any(each.lacks for each in answers) and saved is not None and saved.is_narrow:
+                matched, saved, answers = self._in_all_records(saved)
+        check_answers(answers)
         return self._judged(matched, saved)
+
+    def _in_all_records(self, saved: SavedStep) -> tuple[Matched, SavedStep, list[Answer]]:
+        wide = saved.widened()
+        matched, answers = self._pooled(lambda: self._matched(wide))
+        return matched, wide, answers
+
+    def _pooled(self, match: Callable[[], Matched]) -> tuple[Matched, list[Answer]]:
+        """What this rank has matched, and what the selection found on each rank."""
+        matched, told = pooled(self._peers, match, lambda each: astuple(each.restoration.answer))
+        return matched, [Answer(*each) for each in told]
 
     def _matched(self, saved: SavedStep) -> Matched:
         alone = self._peers is None or saved.is_narrow
@@ -203,7 +217,8 @@ class Restorer:
         )
         unexpected = (*tensors, *values)
         if unexpected and self._selection.strict:
-            raise mismatch([(name, "no rank has a place for it") for name in unexpected])
+            problems = [(name, "no rank has a place for it") for name in unexpected]
+            raise mismatch(problems, matched.restoration)
         return replace(matched, unexpected=unexpected)
 
     # -- reading ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from statehold.planning.plan import plan_save
 from statehold.state.capture import Capture, capture
-from statehold.state.matching import Restoration
+from statehold.state.restoration import Restoration
 from statehold.state.restore import prepare
 from statehold.steps.manifest import Manifest, record_file
 from statehold.steps.saved import open_step

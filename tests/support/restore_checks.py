@@ -18,7 +18,7 @@ import statehold
 from statehold.errors import StateMismatchError
 from statehold.planning.layout import Box, Ranks
 from statehold.selection import Selection
-from statehold.state.matching import Restoration
+from statehold.state.restoration import Restoration
 from statehold.state.restore import prepare
 from statehold.steps.saved import SavedTensor
 from statehold.steps.trees import merge

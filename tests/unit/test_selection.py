@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from statehold.errors import UsageError
-from statehold.selection import RestoreReport, Selection
+from statehold.errors import StateMismatchError, UsageError
+from statehold.selection import (
+    Answer,
+    Names,
+    RestoreReport,
+    Selection,
+    check_answers,
+    nearest,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +57,74 @@ def test_the_longest_prefix_renames() -> None:
     assert not selection.renames_below("ema.old")
 
 
-@pytest.mark.parametrize("options", [{"only": "model"}, {"skip": [1]}, {"rename": {"": "a"}}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"only": "model"},
+        {"skip": [1]},
+        {"rename": {"": "a"}},
+        {"rename": str.lower},
+        {"rename": "ab"},
+        {"only": 5},
+        {"only": []},
+        {"only": (name for name in ())},
+        {"strict": "no"},
+    ],
+)
 def test_what_is_no_list_of_names_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Selection(**options)
+
+
+def test_names_may_come_from_a_generator() -> None:
+    selection = Selection(name for name in ("model", "rng"))
+    assert selection.takes("rng")
+    assert not selection.takes("data")
+
+
+NAMES = ["model.layers.0.weight", "model.layers.0.bias", "model.norm", "optimizer.lr", "rng"]
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("modle", ["model"]),
+        ("model.layer.0", ["model.layers"]),
+        ("layers.0", ["model.layers.0"]),
+        ("weight", ["model.layers.0.weight"]),
+        ("xyz", ["model", "optimizer", "rng"]),
+        ("rng.x", []),
+    ],
+)
+def test_the_nearest_names(text: str, near: list[str]) -> None:
+    assert nearest(text, NAMES) == near
+
+
+def test_every_pattern_is_answered() -> None:
+    selection = Selection(["model", "model.norm", "*.lrr"], ["rgn"], {"ema": "model", "rng": "r"})
+    live = [name for name in NAMES if name != "rng"]
+    assert selection.answers(Names(NAMES, NAMES, live)) == {
+        'only "model"': None,
+        'only "model.norm"': None,
+        'only "*.lrr"': ["*.lr"],
+        'skip "rgn"': ["rng"],
+        'rename from "ema"': ["model", "optimizer", "rng"],
+        'rename to "model"': None,
+        'rename from "rng"': None,
+        'rename to "r"': ["model", "optimizer"],
+    }
+    assert selection.answers(Names(NAMES, NAMES, live, ["r"]))['rename to "r"'] is None
+
+
+def test_what_one_rank_matches_is_matched() -> None:
+    here, there = ({'only "a"': near} for near in (None, ["b"]))
+    check_answers([Answer(here, True, False), Answer(there, True, False)])
+    with pytest.raises(UsageError, match="a pattern matches nothing"):
+        check_answers([Answer(there, True, False), Answer(there, True, False)])
+    with pytest.raises(StateMismatchError, match="nothing of the step would be restored"):
+        check_answers([Answer({}, False, True), Answer({}, False, False)])
+    check_answers([Answer({}, False, True), Answer({}, True, False)])
+    check_answers([Answer({}, False, False)])
 
 
 def test_a_report_can_be_read() -> None:

@@ -1,6 +1,6 @@
 """What every comparison of a live state with a step needs: what is said of it, and new values.
 
-Owns: `Restoration`, the result; the lists of its report; values that have no live counterpart.
+Owns: the lists of the report; values that have no live counterpart.
 Holds: nothing live changes here; tensors that the live state has in the same place are filled.
 Not here: which live objects there are (restore), optimizers (restore_optimizers), memory
 (destinations).
@@ -11,8 +11,7 @@ from __future__ import annotations
 import base64
 import importlib
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -20,49 +19,15 @@ from torch import nn
 
 from statehold.encoding import values
 from statehold.errors import ManifestError
-from statehold.selection import RestoreReport, Selection
+from statehold.selection import Selection
 from statehold.state import dtypes, modules, nodes, placements
 from statehold.state.capture import parts
-from statehold.state.destinations import Destination, Destinations
+from statehold.state.destinations import Destinations
+from statehold.state.restoration import Restoration
 from statehold.steps.saved import SavedStep
 
 HOST = torch.device("cpu")
 ABSENT = object()
-
-
-@dataclass(slots=True)
-class Restoration:
-    """Where the bytes go, and what is left to do once they have arrived.
-
-    `used`: the saved tensors that this rank takes. The other lists are of a RestoreReport.
-    """
-
-    step: int = 0
-    destinations: list[Destination] = field(default_factory=list)
-    used: set[str] = field(default_factory=set)
-    live: list[torch.Tensor] = field(default_factory=list)
-    containers: list[Callable[[], Any]] = field(default_factory=list)
-    objects: list[Callable[[], Any]] = field(default_factory=list)
-    generators: list[Callable[[], Any]] = field(default_factory=list)
-    loaded: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-
-    @property
-    def report(self) -> RestoreReport:
-        names = self.loaded, self.missing, self.unexpected, self.kept
-        return RestoreReport(self.step, *map(tuple, names))
-
-    def finish(self) -> None:
-        """Apply everything that is not tensor bytes."""
-        with torch.no_grad():
-            for act in (*self.containers, *self.objects, *self.generators):
-                act()
-        # Memory was written behind autograd's back: tell whoever saved these for a backward.
-        torch.autograd.graph.increment_version(
-            [tensor for tensor in self.live if not tensor.is_inference()]
-        )
 
 
 class Matching:

@@ -23,18 +23,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from statehold.errors import ManifestError, StateMismatchError, UsageError
-from statehold.selection import EVERYTHING, Selection
+from statehold.errors import ManifestError, UsageError
+from statehold.selection import EVERYTHING, Answer, Selection, check_answers
 from statehold.state import dtypes, modules, nodes, optimizers
 from statehold.state.capture import is_stateful
 from statehold.state.marks import Mark
-from statehold.state.matching import ABSENT, Restoration, missing_of, replace_content
+from statehold.state.matching import ABSENT, missing_of, replace_content
+from statehold.state.names import below, names_of
+from statehold.state.restoration import Restoration, mismatch
 from statehold.state.restore_optimizers import OptimizerMatching
 from statehold.state.rng import Rng
 from statehold.state.tensors import check_storable, local_of, overlaps_itself
 from statehold.steps.saved import SavedStep
-
-PROBLEMS_SHOWN = 20
 
 
 def prepare(
@@ -48,24 +48,19 @@ def prepare(
     """Match `state`, of `rank` of several ranks or of one (None), with a step.
 
     alone: what this rank has no place for is no other rank's. Raises StateMismatchError that lists
-    every difference.
+    every difference, UsageError for a pattern that matches nothing. Of several ranks, another one
+    may match it: the caller judges their answers together.
     """
     matcher = _Matcher(state, saved, selection, rank, alone)
     matcher.top(state, saved.state)
+    restoration = matcher.restoration
+    if rank is None:
+        check_answers([Answer(restoration.patterns, loads=True, has_rest=False)])
     if matcher.problems:
-        raise mismatch(matcher.problems)
-    return matcher.restoration
-
-
-def mismatch(problems: list[tuple[str, str]]) -> StateMismatchError:
-    facts = dict(problems[:PROBLEMS_SHOWN])
-    if len(problems) > PROBLEMS_SHOWN:
-        facts["..."] = f"{len(problems) - PROBLEMS_SHOWN} more"
-    return StateMismatchError(
-        f"the state and the step differ in {len(problems)} places; nothing was changed",
-        facts=facts,
-        hint="build the state as it was when the step was saved, or restore another step",
-    )
+        raise mismatch(matcher.problems, restoration)
+    if rank is None:
+        check_answers([restoration.answer])
+    return restoration
 
 
 class _Matcher(OptimizerMatching):
@@ -87,6 +82,9 @@ class _Matcher(OptimizerMatching):
                 self.unexpected(str(key), "an entry of the step")
         present = {key: item for key, item in saved.items() if key in state}
         self._mapping(state, present, "")
+        if self._selection.has_patterns:
+            names = names_of(state, node, self._selection, self._names)
+            self.restoration.patterns = self._selection.answers(names)
 
     # -- live objects, by kind -------------------------------------------------------------
 
@@ -123,13 +121,13 @@ class _Matcher(OptimizerMatching):
     def _mapping(self, live: MutableMapping[Any, Any], saved: Mapping[Any, Any], path: str) -> Any:
         content = {}
         for key, node in saved.items():
-            where = _below(path, key)
+            where = below(path, key)
             if key in live:
                 content[key] = self.match(live[key], node, where)
             elif self._selection.takes(where):
                 content[key] = self._new(node, where)
         for key in missing_of(live, saved):
-            where = _below(path, key)
+            where = below(path, key)
             if self._selection.reaches(where):
                 self.missing(where, "an entry of the step", "nothing")
             else:
@@ -204,6 +202,7 @@ class _Matcher(OptimizerMatching):
     def _object(self, live: Any, node: Any, path: str) -> Any:
         if isinstance(live, Rng) and nodes.differing(node) is not None:
             self.restoration.kept.append(path)  # a generator that goes on is as good as another
+            self.restoration.has_own = True
             return live
         if not self._takes(path) or self._differs(node, path):
             return live
@@ -250,10 +249,6 @@ def holds_state(value: Any) -> bool:
             seen.add(id(value))
             left += value.values() if isinstance(value, dict) else value
     return False
-
-
-def _below(path: str, key: Any) -> str:
-    return f"{path}.{key}" if path else str(key)
 
 
 def _describe(value: Any) -> str:

@@ -1,0 +1,94 @@
+"""What a comparison of a state with a step found: what is left to do, or how the two differ.
+
+Owns: the acts of the last part of a restore, in their order; the error for a state that differs.
+Holds: `finish` is called only when every byte has arrived and was verified.
+Not here: the comparison (restore).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from statehold.errors import StateMismatchError
+from statehold.selection import Answer, RestoreReport, suggested
+from statehold.state.destinations import Destination
+
+PROBLEMS_SHOWN = 20
+_HINT = "build the state as it was when the step was saved, or restore another step"
+
+
+@dataclass(slots=True)
+class Restoration:
+    """Where the bytes go, and what is left to do once they have arrived.
+
+    `used`: the saved tensors that this rank takes. `patterns`: see Answer. `has_own`: whether a
+    generator goes on, because every rank had its own. The other lists are of a RestoreReport.
+    """
+
+    step: int = 0
+    destinations: list[Destination] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    live: list[torch.Tensor] = field(default_factory=list)
+    containers: list[Callable[[], Any]] = field(default_factory=list)
+    objects: list[Callable[[], Any]] = field(default_factory=list)
+    generators: list[Callable[[], Any]] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    patterns: Mapping[str, list[str] | None] = field(default_factory=dict)
+    has_own: bool = False
+
+    @property
+    def answer(self) -> Answer:
+        """What the selection found here."""
+        return Answer(
+            self.patterns,
+            loads=bool(self.loaded) or self.has_own,
+            has_rest=bool(self.missing or self.unexpected or self.kept),
+            lacks=bool(self.missing),
+        )
+
+    @property
+    def report(self) -> RestoreReport:
+        names = self.loaded, self.missing, self.unexpected, self.kept
+        return RestoreReport(self.step, *map(tuple, names))
+
+    def finish(self) -> None:
+        """Apply everything that is not tensor bytes."""
+        with torch.no_grad():
+            for act in (*self.containers, *self.objects, *self.generators):
+                act()
+        # Memory was written behind autograd's back: tell whoever saved these for a backward.
+        torch.autograd.graph.increment_version(
+            [tensor for tensor in self.live if not tensor.is_inference()]
+        )
+
+
+def mismatch(problems: list[tuple[str, str]], found: Restoration) -> StateMismatchError:
+    """The error for a state and a step that differ; found: what was found out until then."""
+    facts = dict(problems[:PROBLEMS_SHOWN])
+    if len(problems) > PROBLEMS_SHOWN:
+        facts["..."] = f"{len(problems) - PROBLEMS_SHOWN} more"
+    for given, near in found.patterns.items():
+        if near is not None:
+            facts[given] = f"matches nothing on this rank: {suggested(near)}"
+    return StateMismatchError(
+        f"the state and the step differ in {len(problems)} places; nothing was changed",
+        facts=facts,
+        hint=_advice([name for name, _ in problems], found),
+    )
+
+
+def _advice(names: list[str], found: Restoration) -> str:
+    """Where the state is a whole part of the step, name that part."""
+    tops = dict.fromkeys(name.split(".")[0] for name in found.loaded)
+    is_part = not found.missing and all(name.split(".")[0] not in tops for name in names)
+    if not tops or not is_part:
+        return _HINT
+    part = ", ".join(f'"{name}"' for name in tops)
+    return f"to restore this part of the step alone: restore(state, only=[{part}])"
