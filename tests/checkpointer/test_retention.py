@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,21 @@ def test_older_steps_are_refused_until_the_newer_are_given_up(run) -> None:
         assert ckpt.rewind(2) == [3, 4]
         save_steps(ckpt, training, range(3, 4))
         assert ckpt.steps() == [1, 2, 3]
+
+
+def test_a_forgotten_restore_is_asked_for_and_no_hint_empties_the_run(run) -> None:
+    training = Training()
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        save_steps(ckpt, training, range(90, 101, 10))
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        for step, target in ((1, None), (89, None), (91, 90), (99, 90)):
+            with pytest.raises(StepOrderError) as caught:
+                ckpt.save(step, training.state)
+            assert "was restore() forgotten?" in caught.value.hint
+            assert "loads step 100" in caught.value.hint
+            told = re.findall(r"rewind\((\d+)\)", str(caught.value))
+            assert told == ([] if target is None else [str(target)])
+        assert ckpt.steps() == [90, 100]
 
 
 def test_steps_under_way_count_as_saved(run) -> None:

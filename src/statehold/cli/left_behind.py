@@ -58,7 +58,7 @@ def _memory(home: str) -> Iterator[Left]:
     yield Left(
         "memory of runs",
         f"{counted(len(runs), 'run')}, {used} in use, {size}",
-        f"kept until the run goes on or the host restarts; what no run needs: remove it in {home}",
+        f"steps, kept until the host restarts; delete in {home} only runs that you need no more",
     )
 
 

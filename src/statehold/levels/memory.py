@@ -42,5 +42,5 @@ def _check_ours(home: str) -> None:
         path=home,
         facts={"expected": f"a directory of user {os.getuid()}, mode 0700",
                "got": f"owner {found.st_uid}, mode {stat.filemode(found.st_mode)}"},
-        hint="remove it, or give Memory a path of its own",
+        hint="give Memory a path of its own; what is there may hold another user's steps",
     )  # fmt: skip

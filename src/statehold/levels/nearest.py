@@ -68,8 +68,8 @@ class Nearest:
         if self._unread is not None and not found:
             if self.has_copies:
                 hint = (
-                    f"steps may be at level {self._unread_at}: try again when it can be read, or "
-                    "leave it out of the levels to start without them"
+                    f"steps may be at level {self._unread_at}: try again when it can be read. To "
+                    "train from the start again, use another run directory"
                 )
                 self._unread.hint = f"{self._unread.hint}; {hint}" if self._unread.hint else hint
             raise self._unread

@@ -45,7 +45,10 @@ VERSION = 1
 _ID = re.compile(r"[0-9a-f]{16}")
 _TEXT = re.compile(r"[^\x00-\x1f\x7f]{0,4096}")
 _SUMMARY = "not a note of whose steps these are"
-_HINT = "delete it if no run saves there; the next save writes it anew"
+_HINT = (
+    "no step is lost. Give the run a URL of its own; or, if no other run saves there, delete this "
+    "note: the next save writes it anew"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +206,9 @@ class OwnedPrefix:
             facts={"level": self._level, "url": self._objects.url,
                    "saved there by": owner or "nobody any more",
                    "this run": self._identity.own or self._identity.run},
-            hint="give this run a URL of its own; if that run is gone for good and this one is to "
-            f"replace it, delete the object {FILE_NAME} there: its steps are then this run's",
+            hint="give this run a URL of its own. If that run is gone for good and this one is to "
+            f"take its place: delete the object {FILE_NAME} there, but its steps are this run's "
+            "then, and are deleted as keep= of this run says",
         )  # fmt: skip
 
 

@@ -320,7 +320,8 @@ class Promoter:
         if newest > step:
             raise StepOrderError(
                 f"level {self.place.name} has step {newest}, which is newer than step {step}",
-                hint=f"restore() takes step {newest}; rewind({step}) gives it up",
+                hint=f"restore(state) loads step {newest}, to go on from there. To keep both, give "
+                "this run another directory for the level",
             )
 
     def _before(self, seen: CopyWatch, nbytes: int) -> None:

@@ -41,7 +41,7 @@ import contextlib
 import errno
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from statehold.errors import (
@@ -266,7 +266,7 @@ class Store:
             if not may_be_away:
                 raise
             known = [under_way]
-        check_newest(self._root, step, known)
+        check_newest(self._root, step, known, self.steps)
 
     def committed(self, step: int) -> None:
         """Every rank: `step` was committed here."""
@@ -527,13 +527,30 @@ class Store:
         return False
 
 
-def check_newest(run: str, step: int, known: Iterable[int | None]) -> None:
-    """Refuse to save `step` where a newer one is known in the directory `run`."""
+def check_newest(
+    run: str, step: int, known: Iterable[int | None], steps: Callable[[], Iterable[int]]
+) -> None:
+    """Refuse to save `step` where a newer one is known in the directory `run`.
+
+    steps: lists the committed steps; only asked for the message.
+    """
     newest = max((n for n in known if n is not None), default=None)
-    if newest is not None and step < newest:
-        raise StepOrderError(
-            f"step {step} is older than step {newest}, which is saved already",
-            facts={"run": run},
-            hint=f"to go on from an older step, call rewind({step - 1}) first: it gives up the "
-            "newer steps; or save into another run directory",
-        )
+    if newest is None or step >= newest:
+        return
+    hint = (
+        f"was restore() forgotten? restore(state) loads step {newest} and returns its number: save "
+        "greater ones from there. To train from the start again, give the Checkpointer another "
+        "run directory"
+    )
+    with contextlib.suppress(StorageError):
+        older = max((each for each in steps() if each < step), default=None)
+        if older is not None:  # a rewind to anything else could give up every step
+            hint += (
+                f". To go on from step {older}, restore(state, step={older}) and rewind({older}): "
+                f"that deletes all steps after {older}"
+            )
+    raise StepOrderError(
+        f"step {step} is older than step {newest}, which is saved already",
+        facts={"run": run},
+        hint=hint,
+    )

@@ -170,7 +170,7 @@ class HostPlace(DirectoryPlace):
         if not self.is_apart:
             super().check_order(step, newest, may_be_away=may_be_away)
             return
-        check_newest(self.store.root, step, (newest, *self.known()))
+        check_newest(self.store.root, step, (newest, *self.known()), self.known)
 
     def views(self) -> list[View]:
         """What this host has, and what others have, nearest first; as of the last census."""
