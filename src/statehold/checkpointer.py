@@ -13,6 +13,7 @@ there (the engine), when a step counts (store, team), what happens in the backgr
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -41,6 +42,7 @@ from statehold.pipeline import Work
 from statehold.planning.plan import STEP_MAX
 from statehold.restoring import Restorer, set_aside
 from statehold.save import Save
+from statehold.seeing.once import say_once
 from statehold.selection import RestoreReport, Selection
 from statehold.state import fingerprints
 from statehold.state.capture import Capture, capture
@@ -159,13 +161,15 @@ class Checkpointer:
         opened.check_order(step)
 
         with save._stage("capture"):
-            captured = capture(state, opened.rank)
+            captured = capture(state, opened.rank, self._gate.passed())
+        say_once(captured.note, logging.INFO)
         with save._stage("plan"):
             specs = [tensor.spec for tensor in captured.tensors]
             known = opened.claims.resolve(specs, opened.rhythm.turns.settled)
             plan = opened.plans.get(known.specs, step)
         save._record(
             state_bytes=sum(tensor.spec.nbytes for tensor in captured.tensors),
+            eager_bytes=captured.eager_bytes,
             written_bytes=plan.save.file_bytes,
             tensors=len(captured.tensors),
         )
@@ -428,6 +432,7 @@ class Checkpointer:
                 self._borrowed_exchange,
             )
             remember(self)
+            self._gate.stand()
         self._open.check_process()
         return self._open
 

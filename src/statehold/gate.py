@@ -9,6 +9,9 @@ optimizer call Checkpointer.gate() themselves.
 
 A failed save opens the gate: training goes on, and the error is raised by the checkpointer's next
 call, not out of somebody's optimizer.
+
+The gate remembers which optimizers have come through it. Memory that only those change can be
+copied lazily, also where a state has their state_dict() and not themselves.
 """
 
 from __future__ import annotations
@@ -16,11 +19,15 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from statehold.errors import WaitTimeout
 from statehold.save import Save
 from statehold.state.optimizers import before_every_step
+from statehold.state.stepping import Stepping
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 class Pass(Protocol):
@@ -36,14 +43,23 @@ class Gate:
     def __init__(self) -> None:
         self._saves: list[tuple[Save, Pass | None]] = []
         self._hook: Any = None
+        self._stepping = Stepping()
         self.waited_s = 0.0  # in all
+
+    def stand(self) -> None:
+        """Stand before the step() of every torch optimizer from now on."""
+        if self._hook is None:
+            self._hook = before_every_step(_waiting(weakref.ref(self)))
+
+    def passed(self) -> list[Optimizer]:
+        """The optimizers that have stepped since the last call, or since the gate stands."""
+        return self._stepping.take()
 
     def hold_for(self, save: Save, passing: Pass | None = None) -> None:
         """Hold updates until `save` is staged, or until `passing` lets them through."""
         self._forget_staged()
         self._saves.append((save, passing))
-        if self._hook is None:
-            self._hook = before_every_step(_waiting(weakref.ref(self)))
+        self.stand()
 
     def wait(self, timeout: float | None = None) -> None:
         """Return once no save still has bytes to copy; `timeout` is in seconds."""
@@ -83,11 +99,12 @@ class Gate:
         ]
 
 
-def _waiting(gate: weakref.ref[Gate]) -> Callable[[], None]:
+def _waiting(gate: weakref.ref[Gate]) -> Callable[[Optimizer], None]:
     # Weakly: a Checkpointer that was dropped without close() must not be kept alive by its hook.
-    def wait_until_staged() -> None:
+    def wait_until_staged(optimizer: Optimizer) -> None:
         target = gate()
         if target is not None:
             target.wait()
+            target._stepping.saw(optimizer)
 
     return wait_until_staged

@@ -118,7 +118,7 @@ class Pipeline:
 
     def wait_eager(self, work: Work, captured: Capture) -> None:
         """Return once all that may change before the next update is copied; raises if it did."""
-        if not any(tensor.spec.eager for tensor in captured.tensors):
+        if not any(tensor.eager for tensor in captured.tensors):
             return
         try:
             work.job.wait_eager(None)

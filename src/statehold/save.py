@@ -30,12 +30,14 @@ class SaveStats:
 
     blocked_s: how long save() itself took. gate_s: how long optimizers (or gate()) waited for it.
     waited_s: the part of blocked_s spent waiting for an earlier save. reused: an earlier step's
-    file was overwritten. state_bytes and tensors: what this rank holds; written_bytes: what it
-    writes of it; balance: how evenly all ranks and their hosts write, known when committed.
+    file was overwritten. state_bytes and tensors: what this rank holds; eager_bytes: what of it was
+    copied before save() returned; written_bytes: what this rank writes; balance: how evenly all
+    ranks and their hosts write, known when committed.
     """
 
     step: int
     state_bytes: int = 0
+    eager_bytes: int = 0
     written_bytes: int = 0
     tensors: int = 0
     files: int = 0

@@ -53,9 +53,7 @@ def start_write(
         begins=array("q", plan.begins),
         sizes=array("q", [spec.nbytes for spec in plan.specs]),
         addresses=array("Q", [0 if item.external else item.address for item in ordered]),
-        flags=bytes(
-            [FLAG_EAGER * item.spec.eager | FLAG_EXTERNAL * item.external for item in ordered]
-        ),
+        flags=bytes([FLAG_EAGER * item.eager | FLAG_EXTERNAL * item.external for item in ordered]),
         strided={i: item.strided for i, item in enumerate(ordered) if item.strided},
         header=plan.header,
         owner=tuple(item.tensor for item in ordered if not item.external),

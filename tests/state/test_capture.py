@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import collections
+import gc
 import pathlib
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 import statehold
 from statehold.errors import UnsupportedValueError, UsageError
 from statehold.state.capture import capture, parts
+from statehold.state.stepping import Stepping
 from support.matching import captured, eager
 
 
@@ -110,6 +113,43 @@ def test_a_volatile_alias_makes_the_parameter_eager() -> None:
         [name] = {t.spec.name for t in found.tensors if t.spec.eager}
         assert name == next(iter(state)) + (".weight" if "model" in next(iter(state)) else "")
         assert len(found.tensors) == 2
+
+
+def test_what_a_stepping_optimizer_keeps_for_itself_is_lazy_wherever_it_is() -> None:
+    model, optimizer = trained()
+    momentum = optimizer.state[model.weight]["momentum_buffer"]
+    optimizer.state[model.weight] |= {
+        "gradient": model.weight.grad,  # backward changes it
+        "parameter": model.weight.data,  # who swaps weights changes it
+        "nested": {"deep": torch.ones(2)},
+    }
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "alias": momentum[:1],
+        "volatile": statehold.Volatile([optimizer.state[model.bias]["momentum_buffer"]]),
+    }
+    found = capture(state, stepping=[optimizer]).tensors
+    lazy = {each.spec.name for each in found if not each.eager}
+    assert lazy == {"optimizer.state.0.momentum_buffer", "alias"}
+    assert [each.spec for each in found] == [each.spec for each in capture(state).tensors], (
+        "ranks must lay out alike, and one of them may not know who steps"
+    )
+    assert all(each.eager for each in capture(state).tensors)
+
+
+def test_optimizers_are_not_kept_alive_for_having_stepped() -> None:
+    _, optimizer = trained()
+    stepping = Stepping()
+    stepping.saw(optimizer)
+    assert stepping.take() == [optimizer]
+    assert stepping.take() == []
+    stepping.saw(optimizer)
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None
+    assert stepping.take() == []
 
 
 def test_captured_tensors_keep_memory_and_version() -> None:

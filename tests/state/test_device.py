@@ -280,6 +280,18 @@ def test_a_failing_copy_gives_its_buffer_back(
     assert not job._lent
 
 
+def test_what_an_optimizer_keeps_is_not_cloned_on_the_device(streams: LateStreams) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    capture = statehold.state.capture.capture
+    cloned = {each.spec.name for each in capture(state, stepping=[optimizer]).tensors if each.owned}
+    assert cloned == {"model.weight", "model.bias"}
+    assert all(each.owned for each in capture(state).tensors)
+
+
 def test_host_states_involve_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("statehold.state.device.backend_for", pytest.fail)
     model = nn.Linear(4, 4)

@@ -1,4 +1,4 @@
-"""What is said once a process: why bytes may move more slowly than they could."""
+"""What is said once a process: why something may be slower than it could be."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ logger = logging.getLogger("statehold")
 _said: set[str] = set()
 
 
-def say_once(note: str) -> None:
-    """A warning, if there is something to say and nobody has said it."""
+def say_once(note: str, level: int = logging.WARNING) -> None:
+    """Log `note`, unless it is empty or was logged before."""
     if note and note not in _said:
         _said.add(note)
-        logger.warning("%s", note)
+        logger.log(level, "%s", note)

@@ -255,8 +255,8 @@ UNWATCHED = Watch(None)
 
 
 def _of_save(stats: SaveStats) -> dict[str, Any]:
-    names = ("step", "state_bytes", "written_bytes", "tensors", "reused", "blocked_s", "waited_s",
-             "gate_s", "staged_s", "written_s", "committed_s")  # fmt: skip
+    names = ("step", "state_bytes", "eager_bytes", "written_bytes", "tensors", "reused",
+             "blocked_s", "waited_s", "gate_s", "staged_s", "written_s", "committed_s")  # fmt: skip
     return {name: getattr(stats, name) for name in names}
 
 

@@ -3,7 +3,8 @@
 Owns: which tensors a step holds, what they are called, and which must be copied at once (eager)
 and which may be copied until the next update (lazy):
     lazy    parameters of modules; parameters and state tensors of optimizers in the state, and
-            tensors that share their storage; what is wrapped in Gated
+            tensors that share their storage; state tensors of optimizers that step through the
+            gate, wherever they are found; what is wrapped in Gated
     eager   everything else: buffers, other tensors, tensors inside state_dict() of objects, tensors
             in param_groups; and whatever is wrapped in Volatile, which wins
 Holds: a captured tensor is an alias that keeps the memory alive at the address it had at capture,
@@ -21,7 +22,7 @@ from __future__ import annotations
 import base64
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from statehold.planning.plan import TensorSpec
 from statehold.state import dtypes, modules, optimizers, placements
 from statehold.state.marks import Gated, Mark, Volatile
 from statehold.state.placements import OWN, Placed
+from statehold.state.stepping import Storages, storages
 from statehold.state.tensors import (
     Memory,
     Strided,
@@ -49,11 +51,14 @@ from statehold.state.tensors import (
     strides_of,
     version_of,
 )
+from statehold.units import format_bytes
 
 # With tensors on a device, neither save() nor the gate waits for it: the copies are enqueued behind
 # its work. Host tensors are not in that order, and share blocks with device tensors, so those up
 # to this size (an optimizer's `step`) are cloned at capture.
 SMALL_BYTES = 64 << 10
+# Parameters handed over without their module are worth a line in the log from here on.
+TOLD_BYTES_MIN = 64 << 20
 _PARTLESS = {bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter}
 
 
@@ -62,6 +67,8 @@ class CapturedTensor:
     """A tensor to save. `strided` is None for contiguous memory; `external`: not host memory.
 
     `tensor` is the local tensor of a DTensor, `wrapper` the DTensor; `version` counts both.
+    `spec.eager` says where the tensor is laid out, so all ranks have to agree on it. `eager` says
+    when its bytes are copied, which each rank decides for itself.
     """
 
     spec: TensorSpec
@@ -72,14 +79,24 @@ class CapturedTensor:
     external: bool
     owned: bool  # a copy that nobody else can change
     wrapper: torch.Tensor | None
+    is_gated: bool = False  # laid out as eager, and yet only a step() that waits changes it
+
+    @property
+    def eager(self) -> bool:
+        """Whether the bytes are copied before save() returns."""
+        return self.spec.eager and not self.is_gated
 
 
 @dataclass(slots=True)
 class Capture:
-    """A state at the time of `capture`. `tensors` are distinct in memory; ties are in the tree."""
+    """A state at the time of `capture`. `tensors` are distinct in memory; ties are in the tree.
+
+    note: what the user could hand over so that save() returns earlier; "" if nothing.
+    """
 
     tensors: list[CapturedTensor]
     tree: Any
+    note: str = ""
     _settled: bool = False
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
@@ -97,16 +114,26 @@ class Capture:
     def moved(self, *, eager: bool) -> str | None:
         """The name of an eager (or of a lazy) tensor that changed since capture, or None."""
         for captured in self.tensors:
-            if captured.spec.eager is not eager or captured.version < 0:
+            if captured.eager is not eager or captured.version < 0:
                 continue
             if version_of(captured.tensor, captured.wrapper) != captured.version:
                 return captured.spec.name
         return None
 
+    @property
+    def eager_bytes(self) -> int:
+        """The bytes that are copied before save() returns, in capture() or right after it."""
+        return sum(each.spec.nbytes for each in self.tensors if each.eager or each.owned)
 
-def capture(state: Mapping[str, Any], rank: int | None = None) -> Capture:
+
+def capture(
+    state: Mapping[str, Any],
+    rank: int | None = None,
+    stepping: Iterable[torch.optim.Optimizer] = (),
+) -> Capture:
     """Capture a state, or `rank`'s part of one that several ranks save (None: it is alone).
 
+    stepping: optimizers whose every step() waits at the gate, whether the state has them or not.
     Raises UnsupportedValueError, with the path, for what no step can hold.
     """
     if not isinstance(state, Mapping):
@@ -114,11 +141,11 @@ def capture(state: Mapping[str, Any], rank: int | None = None) -> Capture:
             "a state is a mapping of names to what is to be saved",
             facts={"expected": "a dict", "got": type(state).__name__},
         )
-    capturer = _Capturer(state, rank)
+    capturer = _Capturer(state, rank, stepping)
     tree = values.encode(dict(state), "", capturer.leaf)
     if any(tensor.external for tensor in capturer.tensors):
         capturer.clone_small_host_tensors()
-    return Capture(capturer.tensors, tree)
+    return Capture(capturer.tensors, tree, capturer.note())
 
 
 def parts(state: Any) -> Iterator[tuple[str, Any]]:
@@ -169,7 +196,12 @@ def _holds_itself(value: Any, path: str) -> UnsupportedValueError:
 class _Capturer:
     """One capture: what was found so far."""
 
-    def __init__(self, state: Mapping[str, Any], rank: int | None) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        rank: int | None,
+        stepping: Iterable[torch.optim.Optimizer],
+    ) -> None:
         found = list(parts(state))
         self._rank = rank
         self.optimizers = [part for _, part in found if isinstance(part, torch.optim.Optimizer)]
@@ -186,6 +218,9 @@ class _Capturer:
         self._places: dict[Memory | int, tuple[int, torch.Tensor]] = {}
         self._taken: set[str] = set()
         self._gated_storages: set[int] | None = None
+        self._stepping = stepping
+        self._known: Storages | None = None
+        self._parameters: list[TensorSpec] = []  # plain tensors that are those of an optimizer
         self._mark: type[Mark[Any]] | None = None
         self._active: set[int] = set()
 
@@ -194,7 +229,7 @@ class _Capturer:
     def leaf(self, value: Any, path: str) -> Any | None:
         """The node of what is not a plain value; None for what nobody can store."""
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, path, lazy=self._is_gated(value))
+            return self._plain_tensor(value, path)
         if isinstance(value, Mark):
             return self._marked(value, path)
         if isinstance(value, nn.Module):
@@ -303,7 +338,7 @@ class _Capturer:
             )
         # A private copy: a tensor cannot borrow read-only arrays or those with negative strides.
         array = torch.from_numpy(value.copy(order="C"))
-        return {"$ndarray": self._add(array, path, eager=False, owned=True)}
+        return {"$ndarray": self._add(array, path, False, owned=True)}
 
     # -- tensors ---------------------------------------------------------------------------
 
@@ -316,42 +351,83 @@ class _Capturer:
         if not self.optimizers or not is_storable(tensor):
             return False
         if self._gated_storages is None:
-            self._gated_storages = {
-                storage_of(owned)
+            self._gated_storages = storages(
+                owned
                 for optimizer in self.optimizers
-                for owned in map(local_of, optimizers.owned_tensors(optimizer))
-                if is_storable(owned)
-            } - {0}
+                for owned in optimizers.owned_tensors(optimizer)
+            )
         return storage_of(local_of(tensor)) in self._gated_storages
 
+    def _plain_tensor(self, tensor: torch.Tensor, path: str) -> Any:
+        """A tensor that comes without its module or optimizer, such as one of a state_dict().
+
+        What an optimizer keeps for itself nobody else changes. Parameters are another matter: many
+        programs swap them for averages, through `.data`, as soon as save() has returned.
+        """
+        if self._is_gated(tensor):
+            return self._tensor(tensor, path, lazy=True)
+        if self._mark is Volatile or not is_storable(tensor):
+            return self._tensor(tensor, path, lazy=False)
+        if self._known is None:
+            self._known = Storages.of(self._stepping)
+        storage = storage_of(local_of(tensor))
+        count = len(self.tensors)
+        node = self._tensor(tensor, path, lazy=False, is_gated=storage in self._known.state)
+        if storage in self._known.parameters:
+            self._parameters += [each.spec for each in self.tensors[count:]]
+        return node
+
+    def note(self) -> str:
+        """See Capture."""
+        nbytes = sum(spec.nbytes for spec in self._parameters)
+        if nbytes < TOLD_BYTES_MIN:
+            return ""
+        first = self._parameters[0].name
+        return (
+            f"{format_bytes(nbytes)} of parameters, such as {first}, are copied before save() "
+            "returns, because the state has tensors of a state_dict(): hand over the module itself "
+            "to have them copied while training goes on"
+        )
+
     def _tensor(
-        self, tensor: torch.Tensor, path: str, *, lazy: bool, place: Placed | None = None
+        self,
+        tensor: torch.Tensor,
+        path: str,
+        *,
+        lazy: bool,
+        place: Placed | None = None,
+        is_gated: bool = False,
     ) -> Any:
         check_storable(tensor, path)
         place = place or self._place(tensor, path)
         local = local_of(tensor)
         wrapper = None if local is tensor else tensor
         eager = self._mark is Volatile or not lazy
-        added = self._add(local.detach(), path, eager=eager, place=place, wrapper=wrapper)
+        alias = local.detach()
+        added = self._add(alias, path, eager, place=place, wrapper=wrapper, is_gated=is_gated)
         return {"$tensor": added}
 
     def _add(
         self,
         tensor: torch.Tensor,
         name: str,
-        *,
         eager: bool,
+        *,
         owned: bool = False,
         place: Placed = OWN,
         wrapper: torch.Tensor | None = None,
+        is_gated: bool = False,
     ) -> str:
         memory = id(wrapper) if wrapper is not None else memory_of(tensor)
         held = self._places.get(memory)
         if held is not None:
             index, _ = held
             first = self.tensors[index]
-            if eager and not first.spec.eager and not first.owned:
-                self.tensors[index] = _captured(first.tensor, first.spec, eager, False, wrapper)
+            is_gated = is_gated and not first.eager
+            if eager and not first.owned and (first.spec.eager, first.is_gated) != (True, is_gated):
+                self.tensors[index] = _captured(
+                    first.tensor, first.spec, True, wrapper=wrapper, is_gated=is_gated
+                )
             return first.spec.name
         if name in self._taken or not name:
             raise UnsupportedValueError(
@@ -365,7 +441,7 @@ class _Capturer:
             self._places[memory] = len(self.tensors), tensor
         self._taken.add(name)
         spec = _spec(tensor, name, eager, place)
-        self.tensors.append(_captured(tensor, spec, eager, owned, wrapper))
+        self.tensors.append(_captured(tensor, spec, eager, owned, wrapper, is_gated))
         return name
 
     def clone_small_host_tensors(self) -> None:
@@ -404,19 +480,25 @@ def _captured(
     eager: bool,
     owned: bool = False,
     wrapper: torch.Tensor | None = None,
+    is_gated: bool = False,
 ) -> CapturedTensor:
     external = is_external(tensor)
     if is_view_of_other_values(tensor):
         tensor, owned = tensor.resolve_conj().resolve_neg(), True
+    is_gated = is_gated and not tensor.is_inference()
     eager = (eager or tensor.is_inference()) and not owned
-    if external and (eager or not tensor.is_contiguous()):
-        tensor, eager, owned = _clone(tensor), False, True
+    if external:  # nothing of a device is laid out as eager
+        if (eager and not is_gated) or not tensor.is_contiguous():
+            tensor, owned = _clone(tensor), True
+        eager = False
     if spec.eager is not eager:
         spec = replace(spec, eager=eager)
     wrapper = None if owned else wrapper
     version, strided = version_of(tensor, wrapper), strides_of(tensor)
     address = tensor.data_ptr()
-    return CapturedTensor(spec, tensor, version, address, strided, external, owned, wrapper)
+    return CapturedTensor(
+        spec, tensor, version, address, strided, external, owned, wrapper, is_gated and eager
+    )
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

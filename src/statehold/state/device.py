@@ -354,6 +354,5 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_lazy_on_host(captured: CapturedTensor) -> bool:
-    spec = captured.spec
-    is_copied_in_time = captured.external or captured.owned or spec.eager
-    return not is_copied_in_time and spec.nbytes > 0
+    is_copied_in_time = captured.external or captured.owned or captured.eager
+    return not is_copied_in_time and captured.spec.nbytes > 0

@@ -37,7 +37,7 @@ def _begin(captured: CapturedTensor, hash_memory: HashMemory) -> Callable[[], in
     if is_external(tensor):
         pending = on_device(tensor)
         return lambda: int(pending.item()) & _MASK
-    if captured.spec.eager:
+    if captured.eager:
         known = on_host(tensor, hash_memory)
         return lambda: known
     return lambda: on_host(tensor, hash_memory)

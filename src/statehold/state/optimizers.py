@@ -30,9 +30,9 @@ _HOOKS = tuple(
 )
 
 
-def before_every_step(action: Callable[[], None]) -> Any:
+def before_every_step(action: Callable[[torch.optim.Optimizer], None]) -> Any:
     """Call `action` before each step() of every torch optimizer; returns what remove()s it."""
-    return register_optimizer_step_pre_hook(lambda *_: action())
+    return register_optimizer_step_pre_hook(lambda optimizer, *_: action(optimizer))
 
 
 def behind(value: Any) -> torch.optim.Optimizer | None:
@@ -132,6 +132,11 @@ def owned_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """The tensors that only step() changes: the parameters and the state at its top level."""
     for group in optimizer.param_groups:
         yield from group[PARAMS]
+    yield from state_tensors(optimizer)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors at the top level of the state of each parameter."""
     for state in optimizer.state.values():
         if isinstance(state, dict):
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
