@@ -164,8 +164,9 @@ def test_bad_options_are_refused_at_once(run, options: dict[str, object]) -> Non
 
 def test_hooks_leave_the_optimizer_at_close(run) -> None:
     training = Training()
+    others = set(_global_optimizer_pre_hooks)  # of Checkpointers that were dropped unclosed
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         ckpt.save(1, training.state)
         ckpt.save(2, training.state)
-        assert len(_global_optimizer_pre_hooks) == 1
-    assert not _global_optimizer_pre_hooks
+        assert len(set(_global_optimizer_pre_hooks) - others) == 1
+    assert set(_global_optimizer_pre_hooks) == others
