@@ -301,6 +301,7 @@ class Checkpointer:
                 state,
                 selection,
                 watch,
+                opened.claim,
             )
             self.restored, failed = restorer.newest() if step is None else restorer.only(step)
             watch.end(self.restored, failed)
@@ -310,7 +311,7 @@ class Checkpointer:
         opened.rhythm.turns.goes_on_from(self.restored.step)
         opened.restored(self.restored.step, nearest.served(self.restored.step))
         if failed:
-            set_aside(opened, failed, self.restored.step)
+            set_aside(opened, failed, restorer.confirmed, self.restored.step)
         return self.restored.step
 
     def _ready_to_restore(self, levels_of_rank_0: str) -> None:

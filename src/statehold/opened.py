@@ -18,6 +18,7 @@ from statehold.across import Across
 from statehold.agent.starting import Agent, agent_for
 from statehold.errors import (
     CorruptionError,
+    RunBusyError,
     StateholdError,
     StorageError,
 )
@@ -275,14 +276,26 @@ class Opened:
         # Where the first level is away, saves go to the next one; it is asked when it is back.
         self.near[0].check_order(step, newest, may_be_away=len(self.near) > 1)
 
+    def claim(self, step: int) -> bool:
+        """Make sure that nobody changes a step from now on: take the lock of each directory that
+        has it, where this rank leads, and let this job's saves and copies end. False where another
+        job has a lock, or the directory may not be written."""
+        self.wait_idle(None)
+        try:
+            for place in self._leading(step):
+                place.prepare(self._token)
+        except (RunBusyError, StorageError):
+            return False
+        return True
+
     def quarantine(self, step: int) -> str:
-        """Set a step aside in every directory that this rank leads in; where it is now at the first
-        level that had it."""
-        stores = [place for place in self.near if place.leads and step in place.store.steps()]
-        for place in stores:
-            place.prepare(self._token)
-        kept = [place.quarantine(step) for place in stores]
+        """Set a step aside in every directory that this rank leads in, after claim(); where it is
+        now at the first level that had it."""
+        kept = [place.quarantine(step) for place in self._leading(step)]
         return kept[0] if kept else self.store.path(step)
+
+    def _leading(self, step: int) -> list[DirectoryPlace]:
+        return [place for place in self.near if place.leads and step in place.store.steps()]
 
     def rewind(self, step: int) -> list[int]:
         """Give up what is newer than `step` at every level, where this rank leads."""

@@ -10,11 +10,16 @@ one rank reads is bad, all ranks begin again without that copy, as long as there
 Damage beyond that makes all ranks try the next older step; any other error on one rank is an error
 on all.
 
+A writer may save the step again, or retire it, while it is read; nothing keeps it from that. After
+every failure the ranks look whether the step is still the one that they opened. If it is not, they
+list the steps and begin again. Damage is believed when it is found once more under the lock of the
+run, where nobody else can change the step. Without the lock the step is passed over, and stays.
+
 A rank that is at its place again looks at its own record first, which is all it needs if the layout
 is the same. If that does not match on some rank, all ranks look at what all have saved.
 
 Holds: no rank changes a byte before all ranks have matched; a step counts as restored only when all
-ranks have read and verified it.
+ranks have read and verified it, from one and the same save of it.
 Not here: matching (state/restore), which bytes (reads), which copy of them (levels/nearest),
 agreeing (agreeing).
 """
@@ -22,9 +27,10 @@ agreeing (agreeing).
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,13 +38,17 @@ from typing import TYPE_CHECKING, Any
 from statehold.agreeing import ROUND, MismatchElsewhere, everyone, led, pooled, together
 from statehold.errors import (
     CorruptionError,
+    PeerFailedError,
     PeerLostError,
     RunBusyError,
     StateholdError,
     StateMismatchError,
     StorageError,
     UsageError,
+    no_such_step,
+    storage_error,
 )
+from statehold.levels.nearest import Next
 from statehold.reads import ReadPlan
 from statehold.seeing.watching import RestoreWatch
 from statehold.selection import Answer, RestoreReport, Selection, check_answers
@@ -54,6 +64,14 @@ if TYPE_CHECKING:
     from statehold.steps.saved import SavedStep
 
 
+# A writer that saves one step again and again must not keep a reader for ever.
+BEGINNINGS_MAX = 100
+
+
+class _Changed(Exception):
+    """The step is another one by now, or none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Matched:
     """A step that fits the live state: what to do once the bytes are there."""
@@ -64,7 +82,12 @@ class Matched:
 
 
 class Restorer:
-    """One restore into one live state."""
+    """One restore into one live state.
+
+    claim: takes the lock of every directory that has a step, where this rank leads; False where
+    another job has one. After newest(), `confirmed` are the steps that were found damaged under it;
+    `beginnings` counts how often a step had to be read anew because it had changed.
+    """
 
     def __init__(
         self,
@@ -75,8 +98,12 @@ class Restorer:
         state: Mapping[str, Any],
         selection: Selection,
         watch: RestoreWatch,
+        claim: Callable[[int], bool],
     ) -> None:
         self._saved = steps
+        self._claim = claim
+        self.confirmed: set[int] = set()
+        self.beginnings = 0
         self._engine = engine
         self._devices = devices
         self._peers = peers
@@ -89,13 +116,17 @@ class Restorer:
     def newest(self) -> tuple[RestoreReport | None, dict[int, CorruptionError]]:
         """Restore the newest intact step; the second value are the damaged ones passed over."""
         failed: dict[int, CorruptionError] = {}
+        asked: set[int] = set()
         while remaining := [step for step in self._steps() if step not in failed]:
             step = remaining[-1]
             try:
                 return self.step(step), failed
+            except _Changed as changed:
+                self._begin_anew(step, changed)
             except CorruptionError as error:
-                if self._peers or step in self._saved.steps():  # else it was retired meanwhile
+                if step in asked or not self._claimed(step):
                     failed[step] = error
+                asked.add(step)
         if failed:
             newest = failed.pop(max(failed))
             raise newest.with_fact("also damaged", listed(failed)) if failed else newest
@@ -103,7 +134,30 @@ class Restorer:
 
     def only(self, step: int) -> tuple[RestoreReport, dict[int, CorruptionError]]:
         """Restore this step and no other, in the form of newest()."""
-        return self.step(step), {}
+        while True:
+            try:
+                return self.step(step), {}
+            except _Changed as changed:
+                self._begin_anew(step, changed)
+                if step not in self._steps():
+                    raise no_such_step(step, self._saved.run, self._steps()) from None
+
+    def _begin_anew(self, step: int, changed: _Changed) -> None:
+        self.beginnings += 1
+        self._saved.forget(step)
+        if self.beginnings > BEGINNINGS_MAX:
+            error = storage_error("read a step", errno.ESTALE, self._saved.path(step))
+            error.with_fact("found", f"{self.beginnings} times another save of it, or none")
+            error.hint = "save the same step less often, or restore when nothing saves"
+            raise error from changed
+
+    def _claimed(self, step: int) -> bool:
+        """All ranks: whether nobody else can change the step from now on."""
+        if not all(everyone(self._peers, lambda: self._claim(step))):
+            return False
+        self.confirmed.add(step)
+        self._saved.forget(step)
+        return True
 
     def step(self, step: int) -> RestoreReport:
         """Restore this step."""
@@ -129,20 +183,20 @@ class Restorer:
             except PeerLostError:
                 raise
             except Exception as error:
-                if not self._has_another_copy(step, error):
+                following = self._after(step, error)
+                if following is Next.ANEW:
+                    raise _Changed from error
+                if following is Next.GIVE_UP:
                     raise
+                if following is Next.OTHER_SAVE:  # all ranks had opened the same one
+                    self._saved.give_up_save(step)
 
-    def _has_another_copy(self, step: int, error: Exception) -> bool:
-        """Whether to begin again without a copy that was bad on some rank."""
-        if not self._saved.has_copies:
-            return False
-        mine = False
-        if isinstance(error, CorruptionError | StorageError):
-            mine = self._saved.has_another(step, error)
+    def _after(self, step: int, error: Exception) -> Next:
+        """What all ranks do after a failure."""
+        mine = self._saved.after(step, error)
         if self._peers is None:
             return mine
-        told = self._peers.agree(ROUND, json.dumps(mine).encode(), _any)
-        return bool(json.loads(told))
+        return Next(json.loads(self._peers.agree(ROUND, json.dumps(mine).encode(), _highest)))
 
     def _steps(self) -> list[int]:
         """The committed steps, as rank 0 sees them."""
@@ -161,27 +215,37 @@ class Restorer:
             return self._matched(saved)
 
         try:
-            matched, answers = self._pooled(first)
+            matched, answers = self._pooled(step, first)
         except StateholdError as error:
             if not _is_about_layouts(error) or saved is None or saved.widened() is saved:
                 raise
-            matched, saved, answers = self._in_all_records(saved)
+            matched, saved, answers = self._in_all_records(step, saved)
         else:
             # What this rank's own record lacks may be in another one: all have to be looked at.
             if any(each.lacks for each in answers) and saved is not None and saved.is_narrow:
-                matched, saved, answers = self._in_all_records(saved)
+                matched, saved, answers = self._in_all_records(step, saved)
         check_answers(answers)
         return self._judged(matched, saved)
 
-    def _in_all_records(self, saved: SavedStep) -> tuple[Matched, SavedStep, list[Answer]]:
+    def _in_all_records(
+        self, step: int, saved: SavedStep
+    ) -> tuple[Matched, SavedStep, list[Answer]]:
         wide = saved.widened()
-        matched, answers = self._pooled(lambda: self._matched(wide))
+        matched, answers = self._pooled(step, lambda: self._matched(wide))
         return matched, wide, answers
 
-    def _pooled(self, match: Callable[[], Matched]) -> tuple[Matched, list[Answer]]:
-        """What this rank has matched, and what the selection found on each rank."""
-        matched, told = pooled(self._peers, match, lambda each: astuple(each.restoration.answer))
-        return matched, [Answer(*each) for each in told]
+    def _pooled(self, step: int, match: Callable[[], Matched]) -> tuple[Matched, list[Answer]]:
+        """What this rank has matched, and what the selection found on each rank. Raises on all
+        ranks where they have opened different saves of the step."""
+
+        def tell(matched: Matched) -> list[Any]:
+            return [self._saved.saves.opened(step), astuple(matched.restoration.answer)]
+
+        matched, told = pooled(self._peers, match, tell)
+        for rank, (save, _) in enumerate(told):
+            if save != told[0][0]:
+                raise PeerFailedError(rank, f"it opened another save of step {step} than rank 0")
+        return matched, [Answer(*answer) for _, answer in told]
 
     def _matched(self, saved: SavedStep) -> Matched:
         alone = self._peers is None or saved.is_narrow
@@ -254,8 +318,8 @@ def _of_bits(raw: bytes) -> Iterator[bool]:
     return (bool(byte >> bit & 1) for byte in raw for bit in range(8))
 
 
-def _any(told: Sequence[bytes]) -> bytes:
-    return json.dumps(any(json.loads(each) for each in told)).encode()
+def _highest(told: Sequence[bytes]) -> bytes:
+    return json.dumps(max(json.loads(each) for each in told)).encode()
 
 
 def _in_common(told: Sequence[bytes]) -> bytes:
@@ -269,11 +333,16 @@ def _in_common(told: Sequence[bytes]) -> bytes:
     return json.dumps([bits.hex(), sorted(nowhere)]).encode()
 
 
-def set_aside(opened: Opened, failed: Mapping[int, CorruptionError], restored: int) -> None:
+def set_aside(
+    opened: Opened, failed: Mapping[int, CorruptionError], confirmed: Collection[int], restored: int
+) -> None:
     """Keep the damaged steps where nobody takes them for steps; all ranks, before any goes on: it
-    would find them newer than what it saves next."""
+    would find them newer than what it saves next. A step that is not `confirmed` stays: another
+    job may be saving it again."""
     together(opened.peers, lambda: opened.promotions.wait(None))
-    places = everyone(opened.peers, lambda: [_quarantined(opened, step) for step in failed])
+    places = everyone(
+        opened.peers, lambda: [_quarantined(opened, step, step in confirmed) for step in failed]
+    )
     opened.forget(failed)
     for (step, error), kept in zip(failed.items(), places[0], strict=True):
         text = f"step {step} is damaged; step {restored} was restored instead. "
@@ -282,9 +351,10 @@ def set_aside(opened: Opened, failed: Mapping[int, CorruptionError], restored: i
         )
 
 
-def _quarantined(opened: Opened, step: int) -> str:
+def _quarantined(opened: Opened, step: int, is_confirmed: bool) -> str:
     """Where the damaged step is now; where it was if the run is another job's, or not ours to
     change: the state is restored all the same."""
-    with contextlib.suppress(RunBusyError, StorageError):
-        return opened.quarantine(step)
+    if is_confirmed:
+        with contextlib.suppress(RunBusyError, StorageError):
+            return opened.quarantine(step)
     return opened.store.path(step)

@@ -6,7 +6,10 @@ Holds: nothing is believed because of where it is: documents are sealed and file
 files of one step may come from different places. A step is damaged when a file of it is intact
 nowhere; where a place cannot be read, nobody knows that, and its error is raised instead: a step is
 not given up for a disk that fails.
-Not here: what is read of a step (reads), when the ranks try again (restoring).
+All files of a restore are of one save of the step. A writer may save the step again, or retire it,
+meanwhile: a place that has changed since it was read is passed over, and is no damage.
+Not here: what is read of a step (reads), when the ranks try again (restoring), which save a place
+has (saves).
 """
 
 from __future__ import annotations
@@ -16,20 +19,32 @@ import errno
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from enum import IntEnum
 from typing import Protocol
 
 from statehold.errors import (
     CorruptionError,
     MissingFileError,
     StateholdError,
+    StepNotFoundError,
     StorageError,
     no_such_step,
 )
-from statehold.steps.saved import SavedStep, open_step
+from statehold.levels.saves import Saves
+from statehold.steps.saved import MANIFEST_NAME, SavedStep, open_step
 
-__all__ = ["Nearest", "Readable"]
+__all__ = ["Nearest", "Next", "Readable"]
 
 logger = logging.getLogger("statehold")
+
+
+class Next(IntEnum):
+    """What a restore does after a failed read. Of several ranks' answers the highest one counts."""
+
+    GIVE_UP = 0
+    OTHER_COPY = 1  # read the step again, without what was bad
+    OTHER_SAVE = 2  # read the step as another level has it, from an earlier or later save
+    ANEW = 3  # the step was saved again, or retired: look again which steps there are
 
 
 class Readable(Protocol):
@@ -59,6 +74,8 @@ class Nearest:
         self._unread: StorageError | None = None
         self._unread_at = ""
         self._told: set[str] = set()  # levels of which it was said that they cannot be read
+        self._said: set[tuple[int, str, str]] = set()  # bad copies of which it was said
+        self.saves = Saves()
 
     def steps(self) -> list[int]:
         """The steps that are committed anywhere, oldest first. A level that cannot be read is
@@ -74,6 +91,11 @@ class Nearest:
                 self._unread.hint = f"{self._unread.hint}; {hint}" if self._unread.hint else hint
             raise self._unread
         return found
+
+    @property
+    def run(self) -> str:
+        """The run directory."""
+        return self._run
 
     def path(self, step: int) -> str:
         """Where a step is called to be, for messages and errors: at the nearest place."""
@@ -97,7 +119,7 @@ class Nearest:
         for place in self._having(step, name):
             try:
                 path = place.find(step, name, nbytes, ranges)
-            except (StorageError, CorruptionError) as error:
+            except (StorageError, CorruptionError, StepNotFoundError) as error:
                 self._passed_over(step, name, place, error)
                 continue
             self._served[step, name] = place
@@ -121,22 +143,59 @@ class Nearest:
         """Whether a step may be at several places."""
         return len(self._places) > 1
 
-    def has_another(self, step: int, error: StateholdError) -> bool:
-        """After a copy was found to be bad: whether another one is left to try.
+    def after(self, step: int, error: Exception) -> Next:
+        """What to do after `error` in reading a step here.
 
         Believes the error's fact "file", or its path; an error that names no file that was read
-        from here is none of a copy. Also True where the last copy is damaged and one before could
-        not be read: what is tried next then raises that.
+        from here is none of a copy. OTHER_COPY also where the last copy is damaged and one before
+        could not be read: what is tried next then raises that.
         """
+        self._found = None
+        if isinstance(error, StepNotFoundError) or self._has_changed(step):
+            return Next.ANEW
+        if not self.has_copies or not isinstance(error, CorruptionError | StorageError):
+            return Next.GIVE_UP
+        return self._other(step, error)
+
+    def give_up_save(self, step: int) -> None:
+        """The save of a step that is open is damaged at every level: read another one."""
+        self.saves.give_up(step)
+        self._found = None
+
+    def forget(self, step: int) -> None:
+        """Begin a step anew: nothing is known of its copies."""
+        self._found = None
+        self._bad = {at for at in self._bad if at[0] != step}
+        self._unreadable = {at: why for at, why in self._unreadable.items() if at[0] != step}
+        self._served = {at: place for at, place in self._served.items() if at[0] != step}
+        self.saves.forget(step)
+
+    def _has_changed(self, step: int) -> bool:
+        """Whether a place that was asked for a step has another save of it now, or none."""
+        asked = {place.name for (of, _), place in self._served.items() if of == step}
+        asked |= {name for of, _, name in self._bad if of == step}
+        if not asked:  # the first document was not read
+            asked = {name for name, found in self._steps_by_place().items() if step in found}
+            if not asked:
+                return True
+        return any(
+            self.saves.has_changed(step, place) for place in self._places if place.name in asked
+        )
+
+    def _other(self, step: int, error: CorruptionError | StorageError) -> Next:
+        """Whether another copy of the file that was bad, or another save, is left to try."""
         path = getattr(error, "path", "") or error.facts.get("file", "")
         name = os.path.basename(str(path))
         place = self._served.get((step, name))
         if place is None:
-            return False
+            return Next.GIVE_UP
         self._passed_over(step, name, place, error)
-        return bool(self._having(step, name)) or (
-            isinstance(error, CorruptionError) and (step, name) in self._unreadable
-        )
+        is_damaged = isinstance(error, CorruptionError)
+        if self._having(step, name) or (is_damaged and (step, name) in self._unreadable):
+            return Next.OTHER_COPY
+        if is_damaged and self.saves.has_another(step, self._having(step, MANIFEST_NAME)):
+            return Next.OTHER_SAVE
+        return Next.GIVE_UP
 
     # -- places ----------------------------------------------------------------------------
 
@@ -157,23 +216,32 @@ class Nearest:
             return set()
 
     def _having(self, step: int, name: str) -> list[Readable]:
-        found = self._steps_by_place()
-        return [
-            place
-            for place in self._places
-            if step in found[place.name]
-            and (step, name, place.name) not in self._bad
-            and place.holds(step, name)
-        ]
+        """The places to ask for a file of a step, the nearest first. What has to stand in for a bad
+        copy is of the save that is open."""
+        found, having = self._steps_by_place(), []
+        is_first = not self.saves.has_given_up(step)
+        for place in self._places:
+            if step not in found[place.name] or not place.holds(step, name):
+                continue
+            if (step, name, place.name) in self._bad:
+                is_first = False
+            elif is_first or name == MANIFEST_NAME or not self.saves.is_another(step, place):
+                having.append(place)
+        return having
 
     def _document(self, step: int, name: str, max_bytes: int) -> bytes:
         for place in self._having(step, name):
             try:
-                raw = place.read(step, name, max_bytes)
-            except (StorageError, CorruptionError) as error:
+                if name == MANIFEST_NAME:
+                    raw = self.saves.open(step, place)
+                else:
+                    raw = place.read(step, name, max_bytes)
+            except (StorageError, CorruptionError, StepNotFoundError) as error:
                 if not self.has_copies:
                     raise
                 self._passed_over(step, name, place, error)
+                continue
+            if raw is None:
                 continue
             self._served[step, name] = place
             return raw
@@ -182,12 +250,17 @@ class Nearest:
     def _passed_over(self, step: int, name: str, place: Readable, error: StateholdError) -> None:
         self._bad.add((step, name, place.name))
         self._served.pop((step, name), None)
+        if self.saves.has_changed(step, place):
+            logger.debug("step %d is another one at level %s by now\n%s", step, place.name, error)
+            return
         if isinstance(error, StorageError) and error.errno != errno.ENOENT:
             self._unreadable[step, name] = error
-        logger.warning(
-            "%s of step %d is not intact at level %s; other levels are tried\n%s",
-            name, step, place.name, error,
-        )  # fmt: skip
+        if (step, name, place.name) not in self._said:
+            self._said.add((step, name, place.name))
+            logger.warning(
+                "%s of step %d is not intact at level %s; other levels are tried\n%s",
+                name, step, place.name, error,
+            )  # fmt: skip
 
     def _missing(self, step: int, name: str) -> StateholdError:
         if (step, name) in self._unreadable:
