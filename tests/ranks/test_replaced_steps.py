@@ -1,4 +1,4 @@
-"""Ranks that restore while another job saves the same step again: all read one and the same save."""
+"""Ranks that restore while another job saves the same step again: all read one save of it."""
 
 from __future__ import annotations
 

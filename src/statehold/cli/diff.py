@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from statehold.cli import codes
 from statehold.cli.content import Content, parts_of
 from statehold.cli.numbers import Difference, bits_of, numpy
 from statehold.cli.output import Progress, counted, emit, plain, table
-from statehold.cli.places import file_system, find
+from statehold.cli.places import Place, at_rest, file_system
 from statehold.cli.reading import SUM_DIGITS
 from statehold.cli.values import leaves_of
 from statehold.encoding.header import DTYPE_BITS, bytes_of
@@ -27,23 +27,33 @@ from statehold.planning.layout import Box
 from statehold.planning.plan import pieces
 from statehold.steps.saved import PlacedChunk
 
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
 _LOST = object()
 
 
 def run(args: argparse.Namespace) -> int:
     fs = file_system()
-    first = find(fs, args.a)
-    same_run = os.path.dirname(first.directory) if args.b.startswith("@") else ""
-    second = find(fs, f"{same_run}{args.b}")
-    pair = _Pair(
-        Content(first.open(fs, args.rank), first.directory),
-        Content(second.open(fs, args.rank), second.directory),
-    )
-    document = {"a": first.directory, "b": second.directory, **pair.document()}
+    document = at_rest(fs, args.a, lambda first: _beside(fs, first, args))
     emit(document) if args.json else _show(document)
     if not document["equal"]:
         return codes.NO
     return codes.FAILED if document["not_compared"] else codes.YES
+
+
+def _beside(fs: Fs, first: Place, args: argparse.Namespace) -> dict[str, Any]:
+    """The step `first` beside the other one."""
+    same_run = os.path.dirname(first.directory) if args.b.startswith("@") else ""
+    return at_rest(fs, f"{same_run}{args.b}", lambda second: _compared(fs, first, second, args))
+
+
+def _compared(fs: Fs, first: Place, second: Place, args: argparse.Namespace) -> dict[str, Any]:
+    pair = _Pair(
+        Content(first.open(fs, args.rank), first.directory),
+        Content(second.open(fs, args.rank), second.directory),
+    )
+    return {"a": first.directory, "b": second.directory, **pair.document()}
 
 
 class _Pair:

@@ -18,18 +18,27 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from statehold.cli.output import note
 from statehold.cli.places import describe
-from statehold.errors import CorruptionError, FormatVersionError, StateholdError, UsageError
+from statehold.errors import (
+    CorruptionError,
+    FormatVersionError,
+    StateholdError,
+    StepNotFoundError,
+    UsageError,
+)
 from statehold.levels.copying import Part, Readable, part_of
 from statehold.levels.hosts.census import writer_of
 from statehold.levels.hosts.place import COPIES_SUFFIX
 from statehold.levels.remembered import Remembered, itself, recall
+from statehold.steps.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.steps.manifest import Manifest
 from statehold.steps.saved import MANIFEST_NAME
+from statehold.storage.beside import directory_id, look_beside_a_writer
 from statehold.storage.objects import ObjectSteps
 from statehold.storage.store import Store
 from statehold.study.mounts import mount_of
@@ -49,7 +58,7 @@ class Held(Protocol):
     """The steps of a level that can be read."""
 
     def steps(self) -> list[int]: ...
-    def describe(self, step: int) -> Document: ...
+    def describe(self, step: int) -> Document | None: ...
     def near(self, step: int) -> contextlib.AbstractContextManager[str]: ...
     def about(self) -> Document: ...
 
@@ -118,11 +127,17 @@ def _count_ranks(here: Sequence[Document]) -> None:
     sound = [copy for copy in here if copy["state"] == "committed"]
     for save in {(copy["created"], copy["world_size"]) for copy in sound}:
         same = [copy for copy in sound if (copy["created"], copy["world_size"]) == save]
-        names = [name for copy in same for name in os.listdir(copy["path"])]
+        names = [name for copy in same for name in _names(copy["path"])]
         ranks = {writer[0] for writer in map(writer_of, names) if writer}
         for copy in same:
             copy["ranks_here"] = len(ranks)
             copy["state"] = "part" if len(ranks) < save[1] else "committed"
+
+
+def _names(directory: str) -> list[str]:
+    """What lies in the directory of a step; nothing if the step was given up meanwhile."""
+    is_there = partial(directory_id, directory)
+    return look_beside_a_writer(partial(os.listdir, directory), is_there, directory) or []
 
 
 def _looked_at(fs: Fs, told: Remembered, far: bool, options: Mapping[str, Any]) -> Level:
@@ -136,7 +151,8 @@ def _looked_at(fs: Fs, told: Remembered, far: bool, options: Mapping[str, Any]) 
                 level.error = f"memory of host {told.host}"
         else:
             place = _held(fs, told, options)
-            level.held = {step: place.describe(step) for step in place.steps()}
+            found = {step: place.describe(step) for step in place.steps()}
+            level.held = {step: told for step, told in found.items() if told is not None}
             level.place = place
     except (StateholdError, OSError) as error:
         level.state, level.error = "unreadable", str(error)
@@ -184,7 +200,7 @@ class _InDirectory:
     def steps(self) -> list[int]:
         return self._store.steps()
 
-    def describe(self, step: int) -> Document:
+    def describe(self, step: int) -> Document | None:
         return describe(self._fs, self._store, step)
 
     @contextlib.contextmanager
@@ -210,17 +226,16 @@ class _InObjects:
     def steps(self) -> list[int]:
         return self._objects.steps()
 
-    def describe(self, step: int) -> Document:
+    def describe(self, step: int) -> Document | None:
         found: Document = {"step": step, "path": self._objects.path(step), "state": "committed",
                            "bytes": 0, "files": 0}  # fmt: skip
         try:
-            part = self._part(step)
-            manifest = Manifest.decode(part.manifest, found["path"])
-            for file in part.files:
-                size = self._objects.size(step, file.name)
-                if size != file.bytes:
-                    facts = {"file": file.name, "expected": file.bytes, "got": size}
-                    raise CorruptionError("a file is not as it was committed", facts=facts)
+            whole = look_beside_a_writer(
+                lambda: self._whole(step), lambda: self._save_of(step), found["path"]
+            )
+            if whole is None:
+                return None
+            part, manifest = whole, Manifest.decode(whole.manifest, found["path"])
         except (CorruptionError, FormatVersionError) as error:
             newer = isinstance(error, FormatVersionError)
             return {**found, "state": "newer format" if newer else "damaged", "error": str(error)}
@@ -252,6 +267,25 @@ class _InObjects:
 
     def about(self) -> Document:
         return {}
+
+    def _whole(self, step: int) -> Part:
+        """What a step consists of, once its files have the right sizes."""
+        part = self._part(step)
+        for file in part.files:
+            size = self._objects.size(step, file.name)
+            if size != file.bytes:
+                facts = {"file": file.name, "expected": file.bytes, "got": size}
+                raise CorruptionError("a file is not as it was committed", facts=facts)
+        return part
+
+    def _save_of(self, step: int) -> str | None:
+        """The save of a step; None if it was given up, "" where that cannot be read."""
+        try:
+            return sha256(self._objects.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX))
+        except StepNotFoundError:
+            return None
+        except CorruptionError:
+            return ""
 
     def _part(self, step: int) -> Part:
         return part_of(_Documents(self._objects, step), self._objects.path(step), range)

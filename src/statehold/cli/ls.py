@@ -27,7 +27,8 @@ KINDS = {
 def run(args: argparse.Namespace) -> int:
     fs, path = file_system(), run_of(args.run)
     store = Store(fs, path)
-    steps = [describe(fs, store, step) for step in store.steps()]
+    looked_at = (describe(fs, store, step) for step in store.steps())
+    steps = [step for step in looked_at if step is not None]
     document = {"run": path, "steps": steps, "other": leftovers_of(fs, path)}
     found = steps
     if args.levels:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from statehold import _core
 from statehold.cli.codes import NotFoundError
@@ -26,6 +28,7 @@ from statehold.errors import (
 from statehold.steps.entries import DOCUMENT_BYTES_MAX
 from statehold.steps.manifest import Commit, Manifest
 from statehold.steps.saved import MANIFEST_NAME, SavedStep, open_step
+from statehold.storage.beside import directory_id, look_beside_a_writer
 from statehold.storage.store import Store
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Place",
+    "at_rest",
     "describe",
     "file_system",
     "find",
@@ -41,6 +45,8 @@ __all__ = [
     "run_of",
     "tree_bytes",
 ]
+
+T = TypeVar("T")
 
 _AT_STEP = re.compile(r"(?P<run>.*)@(?P<step>\d{1,12}|newest)", re.DOTALL)
 _LEFTOVER = re.compile(r"step-\d{12}(?:\..*)?\.(partial|retired|corrupt)|\.spare|\.ready")
@@ -124,17 +130,34 @@ def tree_bytes(directory: str) -> tuple[int, int]:
     return total, count
 
 
-def describe(fs: Fs, store: Store, step: int) -> dict[str, Any]:
-    """What is known of a step without reading more than its manifest."""
+def at_rest(fs: Fs, text: str, look: Callable[[Place], T]) -> T:
+    """What `look` returns of the step that an argument means, read from one save of it. Raises
+    StepNotFoundError, also where the step was given up meanwhile."""
+    while True:
+        place = find(fs, text)
+        directory = place.directory
+        seen = look_beside_a_writer(
+            partial(look, place), partial(directory_id, directory), directory
+        )
+        if seen is not None:
+            return seen
+
+
+def describe(fs: Fs, store: Store, step: int) -> dict[str, Any] | None:
+    """What is known of a step without reading more than its manifest; None if it was given up."""
     directory = store.path(step)
     found: dict[str, Any] = {"step": step, "path": directory, "state": "committed"}
     found["bytes"], found["files"] = tree_bytes(directory)
     try:
-        manifest = load_manifest(fs, directory)
+        manifest = look_beside_a_writer(
+            lambda: load_manifest(fs, directory), lambda: directory_id(directory), directory
+        )
     except (CorruptionError, FormatVersionError, StorageError) as error:
         # Not intact, or too new: which of them decides whether a person should worry.
         newer = isinstance(error, FormatVersionError)
         return {**found, "state": "newer format" if newer else "damaged", "error": str(error)}
+    if manifest is None:
+        return None
     return {
         **found,
         "created": manifest.created,

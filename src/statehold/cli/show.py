@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from statehold.cli import codes, numbers
 from statehold.cli.content import Content
 from statehold.cli.output import Progress, counted, emit, plain, table
-from statehold.cli.places import Place, file_system, find, load_manifest, tree_bytes
+from statehold.cli.places import Place, at_rest, file_system, load_manifest, tree_bytes
 from statehold.cli.values import leaves_of
 from statehold.encoding.header import bytes_of
 from statehold.errors import StateMismatchError
@@ -33,17 +33,24 @@ _VALUE_COLUMNS = 100
 
 def run(args: argparse.Namespace) -> int:
     fs = file_system()
-    place = find(fs, args.step)
+    document = at_rest(fs, args.step, lambda place: _looked_at(fs, place, args))
+    if args.json:
+        emit(document)
+    elif args.tensor is not None:
+        _show_tensor(document)
+    else:
+        _show_step(document)
+    return codes.YES
+
+
+def _looked_at(fs: Fs, place: Place, args: argparse.Namespace) -> dict[str, Any]:
     saved = place.open(fs, args.rank)
     if args.tensor is not None:
-        document = _tensor(saved, place, args.tensor)
-        emit(document) if args.json else _show_tensor(document)
-        return codes.YES
+        return _tensor(saved, place, args.tensor)
     document = describe(fs, saved, place)
     if args.values:
         document["values"] = leaves_of(saved.state)
-    emit(document) if args.json else _show_step(document)
-    return codes.YES
+    return document
 
 
 # -- a step ----------------------------------------------------------------------------------------

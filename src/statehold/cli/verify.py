@@ -7,6 +7,7 @@ names are listed, and are no damage: a restore does not look at them.
 from __future__ import annotations
 
 import argparse
+import errno
 import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,8 @@ from statehold.cli.checking import Finding, Report, check_step
 from statehold.cli.output import Progress, counted, emit, plain, table
 from statehold.cli.places import Place, asked_of, file_system, find, run_of, tree_bytes
 from statehold.cli.reading import SpanReader
-from statehold.errors import StepNotFoundError
+from statehold.errors import StepNotFoundError, storage_error
+from statehold.storage.beside import LOOKS_MAX, directory_id
 from statehold.storage.store import Store
 from statehold.units import format_bytes, format_seconds
 
@@ -89,12 +91,24 @@ def _all(fs: Fs, text: str) -> list[Place]:
 
 
 def _verify(fs: Fs, place: Place, reader: SpanReader) -> Report | None:
+    """What was found in one save of a step; None if it was given up meanwhile."""
+    for _ in range(LOOKS_MAX):
+        before = directory_id(place.directory)
+        report = _read_all(fs, place, reader)
+        if report.is_intact:
+            return report
+        now = directory_id(place.directory)
+        if now is None or now == before:
+            return None if now is None else report
+    raise storage_error("verify what is replaced again and again", errno.ESTALE, place.directory)
+
+
+def _read_all(fs: Fs, place: Place, reader: SpanReader) -> Report:
     progress = Progress(f"step {place.step}", tree_bytes(place.directory)[0])
     try:
-        report = check_step(fs, place, reader, progress.advance)
+        return check_step(fs, place, reader, progress.advance)
     finally:
         progress.close()
-    return report if report.is_intact or fs.is_dir(place.directory) else None
 
 
 def document_of(report: Report, seconds: float) -> dict[str, Any]:

@@ -53,6 +53,7 @@ from statehold.errors import (
     no_such_step,
 )
 from statehold.steps.saved import SavedStep, open_step
+from statehold.storage.beside import look_beside_a_writer
 from statehold.storage.mappings import Mappings
 from statehold.storage.publish import delete, make_directories, publish, unless
 from statehold.storage.ready import READY_NAME, Ready
@@ -147,9 +148,13 @@ class Store:
         """How many committed steps it keeps; None: all."""
         return self._keep
 
-    def names(self, step: int) -> list[str]:
-        """The files of a committed step."""
-        return [name for name, is_dir in self._fs.listdir(self.path(step)) if not is_dir]
+    def names(self, step: int) -> list[str] | None:
+        """The files of a committed step; None if it is none any more."""
+        path = self.path(step)
+        entries = look_beside_a_writer(
+            lambda: self._fs.listdir(path), lambda: self._fs.is_dir(path) or None, path
+        )
+        return None if entries is None else [name for name, is_dir in entries if not is_dir]
 
     def path(self, step: int, suffix: str = "") -> str:
         """The directory of a step; `suffix` is "", ".partial", ".retired" or ".corrupt"."""
@@ -207,7 +212,12 @@ class Store:
                     del self._protected[step]
 
     def _entries(self) -> list[tuple[str, bool]]:
-        return self._fs.listdir(self._root) if self._fs.is_dir(self._root) else []
+        entries = look_beside_a_writer(
+            lambda: self._fs.listdir(self._root),
+            lambda: self._fs.is_dir(self._root) or None,
+            self._root,
+        )
+        return entries or []
 
     def check_there(self) -> None:
         """Raise where the run directory could not be one: a file is in its place."""

@@ -22,6 +22,7 @@ import re
 from typing import TYPE_CHECKING
 
 from statehold.errors import StorageError
+from statehold.storage.beside import look_beside_a_writer
 from statehold.storage.publish import delete, unless
 
 if TYPE_CHECKING:
@@ -89,8 +90,12 @@ class Unfinished:
         return self._fs.stat_bytes(path) is not None and self._fs.can_reuse(path)
 
     def _found(self) -> Iterator[re.Match[str]]:
-        names = self._fs.listdir(self._root) if self._fs.is_dir(self._root) else []
-        for name, is_dir in names:
+        names = look_beside_a_writer(
+            lambda: self._fs.listdir(self._root),
+            lambda: self._fs.is_dir(self._root) or None,
+            self._root,
+        )
+        for name, is_dir in names or []:
             match = _NAME.fullmatch(name) if is_dir else None
             if match:
                 yield match

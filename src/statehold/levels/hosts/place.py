@@ -142,7 +142,9 @@ class HostPlace(DirectoryPlace):
         for is_copy, store in ((False, self.store), (True, self.copies.store)):
             for step in store.steps():
                 manifest = _manifest_of(store, step) if identified else ("", "")
-                found.append(Holding.seen(step, is_copy, store.names(step), manifest))
+                names = store.names(step)
+                if names is not None:  # else it was retired meanwhile
+                    found.append(Holding.seen(step, is_copy, names, manifest))
         return found
 
     def placed(self, step: int) -> Placed | None:
