@@ -171,6 +171,8 @@ class Restorer:
                 error.with_fact("step", step)
                 others = [other for other in self._saved.steps() if other != step]
                 raise error.with_fact("other steps", listed(others)) from None
+        for doubt in matched.restoration.doubts():
+            warnings.warn(doubt, RuntimeWarning, stacklevel=4)  # the caller of restore()
         return replace(matched.restoration.report, unexpected=matched.unexpected)
 
     def _from_any_copy(self, step: int) -> Matched:

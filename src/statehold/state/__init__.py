@@ -5,6 +5,7 @@ tensors and a tree of plain values, `placements` says which boxes of them this r
 matches a step with the live state, `destinations` finds or makes the memory for its bytes, `groups`
 and `nodes` look into the saved tree; `optimizers` knows how torch optimizers keep theirs, `modules`
 what they are called; `dtypes` names the element types; `device` moves bytes between a device and
-host buffers through streams.
+host buffers through streams; `loaders` and `first_iterator` know what torch's data loaders leave
+out of their states.
 Nothing in here touches a disk or the native core.
 """

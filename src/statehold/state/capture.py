@@ -7,6 +7,8 @@ and which may be copied until the next update (lazy):
             gate, wherever they are found; what is wrapped in Gated
     eager   everything else: buffers, other tensors, tensors inside state_dict() of objects, tensors
             in param_groups; and whatever is wrapped in Volatile, which wins
+Random generators are read last of all: other objects may draw while they give their state, as a
+loader does that was not iterated yet.
 Holds: a captured tensor is an alias that keeps the memory alive at the address it had at capture,
 with the version counter of then; the tree shares no container with the live state.
 In a job of several ranks a tensor is this rank's box, and its spec says of what: DTensors by their
@@ -33,9 +35,10 @@ from statehold.encoding import values
 from statehold.errors import UnsupportedValueError, UsageError
 from statehold.planning.layout import Layout
 from statehold.planning.plan import TensorSpec
-from statehold.state import dtypes, modules, optimizers, placements
+from statehold.state import dtypes, loaders, modules, optimizers, placements
 from statehold.state.marks import Gated, Mark, Volatile
 from statehold.state.placements import OWN, Placed
+from statehold.state.rng import Rng
 from statehold.state.stepping import Storages, storages
 from statehold.state.tensors import (
     Memory,
@@ -143,6 +146,7 @@ def capture(
         )
     capturer = _Capturer(state, rank, stepping)
     tree = values.encode(dict(state), "", capturer.leaf)
+    capturer.read_generators()
     if any(tensor.external for tensor in capturer.tensors):
         capturer.clone_small_host_tensors()
     return Capture(capturer.tensors, tree, capturer.note())
@@ -223,6 +227,7 @@ class _Capturer:
         self._parameters: list[TensorSpec] = []  # plain tensors that are those of an optimizer
         self._mark: type[Mark[Any]] | None = None
         self._active: set[int] = set()
+        self._generators: list[tuple[Rng, str, dict[str, Any]]] = []
 
     # -- the hook of values.encode ---------------------------------------------------------
 
@@ -237,9 +242,23 @@ class _Capturer:
         optimizer = optimizers.behind(value)
         if optimizer is not None and optimizers.is_standard(optimizer):
             return self._optimizer(optimizer, path)
+        if isinstance(value, Rng):
+            return self._later(value, path)
+        if (refusal := loaders.refusal(value, path)) is not None:
+            raise refusal
         if is_stateful(value):
-            return self._inside(value, value.state_dict, path)
+            return self._inside(value, lambda: loaders.state_of(value), path)
         return self._foreign(value, path)
+
+    def _later(self, rng: Rng, path: str) -> dict[str, Any]:
+        """A node that is empty until read_generators()."""
+        node: dict[str, Any] = {}
+        self._generators.append((rng, path, node))
+        return node
+
+    def read_generators(self) -> None:
+        for rng, path, node in self._generators:
+            node.update(self._encode(rng.state_dict(), path))
 
     def _inside(self, value: Any, content: Callable[[], Any], path: str) -> Any:
         # values.encode sees cycles among containers, but not those that lead through an object.

@@ -1,13 +1,15 @@
 """What a comparison of a state with a step found: what is left to do, or how the two differ.
 
 Owns: the acts of the last part of a restore, in their order; the error for a state that differs.
-Holds: `finish` is called only when every byte has arrived and was verified.
+Holds: `finish` is called only when every byte has arrived and was verified. Random generators are
+put back last. What other objects draw while they load leaves no trace, so a state may be restored
+in parts, the generators first or last.
 Not here: the comparison (restore).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +17,9 @@ import torch
 
 from statehold.errors import StateMismatchError
 from statehold.selection import Answer, RestoreReport, suggested
+from statehold.state import loaders
 from statehold.state.destinations import Destination
+from statehold.state.rng import unchanged
 
 PROBLEMS_SHOWN = 20
 _HINT = "build the state as it was when the step was saved, or restore another step"
@@ -26,7 +30,8 @@ class Restoration:
     """Where the bytes go, and what is left to do once they have arrived.
 
     `used`: the saved tensors that this rank takes. `patterns`: see Answer. `has_own`: whether a
-    generator goes on, because every rank had its own. The other lists are of a RestoreReport.
+    generator goes on, because every rank had its own. `stateful`: the objects that take their
+    state themselves, by path. The other lists are of a RestoreReport.
     """
 
     step: int = 0
@@ -36,6 +41,7 @@ class Restoration:
     containers: list[Callable[[], Any]] = field(default_factory=list)
     objects: list[Callable[[], Any]] = field(default_factory=list)
     generators: list[Callable[[], Any]] = field(default_factory=list)
+    stateful: list[tuple[str, Any]] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -58,10 +64,19 @@ class Restoration:
         names = self.loaded, self.missing, self.unexpected, self.kept
         return RestoreReport(self.step, *map(tuple, names))
 
+    def doubts(self) -> Iterator[str]:
+        """After finish(): what may not go on as it was, and what the user can do."""
+        for path, live in self.stateful:
+            for doubt in loaders.doubts(live, has_rng=bool(self.generators)):
+                yield f'step {self.step} is restored, but "{path}" may go on differently: {doubt}'
+
     def finish(self) -> None:
         """Apply everything that is not tensor bytes."""
         with torch.no_grad():
-            for act in (*self.containers, *self.objects, *self.generators):
+            with unchanged():
+                for act in (*self.containers, *self.objects):
+                    act()
+            for act in self.generators:
                 act()
         # Memory was written behind autograd's back: tell whoever saved these for a backward.
         torch.autograd.graph.increment_version(

@@ -2,7 +2,7 @@
 
 Owns: the comparison of names, all of it before anything changes; what is restored of it; the order
 of the last act: containers and optimizers, then load_state_dict() of other objects, then random
-generators (loading may draw).
+generators (restoration).
 Holds: `prepare` changes nothing that is live. Destinations are live storages wherever there is a
 tensor of the saved shape and dtype; only what is missing (a fresh optimizer's state, new dict
 entries) is allocated. `finish` is called only when every byte has arrived and was verified.
@@ -25,14 +25,14 @@ from torch import nn
 
 from statehold.errors import ManifestError, UsageError
 from statehold.selection import EVERYTHING, Answer, Selection, check_answers
-from statehold.state import dtypes, modules, nodes, optimizers
+from statehold.state import dtypes, loaders, modules, nodes, optimizers
 from statehold.state.capture import is_stateful
 from statehold.state.marks import Mark
 from statehold.state.matching import ABSENT, missing_of, replace_content
 from statehold.state.names import below, names_of
 from statehold.state.restoration import Restoration, mismatch
 from statehold.state.restore_optimizers import OptimizerMatching
-from statehold.state.rng import Rng
+from statehold.state.rng import Rng, unchanged
 from statehold.state.tensors import check_storable, local_of, overlaps_itself
 from statehold.steps.saved import SavedStep
 
@@ -51,8 +51,9 @@ def prepare(
     every difference, UsageError for a pattern that matches nothing. Of several ranks, another one
     may match it: the caller judges their answers together.
     """
-    matcher = _Matcher(state, saved, selection, rank, alone)
-    matcher.top(state, saved.state)
+    with unchanged():  # state_dict() of live objects may draw
+        matcher = _Matcher(state, saved, selection, rank, alone)
+        matcher.top(state, saved.state)
     restoration = matcher.restoration
     if rank is None:
         check_answers([Answer(restoration.patterns, loads=True, has_rest=False)])
@@ -162,6 +163,8 @@ class _Matcher(OptimizerMatching):
     def _plain(self, live: Any, node: Any, path: str) -> Any:
         if not self._takes(path) or self._differs(node, path):
             return live
+        if (refusal := loaders.refusal(live, path)) is not None:
+            raise refusal
         if holds_state(live):
             self.problem(path, f"state of a {type(live).__name__}", "a value of another kind")
             return live
@@ -206,9 +209,14 @@ class _Matcher(OptimizerMatching):
             return live
         if not self._takes(path) or self._differs(node, path):
             return live
-        value = self.rebuild(live.state_dict(), node)
-        acts = self.restoration.generators if isinstance(live, Rng) else self.restoration.objects
-        acts.append(lambda: live.load_state_dict(value))
+        if isinstance(live, Rng):
+            state = self.rebuild(ABSENT, node)
+            self.restoration.generators.append(lambda: live.load_state_dict(state))
+            return live
+        # A loader that is asked for its state makes an iterator, and starts its workers.
+        value = self.rebuild(ABSENT if loaders.found_in(live) else live.state_dict(), node)
+        self.restoration.objects.append(lambda: loaders.load(live, value))
+        self.restoration.stateful.append((path, live))
         return live
 
     # -- tensors ---------------------------------------------------------------------------

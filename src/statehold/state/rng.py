@@ -1,27 +1,32 @@
 """The random number generators of a process as one object of the state.
 
 Owns: reading and setting Python's `random`, numpy's legacy global generator, torch's CPU generator,
-every CUDA device's generator, and generators that the user names.
+every CUDA device's generator, and generators that the user names; and `unchanged`, which undoes
+whatever a block of code draws from any of them.
 Always: a state is plain values (ints, floats, bytes), so it lives in the manifest; nothing is drawn
 from any generator while reading or setting it.
-Not here: when it is applied. Restore applies it last, because building data loaders draws numbers.
+Not here: when it is captured and applied. Both happen last of all (capture, restore), because
+other objects may draw while they give or take their state.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import importlib
 import random
 import sys
-from collections.abc import Mapping
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from statehold.errors import StateMismatchError, UsageError
 
-__all__ = ["Rng"]
+__all__ = ["Rng", "unchanged"]
 
 
 class Rng:
@@ -35,30 +40,21 @@ class Rng:
         self.generators = dict(generators or {})
         for name, generator in self.generators.items():
             _kind(generator, name)
+        _alive[id(self)] = self
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {
-            "python": _python_state(random._inst),
-            "torch": _tensor_bytes(torch.get_rng_state()),
-        }
-        if (numpy := sys.modules.get("numpy")) is not None:
-            state["numpy"] = _numpy_legacy_state(numpy.random)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            state["cuda"] = [_tensor_bytes(each) for each in torch.cuda.get_rng_state_all()]
-        state["generators"] = {
-            name: _get_state(generator, name) for name, generator in self.generators.items()
-        }
+        state = _process_state()
+        state["generators"] = {name: get_state(each, name) for name, each in self._named()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._check(state)
-        random.setstate(_python_tuple(state["python"]))
-        torch.set_rng_state(_bytes_tensor(state["torch"]))
-        if "numpy" in state:
-            _set_numpy_legacy(importlib.import_module("numpy").random, state["numpy"])
-        _set_cuda_states(state.get("cuda", []))
-        for name, generator in self.generators.items():
-            _set_state(generator, name, state["generators"][name])
+        _set_process_state(state)
+        for name, generator in self._named():
+            set_state(generator, name, state["generators"][name])
+
+    def _named(self) -> list[tuple[str, Any]]:
+        return list(self.generators.items())
 
     def _check(self, state: Mapping[str, Any]) -> None:
         saved = state["generators"]
@@ -70,6 +66,75 @@ class Rng:
                 facts={"expected": expected, "got": kinds},
                 hint="construct statehold.Rng with the generators that the step was saved with",
             )
+
+
+# Every Rng of the process, by its id. A part of a state may be restored without the Rng, whose
+# generators must not be disturbed all the same.
+_alive: weakref.WeakValueDictionary[int, Rng] = weakref.WeakValueDictionary()
+
+
+class _Keeper:
+    """Keeps the generators while blocks of code draw from them; threads may overlap.
+
+    The first block to begin takes the states, the last one to end puts them back. A lock held for
+    the whole block would do so, too, but a block may wait for a thread that begins one itself.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._blocks = 0
+        self._process: dict[str, Any] = {}
+        self._named: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def begin(self) -> None:
+        with self._guard:
+            if self._blocks == 0:
+                self._process = _process_state()
+                named = [each for rng in list(_alive.values()) for each in rng._named()]
+                self._named = [(name, each, get_state(each, name)) for name, each in named]
+            self._blocks += 1
+
+    def end(self) -> None:
+        with self._guard:
+            self._blocks -= 1
+            if self._blocks == 0:
+                _set_process_state(self._process)
+                for name, generator, state in self._named:
+                    set_state(generator, name, state)
+                self._named = []  # or the generators would live on
+
+
+_keeper = _Keeper()
+
+
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """The block leaves no trace in the generators of the process, nor in those that a Rng names."""
+    _keeper.begin()
+    try:
+        yield
+    finally:
+        _keeper.end()
+
+
+def _process_state() -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "python": _python_state(random._inst),
+        "torch": _tensor_bytes(torch.get_rng_state()),
+    }
+    if (numpy := sys.modules.get("numpy")) is not None:
+        state["numpy"] = _numpy_legacy_state(numpy.random)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = [_tensor_bytes(each) for each in torch.cuda.get_rng_state_all()]
+    return state
+
+
+def _set_process_state(state: Mapping[str, Any]) -> None:
+    random.setstate(_python_tuple(state["python"]))
+    torch.set_rng_state(_bytes_tensor(state["torch"]))
+    if "numpy" in state:
+        _set_numpy_legacy(importlib.import_module("numpy").random, state["numpy"])
+    _set_cuda_states(state.get("cuda", []))
 
 
 def _kind(generator: Any, name: str) -> str:
@@ -89,7 +154,7 @@ def _kind(generator: Any, name: str) -> str:
     )
 
 
-def _get_state(generator: Any, name: str) -> dict[str, Any]:
+def get_state(generator: Any, name: str) -> dict[str, Any]:
     kind = _kind(generator, name)
     if kind == "torch":
         return {"kind": kind, "state": _tensor_bytes(generator.get_state())}
@@ -100,7 +165,7 @@ def _get_state(generator: Any, name: str) -> dict[str, Any]:
     return {"kind": kind, "state": _numpy_legacy_state(generator)}
 
 
-def _set_state(generator: Any, name: str, saved: Mapping[str, Any]) -> None:
+def set_state(generator: Any, name: str, saved: Mapping[str, Any]) -> None:
     kind, state = _kind(generator, name), saved["state"]
     if kind == "torch":
         generator.set_state(_bytes_tensor(state))
