@@ -12,10 +12,12 @@ Not here: the second round (levels/rounds), who is on which host (levels/hosts).
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from statehold.aftermath import after_commit
 from statehold.levels.rounds import Rounds
 from statehold.team import Together
 
@@ -46,6 +48,10 @@ class Across(Together):
         if not work.place.is_apart:
             super()._land(work, commit)
 
+    def _landed(self, work: Work, doing: str) -> contextlib.AbstractContextManager[None]:
+        # Of a level that each host has, the second round commits.
+        return contextlib.nullcontext() if work.place.is_apart else super()._landed(work, doing)
+
     def _tell(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:
         super()._tell(work, commit, outcome)
         if work.place.is_apart:
@@ -64,4 +70,5 @@ class Across(Together):
         rounds = Rounds(self._peers, "save", work.number, f"while publishing step {step}")
         with work.save._stage("publish"):
             rounds.publish(place, lambda: place.store.commit(manifest, work.attempt))
-        place.landed(step, range(self._peers.world_size))
+        with after_commit(self._log, step, "note where its files are"):
+            place.landed(step, range(self._peers.world_size))

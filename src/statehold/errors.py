@@ -68,6 +68,9 @@ __all__ = [
 # Of a message, in characters.
 LINE_MAX = 1000
 
+# The fact of an error that came after the rename that publishes a step (D6).
+PUBLISHED = "published"
+
 
 class StateholdError(Exception):
     """Base of every error of this package.

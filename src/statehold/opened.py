@@ -143,7 +143,7 @@ class Opened:
 
     def _publisher(self, log: BackgroundLog) -> Publisher:
         if self.peers is None:
-            return Alone(self.promotions, self.rhythm)
+            return Alone(self.promotions, self.rhythm, log)
         if any(isinstance(place, HostPlace) for place in self.places):
             return Across(self.peers, self.claims, self.promotions, self.rhythm, log)
         return Together(self.peers, self.claims, self.promotions, self.rhythm, log)

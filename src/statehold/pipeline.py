@@ -9,7 +9,8 @@ save's writes while at most one step more than `keep` occupies the disk, and a r
 there to be overwritten. Commits happen in the order of the calls.
 
 A failure on either thread stops the native job first (after that no thread touches the state),
-then fails the handle. The threads belong to executors that the interpreter joins at exit: saves
+then fails the handle. A step that is committed stays so: what fails afterwards is logged
+(aftermath). The threads belong to executors that the interpreter joins at exit: saves
 under way when a script ends without close() are still committed. Neither logs by itself: a log
 that blocks must not keep a step from being committed (seeing/background_log).
 """
@@ -23,8 +24,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from statehold.aftermath import after_commit
 from statehold.errors import (
-    PeerLostError,
+    PUBLISHED,
     StateholdError,
     TornSnapshot,
     WaitTimeout,
@@ -35,7 +37,6 @@ from statehold.levels.promoting import NO_COPIES
 from statehold.levels.rounds import HALF_PUBLISHED
 from statehold.save import Save
 from statehold.stalls import Stalls
-from statehold.storage.publish import PUBLISHED
 
 if TYPE_CHECKING:
     from statehold._core import WriteJob
@@ -200,14 +201,20 @@ class Pipeline:
             self._tell(work.number, work.error)
             self._publisher.clean_up(work)
             raise
-        # Before retention may take it.
-        self._promotions.start(work.save.step, work.promote, work.place)
-        if work.place.leads:
-            with work.save._stage("retain"):
-                self._retain(work.place)
-        self._publisher.announce(work)
-        plan = work.plan.save
-        work.place.store.make_ready(plan.file_name, plan.file_bytes)
+        self._follow_up(work)
+
+    def _follow_up(self, work: Work) -> None:
+        """The step is committed: each of these is tried, whatever became of the others."""
+        step, place, plan = work.save.step, work.place, work.plan.save
+        with after_commit(self._log, step, "begin to copy it to other levels"):
+            self._promotions.start(step, work.promote, place)  # before retention may take it
+        if place.leads:
+            with after_commit(self._log, step, "retire older steps"), work.save._stage("retain"):
+                self._retain(place)
+        with after_commit(self._log, step, "tell the other ranks"):
+            self._publisher.announce(work)
+        with after_commit(self._log, step, "make a file for the next save"):
+            place.store.make_ready(plan.file_name, plan.file_bytes)
 
     def _publish(self, work: Work) -> None:
         save = work.save
@@ -260,7 +267,7 @@ class Pipeline:
         self._stop(work, error)
         with self._guard:
             cause = work.error
-            if cause is None or work.save.error is not None:
+            if cause is None or _ended(work.save):
                 return
             cause.with_fact("failed", self._what_failed(work, cause))
             cause.with_fact("still safe", self._still_safe(work, cause))
@@ -274,7 +281,7 @@ class Pipeline:
             outcome = "its last sync failed"
         elif HALF_PUBLISHED in cause.facts:
             outcome = "it is no step where not all hosts have published it"
-        elif isinstance(cause, PeerLostError) and 0 in cause.ranks and rank:
+        elif self._publisher.is_unsure(work, cause):
             outcome = "published only if rank 0 was lost after it committed"
         else:
             outcome = "nothing was published"

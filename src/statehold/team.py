@@ -5,7 +5,9 @@
                                                 -> the others: wait for what rank 0 concludes
 
 Holds: rank 0 commits only when the records of all ranks are durable, of one step, and planned with
-the same knowledge (claims); a rank that fails says so, and the others fail with its reason.
+the same knowledge (claims); a rank that fails says so, and the others fail with its reason. After
+the commit nothing fails the save, on any rank: what follows is logged where it fails, and the
+others are told of the commit all the same.
 Runs on the commit thread: no collective, and the training thread waits for nothing here.
 Not here: how ranks talk (peers), what is on disk (record, manifest), the files (store).
 """
@@ -21,12 +23,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
+from statehold.aftermath import after_commit
 from statehold.errors import (
+    PUBLISHED,
     PeerFailedError,
     PeerLostError,
     StateholdError,
     StorageError,
 )
+from statehold.levels.promoting import NO_COPIES
 from statehold.planning.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
 from statehold.planning.layout import Ranks
 from statehold.planning.share import Balance, Spread, balance
@@ -42,6 +47,11 @@ if TYPE_CHECKING:
 
 
 _TURNS = "turns"
+
+# What follows a commit, for the log.
+_CHOOSE_INTERVAL = "choose how often steps are saved"
+_CHOOSE_LEVELS = "choose the levels that it is copied to"
+_LEARN = "learn which tensors the ranks hold alike"
 
 
 class Publisher(Protocol):
@@ -66,6 +76,9 @@ class Publisher(Protocol):
     def cause(self, work: Work, error: BaseException) -> BaseException:
         """Why a save failed on this rank: `error`, or what another rank did before it."""
 
+    def is_unsure(self, work: Work, error: StateholdError) -> bool:
+        """Whether a save that failed with `error` may have been committed by another rank."""
+
     def clean_up(self, work: Work) -> None:
         """Remove what a failed save has written."""
 
@@ -76,17 +89,21 @@ class Alone:
     rank: int | None = None
     leads = True
 
-    def __init__(self, promotions: Promotions, rhythm: Rhythm) -> None:
+    def __init__(self, promotions: Promotions, rhythm: Rhythm, log: BackgroundLog) -> None:
         self._promotions = promotions
         self._rhythm = rhythm
+        self._log = log
 
     def attempt(self, number: int) -> str | None:
         return None
 
     def publish(self, work: Work, sums: bytes) -> None:
+        step = work.save.step
         work.place.store.commit(build_manifest(work.plan.save, work.tree, sums))
-        self._rhythm.committed(work.number, work.save._elapsed(), hosts=1)
-        work.promote = self._promotions.decide(work.save.step, work.place)
+        with after_commit(self._log, step, _CHOOSE_INTERVAL):
+            self._rhythm.committed(work.number, work.save._elapsed(), hosts=1)
+        with after_commit(self._log, step, _CHOOSE_LEVELS):
+            work.promote = self._promotions.decide(step, work.place)
 
     def announce(self, work: Work) -> None: ...
 
@@ -94,6 +111,9 @@ class Alone:
 
     def cause(self, work: Work, error: BaseException) -> BaseException:
         return error
+
+    def is_unsure(self, work: Work, error: StateholdError) -> bool:
+        return False
 
     def clean_up(self, work: Work) -> None:
         work.place.abandon(work.save.step, None)
@@ -142,13 +162,10 @@ class Together:
     def announce(self, work: Work) -> None:
         if not self.leads:
             return
-        try:
+        with after_commit(self._log, work.save.step, "leave a note of its interval"):
             self._leave_note()
-            self._peers.conclude(work.number, self._outcome)
-        except StateholdError as error:  # the step is safe: the others look for it themselves
-            self._log.warning(
-                "could not tell the other ranks of step %d\n%s", work.save.step, error
-            )
+        # Ranks that are not told look for the step themselves.
+        self._peers.conclude(work.number, self._outcome)
 
     def give_up(self, number: int, error: StateholdError) -> None:
         self._claims.forget(number)
@@ -183,6 +200,11 @@ class Together:
             return self._peers.failure(work.number) or error
         return error
 
+    def is_unsure(self, work: Work, error: StateholdError) -> bool:
+        if self.leads or work.number > self._arrived or isinstance(error, PeerFailedError):
+            return False
+        return not isinstance(error, PeerLostError) or 0 in error.ranks
+
     def clean_up(self, work: Work) -> None:
         if work.attempt is not None:
             work.place.store.abandon(work.save.step, work.attempt)
@@ -209,18 +231,31 @@ class Together:
             state=groups_of([each["said"] for each in told]),
             shared=_shared(lesson),
         )
-        self._land(work, commit)
         spread = balance([each["bytes"] for each in told], [each["host"] for each in told])
-        hosts = len({each["host"] for each in told})
-        self._rhythm.committed(work.number, work.save._elapsed(), hosts)
-        outcome = {
+        outcome: dict[str, Any] = {
             "lesson": lesson_document(lesson),
             "balance": asdict(spread),
-            "promote": self._promotions.decide(work.save.step, work.place),
-            "turns": self._rhythm.told(),
+            "promote": NO_COPIES,
+            "turns": None,
         }
+        self._outcome = json.dumps(outcome).encode()  # told whatever fails from here on
+        self._land(work, commit)
+        self._choose(work, outcome, hosts=len({each["host"] for each in told}))
         self._tell(work, commit, outcome)
         return outcome
+
+    def _choose(self, work: Work, outcome: dict[str, Any], hosts: int) -> None:
+        """What rank 0 decides about the steps to come, and where this one goes."""
+        with self._landed(work, _CHOOSE_INTERVAL):
+            self._rhythm.committed(work.number, work.save._elapsed(), hosts)
+        with self._landed(work, _CHOOSE_INTERVAL):
+            outcome["turns"] = self._rhythm.told()
+        with self._landed(work, _CHOOSE_LEVELS):
+            outcome["promote"] = self._promotions.decide(work.save.step, work.place)
+
+    def _landed(self, work: Work, doing: str) -> contextlib.AbstractContextManager[None]:
+        """What follows `_land`, which commits the step."""
+        return after_commit(self._log, work.save.step, doing)
 
     def _land(self, work: Work, commit: Commit) -> None:
         with work.save._stage("publish"):
@@ -228,24 +263,38 @@ class Together:
 
     def _tell(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:
         """Have it told to the others, when this rank has retired what is no longer kept."""
-        self._outcome = json.dumps(outcome).encode()
+        with self._landed(work, "encode what the other ranks are told"):
+            self._outcome = json.dumps(outcome).encode()
 
     # -- the others ------------------------------------------------------------------------
 
     def _wait(self, work: Work, attempt: str) -> Mapping[str, Any] | None:
-        """What rank 0 has decided; None where it was lost, and the step is committed."""
+        """What rank 0 has decided; None where it did not say, and the step is committed."""
         try:
             with work.save._stage("wait for rank 0"):
                 outcome: dict[str, Any] = json.loads(self._peers.outcome(work.number))
-        except PeerLostError:
+        except PeerFailedError:
+            raise
+        except Exception as error:
             # Rank 0 may have been lost after it committed, before it could say so.
-            if not self._confirm(work, attempt):
+            if not self._is_there(work, attempt, error):
                 raise
-            self._claims.forget(work.number)
-            with contextlib.suppress(StateholdError):  # it is found after the next failure, then
-                self._look_for_note()
+            with after_commit(self._log, work.save.step, _LEARN):
+                self._claims.forget(work.number)
+                self._look_for_note()  # else it is found after the next failure
             return None
         return outcome
+
+    def _is_there(self, work: Work, attempt: str, error: Exception) -> bool:
+        """Whether the step is found committed; `error` says why this rank has to look."""
+        try:
+            return self._confirm(work, attempt)
+        except StorageError as unread:
+            if PUBLISHED in unread.facts:
+                raise
+            if isinstance(error, StateholdError):
+                error.with_fact("looked for the step", unread.summary)
+            return False
 
     def _confirm(self, work: Work, attempt: str) -> bool:
         return work.place.store.confirm(work.save.step, attempt)
@@ -269,12 +318,18 @@ class Together:
         """What is left to do when all know the outcome: nothing, it is committed."""
 
     def _take(self, work: Work, outcome: Mapping[str, Any]) -> None:
-        self._claims.learn(work.number, lesson_of(outcome["lesson"]))
-        number, names = outcome["promote"]
-        work.promote = number, names
-        self._rhythm.learn(outcome["turns"])
-        spreads = (Spread(**outcome["balance"][which]) for which in ("ranks", "nodes"))
-        work.save._record(balance=Balance(*spreads))
+        """The step is committed on all ranks."""
+        step = work.save.step
+        with after_commit(self._log, step, _LEARN):
+            self._claims.learn(work.number, lesson_of(outcome["lesson"]))
+        with after_commit(self._log, step, _CHOOSE_LEVELS):
+            number, names = outcome["promote"]
+            work.promote = number, names
+        with after_commit(self._log, step, _CHOOSE_INTERVAL):
+            self._rhythm.learn(outcome["turns"])
+        with after_commit(self._log, step, "say how evenly the ranks write"):
+            spreads = (Spread(**outcome["balance"][which]) for which in ("ranks", "nodes"))
+            work.save._record(balance=Balance(*spreads))
 
 
 def _check_alike(told: Sequence[Mapping[str, Any]], key: str, summary: str) -> None:

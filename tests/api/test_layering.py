@@ -32,6 +32,7 @@ LAYERS: list[list[set[str]]] = [
     [{"agent"}],
     [
         {
+            "aftermath",
             "checkpointer",
             "opened",
             "save",

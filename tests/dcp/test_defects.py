@@ -174,3 +174,22 @@ def test_overwrite_false(tmp_path: Path) -> None:
     with failing() as caught:
         dcp.save(state(2), storage_writer=writer)
     assert isinstance(caught[1], UsageError)
+
+
+# -- what follows the commit ---------------------------------------------------------------------
+
+
+def test_a_replaced_checkpoint_that_cannot_be_removed_fails_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fs = SimFs(1)
+    fs.mkdir("/run")
+    writer = on(fs, "/run/step-1")
+    dcp.save(state(1), storage_writer=writer)
+    fs.fail_next("unlink", errno.EIO)
+    dcp.save(state(2), storage_writer=writer)
+    assert fs.fired["injected"] == 1
+    loaded = state(0)
+    dcp.load(loaded, storage_reader=on(fs, "/run/step-1", StorageReader))
+    assert torch.equal(loaded["w0"], state(2)["w0"])
+    assert "the checkpoint at /run/step-1 is committed" in caplog.text

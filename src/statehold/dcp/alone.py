@@ -14,6 +14,7 @@ Not here: how notes travel (board), rounds (peers), records (commit).
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +23,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 from statehold.dcp.among import rank_and_world
 from statehold.dcp.commit import Sent
 from statehold.dcp.writing import Piece, Place
-from statehold.errors import InvariantError, StateholdError
+from statehold.errors import InvariantError, PeerFailedError, StateholdError, named
 from statehold.planning.layout import Box
 from statehold.ranks.board import StoreBoard
 from statehold.ranks.peers import Peers
 from statehold.steps.manifest import RecordEntry
+
+logger = logging.getLogger("statehold")
 
 _SAVE = 1  # the only round of its Peers
 
@@ -49,25 +52,43 @@ class Meeting:
         known = error if isinstance(error, StateholdError) else InvariantError(repr(error))
         self._peers.fail(_SAVE, known)
 
-    def end(self, place: Place, sent: Sent, publish: Callable[[list[Sent]], None]) -> None:
-        """Hand over what this rank wrote; returns once rank 0 has published it with the rest."""
+    def end(
+        self, sent: Sent, publish: Callable[[list[Sent]], None], is_there: Callable[[], bool]
+    ) -> None:
+        """Hand over what this rank wrote; returns once rank 0 has published it with the rest.
+
+        is_there: whether the checkpoint is published, for a rank that rank 0 does not tell.
+        """
         try:
             self._peers.arrive(_SAVE, json.dumps(_sent_to(sent)).encode())
             if self.rank:
-                self._peers.outcome(_SAVE)
-                return
-            others = self._peers.gather(_SAVE)[1:]
-            self._conclude(publish, [sent, *(_sent_from(place, raw) for raw in others)])
+                self._wait(is_there)
+            else:
+                self._conclude(sent, publish)
         finally:
             self._board.close()
 
-    def _conclude(self, publish: Callable[[list[Sent]], None], sents: list[Sent]) -> None:
+    def _wait(self, is_there: Callable[[], bool]) -> None:
         try:
-            publish(sents)
-        except StateholdError as error:
-            self._peers.conclude(_SAVE, error)
+            self._peers.outcome(_SAVE)
+        except PeerFailedError:
             raise
-        self._peers.conclude(_SAVE, b"")
+        except StateholdError:
+            # Rank 0 may have been lost after it committed, before it could say so.
+            if not is_there():
+                raise
+
+    def _conclude(self, own: Sent, publish: Callable[[list[Sent]], None]) -> None:
+        try:
+            others = self._peers.gather(_SAVE)[1:]
+            publish([own, *(_sent_from(own.place, raw) for raw in others)])
+        except BaseException as error:
+            self._peers.conclude(_SAVE, named(error, "while publishing a checkpoint"))
+            raise
+        try:
+            self._peers.conclude(_SAVE, b"")
+        except StateholdError as error:  # the others look for it themselves
+            logger.warning("the checkpoint is committed; could not tell the other ranks\n%s", error)
 
 
 # -- notes -----------------------------------------------------------------------------------------

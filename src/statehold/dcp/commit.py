@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from statehold.dcp.tree import Path, nest
 from statehold.dcp.writing import Piece, Place, Written
-from statehold.errors import InvariantError, UsageError
+from statehold.errors import CorruptionError, InvariantError, StorageError, UsageError
 from statehold.planning.layout import Box, ExplicitLayout, Ranks
 from statehold.planning.plan import BLOCK_BYTES
 from statehold.planning.share import Held
 from statehold.steps.entries import TensorEntry, sha256
 from statehold.steps.manifest import Commit, Manifest, RecordEntry, record_name
 from statehold.steps.record import Record
+from statehold.steps.saved import open_step
 from statehold.steps.trees import tensors_of
+from statehold.storage.publish import make_durable, parent_of
 from statehold.writes import now, writer_name
 
 if TYPE_CHECKING:
@@ -81,6 +83,19 @@ def complete(
     entries = [_leave(fs, place, record), *(sent.entry for sent in sents[1:] if sent.entry)]
     saids = [record.said(), *(sent.said for sent in sents[1:])]
     return _commit(place, entries, saids).encode()
+
+
+def is_published(fs: Fs, place: Place) -> bool:
+    """Whether the checkpoint that several ranks wrote is the one at its final place; if so, its
+    name is durable (D7)."""
+    try:
+        found = open_step(fs.read_file, place.final, place.step, place.rank, place.world_size)
+    except (CorruptionError, StorageError):
+        return False
+    is_ours = found.attempt == place.attempt
+    if is_ours:
+        make_durable(fs, parent_of(place.final))
+    return is_ours
 
 
 def _is_simple(place: Place, written: Written) -> bool:

@@ -15,6 +15,7 @@ ranks without collectives (alone), the renames (publish).
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 import secrets
@@ -31,18 +32,20 @@ from torch.futures import Future
 
 from statehold.dcp.alone import Meeting
 from statehold.dcp.among import rank_and_world
-from statehold.dcp.commit import Sent, complete, hand_over
+from statehold.dcp.commit import Sent, complete, hand_over, is_published
 from statehold.dcp.endpoint import Endpoint
 from statehold.dcp.staging import StagingPool
 from statehold.dcp.tree import Path
 from statehold.dcp.watched import SaveWatch
 from statehold.dcp.writing import Place, write_items
-from statehold.errors import UsageError
+from statehold.errors import StateholdError, UsageError
 from statehold.planning.plan import STEP_MAX
 from statehold.storage.publish import delete, make_directories, parent_of, publish
 
 if TYPE_CHECKING:
     from statehold._core import Fs
+
+logger = logging.getLogger("statehold")
 
 _PARTIAL = r"\.[0-9a-f]{16}\.partial"
 _OURS = re.compile(r"manifest\.json|rank-\d{5}-of-\d{5}(-\d+)?\.(safetensors|json)")
@@ -169,7 +172,11 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
                 return
             place, written = found[0]
             sent = hand_over(fs, place, written, paths)
-            meeting.end(place, sent, lambda sents: self._publish(fs, sents, paths, alone=True))
+            meeting.end(
+                sent,
+                publish=lambda sents: self._publish(fs, sents, paths, alone=True),
+                is_there=lambda: is_published(fs, place),
+            )
 
     def _write(self, plan: SavePlan, planner: SavePlanner, *, alone: bool) -> WriteResult:
         """The files of this rank. A rank that is alone learns only in finish() what its tree is."""
@@ -188,7 +195,7 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
     ) -> None:
         place = sents[0].place
         if publish(fs, place.partial, place.final, complete(fs, sents, paths, alone=alone)):
-            delete(fs, place.partial)
+            _drop_replaced(fs, place)
 
     def _seen(self) -> SaveWatch:
         """The save of this thread, as it is seen; without a reset() it begins now."""
@@ -281,6 +288,15 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
         return dataclasses.replace(
             place, final=final, partial=found[0], step=_step(final), attempt=attempt
         )
+
+
+def _drop_replaced(fs: Fs, place: Place) -> None:
+    """The checkpoint is committed: what it has replaced may stay until the next save."""
+    try:
+        delete(fs, place.partial)
+    except StateholdError as error:
+        logger.warning("the checkpoint at %s is committed; what it replaced was not removed\n%s",
+                       place.final, error)  # fmt: skip
 
 
 def _step(path: str) -> int:

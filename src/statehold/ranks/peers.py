@@ -28,7 +28,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from statehold.errors import InvariantError, PeerFailedError, PeerLostError, StateholdError
+from statehold.errors import (
+    PUBLISHED,
+    InvariantError,
+    PeerFailedError,
+    PeerLostError,
+    StateholdError,
+)
 from statehold.ranks.board import Board, lost_leader
 
 _CONCLUDED, _FAILED = b"+", b"-"
@@ -254,6 +260,8 @@ def _encode(error: StateholdError, rank: int) -> bytes:
         told = {"lost": error.ranks, "summary": error.summary, "hint": error.hint}
     elif isinstance(error, PeerFailedError):
         told = {"rank": error.rank, "reason": error.reason, "follows": error.follows}
+    if PUBLISHED in error.facts:
+        told[PUBLISHED] = error.facts[PUBLISHED]
     return _FAILED + json.dumps(told).encode()
 
 
@@ -263,4 +271,7 @@ def _decode(told: bytes) -> bytes:
     error = json.loads(told[1:])
     if "lost" in error:
         raise PeerLostError(error["summary"], ranks=error["lost"], hint=error["hint"])
-    raise PeerFailedError(error["rank"], error["reason"], follows=error.get("follows", False))
+    failed = PeerFailedError(error["rank"], error["reason"], follows=error.get("follows", False))
+    if PUBLISHED in error:
+        failed.with_fact(PUBLISHED, error[PUBLISHED])
+    raise failed

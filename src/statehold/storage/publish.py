@@ -14,14 +14,11 @@ import errno
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from statehold.errors import StorageError, storage_error
+from statehold.errors import PUBLISHED, StorageError, named, storage_error
 from statehold.steps.saved import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-
-# The fact of an error that came after D6.
-PUBLISHED = "published"
 
 
 def publish(fs: Fs, partial: str, final: str, manifest: bytes) -> bool:
@@ -34,11 +31,17 @@ def publish(fs: Fs, partial: str, final: str, manifest: bytes) -> bool:
         fs.exchange(partial, final)  # D6: both names change at once
     else:
         fs.rename(partial, final)  # D6
-    try:
-        fs.sync_dir(parent_of(final))  # D7
-    except StorageError as error:
-        raise error.with_fact(PUBLISHED, "yes, and whole, but a power cut may undo it") from None
+    make_durable(fs, parent_of(final))  # D7
     return replaced
+
+
+def make_durable(fs: Fs, directory: str) -> None:
+    """D7: sync the directory that has the name of a published step; an error says that it has."""
+    try:
+        fs.sync_dir(directory)
+    except Exception as error:
+        failed = named(error, "while the name of a published step was made durable")
+        raise failed.with_fact(PUBLISHED, "yes, and whole, but a power cut may undo it") from None
 
 
 def make_directories(fs: Fs, path: str) -> None:

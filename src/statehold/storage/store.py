@@ -47,6 +47,7 @@ from typing import TYPE_CHECKING, Protocol
 from statehold.errors import (
     CorruptionError,
     InvariantError,
+    StateholdError,
     StepNotFoundError,
     StepOrderError,
     StorageError,
@@ -55,7 +56,7 @@ from statehold.errors import (
 from statehold.steps.saved import SavedStep, open_step
 from statehold.storage.beside import look_beside_a_writer
 from statehold.storage.mappings import Mappings
-from statehold.storage.publish import delete, make_directories, publish, unless
+from statehold.storage.publish import delete, make_directories, make_durable, publish, unless
 from statehold.storage.ready import READY_NAME, Ready
 from statehold.storage.unfinished import COPY
 
@@ -195,7 +196,7 @@ class Store:
         except (StepNotFoundError, CorruptionError):
             return False
         if is_ours:
-            self._fs.sync_dir(self._root)
+            make_durable(self._fs, self._root)
         return is_ours
 
     @contextlib.contextmanager
@@ -370,7 +371,7 @@ class Store:
     def _drop_replaced(self, partial: str, step: int) -> None:
         try:
             self._discard(partial, step)
-        except StorageError:  # the step is committed; the next save of it, or job, clears that
+        except StateholdError:  # the step is committed; the next save of it, or job, clears that
             self._mappings.abandoned(step)
 
     def abandon(self, step: int, attempt: str | None = None) -> None:

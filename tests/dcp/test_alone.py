@@ -1,0 +1,89 @@
+"""How a save with use_collectives=False ends where rank 0 cannot tell the others that it is."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from statehold.dcp import alone
+from statehold.dcp.commit import Sent
+from statehold.dcp.writing import Place
+from statehold.errors import InvariantError, PeerFailedError, PeerLostError, StorageError
+from statehold.ranks.peers import Peers
+from statehold.steps.manifest import RecordEntry
+from statehold.testing import MemoryBoard
+
+SIZE = 2
+PATIENCE_S = 1.0
+DEADLINE_S = 60.0
+
+
+class Meeting(alone.Meeting):
+    """Of ranks that are threads."""
+
+    def __init__(self, board: MemoryBoard, rank: int) -> None:
+        self.rank, self.world_size = rank, SIZE
+        self._board = board
+        self._peers = Peers(board, rank, SIZE, PATIENCE_S)
+
+
+def sent(rank: int) -> Sent:
+    place = Place("/run/step-1", "/run/step-1.partial", 1, rank, SIZE, "a" * 16)
+    return Sent(place, (), {}, RecordEntry("record", 1, "0" * 64) if rank else None, {}, None)
+
+
+def ends(meetings: list[Meeting], publish, is_there) -> list[BaseException | None]:
+    """How the save ends on each rank."""
+
+    def end(meeting: Meeting) -> BaseException | None:
+        try:
+            meeting.end(sent(meeting.rank), publish, is_there)
+        except Exception as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        return list(pool.map(end, meetings, timeout=DEADLINE_S))
+
+
+@pytest.fixture
+def meetings() -> list[Meeting]:
+    board = MemoryBoard()
+    return [Meeting(board, rank) for rank in range(SIZE)]
+
+
+def mute(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Rank 0 cannot say how the save has ended."""
+    fired: list[object] = []
+
+    def conclude(*args: object) -> None:
+        fired.append(args)
+        raise StorageError("the store is gone")
+
+    monkeypatch.setattr(meeting._peers, "conclude", conclude)
+    return fired
+
+
+def test_a_rank_that_is_not_told_looks_for_the_checkpoint(meetings, monkeypatch, caplog) -> None:
+    fired, published = mute(meetings[0], monkeypatch), []
+    assert ends(meetings, published.append, lambda: bool(published)) == [None, None]
+    assert (len(fired), len(published)) == (1, 1)
+    assert "the checkpoint is committed; could not tell the other ranks" in caplog.text
+
+
+def test_a_rank_that_is_not_told_and_finds_none_raises(meetings, monkeypatch) -> None:
+    mute(meetings[0], monkeypatch)
+    own, other = ends(meetings, lambda _: None, lambda: False)
+    assert own is None
+    assert isinstance(other, PeerLostError)
+
+
+def test_an_unforeseen_error_is_told_at_once(meetings) -> None:
+    def publish(_: object) -> None:
+        raise ZeroDivisionError
+
+    own, other = ends(meetings, publish, lambda: False)
+    assert isinstance(own, ZeroDivisionError)
+    assert isinstance(other, PeerFailedError)
+    assert InvariantError("unexpected ZeroDivisionError").summary in other.reason
