@@ -193,8 +193,8 @@ def check_answers(answers: Sequence[Answer]) -> None:
     wrong = {given: near for given, near in unmatched.items() if given not in matched}
     if wrong:
         raise UsageError(
-            f"{'patterns match' if len(wrong) > 1 else 'a pattern matches'} nothing in the step "
-            "and in the state; nothing was changed",
+            f"{'patterns match' if len(wrong) > 1 else 'a pattern matches'} nothing, neither in "
+            "the state nor in what was saved; nothing was changed",
             facts={given: suggested(near) for given, near in wrong.items()},
             hint='a pattern is a name ("model" stands for all of the model) or a glob ("*.bias")',
         )

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import statehold
-from statehold.dcp import StorageReader, StorageWriter
+from statehold.dcp import StorageReader, StorageWriter, restore_stock
 from statehold.errors import StateMismatchError
 from support.dcp_checks import assert_same, failing, full, state_of, trained
 from support.faults import must
@@ -46,8 +46,16 @@ def restore(rank: int, world_size: int, where: str) -> None:
     directory = Path(where)
     for kind in ("fsdp", "2d"):
         _restored(directory / "shared", world_size, kind)
+        _from_torch_save(directory / "whole", world_size, kind)
     _own(rank, world_size, directory)
     _loaded(rank, world_size, directory)
+
+
+def _from_torch_save(path: Path, world_size: int, kind: str) -> None:
+    """Whole tensors in one file, into shards of any layout: each rank reads what it holds."""
+    live = _flat(state_of(*trained(2, world_size, kind), step=0))
+    must(not restore_stock(path, live).missing)
+    assert_same(torch.load(path), live)
 
 
 def _flat(state: dict[str, Any]) -> dict[str, Any]:

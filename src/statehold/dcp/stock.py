@@ -1,10 +1,10 @@
-"""Checkpoints that others wrote -> a live state: stock DCP, safetensors, Hugging Face.
+"""Checkpoints that others wrote -> a live state: stock DCP, safetensors, Hugging Face, torch.save.
 
-Owns: which kind a path is, how live parts are called there, and the report.
-Holds: everything is matched before anything is changed; no pickle is trusted: metadata by a list of
-classes, data with weights_only; safetensors that should be there and are not are an error, unlike
-with torch's reader, which loads zeros.
-Not here: our own steps (Checkpointer.restore, StorageReader).
+Owns: how live parts are called there, and the report.
+Holds: everything is matched before anything is changed; a restore that would load nothing, and a
+prefix in `rename` that matches nothing, are errors.
+Not here: which kind a path is, and its bytes (stock_readers); our own steps (Checkpointer.restore,
+StorageReader); what `rename` means (selection).
 
 What goes by several names is tried in this order, for a module "model" and an optimizer "optim":
     model.layers.0.weight         layers.0.weight
@@ -14,39 +14,29 @@ What goes by several names is tried in this order, for a module "model" and an o
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import setitem
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
-from statehold.dcp.unpickle import load_metadata
-from statehold.errors import (
-    CorruptionError,
-    MissingFileError,
-    StateMismatchError,
-    UnsupportedValueError,
-    UsageError,
-)
+from statehold.dcp.stock_readers import Planner, open_checkpoint
+from statehold.errors import StateMismatchError
+from statehold.selection import Answer, Names, Selection, check_answers
 from statehold.state import modules, optimizers
 from statehold.state.capture import is_stateful
+from statehold.state.restore import holds_state
 
-INDEX = "model.safetensors.index.json"
 _SHOWN = 20
 
 
@@ -65,23 +55,29 @@ def restore_stock(
     state: MutableMapping[str, Any],
     *,
     strict: bool = True,
-    rename: Callable[[str], str] | None = None,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
 ) -> StockReport:
     """Load a checkpoint of others into `state`, in place: modules, optimizers (also fresh ones),
     tensors, plain values; plain or sharded. With several ranks, all of them call it.
 
     path: a directory that dcp.FileSystemWriter or dcp.HuggingFaceStorageWriter wrote, a directory
-        of safetensors, with or without model.safetensors.index.json, or one safetensors file.
+        of safetensors or of pytorch_model.bin, with or without their index, or one file of
+        safetensors or torch.save.
     strict: raise StateMismatchError, before anything is changed, if the state has what the
         checkpoint lacks. What the checkpoint has beyond the state is only reported.
-    rename: from names in the checkpoint to those they should have had.
+    rename: prefixes of names in the checkpoint -> the live ones they become, as in
+        Checkpointer.restore; or a function from a name in the checkpoint to the live one.
+
+    Raises UsageError where no checkpoint is, and for a prefix that matches nothing;
+    StateMismatchError, also if not strict, where nothing of the state is in the checkpoint;
+    UnsupportedValueError for a pickle that holds more than data.
     """
-    reader = _reader(os.fspath(path))
-    matcher = _Matcher(reader.read_metadata(), rename or str)
+    reader: Any = open_checkpoint(path)
+    matcher = _Matcher(reader.read_metadata(), rename)
     for key, part in state.items():
         matcher.match(state, key, part, str(key))
     matcher.check(os.fspath(path), strict)
-    planner = _Planner()
+    planner = Planner()
     _load(dict(matcher.targets), reader, planner)
     with torch.no_grad():
         for act in matcher.acts:
@@ -89,100 +85,12 @@ def restore_stock(
     return matcher.report()
 
 
-def _load(targets: dict[str, Any], reader: Any, planner: _Planner) -> None:
+def _load(targets: dict[str, Any], reader: StorageReader, planner: Planner) -> None:
     try:
-        load(targets, storage_reader=reader, planner=planner)
+        is_alone = not (distributed.is_available() and distributed.is_initialized())
+        load(targets, storage_reader=reader, planner=planner, no_dist=is_alone)
     except CheckpointException as error:  # a BaseException, that wraps those of the ranks
         raise next(fault for fault, _ in error.failures.values()) from error
-
-
-# -- readers that believe nothing ----------------------------------------------------------------
-
-
-class _StockReader(FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = os.path.join(self.path, ".metadata")
-        with open(path, "rb") as file:
-            return load_metadata(file.read(), path)
-
-
-class _Listed(FileSystem):
-    """A file system of which only some files are seen."""
-
-    def __init__(self, files: list[str]) -> None:
-        self._files = files
-
-    def ls(self, path: str | os.PathLike[str]) -> list[str]:
-        return self._files
-
-
-class _HuggingFaceReader(HuggingFaceStorageReader):
-    def __init__(self, directory: str, files: list[str], names: Mapping[str, str]) -> None:
-        super().__init__(directory)
-        self.fs = _Listed(files)
-        self._names = names
-
-    def read_metadata(self) -> Metadata:
-        for file in self.fs.ls(self.path):
-            if not os.path.isfile(file):
-                raise MissingFileError("a checkpoint lacks a file", facts={"file": file})
-        found: Metadata = super().read_metadata()
-        for name, file in self._names.items():
-            if name not in found.state_dict_metadata:
-                facts = {"tensor": name, "file": file}
-                raise CorruptionError("a checkpoint lacks a tensor that its index has", facts=facts)
-        for name, entry in found.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata)
-            held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if held != math.prod(entry.size):
-                facts = {"tensor": name, "shape": str([*entry.size]), "elements there": str(held)}
-                hint = "a shard is missing, or one of another checkpoint lies beside them"
-                raise CorruptionError("the shards do not make a tensor", facts=facts, hint=hint)
-        return found
-
-
-def _reader(path: str) -> _StockReader | _HuggingFaceReader:
-    if os.path.isfile(path):
-        return _HuggingFaceReader(os.path.dirname(path), [path], {})
-    if os.path.isfile(os.path.join(path, ".metadata")):
-        return _StockReader(path)
-    names: dict[str, str] = {}
-    files = sorted(
-        os.path.join(path, name)
-        for name in (os.listdir(path) if os.path.isdir(path) else ())
-        if name.endswith(".safetensors")
-    )
-    index = os.path.join(path, INDEX)
-    if os.path.isfile(index):
-        with open(index, encoding="utf-8") as file:
-            names = dict(json.load(file)["weight_map"])
-        files = sorted({os.path.join(path, os.path.basename(name)) for name in names.values()})
-    if not files:
-        raise UsageError(
-            "this is no checkpoint of torch or Hugging Face",
-            facts={"path": path, "expected": ".metadata, or *.safetensors"},
-            hint="a step of statehold is restored with Checkpointer.restore or StorageReader",
-        )
-    return _HuggingFaceReader(path, files, names)
-
-
-class _Planner(DefaultLoadPlanner):
-    """Takes flat names, and keeps values; reads them without trusting their pickles."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.objects: dict[str, Any] = {}
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        name = read_item.dest_index.fqn
-        try:
-            self.objects[name] = torch.load(value, map_location="cpu", weights_only=True)
-        except Exception as fault:
-            raise UnsupportedValueError(
-                "a value of the checkpoint cannot be read without trusting its pickle",
-                facts={"path": name, "cause": str(fault).splitlines()[0][:200]},
-                hint="load it with torch where it is from, and save it as plain values",
-            ) from fault
 
 
 # -- matching -----------------------------------------------------------------------------------
@@ -200,14 +108,19 @@ class _Found:
 class _Matcher:
     """What of a state is where in a checkpoint."""
 
-    def __init__(self, metadata: Metadata, rename: Callable[[str], str]) -> None:
+    def __init__(
+        self, metadata: Metadata, rename: Mapping[str, str] | Callable[[str], str] | None
+    ) -> None:
         self._saved = metadata.state_dict_metadata
-        self._names = {rename(name): name for name in self._saved}
+        self._selection = Selection(rename=None if callable(rename) else rename)
+        renamed = rename if callable(rename) else self._selection.renamed
+        self._names = {renamed(name): name for name in self._saved}
         self._fields: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for name in self._names:
             base, _, last = name.rpartition(".")
             self._fields[base][last] = name
         self._found = _Found({})
+        self._asked: dict[str, None] = {}
         self._parameters: dict[int, str] = {}
         self.targets: dict[str, Any] = {}
         self.acts: list[Act] = []
@@ -218,19 +131,42 @@ class _Matcher:
         return StockReport(tuple(self._found.names), tuple(self._found.missing), tuple(rest))
 
     def check(self, path: str, strict: bool) -> None:
+        self._check_prefixes()
         problems = dict(self._found.problems)
         if strict:
             problems |= dict.fromkeys(self._found.missing, "not in the checkpoint")
         if problems:
-            facts = {"checkpoint": path, **dict(list(problems.items())[:_SHOWN])}
-            if len(problems) > _SHOWN:
-                facts["..."] = f"{len(problems) - _SHOWN} more"
-            raise StateMismatchError(
+            self._fail(
+                path,
                 f"the state and the checkpoint differ in {len(problems)} places; nothing was "
                 "changed",
-                facts=facts,
-                hint="rename= maps names; strict=False leaves what is missing as it is",
+                problems,
+                "rename= maps names; strict=False leaves what is missing as it is",
             )
+        if not self._found.names:
+            missing = dict.fromkeys(self._found.missing, "not in the checkpoint")
+            self._fail(
+                path,
+                "nothing of the state is in the checkpoint; nothing was changed",
+                missing,
+                "rename= maps names of the checkpoint to those of the state",
+            )
+
+    def _fail(self, path: str, summary: str, problems: dict[str, str], hint: str) -> NoReturn:
+        facts = {"checkpoint": path, **dict(list(problems.items())[:_SHOWN])}
+        if len(problems) > _SHOWN:
+            facts["..."] = f"{len(problems) - _SHOWN} more"
+        rest = self.report().unexpected
+        if rest:
+            more = f", and {len(rest) - _SHOWN} more" if len(rest) > _SHOWN else ""
+            facts["only there"] = f"{', '.join(rest[:_SHOWN])}{more}"
+        raise StateMismatchError(summary, facts=facts, hint=hint)
+
+    def _check_prefixes(self) -> None:
+        """The same as for a step of our own: what matches nothing is a typing error."""
+        names = Names(taken=(), saved=list(self._saved), live=list(self._asked))
+        answer = Answer(self._selection.answers(names), loads=True, has_rest=False)
+        check_answers([answer])
 
     def match(self, holder: Any, key: Any, live: Any, path: str) -> None:
         if isinstance(live, torch.Tensor):
@@ -244,11 +180,15 @@ class _Matcher:
         elif isinstance(live, MutableMapping):
             for inner, part in live.items():
                 self.match(live, inner, part, f"{path}.{inner}")
+        elif isinstance(live, list) and holds_state(live):
+            for index, part in enumerate(live):
+                self.match(live, index, part, f"{path}.{index}")
         else:
             self._value(path, [path], partial(setitem, holder, key))
 
     def _name(self, path: str, candidates: list[str]) -> str | None:
         """The name in the checkpoint; noted as loaded, or as missing."""
+        self._asked.update(dict.fromkeys((path, *candidates)))
         found = next((name for name in candidates if name in self._names), None)
         if found is None:
             self._found.missing.append(path)
@@ -303,6 +243,7 @@ class _Matcher:
 
     def _optimizer(self, live: torch.optim.Optimizer, path: str) -> None:
         ids: dict[int, list[list[str]]] = defaultdict(list)
+        self._rename_parameters(path)
         for running, (place, full, parameter) in enumerate(
             optimizers.parameters(live, self._parameters)
         ):
@@ -313,6 +254,15 @@ class _Matcher:
             places = [str(index), *(name for names in ids[index][:1] for name in names[:2])]
             self._options(group, f"{path}.param_groups.{index}", path, places)
 
+    def _rename_parameters(self, path: str) -> None:
+        """`rename` also holds for the names of parameters within an optimizer's names."""
+        if not self._selection.rename:
+            return
+        for head in (f"{path}.state.", "state."):
+            for base in [base for base in self._fields if base.startswith(head)]:
+                new = head + self._selection.renamed(base[len(head) :])
+                self._fields.setdefault(new, self._fields[base])
+
     def _parameter(
         self,
         live: torch.optim.Optimizer,
@@ -322,6 +272,7 @@ class _Matcher:
         names: list[str],
     ) -> None:
         bases = [f"{head}state.{name}" for name in names for head in (f"{path}.", "")]
+        self._asked.update(dict.fromkeys((*bases, *names)))
         fields = next((self._fields[base] for base in bases if base in self._fields), {})
         where, state = f"{path}.state.{names[0]}", live.state.get(parameter, {})
         self._found.missing += [f"{where}.{key}" for key in state if key not in fields]

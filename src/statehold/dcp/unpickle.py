@@ -18,6 +18,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from statehold.errors import CorruptionError, UnsupportedValueError
 
+# What torch.load(weights_only=True) raises for a pickle that holds more than data.
+UnpicklingError = pickle.UnpicklingError
+
 _ADMITTED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): torch.Size,
