@@ -39,7 +39,7 @@ from statehold.levels.specs import Level, levels_of
 from statehold.opened import Opened
 from statehold.options import check_path, options_of
 from statehold.pipeline import Work
-from statehold.planning.plan import STEP_MAX
+from statehold.planning.plan import step_of
 from statehold.restoring import Restorer, set_aside
 from statehold.save import Save
 from statehold.seeing.once import say_once
@@ -114,6 +114,7 @@ class Checkpointer:
         number, self._saves_called = self._saves_called, self._saves_called + 1
         opened = self._opened()
         try:
+            step = step_of(step)
             is_due = self._is_due(opened, number, step, force)
             if is_due:
                 work, captured = self._begin(number, step, state)
@@ -132,8 +133,6 @@ class Checkpointer:
         return work.save
 
     def _is_due(self, opened: Opened, number: int, step: int, force: bool) -> bool:
-        if not _is_step(step):
-            return True  # and an error
         return opened.rhythm.is_due(
             number,
             step,
@@ -147,7 +146,6 @@ class Checkpointer:
         save = Save(step, time.perf_counter())
         opened = self._opened()  # before anything can fail: other ranks have to be told
         self._raise_failures()
-        _check_step(step)
         save._watched_by(opened.watch)
         opened.prepare_saving()
         with save._stage("wait"):
@@ -247,7 +245,7 @@ class Checkpointer:
         False until a warning came to some rank, and then on all ranks from the same step on, which
         the next save() of each has to be of. Waits for the other ranks once, when one is warned.
         """
-        _check_step(step)
+        step = step_of(step)
         return self._leaving is not None and self._leaving.is_last(step)
 
     @property
@@ -285,7 +283,7 @@ class Checkpointer:
         same, because of another rank.
         """
         if step is not None:
-            _check_step(step)
+            step = step_of(step)
         selection = Selection(only, skip, rename, strict)
         opened = self._begun_anew()
         levels = led(opened.peers, lambda: described(self._levels))
@@ -327,6 +325,7 @@ class Checkpointer:
 
     def rewind(self, step: int) -> list[int]:
         """Give up every committed step newer than `step`, to go on from there; returns them."""
+        step = step_of(step)
         opened = self._begun_anew()
         together(opened.peers, self._ready_to_rewind)
         found = everyone(opened.peers, lambda: opened.rewind(step))
@@ -460,14 +459,3 @@ class Checkpointer:
             if error is not None:
                 raise error
         self._watched = [save for save in self._watched if not save.done() and not save.error]
-
-
-def _is_step(step: object) -> bool:
-    return type(step) is int and 0 <= step <= STEP_MAX
-
-
-def _check_step(step: object) -> None:
-    if not _is_step(step):
-        raise UsageError(
-            "a step is a whole number", facts={"expected": f"0 to {STEP_MAX}", "got": repr(step)}
-        )

@@ -12,8 +12,10 @@ read (reads).
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from statehold.encoding import header
 from statehold.errors import InvariantError, UsageError
@@ -29,6 +31,7 @@ __all__ = [
     "piece_count",
     "pieces",
     "plan_save",
+    "step_of",
 ]
 
 BLOCK_BYTES = 1 * MiB
@@ -155,6 +158,22 @@ def _check_specs(specs: Sequence[TensorSpec]) -> None:
         if expected != spec.nbytes:
             facts = {"tensor": spec.name, "expected": str(expected), "got": str(spec.nbytes)}
             raise InvariantError("the size of a tensor contradicts its shape", facts=facts)
+
+
+def step_of(given: Any) -> int:
+    """A step that a user gave: an int, or what stands for one exactly, such as a NumPy integer."""
+    is_bool = isinstance(given, bool) or str(getattr(given, "dtype", "")).endswith("bool")
+    try:
+        step = -1 if is_bool else operator.index(given)
+    except (TypeError, ValueError):  # a float, a text, a tensor of several numbers
+        step = -1
+    if not 0 <= step <= STEP_MAX:
+        raise UsageError(
+            "a step is a whole number",
+            facts={"expected": f"0 to {STEP_MAX}", "got": repr(given)[:80]},
+            hint="the step comes first in save(step, state), and second in restore(state, step)",
+        )
+    return step
 
 
 def _digits(step: int) -> str:
