@@ -161,6 +161,7 @@ class Checkpointer:
         with save._stage("capture"):
             captured = capture(state, opened.rank, self._gate.passed())
         say_once(captured.note, logging.INFO)
+        self._gate.check_gradients(step)
         with save._stage("plan"):
             specs = [tensor.spec for tensor in captured.tensors]
             known = opened.claims.resolve(specs, opened.rhythm.turns.settled)

@@ -11,11 +11,13 @@ A failed save opens the gate: training goes on, and the error is raised by the c
 call, not out of somebody's optimizer.
 
 The gate remembers which optimizers have come through it. Memory that only those change can be
-copied lazily, also where a state has their state_dict() and not themselves.
+copied lazily, also where a state has their state_dict() and not themselves. It also sees whether
+gradients wait for the next update, and warns once if a step is saved then.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable
@@ -23,11 +25,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from statehold.errors import WaitTimeout
 from statehold.save import Save
+from statehold.state.gradients import Gradients
 from statehold.state.optimizers import before_every_step
 from statehold.state.stepping import Stepping
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+logger = logging.getLogger("statehold")
 
 
 class Pass(Protocol):
@@ -44,6 +49,8 @@ class Gate:
         self._saves: list[tuple[Save, Pass | None]] = []
         self._hook: Any = None
         self._stepping = Stepping()
+        self._gradients = Gradients()
+        self._has_warned = False
         self.waited_s = 0.0  # in all
 
     def stand(self) -> None:
@@ -54,6 +61,19 @@ class Gate:
     def passed(self) -> list[Optimizer]:
         """The optimizers that have stepped since the last call, or since the gate stands."""
         return self._stepping.take()
+
+    def check_gradients(self, step: int) -> None:
+        """Log a warning, once, if `step` is saved between backward() and step()."""
+        if self._has_warned or not self._gradients.are_waiting():
+            return
+        self._has_warned = True
+        logger.warning(
+            "step %d is saved while gradients wait for optimizer.step(), as in the middle of an "
+            "accumulation. A step does not hold gradients: a restart from it makes the next update "
+            "without these micro-batches. Save right after optimizer.step(). If a GradScaler has "
+            "just skipped the update, nothing is missing",
+            step,
+        )
 
     def hold_for(self, save: Save, passing: Pass | None = None) -> None:
         """Hold updates until `save` is staged, or until `passing` lets them through."""
@@ -106,5 +126,6 @@ def _waiting(gate: weakref.ref[Gate]) -> Callable[[Optimizer], None]:
         if target is not None:
             target.wait()
             target._stepping.saw(optimizer)
+            target._gradients.saw(optimizer)
 
     return wait_until_staged
