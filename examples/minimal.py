@@ -1,4 +1,6 @@
-"""The loop of the README, made runnable: train a little, save at every step, resume when run again.
+"""A loop that runs as it is: train a little, save at every step, go on when run again.
+
+The batches are the loop's own, so it needs nothing but torch. With a data loader: see the README.
 
 python examples/minimal.py              # kill it at any moment, then run it again
 """
@@ -12,6 +14,8 @@ import torch
 from torch import nn
 
 import statehold
+
+STEPS = 60
 
 
 class Batches:
@@ -31,8 +35,7 @@ class Batches:
         self.generator.set_state(state["generator"])
 
 
-def main(run: str = "runs/minimal") -> None:
-    steps = 60
+def main(run: str = "runs/minimal", pause_s: float = 0.05) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -41,8 +44,8 @@ def main(run: str = "runs/minimal") -> None:
     with statehold.Checkpointer(run, keep=3, staging_bytes="64MiB") as ckpt:
         state = {"model": model, "optimizer": optimizer, "data": data, "rng": statehold.Rng()}
         start = ckpt.restore(state) or 0  # the newest intact step, or None when there is none
-        print(f"starting at step {start} of {steps}")
-        for step in range(start, steps):
+        print(f"starting at step {start} of {STEPS}")
+        for step in range(start, STEPS):
             x, y = next(data)
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
@@ -50,8 +53,8 @@ def main(run: str = "runs/minimal") -> None:
             optimizer.step()  # waits only for what is not yet copied
             save = ckpt.save(step + 1, state)  # returns in milliseconds
             print(f"step {step + 1:3d}  loss {loss.item():.6f}")
-            time.sleep(0.05)  # leaves you the time to interrupt it
-        if start < steps:
+            time.sleep(pause_s)  # leaves you the time to interrupt it
+        if start < STEPS:
             print(save.wait("committed", timeout=60).stats)
 
 

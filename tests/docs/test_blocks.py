@@ -1,0 +1,199 @@
+"""Every block of Python in the documents runs as it stands, and then once more, as a restart would.
+
+A block runs in a directory of its own. What it uses and does not define comes from a preamble: that
+of its heading, or `training`. The second time everything is made anew, with another seed, but for
+the directory that the first time left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import runpy
+import shutil
+import subprocess
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import statehold
+from statehold.levels.memory import memory_root
+from support import s3
+from support.documents import Block, blocks, docstring_block
+
+stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/*/README.md"),
+                    *ROOT.glob("*/README.md")])  # fmt: skip
+BLOCKS = [each for path in DOCUMENTS for each in blocks(path)]
+PYTHON = [each for each in BLOCKS if each.is_python]
+INIT = docstring_block(ROOT / "src/statehold/__init__.py")
+RUN = "runs/llama"  # where the documents train
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+]
+
+
+# -- preambles: what the blocks use and do not define ---------------------------------------------
+
+
+def net() -> nn.Module:
+    layers = {"body": nn.Linear(8, 8), "dropout": nn.Dropout(0.5), "head": nn.Linear(8, 8)}
+    return nn.Sequential(OrderedDict(layers))
+
+
+@contextlib.contextmanager
+def training(seed: int) -> Iterator[dict[str, Any]]:
+    """A model, what trains it, and data: 10 steps, in epochs of 4 batches of 8."""
+    torch.manual_seed(seed)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    dataset = torch.randn(32, 8, generator=torch.Generator().manual_seed(7))
+    loader = stateful.StatefulDataLoader(dataset, batch_size=8, shuffle=True)
+    losses: list[float] = []
+
+    def train_step(batch: Any) -> None:
+        inputs = torch.ones(8, 8) if batch is ... else batch
+        loss = model(inputs).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    whole = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": loader}
+    yield {
+        "statehold": statehold, "model": model, "optimizer": optimizer, "scheduler": scheduler,
+        "dataset": dataset, "loader": loader, "train_step": train_step, "losses": losses,
+        "steps": 10, "state": {**whole, "rng": statehold.Rng()},
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def opened(seed: int) -> Iterator[dict[str, Any]]:
+    """The same, a Checkpointer of a run that has a step, and another module like the model."""
+    with training(seed) as names, statehold.Checkpointer(RUN, keep=3) as ckpt:
+        names |= {"ckpt": ckpt, "start": ckpt.restore(names["state"]) or 0}
+        if names["start"] == 0:
+            ckpt.save(1, names["state"]).wait("committed")
+        yield {**names, "net": net()}
+
+
+@contextlib.contextmanager
+def stock(seed: int) -> Iterator[dict[str, Any]]:
+    """A checkpoint that torch itself has written."""
+    import torch.distributed.checkpoint as dcp
+
+    with training(seed) as names:
+        state = {"model": names["model"].state_dict(), "step": 3}
+        if not Path("old").exists():
+            dcp.save(state, checkpoint_id="old/step-100", no_dist=True)
+        yield names
+
+
+PREAMBLES: dict[tuple[str, str], Callable[[int], AbstractContextManager[dict[str, Any]]]] = {
+    ("guide.md", "Restoring"): opened,
+    ("guide.md", "Leaving in time"): opened,
+    ("dcp.md", "Restoring what others wrote"): stock,
+}
+NEED_THE_BUCKET = {("guide.md", "How often")}
+
+
+# -- the blocks ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    yield
+    shutil.rmtree(memory_root(RUN), ignore_errors=True)
+
+
+def compiled(block: Block) -> types.CodeType:
+    """With the document's name and line numbers, for whoever reads the traceback."""
+    return compile("\n" * (block.line - 1) + block.code, str(block.path), "exec")
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A server that has s3://bucket, as the environment says."""
+    if not s3.is_installed():
+        pytest.skip("moto is not installed: no S3 server to test against")
+    with s3.s3_server() as port:
+        s3.request(port, "PUT", "/bucket")
+        environment = {
+            "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "REGION": "us-east-1",
+            "ALLOW_HTTP": "true", "ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        }  # fmt: skip
+        for name, value in environment.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        yield
+        assert b"llama/step-" in s3.request(port, "GET", "/bucket?list-type=2")
+
+
+@pytest.mark.parametrize("block", [*PYTHON, INIT], ids=str)
+def test_a_block_runs_twice(block: Block, request: pytest.FixtureRequest) -> None:
+    where = (block.path.name, block.heading)
+    if where in NEED_THE_BUCKET:
+        request.getfixturevalue("bucket")
+    preamble = PREAMBLES.get(where, training)
+    for seed in range(2):
+        with preamble(seed) as names:
+            exec(compiled(block), names)
+
+
+LOOPS = [
+    next(each for each in PYTHON if each.path.name == name) for name in ("README.md", "guide.md")
+]
+
+
+@pytest.mark.parametrize("block", LOOPS, ids=str)
+def test_the_first_loop_of_a_document_goes_on_bit_for_bit(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(seed: int, steps: int) -> list[float]:
+        with training(seed) as names:
+            exec(compiled(block), names | {"steps": steps})
+        return names["losses"]
+
+    whole = trained(seed=0, steps=10)
+    assert len(whole) == 10
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    stops = [0, 1, 4, 6, 10, 10]  # the last start finds nothing to do
+    for seed, (begin, end) in enumerate(itertools.pairwise(stops)):
+        assert trained(seed, steps=end) == whole[begin:end]
+    assert sorted(path.name[-2:] for path in Path(RUN).glob("step-*")) == ["08", "09", "10"]
+
+
+def test_every_block_that_looks_like_python_is_one_that_runs() -> None:
+    python = re.compile(
+        r"\bckpt\.|\bstatehold\.\w+\(|^\s*(import |from \S+ import |with .*:$)", re.M
+    )
+    others = [each for each in BLOCKS if each.language != "python"]
+    assert len(others) > 20
+    assert [str(each) for each in others if python.search(each.code)] == []
+    assert {each.path.name for each in PYTHON} == {"README.md", "guide.md", "dcp.md"}
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "bash"], ids=str)
+def test_a_block_of_bash_is_well_formed(block: Block) -> None:
+    subprocess.run(["bash", "-n"], input=block.code, text=True, check=True)
+
+
+def test_the_example_runs_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    code = runpy.run_path(str(ROOT / "examples/minimal.py"))
+    for begin in (0, code["STEPS"]):
+        code["main"]("runs/minimal", pause_s=0)
+        assert f"starting at step {begin} of {code['STEPS']}" in capsys.readouterr().out
