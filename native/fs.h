@@ -126,7 +126,8 @@ class Fs {
   // Makes creations, renames and removals in this directory durable.
   virtual Status sync_dir(const std::string& path) = 0;
 
-  // Small files as a whole. write_file creates or truncates, and syncs data, not the name.
+  // Small files as a whole. write_file creates the file or replaces what is in it, keeping
+  // the blocks that it has, and syncs data, not the name.
   virtual Status write_file(const std::string& path, std::string_view data) = 0;
   virtual Result<std::string> read_file(const std::string& path, uint64_t bytes_max) = 0;
 

@@ -373,10 +373,15 @@ Status PosixFs::sync_dir(const std::string& path) {
 }
 
 Status PosixFs::write_file(const std::string& path, std::string_view data) {
-  const Result<int> opened = open_regular(path, O_WRONLY | O_CREAT | O_TRUNC, "write_file");
+  // Cut after it is written, not before: blocks that were allocated for it are not given back.
+  const Result<int> opened = open_regular(path, O_WRONLY | O_CREAT, "write_file");
   if (!opened.ok()) return opened.status;
   const Descriptor file(opened.value);
   if (Status status = write_all(file.get(), data, path); !status.ok()) return status;
+  const auto size = static_cast<off_t>(data.size());
+  if (restarted([&] { return ::ftruncate(file.get(), size); }) != 0) {
+    return last_error("write_file", path);
+  }
   return checked(restarted([&] { return ::fsync(file.get()); }), "write_file", path);
 }
 

@@ -179,7 +179,7 @@ class Checkpointer:
         )
         ordered = in_file_order(plan, captured.tensors)
         save._moving()
-        ready = opened.ready_file(plan.save)
+        ready = opened.ready_file(plan.save, captured.tree)
         save._record(reused=ready is not None)
         job = start_write(opened.engine, plan.save, ordered, ready)
         copies = opened.devices.copies(job, captured, ordered)

@@ -1,6 +1,6 @@
 """Where a save goes: the first level whose storage takes its files, on all ranks alike.
 
-    every rank    D1 at a level: the file is opened, with all its blocks
+    every rank    D1 at a level: the file is opened, with all its blocks, and those of the documents
     all           meet: opened on every rank, or on to the next level together (rank 0 says which)
 
 A process that is alone decides for itself. Several ranks meet under the number of the save, in the
@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from statehold.errors import (
@@ -30,6 +31,9 @@ from statehold.errors import (
     named,
 )
 from statehold.levels import alike
+from statehold.steps.manifest import record_name
+from statehold.steps.saved import MANIFEST_NAME
+from statehold.writes import manifest_bytes, record_bytes
 
 if TYPE_CHECKING:
     from statehold._core import File
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
     from statehold.seeing.background_log import BackgroundLog
 
 ROUND = "open"
+ENTRY_BYTES = 300  # what a manifest says of one rank, at most
 LEVELS_MAX = 1000  # so that ranks with different levels count their meetings alike
 Opened = tuple["File", bool]  # whether it was reused
 Failure = tuple[bool, str]  # whether it is a refusal of the level, and the text
@@ -149,10 +154,26 @@ class Landing:
             # The first one was prepared by the trainer, unless it failed.
             place.prepare(self._peers.token if self._peers else None)
             place.store.begin(step, work.attempt)
+            if len(self._places) > 1:  # what finds no room later cannot go to the next one
+                self._reserve(work)
             opened = place.store.data_file(step, plan.file_name, plan.file_bytes, work.attempt)
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
             return None, named(error, f"while opening the file of step {step}")
         return opened, None
+
+    def _reserve(self, work: Work) -> None:
+        """Room at the level for the documents that this rank writes."""
+        store, step, attempt = work.place.store, work.save.step, work.attempt
+        plan, tree = work.plan, work.tree
+        if attempt is None:
+            guess = partial(manifest_bytes, plan.save, tree)
+            store.reserve(step, None, MANIFEST_NAME, guess)
+            return
+        ranks = plan.save.world_size
+        guess = partial(record_bytes, plan, tree, attempt)
+        store.reserve(step, attempt, record_name(plan.save.rank, ranks), guess)
+        if store.leads:
+            store.reserve(step, attempt, MANIFEST_NAME, lambda: guess() + ENTRY_BYTES * ranks)
 
     @property
     def _meets(self) -> bool:

@@ -11,7 +11,8 @@ import contextlib
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.across import Across
@@ -45,8 +46,10 @@ from statehold.seeing.background_log import BackgroundLog, logger
 from statehold.seeing.once import say_once
 from statehold.seeing.watching import Watch, check_trace
 from statehold.state.device import Devices
+from statehold.steps.saved import MANIFEST_NAME
 from statehold.study.profile import tuned
 from statehold.team import Alone, Publisher, Together
+from statehold.writes import manifest_bytes
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
@@ -242,14 +245,22 @@ class Opened:
             else:
                 return
 
-    def ready_file(self, plan: SavePlan) -> File | None:
+    def ready_file(self, plan: SavePlan, tree: Any) -> File | None:
         """The file of a save, where it is memory that is mapped already: then the state is copied
-        straight into it. A file that has to be made is made in the background."""
+        straight into it. A file that has to be made is made in the background, and so is one for
+        whose documents there is no room: the save goes to the next level then."""
         is_under_way = self.pipeline.newest_step() == plan.step  # its directory is in use
         if self.peers is not None or is_under_way or not self.store.has_ready(plan.file_name):
             return None
-        self.store.begin(plan.step)
-        file, _ = self.store.data_file(plan.step, plan.file_name, plan.file_bytes)
+        try:
+            self.store.begin(plan.step)
+            if len(self.near) > 1:
+                guess = partial(manifest_bytes, plan, tree)
+                self.store.reserve(plan.step, None, MANIFEST_NAME, guess)
+            file, _ = self.store.data_file(plan.step, plan.file_name, plan.file_bytes)
+        except StorageError:  # the commit thread meets it, too, and knows what to do
+            self.store.abandon(plan.step)
+            return None
         return file
 
     def levels(self) -> list[LevelStatus]:

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from statehold._version import __version__
-from statehold.planning.plan import BLOCK_BYTES, SavePlan
+from statehold.planning.plan import BLOCK_BYTES, SavePlan, piece_count
 from statehold.planning.share import RankPlan
 from statehold.state.tensors import strides_of
 from statehold.steps.manifest import Manifest, record_file
@@ -93,6 +93,22 @@ def build_record(
         state=tree,
         contents={name: f"{value:016x}" for name, value in fingerprints.items()},
     )
+
+
+def manifest_bytes(plan: SavePlan, tree: Any) -> int:
+    """The bytes of the manifest of a single-rank step, before its checksums are known."""
+    return len(build_manifest(plan, tree, _no_sums(plan)).encode())
+
+
+def record_bytes(plan: RankPlan, tree: Any, attempt: str) -> int:
+    """The bytes of a rank's record, before its checksums are known; without fingerprints."""
+    return len(build_record(plan, tree, _no_sums(plan.save), attempt, {}).encode())
+
+
+def _no_sums(plan: SavePlan) -> bytes:
+    places = zip(plan.begins, (spec.nbytes for spec in plan.specs), strict=True)
+    pieces = sum(piece_count(begin, nbytes, BLOCK_BYTES) for begin, nbytes in places)
+    return bytes(8 * (piece_count(0, plan.data_begin, BLOCK_BYTES) + pieces))
 
 
 def now() -> str:

@@ -1,4 +1,4 @@
-"""Small real file systems for a test: an ext4 in a file, mounted through a loop device."""
+"""Small real file systems for a test: ext4 in a file, mounted through a loop device, and tmpfs."""
 
 from __future__ import annotations
 
@@ -32,6 +32,24 @@ def ext4(folder: Path, size_bytes: int, *options: str) -> Iterator[Path]:
         yield mounted
     finally:
         subprocess.run(["umount", str(mounted)], check=True)
+
+
+def why_no_tmpfs() -> str | None:
+    """What stands in the way of mounting one here."""
+    return None if os.geteuid() == 0 else "mounting a file system needs root"
+
+
+@contextmanager
+def tmpfs(folder: Path, size_bytes: int) -> Iterator[Path]:
+    """An empty tmpfs, mounted below `folder`."""
+    mounted = folder / "memory"
+    mounted.mkdir()
+    options = f"size={size_bytes}"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(mounted)], check=True)
+    try:
+        yield mounted
+    finally:
+        subprocess.run(["umount", "-l", str(mounted)], check=True)
 
 
 @contextmanager

@@ -53,11 +53,12 @@ from statehold.errors import (
     StorageError,
     no_such_step,
 )
-from statehold.steps.saved import SavedStep, open_step
+from statehold.steps.saved import MANIFEST_NAME, SavedStep, open_step
 from statehold.storage.beside import look_beside_a_writer
 from statehold.storage.mappings import Mappings
 from statehold.storage.publish import delete, make_directories, make_durable, publish, unless
 from statehold.storage.ready import READY_NAME, Ready
+from statehold.storage.room import Rooms
 from statehold.storage.unfinished import COPY
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class Store:
         self._is_known = False
         self._newest: int | None = None
         self._ready = Ready(fs, self._root, world_size)
+        self._rooms = Rooms()
 
     @property
     def is_mapped(self) -> bool:
@@ -314,6 +316,11 @@ class Store:
             with unless(errno.EEXIST):  # another rank made it
                 self._fs.mkdir(partial)
 
+    def reserve(self, step: int, attempt: str | None, name: str, guess: Callable[[], int]) -> None:
+        """D1, after begin(): room for a document of this rank. guess: its bytes, about, if there
+        was none of this name before. Raises StorageError."""
+        self._rooms.make(self._fs, self.partial(step, attempt), name, guess)
+
     def data_file(
         self, step: int, name: str, file_bytes: int, attempt: str | None = None
     ) -> tuple[File, bool]:
@@ -355,6 +362,7 @@ class Store:
         """D3 of one rank, on its own host: its record, and the names of all its files."""
         partial = self.partial(step, attempt)
         self._fs.write_file(f"{partial}/{name}", record)
+        self._rooms.written(name, len(record))
         self._fs.sync_dir(partial)
 
     def commit(self, manifest: CommitRecord, attempt: str | None = None) -> None:
@@ -362,7 +370,9 @@ class Store:
         self._lead("commit")
         partial = self.partial(manifest.step, attempt)
         with self._guard:
-            replaced = publish(self._fs, partial, self.path(manifest.step), manifest.encode())
+            raw = manifest.encode()
+            replaced = publish(self._fs, partial, self.path(manifest.step), raw)
+            self._rooms.written(MANIFEST_NAME, len(raw))
             self._mappings.committed(manifest.step)
             self.committed(manifest.step)
             if replaced:
