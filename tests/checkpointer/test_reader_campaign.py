@@ -85,7 +85,8 @@ class Readers:
             got = ckpt.restore(live)
         except (StateholdError, RuntimeWarning) as error:
             return iter([f"{type(error).__name__}: {error}"])
-        values = {int(each) for name in "abc" for each in torch.unique(live[name])}  # type: ignore[call-overload]
+        tensors = [live[name] for name in "abc"]
+        values = {int(each) for tensor in tensors for each in torch.unique(tensor)}
         wrong = []
         if values != {live["value"]}:
             wrong.append(f"mixed: {values} and {live['value']}")
@@ -132,7 +133,7 @@ def test_readers_beside_a_writer(
     def counted(restorer: Restorer, *arguments: object) -> None:
         with readers._guard:
             readers.begun_again += 1
-        begin_anew(restorer, *arguments)  # type: ignore[arg-type]
+        begin_anew(restorer, *arguments)
 
     monkeypatch.setattr(Restorer, "_begin_anew", counted)
     with caplog.at_level(logging.WARNING, "statehold"), warnings.catch_warnings():
