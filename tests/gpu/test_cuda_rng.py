@@ -1,0 +1,51 @@
+"""The generators of CUDA devices: what a restore does, but for the Rng, leaves no trace in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import statehold
+from statehold.state.rng import unchanged
+from support.faults import SMALL
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def drawn() -> list[float]:
+    return [float(torch.rand((), device=device)) for device in ("cpu", "cuda")]
+
+
+def test_a_block_leaves_no_trace() -> None:
+    torch.manual_seed(3)
+    expected = drawn()
+    torch.manual_seed(3)
+    with unchanged():
+        assert drawn() == expected
+    assert drawn() == expected
+
+
+class Drawing:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        drawn()
+
+
+def test_objects_that_draw_are_restored_after_the_generators(tmp_path: Path) -> None:
+    state = {"rng": statehold.Rng(), "it": Drawing()}
+    torch.manual_seed(5)
+    drawn()
+    with statehold.Checkpointer(tmp_path, **SMALL) as ckpt:
+        ckpt.save(1, state).wait("committed")
+        expected = drawn()
+        for name in ("rng", "it"):
+            ckpt.restore({name: state[name]}, only=[name])
+    assert drawn() == expected
