@@ -179,6 +179,45 @@ def test_a_dead_jobs_directory_is_not_taken_for_this_ones(tmp_path: Path) -> Non
     assert not (tmp_path / "peers" / old).exists()
 
 
+class Seeing(DirectoryBoard):
+    """Tells when it has read what lies at `key`."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        super().__init__(path)
+        self._key = key
+        self.seen = threading.Event()
+
+    def peek(self, key: str) -> bytes | None:
+        found = super().peek(key)
+        if key == self._key:
+            self.seen.set()
+        return found
+
+
+TORN = [b"", b"\0" * 8, b"\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8", b"../../up", b"0123456"]
+
+
+@pytest.mark.parametrize("torn", [*TORN, b"7", b'{"a": 1}', b"[1, 2]", b"[" * 100_000])
+@pytest.mark.parametrize("key", ["call", "0123abcd/welcome"])
+def test_what_a_loss_of_power_has_left_of_notes_is_passed_over(
+    key: str, torn: bytes, tmp_path: Path
+) -> None:
+    """Notes are not synced: after it they may be empty, or hold anything."""
+    leader, follower = DirectoryBoard(tmp_path), Seeing(tmp_path, key)
+    leader.post("call", b"0123abcd")
+    leader.post(key, torn)
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(follower.open, 1, 2, later())
+        seen = follower.seen.wait(DEADLINE_S)
+        assert seen
+        if following.done():
+            following.result()
+        token = leader.open(0, 2, time.monotonic() + 5)
+        assert following.result(DEADLINE_S) == token
+    left = sorted(each.name for each in tmp_path.iterdir())
+    assert left == sorted(["call", token])
+
+
 def test_the_leader_names_who_did_not_come_to_the_directory(tmp_path: Path) -> None:
     make = KINDS["directory"](tmp_path)
     opened([make(), make(), make()])

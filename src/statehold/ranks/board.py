@@ -26,9 +26,9 @@ import datetime
 import errno
 import functools
 import hashlib
-import json
 import operator
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -87,6 +87,9 @@ class Board(Protocol):
         """The job's token, the same on all ranks, new each time that all ranks call this."""
 
     def close(self) -> None: ...
+
+
+_TOKEN = re.compile(rb"[0-9a-f]{8}")
 
 
 def new_token() -> str:
@@ -355,23 +358,29 @@ class DirectoryBoard:
         missing = self.full(f"{token}/hello", size, until)
         if missing:
             raise PeerLostError("ranks did not come to open the run", ranks=missing)
-        nonces = [note.decode() for note in self.collect(f"{token}/hello", size)]
-        self.post(f"{token}/welcome", json.dumps(nonces).encode())
+        nonces = self.collect(f"{token}/hello", size)
+        self.post(f"{token}/welcome", b" ".join(nonces))
         self._clear(token)
         return token
 
     def _follow(self, rank: int, size: int, until: float) -> str:
-        nonce, answered = secrets.token_hex(8), ""
+        nonce, answered = secrets.token_hex(8).encode(), ""
         for _ in _pauses(until):
-            token = (self.peek("call") or b"").decode()
+            token = self._called()
             if token and token != answered:
                 # Perhaps a dead job's call; then rank 0 will call anew, and is answered anew.
-                self.enter(f"{token}/hello", rank, size, nonce.encode())
+                self.enter(f"{token}/hello", rank, size, nonce)
                 answered = token
             welcome = self.peek(f"{token}/welcome") if token else None
-            if welcome is not None and nonce in json.loads(welcome):
+            if welcome is not None and nonce in welcome.split():
                 return token
         raise lost_leader("the ranks met to open the run")
+
+    def _called(self) -> str:
+        """The token in the call; "" without one. After a loss of power a dead job's call may hold
+        anything, because notes are not synced."""
+        call = self.peek("call") or b""
+        return call.decode() if _TOKEN.fullmatch(call) else ""
 
     def _clear(self, token: str) -> None:
         """Remove what dead jobs left. Some of it may be young: only its owner minds."""
