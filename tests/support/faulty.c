@@ -23,7 +23,8 @@
 
 // FAIL: -1 with errno `value`. CUT: transfers at most `value` bytes. HOLD: waits for release.
 // INTERRUPT: every other call fails with errno `value`, so that whoever tries again gets there.
-enum Kind { COUNT = 0, FAIL = 1, CUT = 2, HOLD = 3, INTERRUPT = 4 };
+// SKIP: nothing is done, and success is reported; for calls that transfer nothing.
+enum Kind { COUNT = 0, FAIL = 1, CUT = 2, HOLD = 3, INTERRUPT = 4, SKIP = 5 };
 
 static struct {
   char functions[256];
@@ -96,7 +97,8 @@ static int applies(const char* function, const char* path) {
   return armed && strstr(rule.functions, name) != NULL && strstr(path, rule.path) != NULL;
 }
 
-// What becomes of a call: -1 to fail (errno is set), 0 to go on, or the most bytes to transfer.
+// What becomes of a call: -1 to fail (errno is set), 0 to go on, or the most bytes to transfer; of a
+// call that transfers nothing, more than 0 to leave it out.
 static long decide(const char* function, const char* path) {
   long outcome = 0;
   pthread_mutex_lock(&mutex);
@@ -109,6 +111,7 @@ static long decide(const char* function, const char* path) {
       pthread_cond_broadcast(&changed);
       while (rule.kind == HOLD && !rule.released) pthread_cond_wait(&changed, &mutex);
       if (rule.kind == CUT) outcome = rule.value;
+      if (rule.kind == SKIP) outcome = 1;
       if (rule.kind == FAIL || rule.kind == INTERRUPT) outcome = -1;
     }
   }
@@ -141,7 +144,8 @@ static long decide_fd(const char* function, int fd) {
 #define FD_CALL(name, as, parameters, arguments)             \
   int name parameters {                                      \
     REAL(name);                                              \
-    if (armed && decide_fd(as, fd) < 0) return -1;           \
+    const long outcome = armed ? decide_fd(as, fd) : 0;      \
+    if (outcome != 0) return outcome < 0 ? -1 : 0;           \
     return real arguments;                                   \
   }
 
@@ -177,7 +181,22 @@ PATH_CALL(rmdir, (const char* path), path, (path))
 PATH_CALL(rename, (const char* from, const char* to), from, (from, to))
 PATH_CALL(renameat2, (int at, const char* from, int to_at, const char* to, unsigned flags), from,
           (at, from, to_at, to, flags))
-FD_CALL(fsync, "fsync", (int fd), (fd))
+
+// Of a directory it is also called "fsync of directory".
+static long decide_sync(int fd) {
+  struct stat info;
+  const long outcome = decide_fd("fsync", fd);
+  const int is_directory = fstat(fd, &info) == 0 && S_ISDIR(info.st_mode);
+  return outcome == 0 && is_directory ? decide_fd("fsync of directory", fd) : outcome;
+}
+
+int fsync(int fd) {
+  REAL(fsync);
+  const long outcome = armed ? decide_sync(fd) : 0;
+  if (outcome != 0) return outcome < 0 ? -1 : 0;
+  return real(fd);
+}
+
 FD_CALL(fdatasync, "fdatasync", (int fd), (fd))
 FD_CALL(ftruncate, "ftruncate", (int fd, off_t bytes), (fd, bytes))
 FD_CALL(ftruncate64, "ftruncate", (int fd, off64_t bytes), (fd, bytes))

@@ -19,7 +19,7 @@ from pathlib import Path
 from support.faults import DEADLINE_S, must
 
 SOURCE = Path(__file__).with_suffix(".c")
-COUNT, FAIL, CUT, HOLD, INTERRUPT = range(5)
+COUNT, FAIL, CUT, HOLD, INTERRUPT, SKIP = range(6)
 
 
 def compiler() -> str | None:
@@ -61,6 +61,12 @@ class Fault:
         _library().faulty_disarm()
 
 
+def arm(functions: str, path: object, kind: int, *, nth: int = 0, value: int = 0) -> Fault:
+    """As `fault`, for as long as this process and its forks live."""
+    _library().faulty_arm(functions.encode(), str(path).encode(), nth, kind, value)
+    return Fault()
+
+
 @contextmanager
 def fault(
     functions: str, path: object, kind: int = COUNT, *, nth: int = 0, value: int = 0
@@ -69,8 +75,7 @@ def fault(
 
     value: the errno of FAIL and INTERRUPT, the most bytes of CUT.
     """
-    arguments = (functions.encode(), str(path).encode(), nth, kind, value)
-    _library().faulty_arm(*arguments)
+    arm(functions, path, kind, nth=nth, value=value)
     try:
         yield Fault()
     finally:
