@@ -5,6 +5,7 @@ ARGS ?=
 RANKS ?= 1
 SEEDS ?= 1000
 SECONDS ?= 600
+STATES ?= 5000
 MINUTES ?= 120
 bin := .venv/bin
 native_sources := $(wildcard native/*.h native/*.cpp native/test/*.h native/test/*.cpp)
@@ -13,7 +14,7 @@ native_sources := $(wildcard native/*.h native/*.cpp native/test/*.h native/test
 warnings := 'error,ignore:FSDP2-wrapped module:UserWarning,ignore:`torch.jit:DeprecationWarning'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test sim modes sanitize fuzz soak check bench clean
+.PHONY: help setup build demo test sim powerloss modes sanitize fuzz soak check bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
@@ -33,6 +34,9 @@ test:  ## the C++ and the Python tests
 
 sim: setup  ## SEEDS=n seeds of the simulation: faults, crashes, ranks that die
 	@$(bin)/python tests/sim/campaign.py --seeds $(SEEDS) $(ARGS)
+
+powerloss: setup  ## STATES=5000 states of a real block device after losses of power; needs root
+	@PYTHONPATH=tests $(bin)/python -m powerloss --states $(STATES) $(ARGS)
 
 modes: setup  ## the Python tests under python -O, without io_uring, with warnings as errors
 	@$(bin)/python -O -m pytest -q -W "ignore:assertions not in test:pytest.PytestConfigWarning" $(ARGS)

@@ -1,0 +1,48 @@
+"""What a save holds: a function of rank, step and serial, different in every element."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from powerloss.plans import Plan
+
+State = dict[str, Any]
+
+
+def content(plan: Plan, rank: int, step: int, serial: int) -> State:
+    """What `rank` saves: "same" on all ranks alike, "own" on none."""
+    base = step * 1009 + serial * 100_003
+    state: State = {"rank": rank, "step": step, "serial": serial}
+    for index, numel in enumerate(plan.numels):
+        of_rank = base + index * 13
+        name = f"same.{index}"
+        if plan.ranks > 1 and index % 2 == 0:
+            of_rank, name = of_rank + 7 * (rank + 1), f"own.{index}"
+        state[name] = torch.arange(numel, dtype=torch.int32) * 31 + of_rank
+    return state
+
+
+def blank(plan: Plan) -> State:
+    """A state into which a save is restored: nothing in it is of any save."""
+    return {
+        name: torch.full_like(value, -1) if isinstance(value, torch.Tensor) else None
+        for name, value in content(plan, 0, 0, 0).items()
+    }
+
+
+def differences(plan: Plan, rank: int, found: State) -> list[str]:
+    """What in a restored state is not what `rank` had saved with its step and serial."""
+    if not all(isinstance(found[name], int) for name in ("step", "serial")):
+        return [f"step {found['step']!r}, serial {found['serial']!r}"]
+    expected = content(plan, rank, found["step"], found["serial"])
+    return [
+        f"{name} is not that of step {found['step']}, serial {found['serial']}"
+        for name, value in expected.items()
+        if not (
+            torch.equal(found[name], value)
+            if isinstance(value, torch.Tensor)
+            else found[name] == value
+        )
+    ]
