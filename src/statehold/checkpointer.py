@@ -37,7 +37,7 @@ from statehold.levels.alike import check_same, described
 from statehold.levels.promoting import LevelStatus
 from statehold.levels.specs import Level, levels_of
 from statehold.opened import Opened
-from statehold.options import check_path, options_of
+from statehold.options import check_run, options_of
 from statehold.pipeline import Work
 from statehold.planning.plan import step_of
 from statehold.restoring import Restorer, set_aside
@@ -46,6 +46,8 @@ from statehold.seeing.once import say_once
 from statehold.selection import RestoreReport, Selection
 from statehold.state import fingerprints
 from statehold.state.capture import Capture, capture
+from statehold.state.restore import check_takes_values
+from statehold.units import check_timeout
 from statehold.writes import in_file_order, start_write
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ class Checkpointer:
         levels: Sequence[Level] | None = None,
         **options: Any,
     ) -> None:
-        self._run = os.path.abspath(check_path(run, "the run"))
+        self._run = check_run(run)
         self._options = options_of(options)
         self._levels = levels_of(levels, self._options)
         self._open: Opened | None = None
@@ -212,7 +214,7 @@ class Checkpointer:
         Only needed where the update is not the step() of a torch optimizer, such as a hand-written
         one. Raises WaitTimeout after `timeout` seconds.
         """
-        self._gate.wait(timeout)
+        self._gate.wait(check_timeout(timeout))
 
     # -- leaving ---------------------------------------------------------------------------
 
@@ -288,7 +290,7 @@ class Checkpointer:
         selection = Selection(only, skip, rename, strict)
         opened = self._begun_anew()
         levels = led(opened.peers, lambda: described(self._levels))
-        together(opened.peers, lambda: self._ready_to_restore(levels))
+        together(opened.peers, lambda: self._ready_to_restore(levels, state))
         self._gate.wait()
         nearest = opened.nearest()
         with opened.watch.restore() as watch:
@@ -313,8 +315,9 @@ class Checkpointer:
             set_aside(opened, failed, restorer.confirmed, self.restored.step)
         return self.restored.step
 
-    def _ready_to_restore(self, levels_of_rank_0: str) -> None:
+    def _ready_to_restore(self, levels_of_rank_0: str, state: object) -> None:
         self._raise_failures()
+        check_takes_values(state)
         check_same(self._levels, levels_of_rank_0)
 
     # -- the run ---------------------------------------------------------------------------
@@ -353,7 +356,7 @@ class Checkpointer:
         cadence. A level that fails is logged, and told by levels(). Raises WaitTimeout after
         `timeout` seconds, PeerLostError if a rank has not come to this by then; the copies go on.
         """
-        self._opened_for_saving().flush(timeout)
+        self._opened_for_saving().flush(check_timeout(timeout))
 
     @property
     def backend(self) -> str:

@@ -32,9 +32,10 @@ got), then a hint. `facts` keeps the same facts as a dict for programs.
 
 from __future__ import annotations
 
+import contextlib
 import errno as _errno
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -284,6 +285,17 @@ def named(error: BaseException, when: str) -> StateholdError:
     )
     unexpected.__cause__ = error
     return unexpected
+
+
+@contextlib.contextmanager
+def noting(when: str) -> Iterator[None]:
+    """Add to what the user's own code raises here `when` it did, where Python can (3.11)."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, StateholdError) and hasattr(error, "add_note"):
+            error.add_note(f"statehold: {when}")
+        raise
 
 
 def no_such_step(step: int, run: str, steps: Sequence[int] | None = None) -> StepNotFoundError:

@@ -29,6 +29,8 @@ NODES_MAX = 1_000_000
 _PATH = (str, os.PathLike)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|(s3|gs|az|file):/")  # Path() takes one slash away
 
+_STEP = re.compile(r"step-\d{12}")
+
 # A buffer is one write: below 1 MiB the device is not kept busy, and a checksum block (1 MiB)
 # must never straddle two buffers.
 BUFFER_BYTES_MIN = MiB
@@ -228,4 +230,23 @@ def check_path(path: str | os.PathLike[str], what: str) -> str:
             facts={"expected": "a path such as runs/llama", "got": f"{scheme}://..."},
             hint='a store is a level: levels=[Directory(), ObjectStore("s3://b/llama")]',
         )
+    if (home := os.path.expanduser(text)) != text:  # else a directory called ~ would be made
+        raise UsageError(
+            f"{what} begins with ~, which only a shell replaces",
+            facts={"expected": home, "got": text},
+            hint=f'pass os.path.expanduser("{text}")',
+        )
     return text
+
+
+def check_run(run: str | os.PathLike[str]) -> str:
+    """The path of a run, absolute."""
+    path = os.path.abspath(check_path(run, "the run"))
+    above, name = os.path.split(path)
+    if _STEP.fullmatch(name):  # else the run would seem to have no steps
+        raise UsageError(
+            "the run is the directory of a step",
+            facts={"expected": above, "got": path},
+            hint=f"a Checkpointer of the run restores it: restore(state, step={int(name[5:])})",
+        )
+    return path

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 from statehold.errors import ClosedError, PeerFailedError, StateholdError, UsageError, WaitTimeout
 from statehold.planning.share import Balance
 from statehold.seeing.watching import UNWATCHED, Stage, Watch
-from statehold.units import format_bytes, format_seconds
+from statehold.units import check_timeout, format_bytes, format_seconds
 
 Event = Literal["staged", "written", "committed"]
 EVENTS: tuple[Event, ...] = get_args(Event)
@@ -109,6 +109,7 @@ class Save:
                 f"step {self.step} was not due: nothing of it was saved",
                 hint="look at is_skipped before waiting; save(step, state, force=True) saves it",
             )
+        timeout = check_timeout(timeout)
         attained = self._wait_ended(_checked(event), timeout)
         if self.done(event):
             return self

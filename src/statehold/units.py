@@ -80,6 +80,14 @@ def parse_seconds(value: object) -> float | None:
     return float(match[1]) * _SECONDS[match[2]] or None if match else None
 
 
+def check_timeout(value: object) -> float | None:
+    """A time to wait, in seconds; None: for ever. Raises UsageError for anything else."""
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    facts = {"expected": "a number of seconds, or None to wait for ever", "got": repr(value)[:80]}
+    raise UsageError("not a time to wait", facts=facts)
+
+
 def format_bytes(n: int) -> str:
     """`n` bytes for people: "0 B", "1023 B", "1.5 GiB"; three significant digits."""
     size = float(abs(n))

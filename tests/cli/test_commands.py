@@ -159,6 +159,28 @@ def test_show_of_what_is_not_there(run: Path, say: Say) -> None:
     assert "did you mean model.weight" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "near"), [("modle", "model?"), ("model", "model.bias"), ("weight", "model.weight?")]
+)
+def test_show_names_what_is_near(run: Path, say: Say, name: str, near: str) -> None:
+    code, text = say("show", str(run), name)
+    assert code == 3
+    assert f"did you mean {near}" in text
+
+
+def test_a_step_is_no_run(run: Path, say: Say) -> None:
+    step = next(run.glob("step-*"))
+    code, text = say("ls", str(step))
+    assert code == 3
+    assert f"run@{int(step.name[5:])}" in text
+
+
+def test_options_of_object_stores_need_levels(run: Path, say: Say) -> None:
+    code, text = say("ls", str(run), "--option", "endpoint=x")
+    assert code != 0
+    assert "it needs --levels" in text
+
+
 def test_show_of_damaged_bytes(run: Path, say: Say) -> None:
     data = run / "step-000000000002" / "rank-00000-of-00001.safetensors"
     raw = bytearray(data.read_bytes())

@@ -18,7 +18,7 @@ from typing import Any
 
 from statehold._version import __version__
 from statehold.cli import codes
-from statehold.errors import StateholdError
+from statehold.errors import StateholdError, UsageError
 
 __all__ = ["main"]
 
@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     command = importlib.import_module(f"statehold.cli.{args.module}")
     try:
+        if getattr(args, "option", None) and not args.levels:
+            raise UsageError("--option is of object stores", hint="it needs --levels")
         return int(command.run(args))
     except StateholdError as error:
         print(f"statehold: {error}", file=sys.stderr)

@@ -108,7 +108,13 @@ def run_of(text: str) -> str:
         if "://" in text:
             hint += ". What is in an object store is listed with it: statehold ls RUN --levels"
         raise NotFoundError("no such run directory", facts={"run": text}, hint=hint)
-    return os.path.abspath(text)
+    path = os.path.abspath(text)
+    if named := _STEP_NAME.fullmatch(os.path.basename(path)):  # it would seem to have no steps
+        above = os.path.dirname(path)
+        facts = {"expected": above, "got": path}
+        hint = f"show, verify and diff take a step: {above}@{int(named[1])}"
+        raise NotFoundError("this is a step, and not a run", facts=facts, hint=hint)
+    return path
 
 
 def load_manifest(fs: Fs, directory: str) -> Manifest | Commit:

@@ -21,6 +21,7 @@ from statehold.encoding.header import bytes_of
 from statehold.errors import StateMismatchError
 from statehold.planning.layout import Layout
 from statehold.planning.share import Held
+from statehold.selection import nearest
 from statehold.steps.manifest import Manifest
 from statehold.units import format_bytes
 
@@ -149,8 +150,10 @@ def _shortened(value: Any) -> str:
 
 def _tensor(saved: SavedStep, place: Place, name: str) -> dict[str, Any]:
     if name not in saved.tensors:
-        near = difflib.get_close_matches(name, saved.tensors, n=3)
-        hint = f"did you mean {', '.join(near)}?" if near else "show without TENSOR lists them"
+        near = [each for each in saved.tensors if each.startswith(f"{name}.")]
+        near = near or difflib.get_close_matches(name, saved.tensors, n=3)
+        near = near or nearest(name, saved.tensors)
+        hint = f"did you mean {', '.join(near[:3])}?" if near else "show without TENSOR lists them"
         raise codes.NotFoundError(
             "no such tensor in this step",
             facts={"step": place.directory, "tensor": name},

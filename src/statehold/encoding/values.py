@@ -76,6 +76,11 @@ def decode(node: Any, leaf: LeafReader | None = None) -> Any:
         decoder.fail("values that the stack of this thread can hold", "deeper ones")
 
 
+def is_plain(value: object) -> bool:
+    """Whether a value is of a type that is stored by value, whatever is in it."""
+    return value is None or type(value) in _SCALARS or type(value) in _CONTAINERS
+
+
 def _is_plain_key(key: object) -> bool:
     return type(key) is str and not key.startswith("$") and well_formed(key)
 
@@ -235,6 +240,7 @@ class _Encoder:
         return {"$deque": {"items": self.items(items, path, depth), "maxlen": items.maxlen}}
 
 
+_SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {
     dict: _Encoder.mapping,
     list: _Encoder.items,

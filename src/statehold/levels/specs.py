@@ -203,13 +203,17 @@ class ObjectStore(Level):
 
 def check_levels(levels: Sequence[Level]) -> tuple[Level, ...]:
     """The levels of a run, if they make sense together."""
-    if isinstance(levels, Level):
-        raise UsageError("levels are a list, from the nearest on", hint="write levels=[...]")
+    if not isinstance(levels, list | tuple):
+        raise UsageError(
+            "levels are a list, from the nearest on",
+            facts={"got": repr(levels)[:80]},
+            hint="write levels=[...]",
+        )
     for level in levels:
         if not isinstance(level, Memory | Directory | ObjectStore):
             raise UsageError(
                 "a level is a Memory, a Directory or an ObjectStore",
-                facts={"got": type(level).__name__},
+                facts={"expected": "for example Directory(every=10)", "got": repr(level)[:80]},
             )
     if not levels:
         raise UsageError("levels must not be empty: leave it out for the run directory alone")

@@ -216,6 +216,12 @@ def check_trace(path: str | os.PathLike[str] | None, run: str) -> None:
             facts={"trace": os.fspath(path), "directory": folder},
             hint="make it, or name a file elsewhere",
         )
+    if os.path.isdir(path):
+        raise UsageError(
+            "the trace is a directory",
+            facts={"expected": "the path of a file", "got": os.fspath(path)},
+            hint=f'name a file in it: "{os.path.join(path, "trace.json")}"',
+        )
 
 
 class RestoreWatch:

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from statehold.encoding import values
-from statehold.errors import UnsupportedValueError, UsageError
+from statehold.errors import UnsupportedValueError, UsageError, noting
 from statehold.planning.layout import Layout
 from statehold.planning.plan import TensorSpec
 from statehold.state import dtypes, loaders, modules, optimizers, placements
@@ -143,6 +143,7 @@ def capture(
         raise UsageError(
             "a state is a mapping of names to what is to be saved",
             facts={"expected": "a dict", "got": type(state).__name__},
+            hint='give the parts names: save(step, {"model": model, "optimizer": optimizer})',
         )
     capturer = _Capturer(state, rank, stepping)
     tree = values.encode(dict(state), "", capturer.leaf)
@@ -266,7 +267,9 @@ class _Capturer:
             raise _holds_itself(value, path)
         self._active.add(id(value))
         try:
-            return self._encode(content(), path)
+            with noting(f'while the state of "{path}" was taken; nothing of the step is saved'):
+                inside = content()
+            return self._encode(inside, path)
         finally:
             self._active.discard(id(value))
 

@@ -9,6 +9,7 @@ Not here: the comparison (restore).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ from statehold.state.destinations import Destination
 from statehold.state.rng import unchanged
 
 PROBLEMS_SHOWN = 20
+# A parameter that no module in the state has.
+_BY_PLACE = re.compile(r"\.state\.\d+$")
 _HINT = "build the state as it was when the step was saved, or restore another step"
 
 
@@ -100,10 +103,19 @@ def mismatch(problems: list[tuple[str, str]], found: Restoration) -> StateMismat
 
 
 def _advice(names: list[str], found: Restoration) -> str:
-    """Where the state is a whole part of the step, name that part."""
+    """What is most likely meant by a state that differs from the step."""
     tops = dict.fromkeys(name.split(".")[0] for name in found.loaded)
-    is_part = not found.missing and all(name.split(".")[0] not in tops for name in names)
-    if not tops or not is_part:
-        return _HINT
-    part = ", ".join(f'"{name}"' for name in tops)
-    return f"to restore this part of the step alone: restore(state, only=[{part}])"
+    here, there = ([name for name in names if name in those and "." not in name]
+                   for those in (found.missing, found.unexpected))  # fmt: skip
+    if len(here) == len(there) == 1:
+        rename = f'rename={{"{there[0]}": "{here[0]}"}}'
+        return f'if "{there[0]}" of the step is "{here[0]}" now: {rename}'
+    if any(map(_BY_PLACE.search, found.missing)):
+        return (
+            "an optimizer calls parameters by the modules of the state: put the model that it "
+            "updates into the state, and not another copy of it"
+        )
+    if tops and not found.missing and all(name.split(".")[0] not in tops for name in names):
+        part = ", ".join(f'"{name}"' for name in tops)
+        return f"to restore this part of the step alone: restore(state, only=[{part}])"
+    return _HINT

@@ -16,14 +16,17 @@ In a job of several ranks what this rank has no place for may be another's: the 
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from statehold.errors import ManifestError, UsageError
+from statehold.encoding import values
+from statehold.errors import ManifestError, UsageError, noting
 from statehold.selection import EVERYTHING, Answer, Selection, check_answers
 from statehold.state import dtypes, loaders, modules, nodes, optimizers
 from statehold.state.capture import is_stateful
@@ -64,6 +67,17 @@ def prepare(
     return restoration
 
 
+def check_takes_values(state: object) -> MutableMapping[Any, Any]:
+    """A state that is restored. Raises UsageError for what cannot be one."""
+    if not isinstance(state, MutableMapping):
+        raise UsageError(
+            "a state that is restored has to take values",
+            facts={"expected": "a dict", "got": type(state).__name__},
+            hint='give the parts names: restore({"model": model, "optimizer": optimizer})',
+        )
+    return state
+
+
 class _Matcher(OptimizerMatching):
     """One comparison of a live state with a saved tree."""
 
@@ -72,17 +86,12 @@ class _Matcher(OptimizerMatching):
         saved = nodes.members(node)
         if saved is None:
             raise ManifestError("the state of the manifest is not an object")
-        if not isinstance(state, MutableMapping):
-            raise UsageError(
-                "a state that is restored has to take values",
-                facts={"expected": "a dict", "got": type(state).__name__},
-            )
         saved = nodes.renamed(saved, state, self._selection)
         for key in missing_of(saved, state):
             if self._selection.reaches(str(key)):
                 self.unexpected(str(key), "an entry of the step")
         present = {key: item for key, item in saved.items() if key in state}
-        self._mapping(state, present, "")
+        self._mapping(check_takes_values(state), present, "")
         if self._selection.has_patterns:
             names = names_of(state, node, self._selection, self._names)
             self.restoration.patterns = self._selection.answers(names)
@@ -168,6 +177,9 @@ class _Matcher(OptimizerMatching):
         if holds_state(live):
             self.problem(path, f"state of a {type(live).__name__}", "a value of another kind")
             return live
+        if not is_storable_kind(live):  # a class, a generator: somebody meant another object
+            self.problem(path, "a live value that a step can hold", f"a {type(live).__name__}")
+            return live
         if nodes.payload(node, "$tensor") is not None and live is not None:
             self.problem(path, "a plain value", "a tensor")
             return live
@@ -215,7 +227,7 @@ class _Matcher(OptimizerMatching):
             return live
         # A loader that is asked for its state makes an iterator, and starts its workers.
         value = self.rebuild(ABSENT if loaders.found_in(live) else live.state_dict(), node)
-        self.restoration.objects.append(lambda: loaders.load(live, value))
+        self.restoration.objects.append(partial(_load, live, value, path))
         self.restoration.stateful.append((path, live))
         return live
 
@@ -243,6 +255,19 @@ class _Matcher(OptimizerMatching):
     def _described(self, node: Any) -> str:
         name = nodes.payload(node, "$tensor")
         return "a plain value in the step" if name is None else self._memory.described(name)
+
+
+def _load(live: Any, value: Any, path: str) -> None:
+    with noting(f'while "{path}" was restored; other parts may be restored already'):
+        loaders.load(live, value)
+
+
+def is_storable_kind(value: Any) -> bool:
+    """Whether a value that has no state of its own is of a type that a step can hold."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+        return True
+    return values.is_plain(value) or isinstance(value, torch.Size | torch.dtype | torch.device)
 
 
 def holds_state(value: Any) -> bool:

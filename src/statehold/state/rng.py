@@ -37,6 +37,12 @@ class Rng:
     """
 
     def __init__(self, generators: Mapping[str, Any] | None = None) -> None:
+        if not isinstance(generators, Mapping | None):
+            raise UsageError(
+                "Rng takes generators by name",
+                facts={"expected": "a dict", "got": type(generators).__name__},
+                hint='Rng() is all of the process; Rng({"data": generator}) is another one besides',
+            )
         self.generators = dict(generators or {})
         for name, generator in self.generators.items():
             _kind(generator, name)
