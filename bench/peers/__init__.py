@@ -30,6 +30,7 @@ class Entry:
 PEERS = {
     "statehold": Entry("statehold, 1 GiB staging", "own", "Statehold", 0.25, True),
     "statehold-full": Entry("statehold, staging = state", "own", "StateholdFull", 1.1),
+    "statehold-default": Entry("statehold, default staging", "own", "StateholdDefault", 1.4),
     "torch-save": Entry("torch.save", "files", "TorchSave", 0.0, True),
     "safetensors": Entry("safetensors save_file", "files", "Safetensors", 0.0, True),
     "dcp-1": Entry("DCP save, 1 thread", "dcp", "DcpOneThread"),

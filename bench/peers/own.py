@@ -34,9 +34,17 @@ class Statehold(Peer):
         super().__init__(directory, state, options)
         if _MISSING is not None:
             raise Unavailable(f"{_MISSING} is not importable: build the package first")
-        self.staging_bytes = options.staging_bytes
-        self._checkpointer = Checkpointer(directory, keep=1, staging_bytes=options.staging_bytes)
+        self._checkpointer = Checkpointer(directory, keep=1, staging_bytes=self._asked(options))
         self._save: Any = None
+
+    def _asked(self, options: PeerOptions) -> int | None:
+        """The option staging_bytes."""
+        return options.staging_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """What it was given or has chosen."""
+        return int(self._checkpointer._opened().engine.staging.nbytes)
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -69,6 +77,13 @@ class Statehold(Peer):
 
     def close(self) -> None:
         self._checkpointer.close()
+
+
+class StateholdDefault(Statehold):
+    """As it comes: the staging memory follows from the state and the memory of the host."""
+
+    def _asked(self, options: PeerOptions) -> None:
+        return None
 
 
 class StateholdFull(Statehold):

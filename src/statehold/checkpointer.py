@@ -180,6 +180,7 @@ class Checkpointer:
             _core.hash_memory,
         )
         ordered = in_file_order(plan, captured.tensors)
+        opened.make_room(plan.save)
         save._moving()
         ready = opened.ready_file(plan.save, captured.tree)
         save._record(reused=ready is not None)

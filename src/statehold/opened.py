@@ -36,6 +36,7 @@ from statehold.levels.promoting import LevelStatus, Promoter, Promotions
 from statehold.levels.remembered import remember
 from statehold.levels.rhythm import Rhythm
 from statehold.levels.specs import Level, ObjectStore
+from statehold.memory import ranks_on_host
 from statehold.options import Options
 from statehold.pipeline import Pipeline
 from statehold.planning.claims import Claims
@@ -45,18 +46,19 @@ from statehold.save import forked
 from statehold.seeing.background_log import BackgroundLog, logger
 from statehold.seeing.once import say_once
 from statehold.seeing.watching import Watch, check_trace
-from statehold.state.device import Devices
+from statehold.staging import Staging
 from statehold.steps.saved import MANIFEST_NAME
 from statehold.study.profile import tuned
 from statehold.team import Alone, Publisher, Together
 from statehold.writes import manifest_bytes
 
 if TYPE_CHECKING:
-    from statehold._core import File, Fs
+    from statehold._core import Engine, File, Fs
     from statehold.agreeing import Meeting
     from statehold.planning.plan import SavePlan
     from statehold.ranks.peers import Peers
     from statehold.seeing.copies import LevelWatch
+    from statehold.state.device import Devices
 
 
 # How long a rank that ends by an error waits for others to bring the newest step to all levels.
@@ -107,10 +109,7 @@ class Opened:
         self.hosts = Hosts(on_hosts, self.peers, exchange)
         first = self.near[0]
         self.store = first.store
-        self.engine = _core.Engine(
-            self.fs, options.staging_size, options.buffer_size, options.copy_thread_count
-        )
-        self.devices = Devices(self.engine.staging_address, self.engine.staging.nbytes)
+        self.staging = Staging(self.fs, options, ranks_on_host(ranks))
         log = BackgroundLog()
         self.watch = Watch(run, rank, ranks, options.trace, log)
         self.claims = Claims(rank, ranks)
@@ -245,6 +244,21 @@ class Opened:
             else:
                 return
 
+    @property
+    def engine(self) -> Engine:
+        """What moves the bytes of saves and restores."""
+        return self.staging.engine
+
+    @property
+    def devices(self) -> Devices:
+        """What copies between devices and the engine's buffers."""
+        return self.staging.devices
+
+    def make_room(self, plan: SavePlan) -> None:
+        """Have staging memory for a save, unless it goes to memory, which stages little."""
+        if not self.store.is_mapped:
+            self.staging.fit(plan.file_bytes, self.pipeline.drain)
+
     def ready_file(self, plan: SavePlan, tree: Any) -> File | None:
         """The file of a save, where it is memory that is mapped already: then the state is copied
         straight into it. A file that has to be made is made in the background, and so is one for
@@ -373,8 +387,7 @@ class Opened:
         self.promotions.close()
         self._say_goodbye()
         self.watch.close()
-        self.devices.close()
-        self.engine.close()
+        self.staging.close()
         self.hosts.close()
         for place in self.places:
             with _logged("could not remove a retired step"):

@@ -54,9 +54,11 @@ class Options:
     """How a Checkpointer stages, writes and keeps steps.
 
     keep: committed steps to keep, newest first; None keeps all.
-    staging_bytes: host memory for copies in flight, allocated once at open and faulted in by a
-        thread of its own. With at least the size of the state, the update of the optimizer waits
-        for a memory copy only; with less, it also waits for the writes of what does not fit.
+    staging_bytes: host memory for copies in flight, the most that is ever used. With at least the
+        size of the state, the update of the optimizer waits for a memory copy only; with less, it
+        also waits for the writes of what does not fit. None: 1 GiB, and for a step that is larger,
+        of which this rank writes more than that, one and a quarter of what it writes; in all ranks
+        of a host at most a third of the memory that is available. The log says what was chosen.
     buffer_bytes: size of one staging buffer and of one write. None: by the profile, or 16 MiB.
     queue_depth: transfers in flight at once. None: by the profile, or 32.
     copy_threads: threads that copy and checksum. None: by the profile, or as many as there are
@@ -82,7 +84,7 @@ class Options:
     """
 
     keep: int | None = None
-    staging_bytes: int | str = "1GiB"
+    staging_bytes: int | str | None = None
     buffer_bytes: int | str | None = None
     queue_depth: int | None = None
     copy_threads: int | None = None
@@ -140,7 +142,7 @@ class Options:
             raise UsageError(
                 "buffer_bytes must be a multiple of 1 MiB", facts={"got": format_bytes(buffer)}
             )
-        if staging < 2 * buffer:
+        if staging is not None and staging < 2 * buffer:
             raise UsageError(
                 "staging_bytes must hold at least two buffers",
                 facts={"expected": f"at least {format_bytes(2 * buffer)}",
@@ -153,9 +155,9 @@ class Options:
         return parse_seconds(self.node_mtbf)
 
     @property
-    def staging_size(self) -> int:
-        """staging_bytes, in bytes."""
-        return parse_bytes(self.staging_bytes)
+    def staging_size(self) -> int | None:
+        """staging_bytes, in bytes; None: it is chosen when it is known what is saved."""
+        return None if self.staging_bytes is None else parse_bytes(self.staging_bytes)
 
     @property
     def buffer_size(self) -> int:
@@ -190,7 +192,8 @@ class Options:
             for field in fields(Moving)
             if getattr(self, field.name) is None
         }
-        if self.staging_size < 2 * moving.buffer_bytes:
+        staging = self.staging_size
+        if staging is not None and staging < 2 * moving.buffer_bytes:
             found.pop("buffer_bytes", None)
         return replace(self, **found)
 

@@ -21,7 +21,7 @@ PACKAGE = "statehold"
 # From the bottom up. A group may import the groups of lower layers and its own members.
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
-    [{"units"}, {"forks", "ending"}],
+    [{"units"}, {"forks", "ending"}, {"memory"}],
     # seeing: what can be seen, whatever is looked at; metrics is its public name.
     [{"options"}, {"encoding"}, {"seeing"}],
     [{"planning"}, {"ranks"}, {"selection"}, {"metrics"}],
@@ -35,6 +35,7 @@ LAYERS: list[list[set[str]]] = [
             "aftermath",
             "checkpointer",
             "opened",
+            "staging",
             "save",
             "gate",
             "pipeline",
@@ -58,6 +59,7 @@ CORE_USERS = {
     "agent",
     "checkpointer",
     "opened",
+    "staging",
     "save",
     "testing",
     "segments",

@@ -317,8 +317,8 @@ def test_doctor(tmp_path: Path, ask: Ask, say: Say) -> None:
     names = [each["name"] for each in document["checks"] if each["name"] not in LEFT_ON_HOST]
     assert names == [
         "system", "cores", "torch", "numpy", "backend", "kernel.io_uring_disabled",
-        "locked memory", "open files", "file system", "free space", "I/O profile", "O_DIRECT",
-        "F_SETLEASE", "renameat2 exchange", "fsync of a directory", "POSIX locks",
+        "memory", "locked memory", "open files", "file system", "free space", "I/O profile",
+        "O_DIRECT", "F_SETLEASE", "renameat2 exchange", "fsync of a directory", "POSIX locks",
     ]  # fmt: skip
     assert all(check.keys() == {"name", "value", "ok", "means"} for check in document["checks"])
     assert list(tmp_path.iterdir()) == []

@@ -59,7 +59,9 @@ def test_every_byte_arrives(ckpt: statehold.Checkpointer, width: int) -> None:
             assert restored(again, step, width) == expected[step]
 
 
-def test_staging_memory_is_pinned_once(tmp_path: Path, streams: LateStreams) -> None:
+def test_buffers_are_pinned_once_and_only_those_that_are_used(
+    tmp_path: Path, streams: LateStreams
+) -> None:
     training = trained()
     with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
         ckpt.save(1, {"host": torch.tensor(3.0)}).wait("committed", DEADLINE_S)
@@ -68,10 +70,14 @@ def test_staging_memory_is_pinned_once(tmp_path: Path, streams: LateStreams) -> 
             ckpt.save(step, training.state).wait("committed", DEADLINE_S)
         ckpt.restore(training.state)
         engine = ckpt._opened().engine
-        expected = (engine.staging_address, engine.staging.nbytes)
-        assert streams.pinned == [expected]
+        used = set(streams.pinned)
+        assert len(used) == len(streams.pinned) == 1  # of two: the state fits in one
+        assert used <= {(engine.staging_address + at, 1 << 20) for at in (0, 1 << 20)}
+        larger = trained(width=1024)
+        ckpt.save(5, larger.state).wait("committed", DEADLINE_S)
+        assert len(set(streams.pinned)) == len(streams.pinned) == 2
         assert not streams.unpinned
-    assert streams.unpinned == [expected[0]]
+    assert sorted(streams.unpinned) == sorted(address for address, _ in streams.pinned)
 
 
 def test_memory_that_cannot_be_pinned_is_used_and_reported(
@@ -252,7 +258,7 @@ def test_buffers_go_back_after_their_copies(
     source = torch.arange(12, dtype=torch.uint8)
     captured = statehold.state.capture.capture({"t": statehold.Gated(source)})
     job = OneBuffer(streams, fails_at)
-    copies = Devices(0, 0).copies(job, captured, captured.tensors)
+    copies = Devices().copies(job, captured, captured.tensors)
     assert copies is not None
     if fails_at is None:
         copies.run()
@@ -268,7 +274,7 @@ def test_a_failing_copy_gives_its_buffer_back(
 ) -> None:
     captured = statehold.state.capture.capture({"t": torch.arange(12, dtype=torch.uint8)})
     job = OneBuffer(streams)
-    copies = Devices(0, 0).copies(job, captured, captured.tensors)
+    copies = Devices().copies(job, captured, captured.tensors)
     assert copies is not None
 
     def fails(*_: object) -> None:

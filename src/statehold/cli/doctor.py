@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from statehold import _core
+from statehold import _core, memory
 from statehold.agent.looking import LOG_NAME, agents_of
 from statehold.cli import codes
 from statehold.cli.left_behind import left_behind
@@ -84,6 +84,13 @@ def _machine() -> Iterator[Check]:
     yield _package("numpy", "needed by diff, and by show for statistics")
     yield _backend()
     yield _sysctl()
+    room = memory.available()
+    yield Check(
+        "memory",
+        f"{format_bytes(room.nbytes)} {room.limit}",
+        bool(room.nbytes) or None,
+        "at most a third of it becomes staging memory, of all ranks together",
+    )
     yield _limit("locked memory", resource.RLIMIT_MEMLOCK, format_bytes,
                  "staging memory is registered with io_uring where it fits")  # fmt: skip
     yield _limit("open files", resource.RLIMIT_NOFILE, str,

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.dcp.watched import watch_of
+from statehold.memory import available, ranks_on_host
 from statehold.options import Options
 from statehold.seeing.once import say_once
 from statehold.seeing.watching import UNWATCHED
+from statehold.staging import chosen
 from statehold.study.profile import tuned
 
 if TYPE_CHECKING:
@@ -60,7 +62,9 @@ class Machine:
         """An engine for moving `nbytes`."""
         buffer = self.options.buffer_size
         needed = (max(0, nbytes) // buffer + 2) * buffer
-        staging = min(self.options.staging_size, needed)
+        given = self.options.staging_size
+        size = chosen(needed, available().nbytes, ranks_on_host(1)) if given is None else given
+        staging = min(size, needed)
         engine = _core.Engine(fs, staging, buffer, self.options.copy_thread_count)
         try:
             yield engine

@@ -260,7 +260,7 @@ def _write_file(
     tensors: Sequence[CapturedTensor],
 ) -> bytes:
     begin_s = time.perf_counter()
-    devices = Devices(engine.staging_address, engine.staging.nbytes)
+    devices = Devices()
     ordered = [tensors[index] for index in plan.source_index]
     job = start_write(engine, plan, ordered)
     try:

@@ -1,8 +1,8 @@
 """Between device memory and the engine's buffers: copies on side streams, and what may follow them.
 
 General layout: a StreamBackend knows one kind of device; `Devices` belongs to an open engine and
-pins its staging memory; `DeviceCopies` fills the buffers of one save, `DeviceLoads` empties those
-of one restore. The engine appears only as the protocols below.
+pins its buffers as they are used; `DeviceCopies` fills the buffers of one save, `Devices.load`
+empties those of one restore. The engine appears only as the protocols below.
 
 Holds, for a save:
 - the side stream starts after everything that the current stream had been given when save() ran;
@@ -167,12 +167,11 @@ def backend_for(device: torch.device) -> StreamBackend:
 class Devices:
     """The devices' side of one engine; does nothing until a state has tensors on a device."""
 
-    def __init__(self, staging_address: int, staging_bytes: int) -> None:
-        self._address = staging_address
-        self._nbytes = staging_bytes
+    def __init__(self) -> None:
         self._guard = threading.Lock()
         self._backend: StreamBackend | None = None
-        self._pinned: bool | None = None  # None: not tried yet
+        self._pinned: set[int] = set()  # the addresses of buffers
+        self._may_pin = True
 
     def copies(
         self, job: FillJob[LentT], captured: Capture, ordered: Sequence[CapturedTensor]
@@ -198,22 +197,27 @@ class Devices:
 
     def close(self) -> None:
         """Unpin; every job has ended."""
-        if self._backend is not None and self._pinned:
-            self._backend.unpin(self._address)
-        self._pinned = None
+        while self._backend is not None and self._pinned:
+            self._backend.unpin(self._pinned.pop())
 
     def _for(self, external: Mapping[int, torch.Tensor]) -> StreamBackend:
         if self._backend is None:
             self._backend = backend_for(next(iter(external.values())).device)
         return self._backend
 
-    def _pin(self) -> None:
+    def _pin(self, buffer: torch.Tensor) -> None:
+        """Pin a buffer of the engine when it is lent for the first time. Pinning makes memory
+        present: a buffer that is never used should not take any."""
+        address = buffer.data_ptr()
         with self._guard:
-            if self._pinned is None:
-                assert self._backend is not None
-                self._pinned = self._backend.pin(self._address, self._nbytes)
-                if not self._pinned:
-                    logger.warning("staging memory could not be pinned: device copies are slower")
+            if not self._may_pin or address in self._pinned:
+                return
+            assert self._backend is not None
+            self._may_pin = self._backend.pin(address, buffer.nbytes)
+            if self._may_pin:
+                self._pinned.add(address)
+            else:
+                logger.warning("staging memory could not be pinned: device copies are slower")
 
 
 class DeviceCopies:
@@ -264,11 +268,11 @@ class _Mover:
         self,
         backend: StreamBackend,
         tensors: Mapping[int, torch.Tensor],
-        prepare: Callable[[], None],
+        pin: Callable[[torch.Tensor], None],
     ) -> None:
         self._backend = backend
         self._tensors = tensors
-        self._prepare = prepare
+        self._pin = pin
         devices = {tensor.device for tensor in tensors.values()}
         self._streams = {device: backend.fork(device) for device in devices}
         self._newest: dict[torch.device, Event] = {}
@@ -284,7 +288,6 @@ class _Mover:
         The engine may have no buffer to lend before it gets one back, so this never waits for
         the next one while it holds any.
         """
-        self._prepare()
         moving: deque[tuple[LentT, list[Event]]] = deque()
         try:
             while True:
@@ -318,6 +321,7 @@ class _Mover:
         self, lent: Lent, copy: Callable[[Stream, torch.Tensor, torch.Tensor], None]
     ) -> list[Event]:
         host = torch.frombuffer(lent.view, dtype=torch.uint8)
+        self._pin(host)
         touched: dict[torch.device, Event] = {}
         try:
             for segment, offset, at, nbytes in lent.pieces:

@@ -18,10 +18,10 @@ import errno
 import logging
 import os
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from statehold.errors import StateholdError
+from statehold.memory import available
 from statehold.storage.publish import unless
 
 if TYPE_CHECKING:
@@ -128,24 +128,7 @@ class Ready:
 
 
 def free_memory(folder: str) -> int:
-    """Bytes of memory that a file in `folder` may still take: of its file system, of this host, and
-    of the group of processes that this one is in."""
+    """Bytes of memory that a file in `folder` may still take: of its file system, and of what this
+    process may."""
     room = os.statvfs(folder)
-    limits = [room.f_bavail * room.f_frsize]
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            limits.append(int(line.split()[1]) * 1024)
-    limits.append(_left_to_group(Path("/sys/fs/cgroup")))  # as a container sees its own
-    return min(limits)
-
-
-def _left_to_group(group: Path) -> int:
-    """Without a limit: more than there is."""
-    try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cached = sum(int(stat.get(key, 0)) for key in ("active_file", "inactive_file"))
-    except (OSError, ValueError):  # none, "max", or a kernel with other groups
-        return 1 << 62
-    return max(0, limit - used + cached)
+    return min(room.f_bavail * room.f_frsize, available().nbytes)
