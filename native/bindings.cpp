@@ -4,8 +4,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
+#include <thread>
 
 namespace statehold::python {
 namespace {
@@ -140,6 +143,22 @@ void PyFile::close() {
   if (!file || file->view().empty()) return;
   const nb::gil_scoped_release unlocked;  // undoing a mapping takes long
   file.reset();
+}
+
+bool PyFile::close_alone(double within_s) {
+  std::shared_ptr<File> file = std::move(file_);
+  const nb::gil_scoped_release unlocked;
+  using Clock = std::chrono::steady_clock;
+  const auto within = std::chrono::duration_cast<Clock::duration>(
+      std::chrono::duration<double>(std::max(0.0, within_s)));
+  const Clock::time_point deadline = Clock::now() + within;
+  // The others are transfers in flight, and a job: they let go of it, and nobody can join them.
+  while (file.use_count() > 1) {
+    if (Clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  file.reset();
+  return true;
 }
 
 PyFile open_write(PyFs& fs, const std::string& path, uint64_t bytes, bool reuse, bool mapped,

@@ -125,6 +125,8 @@ class PyFile {
   const std::shared_ptr<File>& opened() const;
   std::shared_ptr<File> take();  // closes it for Python
   void close();
+  // As close(), and waits until nobody else has the file open; false when the time is over.
+  bool close_alone(double within_s);
 
   const std::string path;
   const bool direct;

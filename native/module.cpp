@@ -107,7 +107,8 @@ void declare_fs(nb::module_& m) {
       .def_prop_ro("address", &address_of)
       .def_prop_ro("view", [](const PyFile& self) { return view_of(self); })
       .def("populate", &populate, "begin"_a, "nbytes"_a)
-      .def("close", &PyFile::close);
+      .def("close", &PyFile::close)
+      .def("close_alone", &PyFile::close_alone, "within_s"_a);
 
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<PyFs>(m, "Fs", "Every effect on storage; see native/fs.h.")

@@ -55,6 +55,9 @@ class File:
     def populate(self, begin: int, nbytes: int) -> None:
         """Pay for the page faults of a new mapped file now, not during a save."""
     def close(self) -> None: ...
+    def close_alone(self, within_s: float) -> bool:
+        """Close, and return once no transfer and no job has the file open any more; False if one
+        still has it after `within_s` seconds."""
 
 class Fs:
     """Every effect on storage. Failures raise the errors of statehold.errors."""

@@ -179,33 +179,44 @@ class Checkpointer:
             [tensor for tensor in captured.tensors if tensor.spec.name in compared],
             _core.hash_memory,
         )
-        ordered = in_file_order(plan, captured.tensors)
-        opened.make_room(plan.save)
-        save._moving()
-        ready = opened.ready_file(plan.save, captured.tree)
-        save._record(reused=ready is not None)
-        job = start_write(opened.engine, plan.save, ordered, ready)
-        copies = opened.devices.copies(job, captured, ordered)
-        self._gate.hold_for(save, copies.passing if copies else None)
         self._watched.append(save)
         work = Work(
             save=save,
             number=number,
             plan=plan,
-            job=job,
             tree=captured.tree,
             capture=captured,
             place=opened.near[0],
-            is_attached=ready is not None,
-            copy_external=copies.run if copies else None,
             comparisons=known.comparisons,
             version=opened.claims.version,
             fingerprinting=fingerprinting,
             is_last=is_last,
         )
-        opened.watch.save_began()
-        opened.pipeline.submit(work)
+        self._start(opened, work, captured)
         return work, captured
+
+    def _start(self, opened: Opened, work: Work, captured: Capture) -> None:
+        """Begin to copy what was captured, and hand `work` over: wholly, or not at all.
+
+        Whatever ends this in between (an error, Ctrl-C) stops the native job before anything that
+        it copies from is let go. Then the handle fails, so that nothing waits for it.
+        """
+        opened.watch.save_began()
+        try:
+            ordered = in_file_order(work.plan, captured.tensors)
+            opened.make_room(work.plan.save)
+            work.save._moving()
+            file = opened.ready_file(work.plan.save, work.tree)
+            work.is_attached = file is not None
+            work.save._record(reused=work.is_attached)
+            work.job = start_write(opened.engine, work.plan.save, ordered, file)
+            copies = opened.devices.copies(work.job, captured, ordered)
+            work.copy_external = copies.run if copies else None
+            self._gate.hold_for(work.save, copies.passing if copies else None)
+            opened.pipeline.submit(work)
+        except BaseException as error:
+            opened.pipeline.take_back(work, error)
+            raise
 
     def gate(self, timeout: float | None = None) -> None:
         """Wait until every save under way is staged: after this the state may be updated.

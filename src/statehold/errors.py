@@ -278,6 +278,10 @@ def named(error: BaseException, when: str) -> StateholdError:
     """`error` itself; for one that nobody has foreseen, an InvariantError that says so."""
     if isinstance(error, StateholdError):
         return error
+    if not isinstance(error, Exception):
+        interrupted = StateholdError(f"interrupted by {type(error).__name__} {when}")
+        interrupted.__cause__ = error
+        return interrupted
     unexpected = InvariantError(
         f"unexpected {type(error).__name__} {when}",
         facts={"cause": str(error)},

@@ -33,6 +33,7 @@ from statehold.errors import (
 from statehold.levels import alike
 from statehold.steps.manifest import record_name
 from statehold.steps.saved import MANIFEST_NAME
+from statehold.tracebacks import let_go
 from statehold.writes import manifest_bytes, record_bytes
 
 if TYPE_CHECKING:
@@ -101,16 +102,21 @@ class Landing:
         while True:
             work.place = self._places[at]
             opened, failure = self._open_here(work)
-            verdict = self._judged(work, at, failure)
-            if verdict.taken and opened is not None:
-                self._note(work, causes)
-                return opened
+            try:
+                verdict = self._judged(work, at, failure)
+                if verdict.taken and opened is not None:
+                    self._note(work, causes)
+                    return opened
+            except BaseException:
+                _close(opened)
+                raise
+            _close(opened)
             causes.append(_cause(verdict, failure))
+            let_go(causes[-1])
             if at == 0 and verdict.is_refusal:
                 self.first_error = causes[0]
             if verdict.next is None:
                 raise causes[0 if verdict.is_refusal else -1]
-            opened = None  # its blocks are given back
             work.place.abandon(work.save.step, work.attempt)
             at = verdict.next
 
@@ -140,7 +146,7 @@ class Landing:
             except UsageError as error:
                 self._unlike = error
         if self._unlike is not None:
-            raise self._unlike
+            raise self._unlike.with_traceback(None)
 
     @property
     def _asks_late(self) -> bool:
@@ -243,6 +249,12 @@ class Landing:
         self._was_said = bool(causes)
         if not causes:
             self.first_error = None
+
+
+def _close(opened: Opened | None) -> None:
+    """Give back the blocks of a file that is not written after all."""
+    if opened is not None:
+        opened[0].close()  # no transfer has it yet
 
 
 def _is_refusal(error: StateholdError) -> bool:

@@ -263,8 +263,8 @@ class Opened:
         """The file of a save, where it is memory that is mapped already: then the state is copied
         straight into it. A file that has to be made is made in the background, and so is one for
         whose documents there is no room: the save goes to the next level then."""
-        is_under_way = self.pipeline.newest_step() == plan.step  # its directory is in use
-        if self.peers is not None or is_under_way or not self.store.has_ready(plan.file_name):
+        is_in_use = self.pipeline.uses(plan.step)  # its directory is in use
+        if self.peers is not None or is_in_use or not self.store.has_ready(plan.file_name):
             return None
         try:
             self.store.begin(plan.step)

@@ -17,6 +17,7 @@ that blocks must not keep a step from being committed (seeing/background_log).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from collections.abc import Callable, Mapping
@@ -37,9 +38,10 @@ from statehold.levels.promoting import NO_COPIES
 from statehold.levels.rounds import HALF_PUBLISHED
 from statehold.save import Save
 from statehold.stalls import Stalls
+from statehold.tracebacks import let_go
 
 if TYPE_CHECKING:
-    from statehold._core import WriteJob
+    from statehold._core import File, WriteJob
     from statehold.landing import Landing
     from statehold.levels.places import DirectoryPlace
     from statehold.levels.promoting import Copies, Promotions
@@ -52,12 +54,16 @@ if TYPE_CHECKING:
 # One save writing and one staging: more would only hold more captured state, not finish sooner.
 SAVES_IN_FLIGHT_MAX = 2
 
+# How long the file of a failed save is waited for, while transfers in flight still have it.
+FILE_CLOSES_S = 60.0
+
 
 @dataclass(slots=True)
 class Work:
     """One save on its way. `capture` is dropped as soon as its bytes are copied.
 
-    number: counts the calls of save(), the same on all ranks. attempt: names the partial directory,
+    job: copies and writes, from start() on. number: counts the calls of save(), the same on all
+    ranks. attempt: names the partial directory,
     once the other ranks have been met. comparisons, version: what this rank assumes of the others
     (claims); fingerprinting gives the fingerprints for it, on the stage thread. place: the level
     that it is saved into; is_attached: the job has had its file from the start. promote: the levels
@@ -67,7 +73,6 @@ class Work:
     save: Save
     number: int
     plan: RankPlan
-    job: WriteJob
     tree: Any
     capture: Capture | None
     place: DirectoryPlace
@@ -81,6 +86,7 @@ class Work:
     promote: Copies = NO_COPIES
     is_last: bool = False
     error: StateholdError | None = None
+    job: WriteJob = field(init=False)
 
 
 class Pipeline:
@@ -106,16 +112,26 @@ class Pipeline:
             raise storage_error("start a thread", errno.EAGAIN, "") from error
         self._saves: list[tuple[int, Save]] = []
         self._guard = threading.Lock()
+        self._unsettled: list[int] = []  # steps whose directory in the making is in use, or may be
+        self._newest = -1  # of the commit thread: the newest save that it has taken, or given up
 
     def ahead(self, action: Callable[[], None]) -> None:
         """Do this before any save that is submitted after it is committed; it must not raise."""
         self._committer.submit(action)
 
     def submit(self, work: Work) -> None:
-        """Hand a save over; returns at once."""
+        """Hand a save over; returns at once. Where this raises, take_back() is due."""
+        self._unsettled.append(work.save.step)
         self._saves.append((work.number, work.save))
-        self._stager.submit(self._guarded, self._stage, work)
         self._committer.submit(self._guarded, self._write_and_commit, work)
+        self._stager.submit(self._guarded, self._stage, work)
+
+    def take_back(self, work: Work, error: BaseException) -> None:
+        """End a save that could not be handed over, or perhaps only in part."""
+        self._fail(work, error)
+        work.save._raised = True  # by whoever calls this
+        assert work.error is not None
+        self._committer.submit(self._given_up, work.number, work.error, work)
 
     def wait_eager(self, work: Work, captured: Capture) -> None:
         """Return once all that may change before the next update is copied; raises if it did."""
@@ -139,11 +155,15 @@ class Pipeline:
 
     def give_up(self, number: int, error: BaseException) -> None:
         """A save that was called and never began: other ranks wait for it."""
-        self._committer.submit(self._tell, number, named(error, "before it began"))
+        self._committer.submit(self._given_up, number, named(error, "before it began"), None)
 
     def newest_step(self) -> int | None:
         """The newest step among the saves that are under way."""
         return max((save.step for _, save in self._saves if not _ended(save)), default=None)
+
+    def uses(self, step: int) -> bool:
+        """Whether a save of this step is under way, or not yet cleared away."""
+        return step in self._unsettled
 
     @property
     def is_saving(self) -> bool:
@@ -176,6 +196,9 @@ class Pipeline:
             action(work)
         except BaseException as error:
             self._fail(work, error)
+            let_go(error)
+        finally:
+            del work  # the error, which the handle keeps, keeps this function's variables
 
     def _stage(self, work: Work) -> None:
         assert work.capture is not None
@@ -190,6 +213,24 @@ class Pipeline:
         work.save._reach("staged")
 
     def _write_and_commit(self, work: Work) -> None:
+        self._newest = work.number
+        try:
+            self._commit(work)
+        finally:
+            self._unsettled.remove(work.save.step)
+
+    def _given_up(self, number: int, error: StateholdError, work: Work | None) -> None:
+        """A save that did not begin; nothing if it has come to this thread all the same."""
+        if number <= self._newest:
+            return
+        self._newest = number
+        self._tell(number, error)
+        if work is not None:
+            self._publisher.clean_up(work)
+            with contextlib.suppress(ValueError):  # it ended before it was noted
+                self._unsettled.remove(work.save.step)
+
+    def _commit(self, work: Work) -> None:
         try:
             if work.error is not None:
                 raise work.error
@@ -232,15 +273,24 @@ class Pipeline:
         save._reach("committed")
 
     def _write(self, work: Work) -> None:
-        save = work.save
-        if not work.is_attached:
-            with save._stage("open"):
-                work.attempt = self._publisher.attempt(work.number)
-                file, reused = self._landing.open(work)
-            save._record(reused=reused)
+        if work.is_attached:
+            self._write_out(work)
+            return
+        with work.save._stage("open"):
+            work.attempt = self._publisher.attempt(work.number)
+            file, reused = self._landing.open(work)
+        try:
+            work.save._record(reused=reused)
             work.job.attach(file)
-        save._record(files=1)
-        with save._stage("write"):
+            self._write_out(work)
+        except BaseException:
+            work.job.cancel()
+            _give_back(file)
+            raise
+
+    def _write_out(self, work: Work) -> None:
+        work.save._record(files=1)
+        with work.save._stage("write"):
             work.job.wait_written(None)
             work.job.finish()  # D2
 
@@ -260,7 +310,8 @@ class Pipeline:
         """Stop the native job. That makes the other thread fail too: the first error counts."""
         with self._guard:
             work.error = work.error or named(error, f"while saving step {work.save.step}")
-        work.job.cancel()
+        if hasattr(work, "job"):  # else it did not come to that
+            work.job.cancel()
         work.capture = None
 
     def _fail(self, work: Work, error: BaseException) -> None:
@@ -305,6 +356,15 @@ def _check_unmoved(moved: str | None) -> None:
             hint="change state only in an optimizer that is part of the state or after gate(); "
             "wrap what changes at other times in statehold.Volatile",
         )
+
+
+def _give_back(file: File) -> None:
+    """Close the file of a save that has failed: its space comes back now, not with the last
+    variable that has it. One that is memory is mapped until its job is gone."""
+    if file.mapped:
+        file.close()
+    else:
+        file.close_alone(FILE_CLOSES_S)
 
 
 def _ended(save: Save) -> bool:

@@ -296,8 +296,11 @@ class Restorer:
     def _read_here(self, step: int, matched: Matched) -> None:
         locate = partial(self._saved.locate, step)
         reading = matched.reading.start(self._engine, locate)
-        with self._watch.reading(step, reading.job):  # each piece is verified and placed
-            reading.finish(self._devices.load)
+        try:
+            with self._watch.reading(step, reading.job):  # each piece is verified and placed
+                reading.finish(self._devices.load)
+        finally:  # also where it was not come to that: nothing more is put into the state
+            reading.job.cancel()
 
 
 def listed(steps: Iterable[int]) -> str:

@@ -21,7 +21,7 @@ PACKAGE = "statehold"
 # From the bottom up. A group may import the groups of lower layers and its own members.
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
-    [{"units"}, {"forks", "ending"}, {"memory"}],
+    [{"units"}, {"forks", "ending"}, {"memory"}, {"tracebacks"}],
     # seeing: what can be seen, whatever is looked at; metrics is its public name.
     [{"options"}, {"encoding"}, {"seeing"}],
     [{"planning"}, {"ranks"}, {"selection"}, {"metrics"}],

@@ -20,12 +20,12 @@ def why_no_ext4() -> str | None:
 
 
 @contextmanager
-def ext4(folder: Path, size_bytes: int, *options: str) -> Iterator[Path]:
-    """An empty ext4, with no blocks kept for root, mounted below `folder`."""
+def ext4(folder: Path, size_bytes: int, *options: str, kind: str = "ext4") -> Iterator[Path]:
+    """An empty ext4, or ext2, with no blocks kept for root, mounted below `folder`."""
     image, mounted = folder / "image", folder / "mounted"
     with image.open("wb") as file:
         file.truncate(size_bytes)
-    subprocess.run(["mkfs.ext4", "-q", "-m", "0", *options, str(image)], check=True)
+    subprocess.run(["mkfs.ext4", "-q", "-t", kind, "-m", "0", *options, str(image)], check=True)
     mounted.mkdir()
     subprocess.run(["mount", "-o", "loop", str(image), str(mounted)], check=True)
     try:

@@ -42,6 +42,7 @@ from statehold.levels.rounds import Rounds
 from statehold.levels.throttle import Throttle, give_way_to_training
 from statehold.steps.entries import DOCUMENT_BYTES_MAX
 from statehold.steps.saved import MANIFEST_NAME
+from statehold.tracebacks import let_go
 
 if TYPE_CHECKING:
     from statehold.levels.pace import Interval
@@ -334,6 +335,7 @@ class Promoter:
         if self.place.leads and not is_resumable(error):
             with contextlib.suppress(StateholdError):
                 self.place.drop(attempt)
+        let_go(error)
         self._cadence.given_up(self._status.newest)
         self._set(copying=None, error=named(error, f"while copying step {step}"))
         told, self._told = self._told, (step, type(error))

@@ -38,14 +38,14 @@ _LOOK_S = 0.01
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
 _held: set[tuple[int, str]] = set()
-_held_guard = threading.Lock()
+_held_guard = threading.RLock()  # a lock may be dropped, and released, inside it
 
 
 def _forget_held() -> None:
     """In a fork: what its parent holds, the kernel knows; nobody here is inside the guard."""
     global _held_guard
     _held.clear()
-    _held_guard = threading.Lock()
+    _held_guard = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget_held)
@@ -64,40 +64,45 @@ class RunLock:
         self._owner_pid = os.getpid()
         self._yields = yields
         self._fd = -1
+        self._is_held = False
         self.took_over = False
         self._disk = disk
         with _held_guard:
             if (disk, self._path) in _held:
                 raise _busy(run, f"another Checkpointer of this process ({os.getpid()})")
-            if not disk:
-                self._fd = self._lock(run)
             _held.add((disk, self._path))
+            self._is_held = True
+            try:
+                if not disk:
+                    self._lock(run)
+            except BaseException:
+                self.release()
+                raise
 
-    def _lock(self, run: str) -> int:
+    def __del__(self) -> None:
+        self.release()  # who took it could not note it, as after Ctrl-C
+
+    def _lock(self, run: str) -> None:
         # Its content is overwritten: never that of a file elsewhere, to which a link might lead.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            fd = _not_standard(os.open(self._path, flags, 0o644))
+            fd = self._fd = _not_standard(os.open(self._path, flags, 0o644))
         except OSError as error:
             raise storage_error("open the run's lock", error.errno or 0, self._path) from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
             raise storage_error("lock what is no regular file", errno.EINVAL, self._path)
         try:
             is_ours = self._take(fd) or self._take_over(fd)
         except OSError as error:
-            os.close(fd)
             raise storage_error("lock the run", error.errno or 0, self._path) from error
         if not is_ours:
             holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
-            os.close(fd)
             raise _busy(run, holder or "another process")
         who = "the agent of a dead trainer, process" if self._yields else "process"
         owner = f"{who} {os.getpid()} on {socket.gethostname()}\n".encode()
         with contextlib.suppress(OSError):  # only a courtesy to whoever finds the lock taken
             os.ftruncate(fd, 0)
             os.pwrite(fd, owner, 0)
-        return fd
 
     def _take(self, fd: int) -> bool:
         """Take the right if nobody has it."""
@@ -140,10 +145,12 @@ class RunLock:
         if os.getpid() != self._owner_pid:
             return
         with _held_guard:
-            _held.discard((self._disk, self._path))
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            if self._is_held:
+                self._is_held = False
+                _held.discard((self._disk, self._path))
+            if self._fd >= 0:
+                fd, self._fd = self._fd, -1
+                os.close(fd)
 
 
 def is_saved_into(run: str) -> bool:
