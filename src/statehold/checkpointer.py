@@ -292,7 +292,8 @@ class Checkpointer:
         and the live ones they become. strict: False accepts what the step lacks or has too much;
         `restored` then says what happened.
 
-        Raises StateMismatchError before anything is changed when names, shapes or dtypes differ;
+        Raises before anything is changed: StateMismatchError when names, shapes or dtypes differ,
+        or nothing would be loaded; UsageError for a pattern that matches nothing on any rank.
         CorruptionError when `step`, or every step, is damaged: the state may then be partly
         overwritten, so restore another step before training on. PeerLostError, PeerFailedError: the
         same, because of another rank.

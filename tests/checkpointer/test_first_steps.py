@@ -97,6 +97,12 @@ def test_the_hint_names_the_part_that_was_renamed(ckpt: Checkpointer) -> None:
     assert ckpt.restore(state, rename={"model": "net"}) == 7
 
 
+def test_a_value_is_not_taken_for_a_part_that_was_renamed(ckpt: Checkpointer) -> None:
+    with pytest.raises(StateMismatchError) as caught:
+        ckpt.restore({"model": made(1)["model"], "epoch": 0})
+    assert "rename" not in str(caught.value.hint)
+
+
 @pytest.mark.parametrize("also", [{}, {"model": nn.Linear(2, 3)}])
 def test_the_model_of_an_optimizer_is_missed(ckpt: Checkpointer, also: dict[str, Any]) -> None:
     state = {**also, "optimizer": made(1)["optimizer"]}

@@ -105,6 +105,13 @@ def test_an_empty_step_is_restored_into_an_empty_state(run) -> None:
         assert ckpt.restore({}) == 3
 
 
+def test_a_module_without_tensors_has_a_name(run) -> None:
+    state = {"act": nn.ReLU(), "empty": {}, "x": 1}
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        ckpt.save(3, state).wait("committed", DEADLINE_S)
+        assert ckpt.restore(state, skip=["act", "empty"]) == 3
+
+
 def test_weights_only_is_what_the_hint_says(ckpt, saved: Training) -> None:
     live = Training(seed=1)
     with pytest.raises(StateMismatchError) as caught:
@@ -169,6 +176,14 @@ def test_a_wrong_pattern_of_one_rank_is_an_error_on_all(ranks) -> None:
     for outcome in ranks.outcomes(restore):
         assert isinstance(outcome, UsageError), outcome
         assert '"all"' in outcome.facts['skip "alll"']
+
+
+def test_a_part_is_what_the_hint_says_on_ranks_too(ranks) -> None:
+    states = [{"all": torch.zeros(3)} for _ in range(3)]
+    for outcome in restored(ranks, states):
+        assert isinstance(outcome, StateMismatchError), outcome
+        assert 'only=["all"]' in str(outcome.hint)
+    assert restored(ranks, states, only=["all"]) == [4] * 3
 
 
 def test_nothing_on_any_rank_is_an_error_on_all(ranks) -> None:

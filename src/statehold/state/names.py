@@ -69,8 +69,8 @@ class _Walk:
         while isinstance(live, Mark):
             live = live.value
         if isinstance(live, nn.Module):
-            for name in dict.fromkeys((*modules.entries(live), *(nodes.members(node) or ()))):
-                yield f"{path}.{name}"
+            names = dict.fromkeys((*modules.entries(live), *(nodes.members(node) or ())))
+            yield from (f"{path}.{name}" for name in names) if names else (path,)
         elif (optimizer := optimizers.behind(live)) is not None:
             yield from self._optimizer(optimizer, node, path)
         elif isinstance(live, torch.Tensor) or is_stateful(live):

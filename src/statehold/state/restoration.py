@@ -33,7 +33,8 @@ class Restoration:
     """Where the bytes go, and what is left to do once they have arrived.
 
     `used`: the saved tensors that this rank takes. `patterns`: see Answer. `has_own`: whether a
-    generator goes on, because every rank had its own. `stateful`: the objects that take their
+    generator goes on, because every rank had its own. `plain`: which of the missing and unexpected
+    entries hold values only. `stateful`: the objects that take their
     state themselves, by path. The other lists are of a RestoreReport.
     """
 
@@ -51,6 +52,7 @@ class Restoration:
     kept: list[str] = field(default_factory=list)
     patterns: Mapping[str, list[str] | None] = field(default_factory=dict)
     has_own: bool = False
+    plain: set[str] = field(default_factory=set)
 
     @property
     def answer(self) -> Answer:
@@ -105,7 +107,8 @@ def mismatch(problems: list[tuple[str, str]], found: Restoration) -> StateMismat
 def _advice(names: list[str], found: Restoration) -> str:
     """What is most likely meant by a state that differs from the step."""
     tops = dict.fromkeys(name.split(".")[0] for name in found.loaded)
-    here, there = ([name for name in names if name in those and "." not in name]
+    whole = {name for name in names if "." not in name} - found.plain
+    here, there = ([name for name in those if name in whole]
                    for those in (found.missing, found.unexpected))  # fmt: skip
     if len(here) == len(there) == 1:
         rename = f'rename={{"{there[0]}": "{here[0]}"}}'

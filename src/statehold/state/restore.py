@@ -38,6 +38,7 @@ from statehold.state.restore_optimizers import OptimizerMatching
 from statehold.state.rng import Rng, unchanged
 from statehold.state.tensors import check_storable, local_of, overlaps_itself
 from statehold.steps.saved import SavedStep
+from statehold.steps.trees import tensors_of
 
 
 def prepare(
@@ -90,6 +91,7 @@ class _Matcher(OptimizerMatching):
         for key in missing_of(saved, state):
             if self._selection.reaches(str(key)):
                 self.unexpected(str(key), "an entry of the step")
+                self._note_plain(str(key), any(tensors_of(saved[key])))
         present = {key: item for key, item in saved.items() if key in state}
         self._mapping(check_takes_values(state), present, "")
         if self._selection.has_patterns:
@@ -122,6 +124,10 @@ class _Matcher(OptimizerMatching):
             return self._tuple(live, items, path)
         return self._plain(live, node, path)
 
+    def _note_plain(self, path: str, has_tensors: bool) -> None:
+        if not has_tensors:
+            self.restoration.plain.add(path)
+
     def _marked(self, live: Mark[Any], node: Any, path: str) -> Mark[Any]:
         value = self.match(live.value, node, path)
         if value is not live.value:
@@ -140,6 +146,7 @@ class _Matcher(OptimizerMatching):
             where = below(path, key)
             if self._selection.reaches(where):
                 self.missing(where, "an entry of the step", "nothing")
+                self._note_plain(where, holds_state(live[key]))
             else:
                 self.restoration.kept.append(where)
             content[key] = live[key]
