@@ -60,4 +60,12 @@ Progress settle(IoRequest& request, int64_t result, Status& status) {
   return Progress::finished;
 }
 
+void tell(IoRequest& request, Status status) noexcept {
+  try {
+    request.done(std::move(status));
+  } catch (...) {
+    // Against its contract. Whoever threw knows of it, and the threads of the Fs serve others, too.
+  }
+}
+
 }  // namespace statehold

@@ -72,8 +72,9 @@ class File {
   const bool direct_;
 };
 
-// One transfer between memory and a file. `done` is called exactly once, on a thread of the Fs,
-// with no lock of the Fs held; it must not block on another transfer. Memory and file must stay
+// One transfer between memory and a file. Once `submit` has accepted it, `done` is called exactly
+// once, with no lock of the Fs held: on a thread of the Fs, or in `submit` if the transfer could
+// not be started. It must neither throw nor block on another transfer. Memory and file must stay
 // valid until then.
 struct IoRequest {
   enum class Kind : uint8_t { read, write };
@@ -88,7 +89,10 @@ struct IoRequest {
   int slot = -1;  // of the registered buffer that `memory` lies in, or -1
   std::function<void(Status)> done;
 
-  uint64_t bytes_done = 0;  // kept by the Fs
+  // Kept by the Fs.
+  uint64_t bytes_done = 0;
+  Status refusal;                   // why it could not be started
+  std::unique_ptr<IoRequest> next;  // in a queue
 
   // What the next system call has to transfer.
   std::byte* next_memory() const { return memory + bytes_done; }
@@ -101,6 +105,9 @@ enum class Progress : uint8_t { again, finished };
 // The only function that looks at the result of a transfer (bytes, or -errno): error, nothing,
 // short, full. `again` means: issue the rest; `finished` that `status` is final.
 Progress settle(IoRequest& request, int64_t result, Status& status);
+
+// Calls `done`.
+void tell(IoRequest& request, Status status) noexcept;
 
 struct DirEntry {
   std::string name;
@@ -156,7 +163,8 @@ class Fs {
   virtual Result<std::shared_ptr<File>> open_view(const std::string& path, uint64_t bytes);
 
   // Starts a transfer, or queues it when the depth is reached; reads go before writes. Never
-  // blocks on other transfers. After close, `done` gets Status::closed.
+  // blocks on other transfers. After close, `done` gets Status::closed. If it throws (bad_alloc),
+  // the transfer was not accepted, and `done` is never called.
   virtual void submit(IoRequest request) = 0;
   // Announces memory used by many transfers; returns its slot, or -1 (no advantage, no harm).
   virtual int register_buffer(std::byte*, uint64_t) { return -1; }

@@ -459,12 +459,12 @@ void SimFs::submit(IoRequest request) {
       return;
     }
   }
-  request.done(Status::closed("transfer"));
+  tell(request, Status::closed("transfer"));
 }
 
-IoRequest SimFs::next() {
+IoRequest SimFs::next(bool& reordered) {
   const size_t index = reorder_ ? order_() % queue_.size() : 0;
-  if (index > 0) disk_->count("reordered");
+  reordered = index > 0;
   const auto at = queue_.begin() + static_cast<ptrdiff_t>(index);
   IoRequest request = std::move(*at);
   queue_.erase(at);
@@ -483,19 +483,23 @@ void SimFs::dawdle(const IoRequest& request) {
   if (wait_s > 0) std::this_thread::sleep_for(std::chrono::duration<double>(wait_s));
 }
 
-void SimFs::serve() {
+void SimFs::serve() noexcept {
   std::unique_lock lock(mutex_);
   while (true) {
     wake_.wait(lock, [this] { return closed_ || !queue_.empty(); });
     if (queue_.empty()) return;
-    IoRequest request = next();
+    bool reordered = false;
+    IoRequest request = next(reordered);
     lock.unlock();
-    dawdle(request);
     Status status;
-    auto& file = static_cast<SimFile&>(*request.file);
-    while (settle(request, file.transfer(request), status) == Progress::again) {
-    }
-    request.done(std::move(status));
+    const Status internal = guarded([&] {
+      if (reordered) disk_->count("reordered");
+      dawdle(request);
+      auto& file = static_cast<SimFile&>(*request.file);
+      while (settle(request, file.transfer(request), status) == Progress::again) {
+      }
+    });
+    tell(request, internal.ok() ? std::move(status) : copy_of(internal));
     request = {};
     lock.lock();
   }

@@ -133,8 +133,8 @@ class SimFs final : public Fs {
   void close() override;
 
  private:
-  void serve();
-  IoRequest next();  // mutex_ held
+  void serve() noexcept;
+  IoRequest next(bool& reordered);  // mutex_ held
   void dawdle(const IoRequest& request);
   int store(const std::string& path, std::string_view data);
   void leave_half(const std::string& path, std::string_view data);

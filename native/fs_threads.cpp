@@ -32,29 +32,32 @@ ThreadsFs::ThreadsFs(int io_threads, std::string note) : note_(std::move(note)) 
 ThreadsFs::~ThreadsFs() { close(); }
 
 void ThreadsFs::submit(IoRequest request) {
+  auto owned = std::make_unique<IoRequest>(std::move(request));
   {
     const std::lock_guard lock(mutex_);
     if (!closed_) {
-      queue_.push(std::move(request));
+      queue_.push(std::move(owned));
       wake_.notify_one();
       return;
     }
   }
-  request.done(Status::closed("transfer"));
+  tell(*owned, Status::closed("transfer"));
 }
 
-void ThreadsFs::serve() {
+void ThreadsFs::serve() noexcept {
   std::unique_lock lock(mutex_);
   while (true) {
     wake_.wait(lock, [this] { return closed_ || !queue_.empty(); });
-    if (queue_.empty()) return;  // closed, and everything accepted has been done
-    IoRequest request = queue_.pop();
+    std::unique_ptr<IoRequest> request = queue_.pop();
+    if (!request) return;  // closed, and everything accepted has been done
     lock.unlock();
     Status status;
-    while (settle(request, transfer(request), status) == Progress::again) {
-    }
-    request.done(std::move(status));
-    request = {};
+    const Status internal = guarded([&] {
+      while (settle(*request, transfer(*request), status) == Progress::again) {
+      }
+    });
+    tell(*request, internal.ok() ? std::move(status) : copy_of(internal));
+    request.reset();
     lock.lock();
   }
 }

@@ -24,7 +24,7 @@ class ThreadsFs final : public PosixFs {
   void close() override;
 
  private:
-  void serve();
+  void serve() noexcept;
 
   const std::string note_;
   std::mutex mutex_;

@@ -6,6 +6,10 @@
 // - Registered buffers count against RLIMIT_MEMLOCK without CAP_IPC_LOCK; refusal only costs speed.
 // - The completion queue has twice the entries of the submission queue, so `depth` plus one wake-up
 //   cannot overflow it.
+// - Where io_uring_enter fails, the kernel has taken no entry. It can come to fail in a ring that
+// has
+//   worked: a profile that forbids it is put on the process, or somebody closes all descriptors.
+//   What the kernel took before that completes all the same, in memory shared with it.
 #include "fs_uring.h"
 
 #include <cerrno>
@@ -17,6 +21,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -28,6 +33,14 @@ namespace statehold {
 namespace {
 
 constexpr int kSlots = 4096;  // of the sparse table of registered buffers
+// For an entry that the kernel does not take for want of memory: a quarter of a second.
+constexpr int kTriesMax = 250;
+constexpr auto kBetweenTries = std::chrono::milliseconds(1);
+// How long close() may have to wait for the reaper when no wake-up can be submitted.
+constexpr long long kLookAgainS = 1;
+
+// Whether a system call that failed with this may succeed later.
+bool passes(int error) { return error == EINTR || error == EAGAIN || error == EBUSY; }
 
 class UringFs final : public PosixFs {
  public:
@@ -43,24 +56,30 @@ class UringFs final : public PosixFs {
 
  private:
   struct Completion {
-    IoRequest* request;  // null: wake up, we are closing
+    IoRequest* request;  // null: a wake-up, or a transfer that was withdrawn
     int result;
   };
 
-  void reap();
+  void reap() noexcept;
+  void wait_for_completion();
   size_t take_completions(std::array<Completion, 16>& taken);
-  void complete(IoRequest* raw, int result);
-  void issue(std::unique_ptr<IoRequest> request);  // mutex_ held
-  void issue_pending();                            // mutex_ held
-  void wake_reaper();                              // mutex_ held
-  void submit_entries();                           // mutex_ held
+  void complete(std::unique_ptr<IoRequest> request, int result);
+  void tell_refused();
   bool drained();
+  // With the mutex, as all below. False: the request is with those that are refused.
+  bool issue(std::unique_ptr<IoRequest> request) noexcept;
+  void issue_pending() noexcept;
+  Status hand_over(IoRequest& request);
+  void wake_reaper();
+  int submit_entries();  // an errno: the kernel did not take the newest one
 
   const int depth_;
   io_uring ring_{};
   std::mutex mutex_;  // the submission side and everything below
   IoQueue pending_;
-  int in_flight_ = 0;
+  IoList refused_;     // could not be started: `done` is still to be called, without the mutex
+  int in_flight_ = 0;  // taken by the kernel, up to the return of `done`
+  int broken_ = 0;     // an errno: the ring takes no more transfers
   bool closed_ = false;
   bool ring_open_ = false;
   std::vector<int> free_slots_;
@@ -72,6 +91,7 @@ int UringFs::open() {
       io_uring_queue_init(static_cast<unsigned>(depth_ + 1), &ring_, IORING_SETUP_CLAMP);
   if (result < 0) return -result;
   ring_open_ = true;
+  if ((ring_.features & IORING_FEAT_EXT_ARG) == 0) return ENOSYS;  // waiting would submit
   if (io_uring_register_buffers_sparse(&ring_, kSlots) == 0) {
     for (int slot = kSlots - 1; slot >= 0; --slot) free_slots_.push_back(slot);
   }
@@ -80,62 +100,107 @@ int UringFs::open() {
 }
 
 void UringFs::submit(IoRequest request) {
+  auto owned = std::make_unique<IoRequest>(std::move(request));
   {
     const std::lock_guard lock(mutex_);
-    if (!closed_) {
-      pending_.push(std::move(request));
+    if (closed_) {
+      owned->refusal = Status::closed("transfer");
+      refused_.push(std::move(owned));
+    } else {
+      pending_.push(std::move(owned));
       issue_pending();
-      return;
     }
   }
-  request.done(Status::closed("transfer"));
+  tell_refused();
 }
 
-void UringFs::issue_pending() {
+void UringFs::issue_pending() noexcept {
   while (in_flight_ < depth_ && !pending_.empty()) {
-    ++in_flight_;
-    issue(std::make_unique<IoRequest>(pending_.pop()));
+    if (issue(pending_.pop())) ++in_flight_;
   }
 }
 
-void UringFs::issue(std::unique_ptr<IoRequest> request) {
-  const int fd = static_cast<const PosixFile&>(*request->file).fd();
+bool UringFs::issue(std::unique_ptr<IoRequest> request) noexcept {
+  request->refusal = guarded([&] { must(hand_over(*request)); });
+  if (!request->refusal.ok()) {
+    refused_.push(std::move(request));
+    return false;
+  }
+  static_cast<void>(request.release());  // the kernel's, until its completion
+  return true;
+}
+
+Status UringFs::hand_over(IoRequest& request) {
+  const int fd = static_cast<const PosixFile&>(*request.file).fd();
+  std::byte* memory = request.next_memory();
+  const uint32_t bytes = request.next_bytes();
+  const uint64_t offset = request.next_offset();
+  const bool is_read = request.kind == IoRequest::Kind::read;
+  const auto refused = [&](int error) {
+    return Status::io(error, "hand a transfer to io_uring", request.file->path(),
+                      static_cast<int64_t>(offset));
+  };
+  if (broken_ != 0) return refused(broken_);
   io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
-  CHECK(sqe != nullptr);  // every issue is submitted at once, so the queue is empty here
-  std::byte* memory = request->next_memory();
-  const uint32_t bytes = request->next_bytes();
-  const uint64_t offset = request->next_offset();
-  const bool is_read = request->kind == IoRequest::Kind::read;
-  if (request->slot >= 0 && is_read) {
-    io_uring_prep_read_fixed(sqe, fd, memory, bytes, offset, request->slot);
-  } else if (request->slot >= 0) {
-    io_uring_prep_write_fixed(sqe, fd, memory, bytes, offset, request->slot);
+  if (sqe == nullptr) return refused(EAGAIN);  // full of what the kernel did not take
+  if (request.slot >= 0 && is_read) {
+    io_uring_prep_read_fixed(sqe, fd, memory, bytes, offset, request.slot);
+  } else if (request.slot >= 0) {
+    io_uring_prep_write_fixed(sqe, fd, memory, bytes, offset, request.slot);
   } else if (is_read) {
     io_uring_prep_read(sqe, fd, memory, bytes, offset);
   } else {
     io_uring_prep_write(sqe, fd, memory, bytes, offset);
   }
-  io_uring_sqe_set_data(sqe, request.release());
-  submit_entries();
+  io_uring_sqe_set_data(sqe, &request);
+  const int error = submit_entries();
+  if (error == 0) return {};
+  io_uring_prep_nop(sqe);  // it stays in the queue, so it must not be a transfer
+  io_uring_sqe_set_data(sqe, nullptr);
+  return refused(error);
 }
 
-void UringFs::submit_entries() {
-  while (io_uring_sq_ready(&ring_) > 0) {
-    // EINTR, or EAGAIN for want of kernel memory: the entry stays in the queue, so try again.
-    if (io_uring_submit(&ring_) < 0) std::this_thread::yield();
+int UringFs::submit_entries() {
+  for (int tries = 1;; ++tries) {
+    const int result = io_uring_submit(&ring_);
+    if (io_uring_sq_ready(&ring_) == 0) return 0;
+    if (result < 0 && !passes(-result)) return broken_ = -result;
+    if (tries == kTriesMax) return result < 0 ? -result : EAGAIN;
+    if (result < 0) std::this_thread::sleep_for(kBetweenTries);
   }
 }
 
-void UringFs::reap() {
+// What could not be started. Who is told may submit the next one, on this thread.
+void UringFs::tell_refused() {
+  while (true) {
+    std::unique_ptr<IoRequest> request;
+    {
+      const std::lock_guard lock(mutex_);
+      request = refused_.pop();
+    }
+    if (!request) return;
+    tell(*request, copy_of(request->refusal));
+  }
+}
+
+void UringFs::reap() noexcept {
   std::array<Completion, 16> taken;
   while (!drained()) {
-    io_uring_cqe* first = nullptr;
-    if (io_uring_wait_cqe(&ring_, &first) < 0) continue;  // EINTR
+    wait_for_completion();
     const size_t count = take_completions(taken);
     for (size_t i = 0; i < count; ++i) {
-      if (taken[i].request != nullptr) complete(taken[i].request, taken[i].result);
+      if (taken[i].request == nullptr) continue;
+      complete(std::unique_ptr<IoRequest>(taken[i].request), taken[i].result);
     }
   }
+}
+
+void UringFs::wait_for_completion() {
+  io_uring_cqe* first = nullptr;
+  __kernel_timespec limit{kLookAgainS, 0};
+  const int error = -io_uring_wait_cqe_timeout(&ring_, &first, &limit);
+  if (error <= 0 || error == ETIME || passes(error)) return;
+  std::this_thread::sleep_for(kBetweenTries);  // completions can still be seen, not waited for
 }
 
 size_t UringFs::take_completions(std::array<Completion, 16>& taken) {
@@ -150,20 +215,22 @@ size_t UringFs::take_completions(std::array<Completion, 16>& taken) {
   return count;
 }
 
-void UringFs::complete(IoRequest* raw, int result) {
-  std::unique_ptr<IoRequest> request(raw);
+void UringFs::complete(std::unique_ptr<IoRequest> request, int result) {
   Status status;
-  const Status internal = guarded([&] {
-    if (settle(*request, result, status) == Progress::finished) return;
+  Progress progress = Progress::finished;
+  const Status internal = guarded([&] { progress = settle(*request, result, status); });
+  const bool again = internal.ok() && progress == Progress::again;
+  if (!again) {
+    tell(*request, internal.ok() ? std::move(status) : copy_of(internal));
+    request.reset();
+  }
+  {
     const std::lock_guard lock(mutex_);
-    issue(std::move(request));
-  });
-  if (!request) return;  // on its way again
-  request->done(internal.ok() ? std::move(status) : internal);
-  request.reset();
-  const std::lock_guard lock(mutex_);
-  --in_flight_;
-  issue_pending();
+    if (again && issue(std::move(request))) return;
+    --in_flight_;
+    issue_pending();
+  }
+  tell_refused();
 }
 
 bool UringFs::drained() {
@@ -193,10 +260,10 @@ void UringFs::unregister_buffer(int slot) {
 
 void UringFs::wake_reaper() {
   io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
-  CHECK(sqe != nullptr);
+  if (sqe == nullptr) return;  // it looks by itself, too
   io_uring_prep_nop(sqe);
   io_uring_sqe_set_data(sqe, nullptr);
-  submit_entries();
+  static_cast<void>(submit_entries());  // likewise
 }
 
 void UringFs::close() {

@@ -4,6 +4,8 @@
 // copies their results out before marking them seen, and calls back without the mutex. `depth`
 // bounds the transfers in flight, the rest wait in a queue of our own. A short transfer is resumed
 // in the slot it already has, so resuming never waits for depth.
+// A transfer that the kernel does not take fails: after a quarter of a second where memory is short
+// (EAGAIN, EBUSY), else at once, and so does every later one.
 #pragma once
 
 #include <memory>

@@ -62,7 +62,8 @@ class RawRun {
       changed_.wait(lock, [this] { return in_flight_ < options_.depth; });
       ++in_flight_;
     }
-    fs_.submit(std::move(request));
+    const Status status = guarded([&] { fs_.submit(std::move(request)); });
+    if (!status.ok()) landed(status);  // not accepted
   }
 
   void landed(Status status) {

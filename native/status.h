@@ -4,6 +4,7 @@
 // Failure. Translation to Python exceptions is module.cpp's alone.
 #pragma once
 
+#include <cerrno>
 #include <cstdint>
 #include <exception>
 #include <new>
@@ -66,6 +67,8 @@ struct [[nodiscard]] Status {
     return {Code::mismatch, 0, "verify", std::move(path), static_cast<int64_t>(mismatch.begin),
             mismatch};
   }
+  // Needs no memory itself: the text fits into the string.
+  static Status no_memory() noexcept { return io(ENOMEM, "get memory", {}); }
   static Status closed(std::string operation) {
     return {Code::closed, 0, std::move(operation), {}, -1, {}};
   }
@@ -101,16 +104,42 @@ T must(Result<T> result) {
   return std::move(result.value);
 }
 
+// Of the exception that is being handled.
+inline Status status_of_exception() noexcept {
+  try {
+    try {
+      throw;
+    } catch (const Failure& failure) {
+      return failure.status;
+    } catch (const std::bad_alloc&) {
+      return Status::no_memory();
+    } catch (const std::exception& error) {  // CheckFailed
+      return Status::invariant(error.what());
+    } catch (...) {
+      return Status::invariant("an exception of no known kind");
+    }
+  } catch (...) {  // no memory for the text
+    return Status::no_memory();
+  }
+}
+
 // Runs `body` at a thread's entry: what it throws becomes a Status, so that no thread dies of it.
 template <class Body>
-Status guarded(Body&& body) {
+Status guarded(Body&& body) noexcept {
   try {
     body();
     return {};
-  } catch (const Failure& failure) {
-    return failure.status;
-  } catch (const std::exception& error) {  // CheckFailed, bad_alloc
-    return Status::invariant(error.what());
+  } catch (...) {
+    return status_of_exception();
+  }
+}
+
+// A copy, or the error of having no memory for one.
+inline Status copy_of(const Status& status) noexcept {
+  try {
+    return status;
+  } catch (...) {
+    return Status::no_memory();
   }
 }
 

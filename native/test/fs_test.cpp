@@ -99,12 +99,16 @@ TEST(errors_and_interruptions) {
 
 TEST(reads_before_writes) {
   IoQueue queue;
-  queue.push(request(kWrite, false, 1, 1));
-  queue.push(request(kRead, false, 2, 2));
-  queue.push(request(kRead, false, 3, 3));
-  EXPECT(queue.pop().bytes == 2);
-  EXPECT(queue.pop().bytes == 3);
-  EXPECT(queue.pop().bytes == 1);
+  const auto push = [&](IoRequest::Kind kind, uint64_t bytes) {
+    queue.push(std::make_unique<IoRequest>(request(kind, false, bytes, bytes)));
+  };
+  EXPECT(queue.pop() == nullptr);
+  push(kWrite, 1);
+  push(kRead, 2);
+  push(kRead, 3);
+  EXPECT(queue.pop()->bytes == 2);
+  EXPECT(queue.pop()->bytes == 3);
+  EXPECT(queue.pop()->bytes == 1);
   EXPECT(queue.empty());
 }
 
