@@ -47,10 +47,14 @@ struct Lease {
 // Not synchronised: the engine's mutex guards it.
 class BufferPool {
  public:
-  explicit BufferPool(uint64_t count) : generations_(count) { CHECK(count <= UINT32_MAX); }
+  explicit BufferPool(uint64_t count) : generations_(count) {
+    CHECK(count <= UINT32_MAX);
+    free_.reserve(count);  // so that giving back needs no memory
+  }
 
   uint64_t count() const { return generations_.size(); }
   uint64_t free_count() const { return free_.size(); }
+  uint64_t lent_count() const { return lent_; }
   // Buffers are lent only after they were added, once each.
   void add(uint32_t index);
   std::optional<Lease> acquire_nowait();

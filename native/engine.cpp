@@ -42,32 +42,52 @@ Engine::Engine(std::shared_ptr<Fs> fs, const EngineOptions& options)
 
 Engine::~Engine() { close(); }
 
-void Engine::populate() {
+void Engine::populate() noexcept {
   yield_to_trainer();
-  for (uint32_t index = 0; index < shared_->memory->count(); ++index) {
-    if (!wait_to_populate()) return;
-    shared_->memory->populate(index);
-    const int slot = shared_->fs->register_buffer(shared_->memory->buffer(index),
-                                                  shared_->memory->buffer_bytes());
-    const std::lock_guard lock(shared_->mutex);
-    shared_->slots[index] = slot;
-    shared_->pool.add(index);
-    shared_->runnable.notify_all();
-  }
+  const Status status = guarded([this] {
+    for (uint32_t index = 0; index < shared_->memory->count(); ++index) {
+      if (!wait_to_populate()) return;
+      populate(index);
+    }
+  });
+  if (status.ok()) return;
+  const Lock lock(shared_->mutex);
+  shared_->poison_with(status);
+}
+
+void Engine::populate(uint32_t index) {
+  std::byte* buffer = shared_->memory->buffer(index);
+  shared_->memory->populate(index);
+  const int slot = shared_->fs->register_buffer(buffer, shared_->memory->buffer_bytes());
+  const Lock lock(shared_->mutex);
+  shared_->slots[index] = slot;
+  shared_->pool.add(index);
+  shared_->runnable.notify_all();
+}
+
+bool Engine::wait_to_populate() {
+  Lock lock(shared_->mutex);
+  shared_->changed.wait(lock, [this] { return stopping_ || wants_one_more(); });
+  return !stopping_;
 }
 
 constexpr uint64_t kBuffersAhead = 4;
 
 // While jobs run, only on demand: a restore from the page cache needs no buffer at all, and
 // faulting them in would take a processor from it.
-bool Engine::wait_to_populate() {
-  std::unique_lock lock(shared_->mutex);
-  shared_->changed.wait(lock, [&] {
-    const bool wanted = std::ranges::any_of(shared_->jobs, &Job::wants_buffers);
-    return stopping_ || shared_->jobs.empty() ||
-           (wanted && shared_->pool.free_count() < kBuffersAhead);
-  });
-  return !stopping_;
+bool Engine::wants_one_more() {
+  note_demand();
+  const BufferPool& pool = shared_->pool;
+  if (shared_->jobs.empty()) return pool.free_count() + pool.lent_count() < wanted_at_once_;
+  uint64_t wanted = 0;
+  for (const auto& job : shared_->jobs) wanted += job->wants_now();
+  return pool.free_count() < std::min(wanted, kBuffersAhead);
+}
+
+void Engine::note_demand() {
+  uint64_t wanted = shared_->pool.lent_count();
+  for (const auto& job : shared_->jobs) wanted += job->wants_now();
+  wanted_at_once_ = std::min(std::max(wanted_at_once_, wanted), shared_->memory->count());
 }
 
 void Engine::check_open() {
@@ -75,30 +95,37 @@ void Engine::check_open() {
   must(shared_->poison);
 }
 
-template <class SomeJob>
-std::shared_ptr<SomeJob> Engine::start(std::shared_ptr<SomeJob> job) {
-  const std::lock_guard lock(shared_->mutex);
+void Engine::start(std::shared_ptr<Job> job) {
+  const Lock lock(shared_->mutex);
   check_open();
-  shared_->jobs.push_back(job);
+  shared_->jobs.push_back(std::move(job));
+  note_demand();
   shared_->runnable.notify_all();
   shared_->changed.notify_all();  // the populator may go on
-  return job;
 }
 
 std::shared_ptr<WriteJob> Engine::write(WriteRequest request) {
-  return start(std::make_shared<WriteJob>(shared_, std::move(request)));
+  auto job = std::make_shared<WriteJob>(shared_, std::move(request));
+  start(job);
+  return job;
 }
 
 std::shared_ptr<ReadJob> Engine::read(ReadRequest request) {
-  return start(std::make_shared<ReadJob>(shared_, std::move(request)));
+  auto job = std::make_shared<ReadJob>(shared_, std::move(request));
+  start(job);
+  return job;
 }
 
-void Engine::work() {
+void Engine::work() noexcept {
   yield_to_trainer();
-  std::unique_lock lock(shared_->mutex);
+  Lock lock(shared_->mutex);
   while (true) {
     Work work;
-    if (pick(work)) {
+    bool is_picked = false;
+    const Status status = guarded([&] { is_picked = pick(work); });
+    if (!status.ok()) {
+      shared_->poison_with(status);
+    } else if (is_picked) {
       run(std::move(work), lock);
     } else if (stopping_) {
       return;
@@ -109,6 +136,7 @@ void Engine::work() {
 }
 
 bool Engine::pick(Work& work) {
+  if (!shared_->poison.ok()) return false;
   for (const Rank rank : {Rank::settle, Rank::read, Rank::eager, Rank::fill}) {
     for (const auto& job : shared_->jobs) {
       if (job->take(rank, work)) return true;
@@ -117,29 +145,29 @@ bool Engine::pick(Work& work) {
   return false;
 }
 
-void Engine::run(Work work, std::unique_lock<std::mutex>& lock) {
+void Engine::run(Work work, Lock& lock) {
   work.job->enter();
   lock.unlock();
   const Status status = guarded([&] { work.job->run(work); });
   lock.lock();
   work.job->leave();
-  if (!status.ok()) {
-    shared_->poison = status;
-    shared_->fail_all(status);
-  }
-  shared_->drop_retired();
+  if (!status.ok()) shared_->poison_with(status);
+  shared_->drop_retired(lock);
   shared_->changed.notify_all();
+  lock.unlock();
+  work.job.reset();  // may be the last owner, of files too
+  lock.lock();
 }
 
 void Engine::close() {
   {
-    std::unique_lock lock(shared_->mutex);
+    Lock lock(shared_->mutex);
     if (std::exchange(stopping_, true)) {
       shared_->changed.wait(lock, [this] { return closed_; });
       return;
     }
     shared_->fail_all(Status::closed("a transfer"));
-    shared_->drop_retired();
+    shared_->drop_retired(lock);
     shared_->runnable.notify_all();
     shared_->changed.notify_all();
     shared_->changed.wait(lock, [this] { return shared_->jobs.empty(); });
@@ -147,8 +175,13 @@ void Engine::close() {
   for (std::thread& worker : workers_) worker.join();
   if (populator_.joinable()) populator_.join();
   for (const int slot : shared_->slots) shared_->fs->unregister_buffer(slot);
-  const std::lock_guard lock(shared_->mutex);
-  shared_->fs.reset();
+  std::shared_ptr<Fs> fs;
+  {
+    const Lock lock(shared_->mutex);
+    fs = std::move(shared_->fs);
+  }
+  fs.reset();  // may be the last owner, and joins threads
+  const Lock lock(shared_->mutex);
   closed_ = true;
   shared_->changed.notify_all();
 }

@@ -3,7 +3,13 @@
 // Owns the buffers, the threads that copy and verify, and one that faults the buffers in. Knows
 // nothing of steps, manifests or tensors. Any number of jobs run at once; one that fails disturbs
 // no other. Workers look for work in this order (Rank): settle what has landed, start reads, fill
-// eager blocks, fill other blocks; oldest job first.
+// eager blocks, fill other blocks; oldest job first. No mix of jobs can stop: lending.h says why.
+//
+// Buffers are faulted in when jobs need them: while jobs run, a few ahead of demand; while none
+// runs, as many as were wanted at once before. A process that saves little stays small.
+//
+// Whatever is thrown on one of its threads poisons the engine: all jobs fail with it, new ones are
+// refused, close() works. No thread ends by it.
 #pragma once
 
 #include <memory>
@@ -29,9 +35,12 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Both throw Failure when closed or poisoned. All work happens on the engine's threads.
+  // All throw Failure when closed or poisoned. All work happens on the engine's threads.
   std::shared_ptr<WriteJob> write(WriteRequest request);
   std::shared_ptr<ReadJob> read(ReadRequest request);
+  void start(std::shared_ptr<Job> job);  // of any kind, made with shared()
+
+  const std::shared_ptr<Shared>& shared() const { return shared_; }
 
   // Kept mapped while somebody holds it, even after close.
   std::shared_ptr<StagingMemory> memory() const { return shared_->memory; }
@@ -41,18 +50,22 @@ class Engine {
   void close();
 
  private:
-  void work();
+  using Lock = std::unique_lock<std::mutex>;
+
+  void work() noexcept;
   bool pick(Work& work);
-  void run(Work work, std::unique_lock<std::mutex>& lock);
-  void populate();
+  void run(Work work, Lock& lock);
+  void populate() noexcept;
+  void populate(uint32_t index);
   bool wait_to_populate();  // false: stop
-  template <class SomeJob>
-  std::shared_ptr<SomeJob> start(std::shared_ptr<SomeJob> job);
+  bool wants_one_more();    // with the mutex, as the next
+  void note_demand();
   void check_open();
 
   const std::shared_ptr<Shared> shared_;
-  bool stopping_ = false;  // guarded by Shared::mutex, as is closed_
+  bool stopping_ = false;  // guarded by Shared::mutex, as the next two
   bool closed_ = false;
+  uint64_t wanted_at_once_ = 0;  // buffers, at most so far
   std::vector<std::thread> workers_;
   std::thread populator_;
 };

@@ -1,25 +1,57 @@
 // job: contract in job.h.
 #include "job.h"
 
+#include <algorithm>
 #include <stdexcept>
 
+#include "lending.h"
+
 namespace statehold {
+
+std::optional<Lease> Shared::lend(const Job& job) {
+  uint64_t held_by_younger = 0;
+  for (const auto& each : jobs) held_by_younger += each->held();
+  for (const auto& older : jobs) {
+    if (older.get() == &job) break;
+    held_by_younger -= older->held();
+    if (!leaves_reserve(pool.count(), older->may_need(), held_by_younger)) return std::nullopt;
+  }
+  const std::optional<Lease> lease = pool.acquire_nowait();
+  if (lease) changed.notify_all();  // the populator keeps some free ahead of demand
+  return lease;
+}
 
 void Shared::release(Lease lease) {
   pool.release(lease);
   runnable.notify_all();
 }
 
-void Shared::fail_all(const Status& status) {
+void Shared::fail_all(const Status& status) noexcept {
   for (const auto& job : jobs) job->fail(status);
 }
 
-void Shared::drop_retired() {
-  std::erase_if(jobs, [](const auto& job) {
-    if (!job->retired()) return false;
-    job->drop_files();
-    return true;
-  });
+void Shared::poison_with(const Status& status) noexcept {
+  if (poison.ok()) poison = copy_of(status);
+  fail_all(status);
+}
+
+void Shared::drop_retired(Lock& lock) {
+  const auto is_over = [](const auto& job) { return job->retired() && !job->leaving_; };
+  while (true) {
+    const auto at = std::ranges::find_if(jobs, is_over);
+    if (at == jobs.end()) return;
+    (*at)->leaving_ = true;
+    lock.unlock();
+    (*at)->drop_files();
+    lock.lock();
+    (*at)->leaving_ = false;
+    std::shared_ptr<Job> job = std::move(*at);
+    jobs.erase(at);
+    changed.notify_all();
+    lock.unlock();
+    job.reset();
+    lock.lock();
+  }
 }
 
 Job::Job(std::shared_ptr<Shared> shared, uint64_t block_bytes)
@@ -30,12 +62,12 @@ Job::Job(std::shared_ptr<Shared> shared, uint64_t block_bytes)
   }
 }
 
-void Job::fail(const Status& status) {
-  CHECK(!status.ok());
+void Job::fail(const Status& status) noexcept {
   if (failed() || complete()) return;
-  error_ = status;
+  error_ = status.ok() ? Status::invariant("no error") : copy_of(status);
   stopped_.store(true, std::memory_order_relaxed);
-  drop_queued();
+  const Status internal = guarded([this] { drop_queued(); });
+  if (!internal.ok()) shared_->poison_with(internal);
   wake_all();
 }
 
@@ -45,26 +77,41 @@ void Job::cancel() {
   Lock lock(shared_->mutex);
   fail(Status::closed("a transfer"));
   shared_->changed.wait(lock, [this] { return quiet(); });
-  shared_->drop_retired();
+  shared_->drop_retired(lock);
+  shared_->changed.wait(lock, [this] { return !leaving_; });  // on another thread
+}
+
+std::optional<Lease> Job::borrow() {
+  const std::optional<Lease> lease = shared_->lend(*this);
+  if (lease) ++held_;
+  return lease;
+}
+
+void Job::give_back(Lease lease) {
+  CHECK(held_ > 0);
+  shared_->release(lease);
+  --held_;
 }
 
 void Job::transfer(IoRequest request, uint64_t block) {
   request.done = [self = shared_from_this(), block](Status status) {
-    const Lock lock(self->shared_->mutex);
-    --self->in_flight_;
-    const Status internal = guarded([&] { self->landed(block, std::move(status)); });
-    if (!internal.ok()) {
-      self->shared_->poison = internal;
-      self->shared_->fail_all(internal);
-    }
-    self->shared_->drop_retired();
-    self->wake_all();
+    self->ended(block, std::move(status));
   };
   {
     const Lock lock(shared_->mutex);
     ++in_flight_;
   }
-  shared_->fs->submit(std::move(request));
+  const Status status = guarded([&] { shared_->fs->submit(std::move(request)); });
+  if (!status.ok()) ended(block, copy_of(status));  // not accepted, so nobody else will say it
+}
+
+void Job::ended(uint64_t block, Status status) noexcept {
+  Lock lock(shared_->mutex);
+  --in_flight_;
+  const Status internal = guarded([&] { landed(block, std::move(status)); });
+  if (!internal.ok()) shared_->poison_with(internal);
+  wake_all();
+  shared_->drop_retired(lock);
 }
 
 void Job::wake_all() {

@@ -2,16 +2,21 @@
 //
 // A job is a state machine. Under Shared::mutex it offers units of work (take), which the engine's
 // workers run without the mutex (run). A job never blocks a worker: what needs a buffer is only
-// offered while one is free.
+// offered when it gets one (lending.h).
 //
 // After the first failure (or cancel) a job offers nothing more; it is quiet once no worker is in
 // it. A wait that raises does so only then: the memory of the caller is no longer touched. Its
 // transfers may still be in flight; their buffers come back with their completions.
+//
+// No system call is made with the mutex held: a job that is over lets go of its files without it.
+// Nothing that is thrown on a native thread leaves it: doubts about ourselves (a failed CHECK, no
+// memory where that cannot be undone) poison the engine, which fails every job with that error.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -36,6 +41,8 @@ struct Work {
 
 // What the engine and its jobs share; outlives the engine while a job is still referenced.
 struct Shared {
+  using Lock = std::unique_lock<std::mutex>;
+
   Shared(uint64_t buffer_count, uint64_t buffer_bytes)
       : memory(std::make_shared<StagingMemory>(buffer_count, buffer_bytes)), pool(buffer_count) {}
 
@@ -43,16 +50,19 @@ struct Shared {
   std::condition_variable runnable;  // for workers: take() may succeed now
   std::condition_variable changed;   // for waits: a job has moved on
   std::shared_ptr<StagingMemory> memory;
-  std::shared_ptr<Fs> fs;  // reset when the engine is closed and all threads are gone
-  std::vector<int> slots;  // per buffer: where the Fs has registered it, or -1
-  BufferPool pool;         // guarded by mutex, as all below
-  std::vector<std::shared_ptr<Job>> jobs;  // not retired yet, oldest first
-  Status poison;                           // not ok: every job fails with it
+  std::shared_ptr<Fs> fs;                // reset when the engine is closed and all threads are gone
+  std::vector<int> slots;                // per buffer: where the Fs has registered it, or -1
+  BufferPool pool;                       // guarded by mutex, as all below
+  std::list<std::shared_ptr<Job>> jobs;  // not retired yet, oldest first
+  Status poison;                         // not ok: every job fails with it
 
   std::byte* address(Lease lease) const { return memory->buffer(lease.index); }
+  std::optional<Lease> lend(const Job& job);  // by the rule of lending.h
   void release(Lease lease);
-  void fail_all(const Status& status);
-  void drop_retired();
+  void fail_all(const Status& status) noexcept;
+  void poison_with(const Status& status) noexcept;
+  // Jobs that are over leave the engine, without the mutex while they let go of what they hold.
+  void drop_retired(Lock& lock);
 };
 
 // nullopt waits for ever.
@@ -70,10 +80,12 @@ class Job : public std::enable_shared_from_this<Job> {
   // For the engine. Without the mutex; throws only CheckFailed and bad_alloc.
   virtual void run(const Work& work) = 0;
   // With the mutex.
-  void fail(const Status& status);
+  void fail(const Status& status) noexcept;
   bool retired() const;
-  virtual void drop_files() = 0;           // called once, when retired
-  virtual bool wants_buffers() const = 0;  // with the mutex
+  uint64_t held() const { return held_; }
+  // Buffers that it may still take: never grows. And those that it would take now.
+  uint64_t may_need() const { return failed() ? 0 : buffers_left(); }
+  uint64_t wants_now() const { return failed() ? 0 : buffers_wanted(); }
   void enter() { ++workers_inside_; }
   void leave() { --workers_inside_; }
   bool quiet() const { return workers_inside_ == 0; }
@@ -85,12 +97,19 @@ class Job : public std::enable_shared_from_this<Job> {
  protected:
   using Lock = std::unique_lock<std::mutex>;
 
-  virtual bool complete() const = 0;  // with the mutex
-  virtual void drop_queued() = 0;     // with the mutex: give back buffers that nobody uses
+  virtual bool complete() const = 0;  // with the mutex, as the next three
+  virtual void drop_queued() = 0;     // give back buffers that nobody uses
+  virtual uint64_t buffers_left() const = 0;
+  virtual uint64_t buffers_wanted() const = 0;
+  virtual void drop_files() = 0;  // called once, when retired, without the mutex
 
   bool failed() const { return !error_.ok(); }
   // Cheap and without the mutex: stop between two pieces.
   bool stopped() const { return stopped_.load(std::memory_order_relaxed); }
+  // With the mutex. The buffer is given back by whoever owns it then.
+  std::optional<Lease> borrow();
+  void give_back(Lease lease);
+
   // Starts a transfer of a buffer; afterwards `landed` is called with the mutex.
   void transfer(IoRequest request, uint64_t block);
   virtual void landed(uint64_t block, Status status) = 0;
@@ -106,10 +125,16 @@ class Job : public std::enable_shared_from_this<Job> {
   const uint64_t block_bytes_;
 
  private:
+  friend struct Shared;
+
+  void ended(uint64_t block, Status status) noexcept;  // a transfer
+
   Status error_;
   std::atomic<bool> stopped_{false};
   int workers_inside_ = 0;
   int in_flight_ = 0;
+  uint64_t held_ = 0;     // buffers
+  bool leaving_ = false;  // the engine: it lets go of its files
 };
 
 template <class Predicate>

@@ -75,7 +75,7 @@ void ReadJob::make_blocks() {
       add_to_blocks(s, begin, end);
     }
   }
-  blocks_left_ = blocks_.size();
+  blocks_left_ = unlent_blocks_ = blocks_.size();
   for (const Block& block : blocks_) ready_left_ += block.external ? 1 : 0;
 }
 
@@ -135,14 +135,14 @@ std::optional<Ready> ReadJob::next_ready(Deadline deadline) {
 }
 
 void ReadJob::release(const Ready& ready) {
-  const Lock lock(shared_->mutex);
+  Lock lock(shared_->mutex);
   CHECK(ready.block < blocks_.size());
   Block& block = blocks_[ready.block];
   CHECK(block.stage == Stage::lent);
   CHECK(block.lease.generation == ready.lease.generation);
-  shared_->release(block.lease);
+  give_back(block.lease);
   finished(block);
-  shared_->drop_retired();
+  shared_->drop_retired(lock);
 }
 
 uint64_t ReadJob::ready_left() {
@@ -180,8 +180,9 @@ bool ReadJob::take_read(Work& work) {
 
 bool ReadJob::take_cold(Work& work) {
   if (cold_queue_.empty()) return false;
-  const std::optional<Lease> lease = shared_->pool.acquire_nowait();
+  const std::optional<Lease> lease = borrow();
   if (!lease) return false;
+  --unlent_blocks_;
   work = {shared_from_this(), kRead, cold_queue_.front()};
   cold_queue_.pop_front();
   Block& block = blocks_[work.block];
@@ -242,6 +243,7 @@ void ReadJob::start(uint64_t index) {
   if (!status.ok()) return fail(status);
   if (in_place) {
     stats_.cached_bytes += block.wanted_bytes;
+    --unlent_blocks_;
     return finished(block);
   }
   block.stage = Stage::cold;
@@ -334,7 +336,7 @@ void ReadJob::read_to_buffer(uint64_t index) {
   CHECK(request.bytes <= shared_->memory->buffer_bytes());
   {
     const Lock lock(shared_->mutex);
-    if (failed()) return shared_->release(block.lease);
+    if (failed()) return give_back(block.lease);
     request.memory = shared_->address(block.lease);
     request.slot = slot(block.lease);
     request.file = file;
@@ -347,7 +349,7 @@ void ReadJob::landed(uint64_t index, Status status) {
   Block& block = blocks_[index];
   CHECK(block.stage == Stage::reading);
   if (failed() || !status.ok()) {
-    shared_->release(block.lease);
+    give_back(block.lease);
     if (!status.ok()) fail(status);
     return;
   }
@@ -360,12 +362,12 @@ void ReadJob::verify(uint64_t index) {
   const Status status = empty_buffer(block);
   const Lock lock(shared_->mutex);
   if (failed() || !status.ok()) {
-    shared_->release(block.lease);
+    give_back(block.lease);
     if (!status.ok()) fail(status);
     return;
   }
   if (!block.external) {
-    shared_->release(block.lease);
+    give_back(block.lease);
     return finished(block);
   }
   block.stage = Stage::offered;
@@ -413,18 +415,16 @@ void ReadJob::finished(Block& block) {
 
 void ReadJob::drop_queued() {
   for (std::deque<uint64_t>* queue : {&landed_queue_, &offer_queue_}) {
-    for (const uint64_t index : *queue) shared_->release(blocks_[index].lease);
+    for (const uint64_t index : *queue) give_back(blocks_[index].lease);
     queue->clear();
   }
   cold_queue_.clear();
 }
 
 void ReadJob::drop_files() {
-  for (Source& source : sources_) {
-    source.buffered.reset();
-    source.direct.reset();
-    source.view.reset();
-  }
+  std::vector<Source> dropped;
+  const Lock lock(shared_->mutex);
+  dropped.swap(sources_);
 }
 
 }  // namespace statehold

@@ -63,8 +63,6 @@ class ReadJob final : public Job {
 
   bool take(Rank rank, Work& work) override;
   void run(const Work& work) override;
-  void drop_files() override;
-  bool wants_buffers() const override { return !cold_queue_.empty(); }
 
  private:
   enum Kind : int { kOpen, kStart, kRead, kVerify };
@@ -118,6 +116,9 @@ class ReadJob final : public Job {
 
   bool complete() const override { return opened_ && blocks_left_ == 0; }
   void drop_queued() override;
+  uint64_t buffers_left() const override { return unlent_blocks_; }
+  uint64_t buffers_wanted() const override { return cold_queue_.size(); }
+  void drop_files() override;
   void landed(uint64_t block, Status status) override;
 
   std::vector<Source> sources_;  // files are set by open_sources, before any block starts
@@ -133,6 +134,7 @@ class ReadJob final : public Job {
   std::deque<uint64_t> landed_queue_;  // to verify
   std::deque<uint64_t> offer_queue_;   // for next_ready
   uint64_t blocks_left_ = 0;
+  uint64_t unlent_blocks_ = 0;  // that have no buffer, and may yet need one
   uint64_t ready_left_ = 0;
   ReadStats stats_;
 };

@@ -28,7 +28,7 @@ WriteJob::WriteJob(std::shared_ptr<Shared> shared, WriteRequest request)
   }
   sums_.resize(sum_count);
   make_blocks();
-  if (request.file) adopt(std::move(request.file));
+  if (request.file) adopt(request.file);
 }
 
 void WriteJob::check_tiling() const {
@@ -60,6 +60,7 @@ void WriteJob::make_blocks() {
     eager_left_ += block.eager ? 1 : 0;
     fills_left_ += block.external ? 1 : 0;
   }
+  externals_queued_ = fills_left_;
   copies_left_ = writes_left_ = blocks_.size();
   stats_.bytes = file_bytes_;
   stats_.blocks = blocks_.size();
@@ -78,11 +79,11 @@ void WriteJob::attach(std::shared_ptr<File> file) {
   const Lock lock(shared_->mutex);
   if (failed()) return;  // the next wait says why
   CHECK(!finished_);
-  adopt(std::move(file));
+  adopt(file);
   wake_all();
 }
 
-void WriteJob::adopt(std::shared_ptr<File> file) {
+void WriteJob::adopt(std::shared_ptr<File>& file) {
   CHECK(file_ == nullptr);
   if (file->mapped()) {
     const std::span<std::byte> memory = file->memory();
@@ -160,7 +161,7 @@ void WriteJob::filled(const Fill& fill, bool is_there) {
   block.stage = Stage::copying;
   block.is_there = is_there;
   if (failed()) {
-    shared_->release(block.lease);
+    give_back(block.lease);
   } else {
     seal_queue_.push_back(fill.block);
   }
@@ -206,12 +207,13 @@ bool WriteJob::take_fill(std::deque<uint64_t>& queue, Work& work) {
   if (memory_ != nullptr && !block.external) {
     block.to = memory_ + block_begin(queue.front());
   } else {
-    const std::optional<Lease> lease = shared_->pool.acquire_nowait();
+    const std::optional<Lease> lease = borrow();
     if (!lease) return false;
     block.lease = *lease;
     block.to = shared_->address(*lease);
   }
   block.stage = Stage::copying;
+  externals_queued_ -= block.external ? 1 : 0;
   return take_queued(queue, kFill, work, *this);
 }
 
@@ -266,7 +268,7 @@ void WriteJob::fill(uint64_t index) {
 void WriteJob::seal(uint64_t index) {
   move_pieces(blocks_[index], index, true);
   const Lock lock(shared_->mutex);
-  if (failed()) return shared_->release(blocks_[index].lease);
+  if (failed()) return give_back(blocks_[index].lease);
   copied(index);
 }
 
@@ -294,7 +296,7 @@ void WriteJob::written(Block& block) {
 }
 
 void WriteJob::release(const Block& block) {
-  if (block.buffered()) shared_->release(block.lease);
+  if (block.buffered()) give_back(block.lease);
 }
 
 void WriteJob::write(uint64_t index) {
@@ -302,7 +304,7 @@ void WriteJob::write(uint64_t index) {
   {
     const Lock lock(shared_->mutex);
     const Block& block = blocks_[index];
-    if (failed()) return shared_->release(block.lease);
+    if (failed()) return give_back(block.lease);
     CHECK(block.stage == Stage::copied);
     if (stats_.first_write_ns == 0) stats_.first_write_ns = elapsed_ns();
     request.file = file_;
@@ -332,7 +334,7 @@ Status WriteJob::store(uint64_t index, const std::byte* buffer) {
 
 void WriteJob::landed(uint64_t index, Status status) {
   Block& block = blocks_[index];
-  shared_->release(block.lease);
+  give_back(block.lease);
   if (!status.ok()) return fail(status);
   written(block);
 }
@@ -340,20 +342,21 @@ void WriteJob::landed(uint64_t index, Status status) {
 // Blocks in the hands of a worker, of Python or of the Fs are released by those.
 void WriteJob::drop_queued() {
   for (std::deque<uint64_t>* queue : {&offer_queue_, &seal_queue_, &write_queue_}) {
-    for (const uint64_t index : *queue) shared_->release(blocks_[index].lease);
+    for (const uint64_t index : *queue) give_back(blocks_[index].lease);
     queue->clear();
   }
 }
 
-// A complete file stays open for finish(). One that is memory is left to the job's last owner, who
-// does not hold the mutex: undoing a mapping takes long.
+// A complete file stays open for finish(). One that is memory is left to the job's last owner,
+// which may have more to do with it.
 void WriteJob::drop_files() {
-  if (failed() && memory_ == nullptr) file_.reset();
+  std::shared_ptr<File> file;
+  const Lock lock(shared_->mutex);
+  if (failed() && memory_ == nullptr) file = std::move(file_);
 }
 
-bool WriteJob::wants_buffers() const {
-  if (memory_ != nullptr) return fills_left_ > 0;
-  return !eager_queue_.empty() || !fill_queue_.empty();
+uint64_t WriteJob::buffers_left() const {
+  return memory_ != nullptr ? externals_queued_ : eager_queue_.size() + fill_queue_.size();
 }
 
 std::vector<BufferPiece> WriteJob::external_pieces(const Block& block, uint64_t index) const {

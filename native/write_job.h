@@ -70,8 +70,6 @@ class WriteJob final : public Job {
 
   bool take(Rank rank, Work& work) override;
   void run(const Work& work) override;
-  void drop_files() override;
-  bool wants_buffers() const override;
 
  private:
   enum Kind : int { kFill, kSeal, kWrite };
@@ -92,7 +90,7 @@ class WriteJob final : public Job {
 
   void check_tiling() const;
   void make_blocks();
-  void adopt(std::shared_ptr<File> file);  // with the mutex, or before anybody knows the job
+  void adopt(std::shared_ptr<File>& file);  // with the mutex, or before anybody knows the job
   uint64_t block_begin(uint64_t block) const { return block * buffer_bytes_; }
   uint64_t block_end(uint64_t block) const;
   bool take_fill(std::deque<uint64_t>& queue, Work& work);
@@ -111,6 +109,9 @@ class WriteJob final : public Job {
 
   bool complete() const override { return writes_left_ == 0; }
   void drop_queued() override;
+  uint64_t buffers_left() const override;
+  uint64_t buffers_wanted() const override { return buffers_left(); }
+  void drop_files() override;
   void landed(uint64_t block, Status status) override;
 
   const uint64_t file_bytes_;
@@ -132,6 +133,7 @@ class WriteJob final : public Job {
   uint64_t copies_left_ = 0;
   uint64_t writes_left_ = 0;
   uint64_t fills_left_ = 0;
+  uint64_t externals_queued_ = 0;  // blocks to copy that need a buffer whatever the file is
   bool finished_ = false;
   WriteStats stats_;
 };

@@ -5,19 +5,22 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <cstring>
 #include <random>
 
 #include "folder.h"
 #include "fs_sim.h"
 #include "fs_threads.h"
 #include "fs_uring.h"
+#include "state.h"
 #include "test.h"
 
 using namespace statehold;
+using statehold::test::empty_all;
+using statehold::test::fill_all;
 using statehold::test::Folder;
 using statehold::test::kMemory;
 using statehold::test::skip;
+using statehold::test::State;
 
 namespace {
 
@@ -25,79 +28,8 @@ constexpr uint64_t kBlockBytes = 16 << 10;
 constexpr uint64_t kBufferBytes = 64 << 10;
 constexpr uint64_t kBufferCount = 4;
 
-// A state to save: some arrays, and the request that writes them.
-struct State {
-  std::string header;
-  std::vector<std::vector<std::byte>> arrays;
-  std::vector<bool> external;
-
-  State(uint64_t seed, bool with_external) {
-    std::mt19937_64 random(seed);
-    header.assign(kPageBytes, static_cast<char>(seed));
-    for (uint64_t i = 0, count = random() % 8; i < count; ++i) {
-      arrays.emplace_back(random() % 150'000);
-      for (std::byte& b : arrays.back()) b = static_cast<std::byte>(random());
-      external.push_back(with_external && random() % 2 == 0);
-    }
-  }
-
-  uint64_t bytes() const {
-    uint64_t sum = header.size();
-    for (const auto& array : arrays) sum += array.size();
-    return sum;
-  }
-
-  std::vector<Segment> segments(uint64_t begin) {
-    std::vector<Segment> made;
-    for (size_t i = 0; i < arrays.size(); ++i) {
-      Segment segment;
-      segment.begin = begin;
-      segment.end = begin += arrays[i].size();
-      segment.place.address = arrays[i].data();
-      segment.external = external[i];
-      segment.eager = i % 3 == 0;
-      made.push_back(std::move(segment));
-    }
-    return made;
-  }
-
-  WriteRequest write_request() { return {bytes(), kBlockBytes, header, segments(header.size())}; }
-
-  ReadRequest read_request(const std::string& path, const std::vector<uint64_t>& sums) {
-    ReadRequest request{{path}, {bytes()}, kBlockBytes, segments(header.size()), sums};
-    Segment head;  // verified, not wanted
-    head.end = header.size();
-    request.segments.insert(request.segments.begin(), std::move(head));
-    return request;
-  }
-};
-
-std::byte* buffer_of(Engine& engine, const Lease& lease) {
-  return engine.memory()->buffer(lease.index);
-}
-
-void fill_all(Engine& engine, WriteJob& job, State& state) {
-  while (std::optional<Fill> fill = job.next_fill(std::nullopt)) {
-    for (const BufferPiece& piece : fill->pieces) {
-      std::memcpy(buffer_of(engine, fill->lease) + piece.buffer_offset,
-                  state.arrays[piece.segment - 1].data() + piece.segment_offset, piece.bytes);
-    }
-    job.filled(*fill);
-  }
-}
-
-void empty_all(Engine& engine, ReadJob& job, State& state) {
-  while (std::optional<Ready> ready = job.next_ready(std::nullopt)) {
-    for (const BufferPiece& piece : ready->pieces) {
-      std::memcpy(state.arrays[piece.segment - 1].data() + piece.segment_offset,
-                  buffer_of(engine, ready->lease) + piece.buffer_offset, piece.bytes);
-    }
-    job.release(*ready);
-  }
-}
-
 std::vector<uint64_t> save(Engine& engine, Fs& fs, const std::string& path, State& state) {
-  const auto job = engine.write(state.write_request());
+  const auto job = engine.write(state.write_request(kBlockBytes));
   job->attach(must(fs.open_write(path, state.bytes(), false)));
   fill_all(engine, *job, state);
   EXPECT(job->wait_eager(std::nullopt));
@@ -108,7 +40,7 @@ std::vector<uint64_t> save(Engine& engine, Fs& fs, const std::string& path, Stat
 
 void restore(Engine& engine, const std::string& path, const std::vector<uint64_t>& sums,
              State& state) {
-  const auto job = engine.read(state.read_request(path, sums));
+  const auto job = engine.read(state.read_request(path, sums, kBlockBytes));
   empty_all(engine, *job, state);
   EXPECT(job->wait_done(std::nullopt));
 }
@@ -131,9 +63,10 @@ void round_trips(Engine& engine, Fs& fs, const std::string& folder, uint64_t see
 void box_round_trips(Engine& engine, Fs& fs, const std::string& folder, uint64_t seed, int rounds) {
   for (int round = 0; round < rounds; ++round) {
     State state(seed * 1000 + static_cast<uint64_t>(round), false);
+    state.set_arrays(state.arrays);
     const auto original = state.arrays;
     const std::string path = folder + "/" + std::to_string(seed) + "-" + std::to_string(round);
-    ReadRequest request = state.read_request(path, save(engine, fs, path, state));
+    ReadRequest request = state.read_request(path, save(engine, fs, path, state), kBlockBytes);
     request.first_segment = static_cast<uint64_t>(round) % request.segments.size();
     for (size_t i = 0; i < state.arrays.size(); ++i) {
       auto& array = state.arrays[i];
@@ -166,7 +99,7 @@ void mapped_round_trips(Engine& engine, Fs& fs, const std::string& folder, uint6
     State state(seed * 1000 + static_cast<uint64_t>(round), round % 2 == 1);
     const auto original = state.arrays;
     file = must(fs.open_mapped(path, state.bytes(), round > 0, std::move(file)));
-    WriteRequest request = state.write_request();
+    WriteRequest request = state.write_request(kBlockBytes);
     if (round % 3 == 0) request.file = file;
     const auto job = engine.write(std::move(request));
     if (round % 3 == 1) job->wait_copied(std::chrono::steady_clock::now());
@@ -186,7 +119,7 @@ void mapped_cancellations(Engine& engine, Fs& fs, const std::string& folder, int
   for (int round = 0; round < rounds; ++round) {
     State state(random(), round % 2 == 1);
     const std::string path = folder + "/mapped-cancelled";
-    WriteRequest request = state.write_request();
+    WriteRequest request = state.write_request(kBlockBytes);
     request.file = must(fs.open_mapped(path, state.bytes(), round > 0, nullptr));
     const auto job = engine.write(std::move(request));
     job->wait_copied(std::chrono::steady_clock::now() + std::chrono::microseconds(random() % 500));
@@ -200,7 +133,7 @@ void cancellations(Engine& engine, Fs& fs, const std::string& folder, int rounds
   for (int round = 0; round < rounds; ++round) {
     State state(random(), false);
     const std::string path = folder + "/cancelled-" + std::to_string(round);
-    const auto job = engine.write(state.write_request());
+    const auto job = engine.write(state.write_request(kBlockBytes));
     if (random() % 2 == 0) job->attach(must(fs.open_write(path, state.bytes(), false)));
     const auto soon = std::chrono::steady_clock::now() + std::chrono::microseconds(random() % 500);
     job->wait_copied(soon);
@@ -280,9 +213,8 @@ TEST(close_ends_mapped_jobs) {
   const auto fs = std::make_shared<ThreadsFs>(1, "");
   Engine engine(fs, {kBufferCount * kBufferBytes, kBufferBytes, 2});
   State state(1, true);
-  state.arrays.emplace_back(kBlockBytes);
-  state.external.assign(state.arrays.size(), true);  // nobody fills them
-  WriteRequest request = state.write_request();
+  state.set_arrays({std::vector<std::byte>(kBlockBytes)}, true);  // nobody fills it
+  WriteRequest request = state.write_request(kBlockBytes);
   request.file = must(fs->open_mapped(folder.path + "/f", state.bytes(), false, nullptr));
   const auto job = engine.write(std::move(request));
   engine.close();
@@ -297,7 +229,7 @@ TEST(a_mapped_file_has_the_size_of_the_job) {
   State state(2, false);
   const std::string path = folder.path + "/f";
   const auto other = must(fs->open_mapped(path, state.bytes() + 1, false, nullptr));
-  const auto job = engine.write(state.write_request());
+  const auto job = engine.write(state.write_request(kBlockBytes));
   EXPECT_THROWS(Failure, job->attach(other));
   const auto file = must(fs->open_mapped(path, state.bytes(), true, nullptr));
   job->attach(file);
@@ -330,14 +262,55 @@ TEST(close_ends_everything) {
     auto engine =
         std::make_unique<Engine>(fs, EngineOptions{kBufferCount * kBufferBytes, kBufferBytes, 2});
     State state(static_cast<uint64_t>(round), true);
-    const auto job = engine->write(state.write_request());
-    const auto other = engine->write(state.write_request());
+    const auto job = engine->write(state.write_request(kBlockBytes));
+    const auto other = engine->write(state.write_request(kBlockBytes));
     other->attach(must(fs->open_write("run/x", state.bytes(), false)));
     if (round % 2 == 0) engine->close();
     engine.reset();
     if (state.arrays.empty()) continue;
     EXPECT_THROWS(Failure, job->wait_written(std::nullopt));
   }
+}
+
+namespace {
+
+uint64_t populated(Engine& engine) {
+  const Shared::Lock lock(engine.shared()->mutex);
+  return engine.shared()->pool.free_count() + engine.shared()->pool.lent_count();
+}
+
+// A state of so many buffers, all of it one array.
+State state_of(uint64_t buffers) {
+  State state(1, false);
+  state.header.clear();
+  state.set_arrays({std::vector<std::byte>(buffers * kBufferBytes)});
+  return state;
+}
+
+}  // namespace
+
+TEST(small_jobs_fault_little_in) {
+  const auto fs = sim({.seed = 5});
+  Engine engine(fs, {16 * kBufferBytes, kBufferBytes, 2});
+  EXPECT(populated(engine) == 0);
+  State small = state_of(1);
+  for (int round = 0; round < 50; ++round) {
+    save(engine, *fs, "run/small-" + std::to_string(round), small);
+    EXPECT(populated(engine) == 1);
+  }
+}
+
+// What a job wanted is there for the next one, also where this one did with less.
+TEST(large_jobs_have_their_buffers_next_time) {
+  const auto fs = sim({.seed = 6});
+  Engine engine(fs, {16 * kBufferBytes, kBufferBytes, 2});
+  State large = state_of(9);
+  save(engine, *fs, "run/large", large);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (populated(engine) < 9 && std::chrono::steady_clock::now() < end) {
+    std::this_thread::yield();
+  }
+  EXPECT(populated(engine) == 9);
 }
 
 // More than one piece of advice covers.
