@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from statehold.state.marks import Gated as Gated
     from statehold.state.marks import Volatile as Volatile
     from statehold.state.rng import Rng as Rng
+    from statehold.state.subclasses import allow_tensor_class as allow_tensor_class
 
 __all__ = [
     "Checkpointer",
@@ -43,6 +44,7 @@ __all__ = [
     "StateholdError",
     "Volatile",
     "__version__",
+    "allow_tensor_class",
     "errors",
     "metrics",
 ]
@@ -58,6 +60,7 @@ _HOMES = {
     "SaveStats": "statehold.save",
     "StateholdError": "statehold.errors",
     "Volatile": "statehold.state.marks",
+    "allow_tensor_class": "statehold.state.subclasses",
     "metrics": "statehold.metrics",
 }
 

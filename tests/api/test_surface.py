@@ -22,6 +22,7 @@ PUBLIC = [
     "StateholdError",
     "Volatile",
     "__version__",
+    "allow_tensor_class",
     "errors",
     "metrics",
 ]
@@ -45,6 +46,7 @@ SIGNATURES = {
     statehold.metrics.serve: "(port, host='127.0.0.1')",
     statehold.Save.wait: "(self, event='committed', timeout=None)",
     statehold.Save.done: "(self, event='committed')",
+    statehold.allow_tensor_class: "(cls, *, rowwise=(), shared=())",
 }
 
 OPTIONS = [

@@ -111,14 +111,16 @@ class Step:
         self.data.append(data)
         return {"$tensor": name}
 
-    def write(self, number: int, state: Any, hash64: Callable[[bytes], int]) -> None:
+    def write(
+        self, number: int, state: Any, hash64: Callable[[bytes], int], folder: str = "v1"
+    ) -> None:
         layout = plan.plan_save(self.specs, step=number)
         content = layout.header + b"".join(self.data[i] for i in layout.source_index)
         segments = [(0, layout.data_begin)]
         segments += [(b, s.nbytes) for b, s in zip(layout.begins, layout.specs, strict=True)]
         file, tensors = record_file(layout, checksums(content, segments, hash64))
         manifest = Manifest(number, 1, CREATED, WRITER, plan.BLOCK_BYTES, (file,), tensors, state)
-        directory = HERE / "v1" / f"step-{number:012d}"
+        directory = HERE / folder / f"step-{number:012d}"
         directory.mkdir(parents=True)
         (directory / layout.file_name).write_bytes(content)
         (directory / "manifest.json").write_bytes(manifest.encode())

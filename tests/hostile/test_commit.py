@@ -95,7 +95,7 @@ def test_the_untouched_document_is_accepted() -> None:
 
 def test_a_newer_version() -> None:
     with pytest.raises(FormatVersionError):
-        Manifest.decode(seal(changed(DOCUMENT, ("version",), 3)), "m")
+        Manifest.decode(seal(changed(DOCUMENT, ("version",), 4)), "m")
 
 
 # -- records that do not belong ---------------------------------------------------------------

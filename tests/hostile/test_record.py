@@ -138,7 +138,7 @@ def test_members_are_neither_missing_nor_unknown(where: Where) -> None:
 
 def test_a_record_of_a_newer_version() -> None:
     with pytest.raises(FormatVersionError):
-        Record.decode(seal(changed(DOCUMENT, ("version",), 3), "record"), "r")
+        Record.decode(seal(changed(DOCUMENT, ("version",), 4), "record"), "r")
 
 
 def test_a_mesh_without_this_rank() -> None:

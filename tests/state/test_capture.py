@@ -205,7 +205,7 @@ REFUSED: dict[str, Any] = {
     "a quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
     "a nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "a subclass": lambda: torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})),
-    "complex128": lambda: torch.ones(2, dtype=torch.complex128),
+    "complex32": lambda: torch.ones(2, dtype=torch.complex32),
     "a lambda": lambda: lambda: 3,
     "a function": lambda: len,
     "a class": lambda: int,

@@ -25,6 +25,7 @@ from statehold.steps.trees import merge
 from support.capture_checks import Mlp, live_tensors, piece, trained, two_dimensional
 from support.faults import must
 from support.jobs import Job, captured
+from support.quantized import Made, Small
 from support.wrapped import Flat, Hooked, Imitating, Nested, Subclassing, Translating
 
 
@@ -179,6 +180,126 @@ def check_state_of_unknown_parameters_is_refused(job: Job) -> None:
     )
     step.restore({"m": other, "o": trained(other, fresh)})
     must(same(wholes(other, fresh), wholes(model, optimizer)))
+
+
+def quantized(rows: int, shards: int) -> tuple[nn.Module, Small]:
+    """A layer and an optimizer whose state is made of several tensors; 0 shards: not sharded."""
+    model = nn.Linear(5, rows, bias=False)
+    if shards == 4:
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    elif shards == 2:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "shard")))
+    return model, Small(model.parameters())
+
+
+def stepped(model: nn.Module, optimizer: Small) -> None:
+    (weight,) = model.parameters()
+    whole = torch.arange(float(weight.numel())).reshape(weight.shape).sin()
+    weight.grad = torch.zeros_like(weight)
+    local = weight.grad.to_local() if isinstance(weight, DTensor) else weight.grad
+    local.copy_(own(weight, whole))
+    optimizer.step()
+
+
+def own(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's rows, as a tensor like this one has them."""
+    if not isinstance(like, DTensor):
+        return whole
+    axis = like.device_mesh.ndim - 1
+    rows = -(-len(whole) // like.device_mesh.size(axis))
+    return whole.split(rows)[like.device_mesh.get_local_rank(axis)]
+
+
+def check_made_of_others_in_every_layout(job: Job) -> None:
+    statehold.allow_tensor_class(Made, rowwise=["codes", "scale"], shared=["levels"])
+    for rows in (8, 7):
+        for source in (0, 2, 4):
+            torch.manual_seed(1)
+            model, optimizer = quantized(rows, source)
+            stepped(model, optimizer)
+            step = SharedStep(job, {"m": model, "o": optimizer})
+            must(tuple(step.whole["o.state.m.weight.mean.scale"].shape) == (rows,))
+            for target in (0, 2, 4):
+                for fresh in (True, False):
+                    other, restored = quantized(rows, target)
+                    if not fresh:
+                        stepped(other, restored)
+                    step.restore({"m": other, "o": restored})
+                    must_be_part_of(step, other, restored)
+                    stepped(other, restored)
+
+
+def must_be_part_of(step: SharedStep, model: nn.Module, optimizer: Small) -> None:
+    """What this rank has of the moment is its part of what was saved."""
+    (weight,) = model.parameters()
+    mean = optimizer.state[weight]["mean"]
+    must(isinstance(mean, DTensor) is isinstance(weight, DTensor))
+    local = mean.to_local() if isinstance(mean, DTensor) else mean
+    must(type(local) is Made)
+    for name in ("codes", "scale"):
+        whole = step.whole[f"o.state.m.weight.mean.{name}"]
+        must(torch.equal(getattr(local, name), own(mean, whole)), name)
+    must(torch.equal(local.levels, torch.arange(4.0)))
+
+
+def check_made_of_unknown_others_in_their_layout_only(job: Job) -> None:
+    statehold.allow_tensor_class(Made)
+    model, optimizer = quantized(8, 4)
+    stepped(model, optimizer)
+    found = captured({"m": model, "o": optimizer})
+    specs = {each.spec.name: each.spec for each in found.tensors}
+    must(specs["o.state.m.weight.mean.codes"].layout is None)
+    node = found.tree["o"]["state"]["m.weight"]["mean"]["$subclass"]
+    must(node["part"] == {"offsets": [2 * job.rank, 0], "of": [8, 5]})
+    step = OwnStep(found)
+    for fresh in (True, False):
+        other, restored = quantized(8, 4)
+        if not fresh:
+            stepped(other, restored)
+        step.restore({"m": other, "o": restored})
+        theirs = optimizer.state[model.weight]["mean"].to_local()
+        ours = restored.state[other.weight]["mean"].to_local()
+        must(torch.equal(ours.codes, theirs.codes))
+        stepped(other, restored)
+    for target in (0, 2):
+        other, restored = quantized(8, target)
+        with pytest.raises(StateMismatchError, match="in a way that this layout cannot take"):
+            step.prepare({"m": other, "o": restored})
+        stepped(other, restored)
+        with pytest.raises(StateMismatchError, match="in a way that this layout cannot take"):
+            step.prepare({"m": other, "o": restored})
+
+
+class OwnStep(SharedStep):
+    """What this rank alone captured, with the global shapes of what is sharded."""
+
+    def __init__(self, found: Any) -> None:
+        self.whole, dtypes = {}, {}
+        for each in found.tensors:
+            spec = each.spec
+            shape = spec.global_shape or spec.shape
+            self.whole[spec.name] = torch.zeros(shape, dtype=each.tensor.dtype)
+            box = Box(spec.offsets or (0,) * len(shape), spec.shape)
+            piece(self.whole[spec.name], box).copy_(each.tensor)
+            dtypes[spec.name] = SavedTensor(spec.name, spec.dtype, shape)
+        self.saved = types.SimpleNamespace(step=7, world_size=4, tensors=dtypes, state=found.tree)
+
+
+def check_complex_parameters_in_every_layout(job: Job) -> None:
+    def build(is_sharded: bool) -> nn.Module:
+        model = nn.Linear(5, 7, bias=False, dtype=torch.complex128)
+        return fully_shard(model, mesh=init_device_mesh("cpu", (4,))) if is_sharded else model
+
+    for source in (True, False):
+        model = build(source)
+        optimizer = trained(model, torch.optim.SGD(model.parameters(), momentum=0.5))
+        step = SharedStep(job, {"m": model, "o": optimizer})
+        must(tuple(step.whole["m.weight"].shape) == (7, 5, 2))
+        for target in (True, False):
+            other = build(target)
+            fresh = torch.optim.SGD(other.parameters(), momentum=0.5)
+            step.restore({"m": other, "o": fresh})
+            must(same(wholes(other, fresh), wholes(model, optimizer)), (source, target))
 
 
 def check_boxes_of_destinations(job: Job) -> None:

@@ -18,6 +18,29 @@ import pytest
 from statehold.encoding import values
 from statehold.errors import ManifestError, UnsupportedValueError
 
+SUBCLASS = {
+    "class": "m.C",
+    "context": None,
+    "shape": [2, 3],
+    "stride": [3, 1],
+    "part": None,
+    "tensors": {"codes": {"$tensor": "t.codes"}},
+}
+CHANGES: list[dict[str, Any]] = [
+    {"class": 1},
+    {"context": {"$int": "1"}},
+    {"shape": [2]},
+    {"shape": [2, -3]},
+    {"stride": [3, True]},
+    {"part": {"offsets": [0]}},
+    {"part": {"offsets": [0], "of": [4, 3]}},
+    {"tensors": {}},
+    {"tensors": {"codes": 1}},
+    {"tensors": {"codes": {"$ordered": []}}},
+    {"tensors": {"codes": {"$tensor": 2}}},
+    {"more": 1},
+]
+
 
 class Colour(enum.IntEnum):
     RED = 1
@@ -283,6 +306,13 @@ def test_the_order_of_a_set_does_not_depend_on_hashes() -> None:
         {"$npscalar": {"dtype": "float64"}},
         {"$npscalar": {"dtype": 1, "bytes": ""}},
         {"$npscalar": {"dtype": "float64", "bytes": "?"}},
+        {"$complex128": "t"},
+        {"$complex128": {"$subclass": {}}},
+        {"$complex128": {"$tensor": "t", "more": 1}},
+        {"$complex128": {"$tensor": 1}},
+        *({"$subclass": SUBCLASS | change} for change in CHANGES),
+        {"$subclass": {key: item for key, item in SUBCLASS.items() if key != "part"}},
+        {"$set": [{"$complex128": {"$tensor": "t"}}]},
         {"$torch": {"dtype": 1}},
         {"$torch": {"size": [1.0]}},
         {"$torch": {"size": [True]}},

@@ -246,7 +246,7 @@ class _InObjects:
             "files": len(part.files) + len(part.records) + 1,
             "created": manifest.created,
             "world_size": manifest.world_size,
-            "version": 1 if isinstance(manifest, Manifest) else 2,
+            "version": manifest.version,
             "writer": manifest.writer,
         }
 

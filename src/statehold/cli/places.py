@@ -168,7 +168,7 @@ def describe(fs: Fs, store: Store, step: int) -> dict[str, Any] | None:
         **found,
         "created": manifest.created,
         "world_size": manifest.world_size,
-        "version": 1 if isinstance(manifest, Manifest) else 2,
+        "version": manifest.version,
         "writer": manifest.writer,
     }
 

@@ -22,7 +22,6 @@ from statehold.errors import StateMismatchError
 from statehold.planning.layout import Layout
 from statehold.planning.share import Held
 from statehold.selection import nearest
-from statehold.steps.manifest import Manifest
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def describe(fs: Fs, saved: SavedStep, place: Place) -> dict[str, Any]:
         "path": place.directory,
         "created": manifest.created,
         "writer": manifest.writer,
-        "version": 1 if isinstance(manifest, Manifest) else 2,
+        "version": manifest.version,
         "world_size": manifest.world_size,
         "attempt": saved.attempt,
         "files": files,

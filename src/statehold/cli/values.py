@@ -14,7 +14,7 @@ from statehold.steps.trees import Differs, members_of
 
 __all__ = ["leaves_of"]
 
-_TENSORS = ("$tensor", "$ndarray")
+_TENSORS = ("$tensor", "$ndarray", "$complex128")
 _NOTHING = object()
 
 

@@ -25,8 +25,7 @@ from statehold.dcp.tree import containers, leaves, tensor_of
 from statehold.encoding import values
 from statehold.errors import StateMismatchError, UsageError
 from statehold.planning.layout import Box
-from statehold.state import dtypes
-from statehold.state.matching import foreign
+from statehold.state import dtypes, foreign, subclasses
 from statehold.steps.saved import PlacedChunk, SavedStep
 from statehold.steps.trees import Differs, tensors_of
 
@@ -158,7 +157,12 @@ class Builder:
             return self._tensor(payload)
         if tag == "$ndarray":
             return self._tensor(payload).numpy()
-        return foreign(tag, payload)
+        if tag == "$complex128":
+            is_tensor = isinstance(payload, torch.Tensor)
+            return torch.view_as_complex(payload) if is_tensor else payload.view("c16")[..., 0]
+        if tag == "$subclass":
+            return subclasses.build_saved(payload)
+        return foreign.value_of(tag, payload)
 
     def _tensor(self, name: str) -> torch.Tensor:
         step = self._step

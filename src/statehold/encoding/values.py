@@ -5,7 +5,8 @@ Holds: decode(encode(x)) has the type and value of x all the way down; what JSON
 tagged, what no tag can say is refused with its path, and nothing is ever guessed. Only exact
 types: a subclass may carry behaviour that would be lost. No pickle, no import of torch or numpy.
 Not here: tensors, arrays, scalars and dtypes; the caller's `leaf` hook encodes and decodes them
-(tags $tensor, $ndarray, $npscalar, $torch), this module only checks their form.
+(tags $tensor, $ndarray, $complex128, $subclass, $npscalar, $torch), this module only checks their
+form.
 
 An object that the state holds twice is encoded twice: sharing between containers is not kept.
 """
@@ -41,7 +42,8 @@ _INT_DIGITS_MAX = 4000
 _INT_BITS_MAX = int(_INT_DIGITS_MAX * math.log2(10)) - 1
 _FLOAT_NAMES = ("nan", "inf", "-inf")
 _ROOT = object()
-_TENSOR_TAGS = ("$tensor", "$ndarray")
+_TENSOR_TAGS = ("$tensor", "$ndarray", "$complex128", "$subclass")
+_SUBCLASS = ("class", "context", "shape", "stride", "part", "tensors")
 
 
 def encode(value: Any, path: str, leaf: Leaf | None = None) -> Any:
@@ -65,8 +67,9 @@ def decode(node: Any, leaf: LeafReader | None = None) -> Any:
     """The value of a JSON node in one of the forms of docs/format.md.
 
     `leaf` is called with (tag, payload) for $tensor, $ndarray, $npscalar and $torch, after the
-    payload's form has been checked. Raises ManifestError (facts where, expected, got) for a
-    node in none of them.
+    payload's form has been checked; for $complex128 with what it returned for the tensor inside;
+    for $subclass with the members, of which `context` and `tensors` are values. Raises
+    ManifestError (facts where, expected, got) for a node in none of them.
     """
     decoder = _Decoder(leaf)
     try:
@@ -266,6 +269,10 @@ def _unsupported(summary: str, path: str, value: Any, hint: str | None) -> Unsup
     return UnsupportedValueError(summary, facts={"path": path, "type": name}, hint=hint)
 
 
+def _is_tensor(node: Any) -> bool:
+    return type(node) is dict and len(node) == 1 and next(iter(node)) in _TENSOR_TAGS
+
+
 class _Decoder:
     """One decoding: the hook, and the way down to the node at hand, for messages."""
 
@@ -436,6 +443,32 @@ class _Decoder:
             self.fail('{"dtype": str}, {"device": str} or {"size": [int, ...]}', show(node))
         return self._leaf(node)
 
+    def complex_tensor(self, node: Any, depth: int) -> Any:
+        if type(node) is not dict or len(node) != 1 or not node.keys() <= {"$tensor", "$ndarray"}:
+            self.fail("a tensor or an array", show(node))
+        return self._leaf(self._object(node, depth))
+
+    def subclass(self, node: Any, depth: int) -> Any:
+        where = ".".join(map(str, ["state", *self.trail]))
+        members = self.check.members(node, where, _SUBCLASS)
+        if type(members["class"]) is not str:
+            self.fail("the name of a class", show(members["class"]))
+        sizes = [members["shape"], members["stride"]]
+        if members["part"] is not None:
+            part = self.check.members(members["part"], f"{where}.part", ("offsets", "of"))
+            sizes += [part["offsets"], part["of"]]
+        for size in sizes:
+            if type(size) is not list or not all(type(n) is int and n >= 0 for n in size):
+                self.fail("arrays of sizes", show(size))
+        if len({len(size) for size in sizes}) > 1:
+            self.fail("as many strides and offsets as sizes", show(sizes))
+        inner = members["tensors"]
+        if type(inner) is not dict or not inner or not all(map(_is_tensor, inner.values())):
+            self.fail("tensors by name", show(inner))
+        context = self.at("context", members["context"], depth)
+        tensors = {self._text(name): self.at(name, each, depth) for name, each in inner.items()}
+        return self._leaf({**members, "context": context, "tensors": tensors})
+
     def _leaf(self, payload: Any) -> Any:
         tag = str(self.trail[-1])
         if self.leaf is None:
@@ -459,4 +492,6 @@ _TAGS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
     "$ndarray": _Decoder.name_of_tensor,
     "$npscalar": _Decoder.numpy_scalar,
     "$torch": _Decoder.torch_value,
+    "$complex128": _Decoder.complex_tensor,
+    "$subclass": _Decoder.subclass,
 }

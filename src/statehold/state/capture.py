@@ -21,7 +21,6 @@ An eager tensor on a device is cloned there, in the order of the device's work: 
 
 from __future__ import annotations
 
-import base64
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,7 +34,8 @@ from statehold.encoding import values
 from statehold.errors import UnsupportedValueError, UsageError, noting
 from statehold.planning.layout import Layout
 from statehold.planning.plan import TensorSpec
-from statehold.state import dtypes, loaders, modules, optimizers, placements
+from statehold.state import dtypes, foreign, loaders, modules, optimizers, placements, subclasses
+from statehold.state.composed import COMPLEX, SUBCLASS, as_real
 from statehold.state.marks import Gated, Mark, Volatile
 from statehold.state.placements import OWN, Placed
 from statehold.state.rng import Rng
@@ -331,12 +331,8 @@ class _Capturer:
         return values.mapping_of(node)
 
     def _foreign(self, value: Any, path: str) -> Any | None:
-        if isinstance(value, torch.Size):
-            return {"$torch": {"size": list(value)}}
-        if isinstance(value, torch.dtype):
-            return {"$torch": {"dtype": str(value).removeprefix("torch.")}}
-        if isinstance(value, torch.device):
-            return {"$torch": {"device": str(value)}}
+        if (node := foreign.torch_node(value)) is not None:
+            return node
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
             return self._numpy(value, path)
@@ -345,14 +341,11 @@ class _Capturer:
     def _numpy(self, value: Any, path: str) -> Any | None:
         name = value.dtype.name
         if isinstance(value, sys.modules["numpy"].generic):
-            if not dtypes.is_numpy_scalar(name):
-                return None
-            little = value.astype(value.dtype.newbyteorder("<"))
-            data = base64.b64encode(little.tobytes()).decode("ascii")
-            return {"$npscalar": {"dtype": name, "bytes": data}}
+            return foreign.scalar_node(value)
         if type(value).__name__ != "ndarray":
             return None
-        if name not in dtypes.NUMPY_TO_TORCH or not value.dtype.isnative:
+        known = name == "complex128" or name in dtypes.NUMPY_TO_TORCH
+        if not known or not value.dtype.isnative:
             raise UnsupportedValueError(
                 "a NumPy array has a dtype that no step can hold",
                 facts={"path": path, "dtype": str(value.dtype)},
@@ -360,7 +353,10 @@ class _Capturer:
             )
         # A private copy: a tensor cannot borrow read-only arrays or those with negative strides.
         array = torch.from_numpy(value.copy(order="C"))
-        return {"$ndarray": self._add(array, path, False, owned=True)}
+        is_complex = array.dtype == torch.complex128
+        pairs = torch.view_as_real(array) if is_complex else array
+        node = {"$ndarray": self._add(pairs, path, False, owned=True)}
+        return {COMPLEX: node} if is_complex else node
 
     # -- tensors ---------------------------------------------------------------------------
 
@@ -420,14 +416,50 @@ class _Capturer:
         place: Placed | None = None,
         is_gated: bool = False,
     ) -> Any:
+        local = local_of(tensor)
+        if subclasses.is_allowed(local):
+            return self._subclass(tensor, path, lazy, place or self._place(tensor, path))
         check_storable(tensor, path)
         place = place or self._place(tensor, path)
-        local = local_of(tensor)
         wrapper = None if local is tensor else tensor
         eager = self._mark is Volatile or not lazy
-        alias = local.detach()
+        alias, is_complex = local.detach(), tensor.dtype == torch.complex128
+        if is_complex:
+            alias, place = torch.view_as_real(alias.resolve_conj()), as_real(place)
         added = self._add(alias, path, eager, place=place, wrapper=wrapper, is_gated=is_gated)
+        if is_complex:
+            return {COMPLEX: {"$tensor": added}}
         return {"$tensor": added}
+
+    def _subclass(self, tensor: torch.Tensor, path: str, lazy: bool, place: Placed) -> Any:
+        """A tensor that is made of others: these, and how to put them together."""
+        local = local_of(tensor)
+        form = subclasses.form_of(local, path)
+        places = subclasses.places(form, place)
+        part = None
+        if places is None and place.box is not None and place.shape is not None:
+            part = {"offsets": list(place.box.offsets), "of": list(place.shape)}
+        whole = local if part else tensor
+        inner = {
+            name: self._tensor(
+                each,
+                f"{path}.{name}",
+                lazy=lazy or self._is_gated(each),
+                place=None if is_dtensor(each) else (places or {}).get(name, OWN),
+            )
+            for name, each in form.tensors.items()
+        }
+        shape = place.shape if place.shape and not part else tuple(whole.shape)
+        return {
+            SUBCLASS: {
+                "class": form.kind,
+                "context": form.context,
+                "shape": list(shape),
+                "stride": list(whole.stride()),
+                "part": part,
+                "tensors": inner,
+            }
+        }
 
     def _add(
         self,

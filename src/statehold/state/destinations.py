@@ -126,15 +126,29 @@ class Destinations:
             self.fill(made, name, self.place(made, name))
         return self._made[key]
 
+    def make_at(self, name: str, place: Placed, device: torch.device) -> torch.Tensor:
+        """A new plain tensor for what lies at `place` of `name`; the same for the same place."""
+        key = name, device, place
+        if key not in self._made:
+            dtype = dtypes.dtype_of(self._saved.tensors[name].dtype, name)
+            shape = self.shape_of(name) if place.box is None else place.box.shape
+            self._made[key] = torch.empty(shape, dtype=dtype, device=device)
+            self.fill(self._made[key], name, place)
+        return self._made[key]
+
     def described(self, name: str) -> str:
         saved = self._saved.tensors[name]
         return f"{saved.dtype} {list(saved.shape)} in the step"
 
     def has_shape_of(self, parameter: torch.Tensor, name: str) -> bool:
         """Whether the saved tensor has the shape of a parameter, and is no scalar."""
-        saved = self._saved.tensors[name]
-        shape = dtypes.torch_shape(dtypes.dtype_of(saved.dtype, name), saved.shape)
+        shape = self.shape_of(name)
         return bool(shape) and shape == tuple(parameter.shape)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The global shape of a saved tensor, in elements of torch."""
+        saved = self._saved.tensors[name]
+        return dtypes.torch_shape(dtypes.dtype_of(saved.dtype, name), saved.shape)
 
     def _destination(self, name: str, target: torch.Tensor, place: Placed) -> Destination:
         stored = self._saved.tensors[name].shape

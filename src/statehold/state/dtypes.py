@@ -68,7 +68,7 @@ _NUMPY_SCALARS = frozenset(NUMPY_TO_TORCH) | {"complex128"}
 _NUMPY_DATE = re.compile(r"(datetime64|timedelta64)(\[\d{0,6}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
 
 _HINTS = {
-    "complex128": "store torch.view_as_real(tensor), or convert it to complex64",
+    "complex128": "store torch.view_as_real(tensor)",
     "complex32": "store torch.view_as_real(tensor), or convert it to complex64",
 }
 

@@ -8,8 +8,6 @@ Not here: which live objects there are (restore), optimizers (restore_optimizers
 
 from __future__ import annotations
 
-import base64
-import importlib
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, MutableMapping
 from typing import Any
@@ -18,13 +16,15 @@ import torch
 from torch import nn
 
 from statehold.encoding import values
-from statehold.errors import ManifestError
 from statehold.selection import Selection
-from statehold.state import dtypes, modules, nodes, placements
+from statehold.state import foreign, modules, nodes, placements
 from statehold.state.capture import parts
+from statehold.state.composed import Composed, is_composed
 from statehold.state.destinations import Destinations
+from statehold.state.placements import Placed
 from statehold.state.restoration import Restoration
 from statehold.steps.saved import SavedStep
+from statehold.steps.trees import tensors_of
 
 HOST = torch.device("cpu")
 ABSENT = object()
@@ -49,6 +49,7 @@ class Matching:
         self._memory = Destinations(
             saved, placements.replicas_in((part for _, part in found), rank), rank
         )
+        self._composed = Composed(self._memory)
         self.restoration = Restoration(
             saved.step, self._memory.found, self._memory.used, containers=self._memory.acts
         )
@@ -103,6 +104,8 @@ class Matching:
             if isinstance(live, torch.Tensor) and self._memory.usable(live, name):
                 return live
             return self._memory.make(name, device, beside)
+        if is_composed(node):
+            return self._compose(live, node, device, beside)
         if (array := nodes.payload(node, "$ndarray")) is not None:
             return self._array(live, array)
         if (members := nodes.members(node)) is not None:
@@ -122,6 +125,22 @@ class Matching:
             return tuple(made) if is_tuple else made
         return values.decode(node, lambda tag, payload: self._leaf(tag, payload, device))
 
+    def _compose(
+        self,
+        live: Any,
+        node: Any,
+        device: torch.device,
+        beside: torch.Tensor | None,
+        place: Placed | None = None,
+    ) -> torch.Tensor:
+        """A complex tensor, or one that is made of others; `live` lies at `place`, if given."""
+        path = next(iter(tensors_of(node)))
+        if isinstance(live, torch.Tensor):
+            place = place or self._memory.place(live, path)
+            if self._composed.take(live, node, place, path) is None:
+                return live
+        return self._composed.make(node, device, beside, path)
+
     def _array(self, live: Any, name: str) -> Any:
         if type(live).__name__ == "ndarray" and live.flags.writeable and live.flags.c_contiguous:
             tensor = torch.from_numpy(live)
@@ -134,32 +153,9 @@ class Matching:
             return self._memory.make(payload, device)
         if tag == "$ndarray":
             return self._memory.make(payload, HOST).numpy()
-        return foreign(tag, payload)
-
-
-def foreign(tag: str, payload: Any) -> Any:
-    """The value of a node of NumPy or torch that is not a tensor."""
-    if tag == "$npscalar":
-        return _numpy_scalar(payload["dtype"], base64.b64decode(payload["bytes"]))
-    if "size" in payload:
-        return torch.Size(payload["size"])
-    if "device" in payload:
-        return torch.device(payload["device"])
-    dtype = getattr(torch, payload["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise ManifestError("no such torch dtype", facts={"got": payload["dtype"]})
-    return dtype
-
-
-def _numpy_scalar(name: str, raw: bytes) -> Any:
-    numpy = importlib.import_module("numpy")
-    expected = numpy.dtype(name).itemsize if dtypes.is_numpy_scalar(name) else None
-    if len(raw) != expected:
-        raise ManifestError(
-            "no such NumPy scalar",
-            facts={"dtype": name, "expected": f"{expected} bytes", "got": f"{len(raw)} bytes"},
-        )
-    return numpy.frombuffer(raw, dtype=numpy.dtype(name).newbyteorder("<")).astype(name)[0]
+        if tag == "$complex128":  # of an array: a view of pairs
+            return payload.view("complex128")[..., 0]
+        return foreign.value_of(tag, payload)
 
 
 def missing_of(these: Iterable[Any], others: Container[Any]) -> list[Any]:

@@ -30,13 +30,16 @@ from statehold.errors import ManifestError, UsageError, noting
 from statehold.selection import EVERYTHING, Answer, Selection, check_answers
 from statehold.state import dtypes, loaders, modules, nodes, optimizers
 from statehold.state.capture import is_stateful
+from statehold.state.composed import is_composed, refuse
 from statehold.state.marks import Mark
 from statehold.state.matching import ABSENT, missing_of, replace_content
 from statehold.state.names import below, names_of
+from statehold.state.placements import Placed
 from statehold.state.restoration import Restoration, mismatch
 from statehold.state.restore_optimizers import OptimizerMatching
 from statehold.state.rng import Rng, unchanged
-from statehold.state.tensors import check_storable, local_of, overlaps_itself
+from statehold.state.subclasses import is_allowed, name_of, parts_of
+from statehold.state.tensors import local_of, overlaps_itself
 from statehold.steps.saved import SavedStep
 from statehold.steps.trees import tensors_of
 
@@ -187,7 +190,7 @@ class _Matcher(OptimizerMatching):
         if not is_storable_kind(live):  # a class, a generator: somebody meant another object
             self.problem(path, "a live value that a step can hold", f"a {type(live).__name__}")
             return live
-        if nodes.payload(node, "$tensor") is not None and live is not None:
+        if live is not None and (is_composed(node) or nodes.payload(node, "$tensor") is not None):
             self.problem(path, "a plain value", "a tensor")
             return live
         return self.rebuild(live, node)
@@ -244,12 +247,14 @@ class _Matcher(OptimizerMatching):
         if not self._takes(path) or self._differs(node, path):
             return live
         name = nodes.payload(node, "$tensor")
-        if name is None:
+        if name is None and not is_composed(node):
             self.problem(path, _describe(live), "a plain value")
             return live
-        check_storable(live, path)
+        refuse(live, path)
         place = self._memory.place(live, path)
-        if not self._memory.fits(live, name, place):
+        if name is None or is_allowed(local_of(live)):
+            self._compose_in_place(live, node, place, path)
+        elif not self._memory.fits(live, name, place):
             self.problem(path, _describe(live), self._described(node))
         elif overlaps_itself(local_of(live)):
             self.problem(path, "a tensor that can be written", "an expanded one")
@@ -259,7 +264,16 @@ class _Matcher(OptimizerMatching):
             self.restoration.live += [live] if (local := local_of(live)) is live else [live, local]
         return live
 
+    def _compose_in_place(self, live: torch.Tensor, node: Any, place: Placed, path: str) -> None:
+        """Fill what a complex tensor, or one of a class of its own, is made of."""
+        if (got := self._composed.take(live, node, place, path)) is not None:
+            self.problem(path, _describe(live), got)
+        else:
+            self.restoration.live += map(local_of, parts_of(live))
+
     def _described(self, node: Any) -> str:
+        if is_composed(node):
+            return self._composed.described(node)
         name = nodes.payload(node, "$tensor")
         return "a plain value in the step" if name is None else self._memory.described(name)
 
@@ -294,6 +308,8 @@ def holds_state(value: Any) -> bool:
 def _describe(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
+    if is_allowed(local := local_of(value)):
+        return f"{name_of(type(local))} {list(value.shape)}"
     return dtypes.described(value.dtype, tuple(value.shape))
 
 

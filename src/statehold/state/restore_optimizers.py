@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from statehold.state import groups, nodes, optimizers, placements
+from statehold.state.composed import is_composed
 from statehold.state.groups import Group, Owners
 from statehold.state.matching import ABSENT, HOST, Matching, missing_of, replace_content
 from statehold.state.optimizers import GROUPS, PARAMS, STATE
@@ -177,7 +178,10 @@ class OptimizerMatching(Matching):
         """One entry of the state of a parameter, which lies where `beside` says."""
         name = nodes.payload(node, "$tensor")
         if name is None:
-            return self.rebuild(live, node, device, parameter)
+            if not is_composed(node) or not isinstance(live, torch.Tensor):
+                return self.rebuild(live, node, device, parameter)
+            where = None if is_dtensor(live) else placements.beside(live, parameter, beside)
+            return self._compose(live, node, device, parameter, where)
         if isinstance(live, torch.Tensor) and not (key == "step" and live.device != device):
             place = None if is_dtensor(live) else placements.beside(live, parameter, beside)
             if self._memory.usable(live, name, place):

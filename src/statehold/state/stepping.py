@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from statehold.state import optimizers
+from statehold.state.subclasses import parts_of
 from statehold.state.tensors import is_storable, local_of, storage_of
 
 
@@ -61,4 +62,5 @@ class Storages:
 
 def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     """The addresses of the storages of those that a step can hold; 0 is no address."""
-    return {storage_of(local_of(tensor)) for tensor in tensors if is_storable(tensor)} - {0}
+    plain = (part for tensor in tensors for part in parts_of(tensor))
+    return {storage_of(local_of(tensor)) for tensor in plain if is_storable(tensor)} - {0}

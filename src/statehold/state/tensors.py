@@ -80,7 +80,8 @@ def _refused_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
             return "a ShardedTensor", "shard with fully_shard (FSDP2), whose DTensors can be stored"
         if torch.nn.parameter.is_lazy(tensor):
             return "an uninitialized parameter", "run the model once before saving or restoring"
-        return "a tensor subclass", "store the plain tensors that it is made of"
+        hint = "allow it with statehold.allow_tensor_class, or store the tensors it is made of"
+        return "a tensor subclass", hint
     if tensor.device.type == "meta":
         return "a meta tensor, which has no data,", "materialize it before saving or restoring"
     if tensor.layout is not torch.strided:

@@ -43,6 +43,7 @@ __all__ = [
 DOCUMENT_BYTES_MAX = 1 * GiB
 
 # The state may nest DEPTH_MAX containers, each at most three levels of JSON ({"$dict":[[k,v]]}).
+_NEW_IN_3 = frozenset({"$complex128", "$subclass"})
 _DEPTH_MAX = 3 * values.DEPTH_MAX + 8
 _BLOCK_BYTES_MIN, _BLOCK_BYTES_MAX = 4 * KiB, 16 * MiB
 _DTYPE = re.compile("|".join(header.DTYPE_BITS))
@@ -207,12 +208,28 @@ def unseal(
     return version, document
 
 
-def check_state(check: Checker, state: Any, tensors: Container[str]) -> None:
-    """Decode the tree once, only to know that it can be decoded."""
+def needs_version_3(state: Any) -> bool:
+    """Whether a tree has nodes that versions 1 and 2 do not know."""
+    left = [state]
+    while left:
+        node = left.pop()
+        if type(node) is dict:
+            if not node.keys().isdisjoint(_NEW_IN_3):
+                return True
+            left += node.values()
+        elif type(node) is list:
+            left += node
+    return False
+
+
+def check_state(check: Checker, state: Any, tensors: Container[str], version: int) -> None:
+    """Decode the tree once, only to know that it can be decoded, in a document of `version`."""
 
     def leaf(tag: str, payload: Any) -> Any:
         if tag in ("$tensor", "$ndarray") and payload not in tensors:
             check.fail(f"state: {tag}", "the name of a tensor in this step", show(payload))
+        if tag in _NEW_IN_3 and version < 3:
+            check.fail(f"state: {tag}", "a node of this version", f"one of version 3 in {version}")
         return object()
 
     try:

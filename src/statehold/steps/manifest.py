@@ -1,4 +1,4 @@
-"""The manifest: what makes a directory a step. Version 1 holds all of it, version 2 lists records.
+"""The manifest: what makes a directory a step. Versions 1 and 3 hold all, version 2 lists records.
 
 Owns: encoding, decoding and validating manifest.json (docs/format.md, "Manifest").
 Holds: what `decode` returns contradicts nothing: names cannot leave the step directory, the parts
@@ -6,7 +6,8 @@ of version 1 hold what `entries` promises, every tensor that the state refers to
 manifest is ManifestError, an intact one of a newer version FormatVersionError.
 Not here: the disk (store), what a rank says (record), whether files match (the reader, by sums).
 
-A step of one rank is version 1, whatever the newest version is: readers of old can read it.
+A document has the lowest version that can hold it: readers of old can read it. The manifest of one
+rank is version 1, or 3 where its state has nodes that version 1 does not know.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from statehold.steps.entries import (
     check_state,
     chunk_document,
     file_document,
+    needs_version_3,
     record_file,
     seal,
     unseal,
@@ -51,7 +53,7 @@ __all__ = [
     "record_name",
 ]
 
-VERSION = 2
+VERSION = 3
 MANIFEST_BYTES_MAX = DOCUMENT_BYTES_MAX
 FORMAT = "statehold"
 CHECKSUM = "xxh3-64"
@@ -69,7 +71,7 @@ _HINT = "this step is damaged; an older committed step is not affected"
 
 @dataclass(frozen=True)
 class Manifest:
-    """Version 1: everything about a step of one rank but its tensors' bytes.
+    """Versions 1 and 3: everything about a step of one rank but its tensors' bytes.
 
     `state` is the encoded tree (values).
     """
@@ -83,10 +85,14 @@ class Manifest:
     tensors: dict[str, TensorEntry]
     state: Any
 
+    @property
+    def version(self) -> int:
+        return 3 if needs_version_3(self.state) else 1
+
     def encode(self) -> bytes:
         """The bytes of manifest.json, sealed by their own sha256."""
         document = {
-            **_head(self, 1),
+            **_head(self, self.version),
             "block_bytes": self.block_bytes,
             "files": [file_document(entry) for entry in self.files],
             "tensors": {name: _tensor_document(entry) for name, entry in self.tensors.items()},
@@ -102,8 +108,9 @@ class Manifest:
         """
         check = Checker(ManifestError, "a manifest is not valid", path, _HINT)
         version, document = unseal(check, raw, "manifest", FORMAT, VERSION)
-        read = _manifest if version == 1 else _commit
-        return read(check, document)
+        if version == 2:
+            return _commit(check, document)
+        return _manifest(check, document, version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +147,14 @@ class Commit:
     state: Mapping[str, tuple[Ranks, ...]]
     shared: tuple[Shared, ...] = ()
 
+    @property
+    def version(self) -> int:
+        return 2
+
     def encode(self) -> bytes:
         """The bytes of manifest.json, sealed by their own sha256."""
         document = {
-            **_head(self, 2),
+            **_head(self, self.version),
             "attempt": self.attempt,
             "records": [
                 {"name": entry.name, "bytes": entry.bytes, "sha256": entry.sha256}
@@ -202,7 +213,7 @@ def _check_head(check: Checker, members: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _manifest(check: Checker, document: dict[str, Any]) -> Manifest:
+def _manifest(check: Checker, document: dict[str, Any], version: int) -> Manifest:
     members = check.members(document, "manifest", _MEMBERS)
     head, reader = _check_head(check, members), EntryReader(check, members)
     expected = f"{file_name(0, reader.world_size)} or another rank of it"
@@ -210,7 +221,7 @@ def _manifest(check: Checker, document: dict[str, Any]) -> Manifest:
     nodes = check.object(members["tensors"], "tensors")
     tensors = {name: _tensor(reader, name, node) for name, node in nodes.items()}
     reader.check_tiling((name, entry.chunks) for name, entry in tensors.items())
-    check_state(check, members["state"], tensors)
+    check_state(check, members["state"], tensors, version)
     return Manifest(
         **head,
         block_bytes=reader.block_bytes,

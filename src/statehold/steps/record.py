@@ -31,6 +31,7 @@ from statehold.steps.entries import (
     check_state,
     chunk_document,
     file_document,
+    needs_version_3,
     seal,
     unseal,
 )
@@ -39,7 +40,7 @@ from statehold.steps.trees import members_of, tensors_of
 
 __all__ = ["VERSION", "Record"]
 
-VERSION = 2
+VERSION = 3
 FORMAT = "statehold-record"
 
 MESH_AXES_MAX = 32
@@ -82,7 +83,7 @@ class Record:
         tensors = {held.name: self._tensor_document(held, meshes) for held in self.held}
         document = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": 3 if needs_version_3(self.state) else 2,
             "step": self.step,
             "world_size": self.world_size,
             "rank": self.rank,
@@ -120,8 +121,8 @@ class Record:
         Raises ManifestError (facts file, where, expected, got), or FormatVersionError.
         """
         check = Checker(ManifestError, "a rank's record is not valid", path, _HINT)
-        _, document = unseal(check, raw, "record", FORMAT, VERSION)
-        return _Reader(check, check.members(document, "record", _MEMBERS)).record()
+        version, document = unseal(check, raw, "record", FORMAT, VERSION)
+        return _Reader(check, check.members(document, "record", _MEMBERS), version).record()
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -195,9 +196,10 @@ def _digest_of(value: Any) -> str:
 class _Reader:
     """Turns the JSON document into a Record, checking each member as it goes."""
 
-    def __init__(self, check: Checker, members: dict[str, Any]) -> None:
+    def __init__(self, check: Checker, members: dict[str, Any], version: int) -> None:
         self.check = check
         self.members = members
+        self.version = version
         self.entries = EntryReader(check, members)
         self.world_size = self.entries.world_size
         self.rank = check.integer(members["rank"], "rank", high=self.world_size - 1)
@@ -218,7 +220,7 @@ class _Reader:
         self.entries.check_tiling(self.chunks.items())
         if members_of(members["state"]) is None:
             check.fail("state", "an object", show(members["state"]))
-        check_state(check, members["state"], nodes)
+        check_state(check, members["state"], nodes, self.version)
         return Record(
             step=step,
             world_size=self.world_size,
