@@ -44,7 +44,7 @@ class Rule:
 
 
 _UNKNOWN = Rule()
-_QUANTIZED = "torchao.quantization.quantize_.workflows"
+_QUANTIZED = "torchao.quantization"
 _KNOWN: dict[str, Rule] = {
     "torchao.optim.subclass_8bit.OptimState8bit": Rule(
         frozenset({"codes", "scale"}), frozenset({"qmap"})
@@ -52,13 +52,13 @@ _KNOWN: dict[str, Rule] = {
     "torchao.optim.subclass_fp8.OptimStateFp8": Rule(frozenset({"codes", "scale"})),
     # The context of these holds the shape of the local tensor: another layout has another one.
     "torchao.optim.subclass_4bit.OptimState4bit": _UNKNOWN,
-    f"{_QUANTIZED}.int8.int8_tensor.Int8Tensor": _UNKNOWN,
-    f"{_QUANTIZED}.int4.int4_tensor.Int4Tensor": _UNKNOWN,
-    f"{_QUANTIZED}.int4.int4_plain_int32_tensor.Int4PlainInt32Tensor": _UNKNOWN,
-    f"{_QUANTIZED}.int4.int4_tile_packed_to_4d_tensor.Int4TilePackedTo4dTensor": _UNKNOWN,
-    f"{_QUANTIZED}.intx.intx_unpacked_to_int8_tensor.IntxUnpackedToInt8Tensor": _UNKNOWN,
-    f"{_QUANTIZED}.float8.float8_tensor.Float8Tensor": _UNKNOWN,
-    f"{_QUANTIZED}.nf4.nf4_tensor.NF4Tensor": _UNKNOWN,
+    f"{_QUANTIZED}.Int8Tensor": _UNKNOWN,
+    f"{_QUANTIZED}.Int4Tensor": _UNKNOWN,
+    f"{_QUANTIZED}.Int4PlainInt32Tensor": _UNKNOWN,
+    f"{_QUANTIZED}.Int4TilePackedTo4dTensor": _UNKNOWN,
+    f"{_QUANTIZED}.IntxUnpackedToInt8Tensor": _UNKNOWN,
+    f"{_QUANTIZED}.Float8Tensor": _UNKNOWN,
+    f"{_QUANTIZED}.quantize_.workflows.nf4.nf4_tensor.NF4Tensor": _UNKNOWN,
     "torchao.prototype.quantized_training.int8.Int8QuantizedTrainingLinearWeight": _UNKNOWN,
     "torchao.prototype.quantized_training.bitnet.BitNetTrainingLinearWeight": _UNKNOWN,
 }
