@@ -65,6 +65,7 @@ def _result(results: dict[str, Any], bench: str, peer: str) -> dict[str, Any]:
 PEERS = (
     "statehold",
     "statehold-full",
+    "statehold-default",
     "torch-save",
     "safetensors",
     "dcp-1",
