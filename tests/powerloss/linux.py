@@ -13,6 +13,7 @@ import fcntl
 import os
 import signal
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ _AUTOCLEAR, _DIRECT_IO = 4, 16
 _LOOP_CONFIG = struct.Struct("=II QQQQQ IIII 64s 64s 32s QQ 64x")
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _TRIES = 100
+_AGAIN_S = 0.05
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = [*[ctypes.c_char_p] * 3, ctypes.c_ulong, ctypes.c_char_p]
@@ -44,6 +46,34 @@ def mount(source: str, target: str, kind: str, options: str = "", flags: int = 0
 
 def unmount(target: str, flags: int = 0) -> None:
     _checked(_libc.umount2(target.encode(), flags), f"umount {target}")
+
+
+def unmount_within(seconds: float, target: str) -> None:
+    """Unmount what nobody uses any more: under load the kernel may still be closing its files.
+
+    Raises OSError, with what is open, when it is still used after so many seconds.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return unmount(target)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            if time.monotonic() > until:
+                raise OSError(errno.EBUSY, f"{target} is used: {opened_below(target)}") from error
+        time.sleep(_AGAIN_S)
+
+
+def opened_below(folder: str) -> list[str]:
+    """Files below a directory that some process has open, each with the number of the process."""
+    found = []
+    for fd in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            path = os.readlink(fd)
+            if path.startswith(f"{folder}/"):
+                found.append(f"{fd.parts[2]}: {path}")
+    return found
 
 
 def own_mounts() -> None:

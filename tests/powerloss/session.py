@@ -26,13 +26,14 @@ from powerloss.device import SECTOR_BYTES, RecordingDevice
 from powerloss.history import Fact, History, facts_of, known_at
 from powerloss.jobs import Where
 from powerloss.journal import Journal, Position
-from powerloss.linux import loop_device, mount, unmount
+from powerloss.linux import loop_device, mount, unmount_within
 from powerloss.neighbour import neighbour
 from powerloss.plans import Plan
 from powerloss.states import State
 from powerloss.workload import Workload, in_own_process
 
 HANG_S = 180.0
+_BUSY_S = 10.0
 SECONDS = 3  # states that are drawn from each recovery that was logged
 _RECORDED = 0.12  # which part of the recoveries that is
 _SERIALS = 10_000  # of the job that recovers: none of these was used before
@@ -86,7 +87,7 @@ class Lab:
             try:
                 yield device
             finally:
-                unmount(str(self.root))
+                unmount_within(_BUSY_S, str(self.root))
 
     @contextmanager
     def mounted(self, file_system: filesystems.FileSystem) -> Iterator[None]:
@@ -97,7 +98,7 @@ class Lab:
         try:
             yield
         finally:
-            unmount(str(self.root))
+            unmount_within(_BUSY_S, str(self.root))
 
 
 class Session:
@@ -171,7 +172,7 @@ class Session:
             return
         with self._lab.mounted(self._file_system):
             answer = checker.ask(self._plan, known, _SERIALS if may_record else 2 * _SERIALS)
-        self._tell(state, answer["wrong"])
+            self._tell(state, answer["wrong"])
 
     def _check_recorded(self, checker: CheckerProcess, state: State, known: Sequence[Fact]) -> None:
         """Let the power go off again while the run recovers from its loss."""
@@ -179,7 +180,7 @@ class Session:
         seed = self._chance.randrange(1 << 30)
         with self._lab.recorded(self._file_system, seed) as device:
             answer = checker.ask(self._plan, known, _SERIALS)
-        self._tell(state, answer["wrong"])
+            self._tell(state, answer["wrong"])
         facts = facts_of(answer["facts"])
         for again in self._drawn(device.journal(), facts, SECONDS):
             self._check(checker, again, facts, may_record=False)
