@@ -90,7 +90,8 @@ class Opened:
             options, note = tuned(options, storage_of(levels, run))
             say_once(note)
         self.fs = borrowed_fs or _core.open_fs(options.backend_choice, options.depth)
-        say_once(self.fs.note and f"saving with threads instead of io_uring: {self.fs.note}")
+        if self._owns_fs and options.backend_choice != "threads":  # else it was asked for
+            say_once(self.fs.note and f"saving with threads instead of io_uring: {self.fs.note}")
         self._identity = Identity(run)
         rank, ranks = (self.peers.rank, self.peers.world_size) if self.peers else (0, 1)
         self.places = open_places(

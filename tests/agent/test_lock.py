@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -122,3 +124,36 @@ def test_an_agent_that_does_not_answer_is_waited_for_within_bounds(
         told(agent)
         with pytest.raises(RunBusyError, match="the agent of a dead trainer, process"):
             RunLock(str(tmp_path))
+
+
+def test_an_agent_that_was_stopped_is_ended_for_a_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(locks, "TAKE_OVER_S", 0.3)
+    with process(AGENT, tmp_path) as agent:
+        first = told(agent)
+        assert first == "held"
+        os.kill(agent.pid, signal.SIGSTOP)
+        lock = RunLock(str(tmp_path))
+        assert lock.took_over
+        ended = agent.wait(DEADLINE_S)
+        assert ended == -signal.SIGKILL
+        assert f"process {agent.pid}, was stopped" in caplog.text
+        lock.release()
+
+
+def test_a_trainer_that_was_stopped_is_left_alone(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(locks, "TAKE_OVER_S", 0.3)
+    with process(TRAINER, tmp_path) as trainer:
+        ready = told(trainer)
+        assert ready == "ready"
+        go(trainer)
+        got = told(trainer)
+        assert got == "took"
+        os.kill(trainer.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(RunBusyError):
+                RunLock(str(tmp_path))
+            assert trainer.poll() is None
+        finally:
+            os.kill(trainer.pid, signal.SIGCONT)

@@ -77,10 +77,23 @@ def open_places(
 
         if isinstance(level, Directory) and not level.per_host:
             places.append(
-                DirectoryPlace(level.name, store_at(root), called, fs, engine_of(), yields=yields)
+                DirectoryPlace(
+                    level.name,
+                    store_at(root),
+                    called,
+                    fs,
+                    engine_of(),
+                    yields=yields,
+                    takes_copies=bool(places),
+                )
             )
         else:
-            places.append(_on_hosts(level, root, called, store_at, engine_of, fs, yields=yields))
+            is_first = not places
+            places.append(
+                _on_hosts(
+                    level, root, called, store_at, engine_of, fs, yields=yields, is_first=is_first
+                )
+            )
     return places
 
 
@@ -93,11 +106,19 @@ def _on_hosts(
     fs: Fs,
     *,
     yields: bool,
+    is_first: bool,
 ) -> HostPlace:
     wanted = level.copies if isinstance(level, Memory | Directory) else 0
     copies = CopiesAt(store_at(root + COPIES_SUFFIX), engine_of(), wanted)
     return HostPlace(
-        level.name, store_at(root), called, fs, engine_of(), copies=copies, yields=yields
+        level.name,
+        store_at(root),
+        called,
+        fs,
+        engine_of(),
+        copies=copies,
+        yields=yields,
+        takes_copies=not is_first,
     )
 
 

@@ -12,6 +12,7 @@ Not here: which steps are copied, and when (promoting); the bytes of a copy (cop
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import threading
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from statehold._core import Engine, Fs
     from statehold.levels.copying import Readable, Source
     from statehold.storage.store import Store
+
+logger = logging.getLogger("statehold")
 
 __all__ = ["Below", "CopyEngine", "DirectoryPlace", "Place", "Shared"]
 
@@ -168,7 +171,8 @@ class Shared:
 
 class DirectoryPlace(Shared):
     """A store on a file system; `called` is the directory as the user named it, yields: an agent
-    opens it (storage/lock). Thread-safe: it is prepared by whoever comes first, the trainer or a
+    opens it (storage/lock); takes_copies: False for the first level, where steps are only saved.
+    Thread-safe: it is prepared by whoever comes first, the trainer or a
     promotion."""
 
     def __init__(
@@ -180,8 +184,10 @@ class DirectoryPlace(Shared):
         engine: CopyEngine,
         *,
         yields: bool = False,
+        takes_copies: bool = True,
     ) -> None:
         self.name = name
+        self._takes_copies = takes_copies
         self._yields = yields
         self.store = store
         self._called = called
@@ -262,14 +268,30 @@ class DirectoryPlace(Shared):
 
     def prepare(self, token: str | None) -> None:
         with self._guard:
-            if self._is_prepared:
+            if self._is_prepared and not self._was_removed():
                 return
             self.store.create()
             if self.store.leads:
                 disk = id(self._fs) if self._fs.backend == "sim" else 0
                 self._lock = self._lock or RunLock(self._called, disk=disk, yields=self._yields)
                 self.store.recover(token)
+                if not self._takes_copies:  # a run that had other levels before
+                    self._unfinished.clear_all()
             self._is_prepared = True
+
+    def _was_removed(self) -> bool:
+        """Whether somebody has removed the directory since it was prepared. What is there by now is
+        another one: its lock has to be taken, and this job's may be another job's."""
+        is_there = self._fs.is_dir(self.store.root)
+        if is_there and not (self._lock is not None and self._lock.is_lost):
+            return False
+        logger.warning("%s, or its lock, was removed: it is made and locked again", self._called)
+        self._is_prepared = False
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        self.store.was_removed()
+        return True
 
     def take(self, copy: Copy) -> None:
         self._copies += 1

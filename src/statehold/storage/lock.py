@@ -7,8 +7,9 @@ do not exclude within one process, so a set of the paths held here does that.
 Readers take no lock: a committed step never changes under its name.
 
 An agent (statehold/agent) may hold the lock of a run whose trainer has died, and gives it up to
-whoever asks. Bytes of the lock file say who is who, and the kernel forgets each with its owner; no
-process is known by a number that another one may have by now:
+whoever asks. An agent that does not within TAKE_OVER_S, because it was stopped, is killed. Bytes of
+the lock file say who is who, and the kernel forgets each with its owner; no process is known by a
+number that another one may have by now:
 
     RIGHT    locked by the one who may save
     WANTED   shared by those who wait for an agent to give RIGHT up; it looks for them
@@ -20,7 +21,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
+import select
+import signal
 import socket
 import stat
 import struct
@@ -29,11 +33,14 @@ import time
 
 from statehold.errors import RunBusyError, storage_error
 
+logger = logging.getLogger("statehold")
+
 _RIGHT, _WANTED, _YIELDS = 0, 1, 2
 
 # An agent that is asked gives the lock up, or ends, within a fifth of this (agent/process.py).
 TAKE_OVER_S = 10.0
 _LOOK_S = 0.01
+_END_S = 2  # from SIGKILL to the end of a process
 
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
@@ -133,7 +140,53 @@ class RunLock:
                 return False
             self.took_over = True
             time.sleep(_LOOK_S)
-        return False
+        return self._end_agent(fd) and self._take(fd)
+
+    def _end_agent(self, fd: int) -> bool:
+        """End an agent that was stopped (SIGSTOP) while it had the right: it cannot hear that it is
+        asked, or end by itself. Whatever it was doing is invisible. False for any other holder.
+
+        The kernel says which process has the right, and again once a descriptor stands for it: no
+        other process that was given its number meanwhile is ever meant.
+        """
+        agent = _holder(fd, _RIGHT)
+        if not agent or agent != _holder(fd, _YIELDS):
+            return False
+        try:
+            pidfd = os.pidfd_open(agent)
+        except (OSError, AttributeError):
+            return False
+        try:
+            if agent != _holder(fd, _RIGHT):
+                return True  # it has given it up
+            if not _is_stopped(agent):
+                return False
+            logger.warning(
+                "the agent of %s, process %d, was stopped, and kept the run for %g s: it is ended",
+                os.path.dirname(self._path), agent, TAKE_OVER_S,
+            )  # fmt: skip
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            poller = select.poll()
+            poller.register(pidfd, select.POLLIN)
+            return bool(poller.poll(1000 * _END_S))
+        except OSError:
+            return False
+        finally:
+            os.close(pidfd)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the file that is locked is not the one in the run directory any more."""
+        if self._fd < 0:
+            return False
+        try:
+            named = os.lstat(self._path)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False  # nobody knows; whoever writes there finds out
+        mine = os.fstat(self._fd)
+        return (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino)
 
     @property
     def is_wanted(self) -> bool:
@@ -186,6 +239,22 @@ def _is_locked(fd: int, byte: int) -> bool:
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     kind: int = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))[0]
     return kind != fcntl.F_UNLCK
+
+
+def _holder(fd: int, byte: int) -> int:
+    """The process that has this byte of the file locked; 0: none, or one that is not known here."""
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+    return 0 if kind == fcntl.F_UNLCK else max(0, pid)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is suspended, by a signal or a debugger."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
 
 
 def _busy(run: str, holder: str) -> RunBusyError:

@@ -235,6 +235,14 @@ class Store:
         make_directories(self._fs, self._root)
         self._remembers = not self._leads  # who leads holds the lock, and asks itself
 
+    def was_removed(self) -> None:
+        """Nothing is left of the directory: what this process still holds of it is given back."""
+        with self._guard:
+            self._mappings.close()
+            self._spare = None
+            self._ready.drop()
+            self.look_again()
+
     def recover(self, token: str | None = None) -> None:
         """Clear away what a crash left behind. Call once, holding the run's lock.
 

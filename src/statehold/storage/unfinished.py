@@ -71,6 +71,13 @@ class Unfinished:
                     return path
         return None
 
+    def clear_all(self) -> None:
+        """Delete all of them, where nothing is copied to: whoever holds the lock may."""
+        for match in list(self._found()):
+            with contextlib.suppress(StorageError):  # no save fails for what is left behind
+                self._fs.sync_dir(self._root)
+                delete(self._fs, f"{self._root}/{match[0]}")
+
     def clear(self, but_for: int | None, attempt: str, *, and_own: bool = True) -> None:
         """Who leads: delete the unfinished copies of all steps `but_for` one. Newer ones of the job
         of `attempt` stay, and without `and_own` this one: other ranks may be ahead.

@@ -77,8 +77,9 @@ class HostPlace(DirectoryPlace):
         *,
         copies: CopiesAt,
         yields: bool = False,
+        takes_copies: bool = True,
     ) -> None:
-        super().__init__(name, store, called, fs, engine, yields=yields)
+        super().__init__(name, store, called, fs, engine, yields=yields, takes_copies=takes_copies)
         self.wanted_copies = copies.wanted
         self.hosts: tuple[Host, ...] = ()
         self.mine = 0

@@ -1,0 +1,116 @@
+"""A run directory that is removed under a job, and what jobs with other levels have left in one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import statehold
+from statehold.errors import RunBusyError, StorageError
+from statehold.storage.lock import RunLock, is_saved_into
+from statehold.testing import SimFs
+from support.faults import DEADLINE_S, SMALL
+from support.levels import FAR, LATER, only, opened_on, save, settle
+
+
+def content(step: int) -> dict[str, object]:
+    return {"w": torch.full((100_000,), step, dtype=torch.int32)}
+
+
+def test_saves_go_on_after_the_run_directory_was_removed(tmp_path: Path, caplog) -> None:
+    run = tmp_path / "run"
+    with statehold.Checkpointer(run, keep=1, **SMALL) as ckpt:
+        for step in (1, 2, 3):
+            save(ckpt, step, content(step))
+        settle(ckpt)
+        shutil.rmtree(run)
+        for step in (4, 5, 6):
+            save(ckpt, step, content(step))
+        with pytest.raises(RunBusyError):
+            RunLock(str(run))
+        assert is_saved_into(str(run))
+        live = content(0)
+        got = ckpt.restore(live)
+        assert (got, live["w"].min()) == (6, 6)  # type: ignore[attr-defined]
+    assert caplog.text.count("was removed: it is made and locked again") == 1
+
+
+# Makes and locks a run directory, says so, and keeps it until it is told to end.
+OTHER_JOB = """
+import os, sys
+from statehold.storage.lock import RunLock
+os.mkdir(sys.argv[1])
+lock = RunLock(sys.argv[1])
+print("locked", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_run_directory_that_another_job_has_made_meanwhile_is_its_own(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        save(ckpt, 1, content(1))
+        settle(ckpt)
+        shutil.rmtree(run)
+        other = subprocess.Popen(
+            [sys.executable, "-c", OTHER_JOB, str(run)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            assert other.stdout is not None
+            said = other.stdout.readline()
+            assert said == "locked\n"
+            with pytest.raises(RunBusyError, match=f"process {other.pid}"):
+                save(ckpt, 2, content(2))
+            assert os.listdir(run) == [".lock"]
+        finally:
+            other.communicate("\n", timeout=DEADLINE_S)
+        save(ckpt, 3, content(3))
+        steps = ckpt.steps()
+        assert steps == [3]
+
+
+def test_copies_that_were_interrupted_go_when_nothing_is_copied_there_any_more() -> None:
+    fs = SimFs(seed=1)
+    with opened_on(fs, far=LATER) as ckpt:
+        place = ckpt._opened().promotions._promoters["far"].place
+        commit = place.commit
+
+        def fail(*_: object) -> None:
+            raise StorageError("away", errno=5)
+
+        place.commit = fail  # type: ignore[method-assign]
+        save(ckpt, 1, content(1))
+        ckpt._opened().promotions.wait(DEADLINE_S)
+        halves = [name for name, _ in fs.listdir(FAR) if ".copy-" in name]
+        assert len(halves) == 1
+        place.commit = commit  # type: ignore[method-assign]
+        ckpt._close(flush=False)
+    with only(fs, FAR) as ckpt:
+        steps = ckpt.steps()
+        assert steps == []  # a reader changes nothing
+        assert [name for name, _ in fs.listdir(FAR) if ".copy-" in name] == halves
+        save(ckpt, 2, content(2))
+        assert [name for name, _ in fs.listdir(FAR) if "partial" in name] == []
+        steps = ckpt.steps()
+        assert steps == [2]
+
+
+@pytest.mark.parametrize("backend", ["threads", None])
+def test_threads_that_were_chosen_are_no_news(
+    tmp_path: Path, monkeypatch, caplog, backend: str | None
+) -> None:
+    monkeypatch.setattr("statehold.seeing.once._said", set())
+    with (
+        caplog.at_level(logging.INFO, "statehold"),
+        statehold.Checkpointer(tmp_path / "run", backend=backend, profile=None, **SMALL) as ckpt,
+    ):
+        is_fallback = backend is None and ckpt.backend == "threads"
+    assert ("saving with threads instead of io_uring" in caplog.text) == is_fallback
