@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import statehold
 from statehold.errors import StorageError
+from statehold.levels import promoting
 from statehold.levels.hosts.place import HostPlace
 from statehold.storage.beside import LOOKS_MAX, look_beside_a_writer
 from statehold.storage.store import Store
 from statehold.testing import SimFs, checkpointer_on
-from support.faults import SMALL
-from support.levels import NEAR, save
+from support.faults import DEADLINE_S, SMALL
+from support.levels import FAR, NEAR, only, opened_on, save, status
 
 
 class Retiring:
@@ -119,3 +121,30 @@ def test_what_is_gone_is_nothing() -> None:
 
     got = look_beside_a_writer(look, lambda: next(there))
     assert got is None
+
+
+def test_a_step_that_is_saved_again_while_it_is_copied_is_copied_anew(
+    fs, monkeypatch, caplog
+) -> None:
+    """The copy has read one manifest, and meets the files of the next save: that is no damage."""
+    again: list[int] = []
+    with opened_on(fs) as ckpt:
+        part_of = promoting.part_of
+
+        def late(*arguments: Any) -> Any:
+            part = part_of(*arguments)
+            if not again:
+                again.append(2)
+                save(ckpt, 1, {"w": torch.full((1000,), 2)})
+            return part
+
+        monkeypatch.setattr(promoting, "part_of", late)
+        save(ckpt, 1, {"w": torch.full((1000,), 1)})
+        ckpt.flush(DEADLINE_S)
+        assert again == [2]
+        assert status(ckpt).error is None
+    assert [each for each in caplog.records if "did not reach" in each.getMessage()] == []
+    live = {"w": torch.zeros(1000, dtype=torch.int64)}
+    with only(fs, FAR) as ckpt:
+        got = ckpt.restore(live)
+    assert (got, int(live["w"][0])) == (1, 2)

@@ -15,6 +15,7 @@ Not here: when a level wants a step (cadence), the bytes (copying), a level's co
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -33,6 +34,7 @@ from statehold.errors import (
     UsageError,
     WaitTimeout,
     named,
+    storage_error,
 )
 from statehold.levels.cadence import Cadence, parse_every
 from statehold.levels.copying import Copy, part_of
@@ -114,6 +116,7 @@ class Promoter:
         self._thread.submit(lambda: None)  # starts it: while a program ends, none can be
         self._under_way: Future[None] | None = None
         self._told: tuple[int, type[Exception]] | None = None  # the newest failure that was logged
+        self._begun_with = b""  # the manifest of the step that is being copied
         self.copied = 0  # copies that got there
         self.took_s = 0.0  # the newest of them
 
@@ -231,6 +234,7 @@ class Promoter:
         self, step: int, number: int, source: DirectoryPlace, kept: contextlib.ExitStack
     ) -> None:
         self._set(copying=step, bytes_done=0, bytes_total=0)
+        self._begun_with = b""
         attempt, begin_s = None, time.monotonic()
         try:
             with kept, self._watch.copy(step, self._counts) as seen:
@@ -310,7 +314,7 @@ class Promoter:
         files = source.source(step)
         with seen.stage("plan", step=step):
             part = part_of(files, source.store.path(step), share)
-        copied.manifest = part.manifest
+        copied.manifest = self._begun_with = part.manifest
         self._set(bytes_total=part.nbytes)
         self._throttle.begin()
         self.place.take(Copy(step, attempt, part, files, partial(self._before, seen), seen))
@@ -337,6 +341,12 @@ class Promoter:
                 self.place.drop(attempt)
         let_go(error)
         self._cadence.given_up(self._status.newest)
+        if self._was_saved_again(step, source):
+            error = storage_error("copy a step: it was saved again", errno.ESTALE, "")
+            self._set(copying=None, error=error)
+            self._log.info("step %d was saved again while it was copied to level %s: it is copied "
+                           "anew", step, self.place.name)  # fmt: skip
+            return
         self._set(copying=None, error=named(error, f"while copying step {step}"))
         told, self._told = self._told, (step, type(error))
         if not isinstance(error, ClosedError) and told != self._told:  # flush() and close() retry
@@ -344,6 +354,15 @@ class Promoter:
                 "step %d did not reach level %s; it stays at level %s, the next is tried\n%s",
                 step, self.place.name, source.name, error,
             )  # fmt: skip
+
+    def _was_saved_again(self, step: int, source: DirectoryPlace) -> bool:
+        """Whether the source has another save of the step than the copy began with."""
+        if not self._begun_with:
+            return False
+        try:
+            return _manifest(source, step) != self._begun_with
+        except (StorageError, CorruptionError):
+            return False
 
     def _set(self, **changes: object) -> None:
         with self._guard:
