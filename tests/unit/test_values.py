@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import decimal
 import enum
 import inspect
 import io
 import json
 import math
 import sys
+import types
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from pathlib import PurePosixPath
@@ -110,11 +114,11 @@ def test_a_snapshot_shares_nothing() -> None:
         (Point(1, 2), "_asdict"),
         (bytearray(b"x"), "bytes(value)"),
         (io.BytesIO(b"x"), "value.getvalue()"),
-        (PurePosixPath("/x"), "plain values"),
+        (PurePosixPath("/x"), "str(value)"),
         (object(), "state_dict()"),
         (len, "plain values"),
         (int, "plain values"),
-        (range(3), "plain values"),
+        (range(3), "list(value)"),
         ("\ud800", "fsencode"),
     ],
 )
@@ -347,3 +351,33 @@ def test_the_hook_gets_checked_payloads() -> None:
     ]
     got = values.decode(nodes, lambda tag, payload: (tag, payload))
     assert got == [next(iter(node.items())) for node in nodes]
+
+
+class _Color(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class _Config:
+    lr: float = 0.1
+
+
+HINTED: list[tuple[Any, str]] = [
+    (_Color.RED, "value.name"),
+    (_Config(), "dataclasses.asdict(value)"),
+    (range(3), "list(value)"),
+    (PurePosixPath("a"), "str(value)"),
+    (datetime.datetime(2026, 1, 1), "isoformat()"),
+    (datetime.date(2026, 1, 1), "isoformat()"),
+    (datetime.timedelta(1), "total_seconds()"),
+    (decimal.Decimal(1), "str(value)"),
+    (types.SimpleNamespace(a=1), "vars(value)"),
+]
+
+
+@pytest.mark.parametrize(("value", "hint"), HINTED, ids=lambda each: type(each).__name__)
+def test_what_to_store_instead(value: Any, hint: str) -> None:
+    with pytest.raises(UnsupportedValueError) as caught:
+        values.encode({"config": [value]}, "state")
+    assert caught.value.facts["path"] == "state.config.0"
+    assert hint in str(caught.value.hint)

@@ -118,8 +118,16 @@ _HINTS: dict[str, str] = {
     "BytesIO": "store value.getvalue()",
     "mappingproxy": "store dict(value)",
     "Namespace": "store vars(value)",
-    "PosixPath": "store str(value)",
     "datetime": "store value.isoformat()",
+    "date": "store value.isoformat()",
+    "time": "store value.isoformat()",
+    "timedelta": "store value.total_seconds()",
+    "Decimal": "store str(value)",
+    "Fraction": "store str(value)",
+    "UUID": "store str(value)",
+    "range": "store list(value), or its start, stop and step",
+    "slice": "store its start, stop and step",
+    "SimpleNamespace": "store vars(value)",
     "function": "keep code out of the state",
     "Generator": "wrap random generators in statehold.Rng",
 }
@@ -137,6 +145,13 @@ def _hint_for(kind: type) -> str:
     for base in (bool, int, float, str, bytes, tuple, list, dict, set, frozenset):
         if issubclass(kind, base):
             return f"store {base.__name__}(value): the subclass would be lost"
+    bases = {base.__name__ for base in kind.__mro__}
+    if "Enum" in bases:
+        return "store value.name, and look it up when you load: the class would be lost"
+    if "PurePath" in bases:
+        return "store str(value)"
+    if hasattr(kind, "__dataclass_fields__"):
+        return "store dataclasses.asdict(value): the class would be lost"
     return _HINT
 
 

@@ -145,6 +145,10 @@ class Destinations:
         shape = self.shape_of(name)
         return bool(shape) and shape == tuple(parameter.shape)
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of a saved tensor."""
+        return dtypes.dtype_of(self._saved.tensors[name].dtype, name)
+
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The global shape of a saved tensor, in elements of torch."""
         saved = self._saved.tensors[name]

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from statehold.encoding import values
 from statehold.errors import ManifestError, UsageError, noting
@@ -250,6 +251,9 @@ class _Matcher(OptimizerMatching):
         if name is None and not is_composed(node):
             self.problem(path, _describe(live), "a plain value")
             return live
+        if is_lazy(live):
+            self._materialize(live, node, path)
+            return live
         refuse(live, path)
         place = self._memory.place(live, path)
         if name is None or is_allowed(local_of(live)):
@@ -263,6 +267,22 @@ class _Matcher(OptimizerMatching):
         else:
             self.restoration.live += [live] if (local := local_of(live)) is live else [live, local]
         return live
+
+    def _materialize(self, live: Any, node: Any, path: str) -> None:
+        """Give an uninitialized parameter or buffer its saved shape, once its bytes are there."""
+        name = nodes.payload(node, "$tensor")
+        if name is None or live.dtype != self._memory.dtype_of(name):
+            expected = f"{_dtype(live)} of any shape, as it is uninitialized"
+            self.problem(path, expected, self._described(node))
+            return
+        made = self._memory.make(name, live.device)
+
+        def act() -> None:
+            if is_lazy(live):  # else it is tied, and has its shape
+                live.materialize(made.shape)
+                live.data = made
+
+        self.restoration.containers.append(act)
 
     def _compose_in_place(self, live: torch.Tensor, node: Any, place: Placed, path: str) -> None:
         """Fill what a complex tensor, or one of a class of its own, is made of."""
@@ -305,9 +325,15 @@ def holds_state(value: Any) -> bool:
     return False
 
 
+def _dtype(value: torch.Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
 def _describe(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
+    if is_lazy(value):
+        return f"an uninitialized tensor of {_dtype(value)}"
     if is_allowed(local := local_of(value)):
         return f"{name_of(type(local))} {list(value.shape)}"
     return dtypes.described(value.dtype, tuple(value.shape))
