@@ -30,7 +30,7 @@ from statehold.errors import (
     StorageError,
     no_such_step,
 )
-from statehold.levels.saves import Saves
+from statehold.levels.saves import Saves, is_of_storage
 from statehold.steps.saved import MANIFEST_NAME, SavedStep, open_step
 
 __all__ = ["Nearest", "Next", "Readable"]
@@ -151,7 +151,7 @@ class Nearest:
         could not be read: what is tried next then raises that.
         """
         self._found = None
-        if isinstance(error, StepNotFoundError) or self._has_changed(step):
+        if isinstance(error, StepNotFoundError) or self._has_changed(step, error):
             return Next.ANEW
         if not self.has_copies or not isinstance(error, CorruptionError | StorageError):
             return Next.GIVE_UP
@@ -170,11 +170,13 @@ class Nearest:
         self._served = {at: place for at, place in self._served.items() if at[0] != step}
         self.saves.forget(step)
 
-    def _has_changed(self, step: int) -> bool:
+    def _has_changed(self, step: int, error: Exception) -> bool:
         """Whether a place that was asked for a step has another save of it now, or none."""
         asked = {place.name for (of, _), place in self._served.items() if of == step}
         asked |= {name for of, _, name in self._bad if of == step}
         if not asked:  # the first document was not read
+            if is_of_storage(error):
+                return False
             asked = {name for name, found in self._steps_by_place().items() if step in found}
             if not asked:
                 return True

@@ -10,12 +10,14 @@ Not here: which file is read from where (nearest), what a restore does then (res
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from typing import Protocol
 
 from statehold.errors import (
     CorruptionError,
     FormatVersionError,
+    StateholdError,
     StepNotFoundError,
     StorageError,
 )
@@ -23,10 +25,17 @@ from statehold.steps.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.steps.manifest import Manifest
 from statehold.steps.saved import MANIFEST_NAME
 
-__all__ = ["Saves"]
+__all__ = ["Saves", "is_of_storage"]
 
 _FAILURES = (StorageError, CorruptionError, StepNotFoundError)
 _UNREADABLE = ""
+_NOT_TOLD = "not told"  # the storage failed, which says nothing about the step
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+
+def is_of_storage(error: Exception) -> bool:
+    """Whether the storage failed. False where a file is gone: a writer may have removed it."""
+    return isinstance(error, StorageError) and error.errno not in _GONE
 
 
 class Level(Protocol):
@@ -44,7 +53,8 @@ class Saves:
 
     def __init__(self) -> None:
         self._opened: dict[int, str] = {}
-        # step, level -> what the manifest there is, or _UNREADABLE; a damaged one has a sum, too.
+        # step, level -> what the manifest there is, or _UNREADABLE, or _NOT_TOLD; a damaged one has
+        # a sum, too.
         self._at: dict[tuple[int, str], str] = {}
         self._intact: dict[tuple[int, str], str] = {}  # the same, of manifests that are valid
         self._given_up: set[tuple[int, str]] = set()
@@ -56,8 +66,11 @@ class Saves:
     def open(self, step: int, level: Level) -> bytes | None:
         """The manifest of a step at a level: the save that is open now. None if that save was given
         up. Raises as Level.read()."""
-        self._at[step, level.name] = _UNREADABLE
-        raw = level.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+        try:
+            raw = level.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+        except StateholdError as error:
+            self._at[step, level.name] = _NOT_TOLD if is_of_storage(error) else _UNREADABLE
+            raise
         save = self._at[step, level.name] = sha256(raw)
         if (step, save) in self._given_up:
             return None
@@ -86,7 +99,8 @@ class Saves:
         )
 
     def has_changed(self, step: int, level: Level) -> bool:
-        """Whether a level has given up the step since it was read, or has another save of it."""
+        """Whether a level has given up the step since it was read, or has another save of it. Where
+        the storage failed, only the former can be seen."""
         if not level.holds(step, MANIFEST_NAME):
             return False
         before = self._at.get((step, level.name), self.opened(step))
@@ -96,7 +110,7 @@ class Saves:
             is_there = is_there and (now != _UNREADABLE or step in level.steps())
         except StorageError:
             return False  # nobody knows
-        return not is_there or now not in (_UNREADABLE, before)
+        return not is_there or (before != _NOT_TOLD and now not in (_UNREADABLE, before))
 
     def forget(self, step: int) -> None:
         """Nothing was read of a step; what was given up stays so."""
