@@ -5,6 +5,7 @@ Runs in a process of its own, to its end; the power goes off afterwards, at posi
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import signal
@@ -160,6 +161,7 @@ def in_own_process(act: Callable[..., None], *args: object) -> None:
     code = 1
     try:
         die_with_parent()
+        faulthandler.enable()  # SIGABRT ends what hangs, and shows where
         act(*args)
         code = 0
     except BaseException:
