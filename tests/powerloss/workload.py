@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from powerloss.content import blank, content
 from powerloss.history import History
 from powerloss.jobs import Job, Where, options_of
@@ -162,6 +164,8 @@ def in_own_process(act: Callable[..., None], *args: object) -> None:
     try:
         die_with_parent()
         faulthandler.enable()  # SIGABRT ends what hangs, and shows where
+        # Two threads of a fork that were the first to use torch's pool got "Invalid thread pool!".
+        torch.set_num_threads(1)
         act(*args)
         code = 0
     except BaseException:
