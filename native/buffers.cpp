@@ -2,6 +2,7 @@
 #include "buffers.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cerrno>
 
@@ -15,7 +16,7 @@ constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
 }  // namespace
 
 StagingMemory::StagingMemory(uint64_t buffer_count, uint64_t buffer_bytes)
-    : count_(buffer_count), buffer_bytes_(buffer_bytes) {
+    : count_(buffer_count), buffer_bytes_(buffer_bytes), process_(::getpid()) {
   CHECK(buffer_bytes > 0);
   CHECK(buffer_bytes % kPageBytes == 0);
   mapping_bytes_ = align_up(count_ * buffer_bytes_, kHugePageBytes) + kHugePageBytes;
@@ -30,7 +31,9 @@ StagingMemory::StagingMemory(uint64_t buffer_count, uint64_t buffer_bytes)
   ::madvise(mapping_, mapping_bytes_, MADV_DONTFORK);
 }
 
-StagingMemory::~StagingMemory() { ::munmap(mapping_, mapping_bytes_); }
+StagingMemory::~StagingMemory() {
+  if (::getpid() == process_) ::munmap(mapping_, mapping_bytes_);
+}
 
 // Not MADV_POPULATE_WRITE: it holds the lock of the address space for a whole buffer, and every
 // thread of the process that maps memory meanwhile, the trainer's too, waits for it. A fault takes

@@ -5,6 +5,8 @@
 // Not here: waiting (the engine's scheduler), what the bytes mean (jobs).
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -14,7 +16,8 @@
 
 namespace statehold {
 
-// Anonymous memory in huge pages where possible, not inherited by fork. Unmapped on destruction.
+// Anonymous memory in huge pages where possible, not inherited by fork. Unmapped on destruction,
+// but not in a forked child, where its addresses may be somebody else's.
 class StagingMemory {
  public:
   StagingMemory(uint64_t buffer_count, uint64_t buffer_bytes);
@@ -36,6 +39,7 @@ class StagingMemory {
   std::byte* mapping_ = nullptr;
   uint64_t mapping_bytes_ = 0;
   std::byte* data_ = nullptr;
+  const pid_t process_;
 };
 
 struct Lease {

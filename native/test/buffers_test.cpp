@@ -1,6 +1,12 @@
 // The pool lends every buffer once, and only a valid lease comes back.
 #include "buffers.h"
 
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <memory>
+
 #include "fs.h"
 #include "test.h"
 
@@ -51,6 +57,32 @@ TEST(memory_is_aligned_and_distinct) {
     memory.buffer(i)[0] = static_cast<std::byte>(i);
   }
   for (uint64_t i = 0; i < 4; ++i) EXPECT(memory.buffer(i)[0] == static_cast<std::byte>(i));
+}
+
+namespace {
+
+// Puts a page where the parent has its memory, drops that memory, and looks for the page.
+bool keeps_a_page_there(std::unique_ptr<StagingMemory> memory) {
+  constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+  void* page = ::mmap(memory->data(), kPageBytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (page == MAP_FAILED) return false;
+  memory.reset();
+  unsigned char resident = 0;
+  return ::mincore(page, kPageBytes, &resident) == 0;
+}
+
+}  // namespace
+
+// The memory is not inherited: in a child its addresses may be somebody else's.
+TEST(a_child_unmaps_nothing) {
+  auto memory = std::make_unique<StagingMemory>(2, kPageBytes);
+  const pid_t child = ::fork();
+  EXPECT(child >= 0);
+  if (child == 0) ::_exit(keeps_a_page_there(std::move(memory)) ? 0 : 1);
+  int how = 0;
+  EXPECT(::waitpid(child, &how, 0) == child);
+  EXPECT(WIFEXITED(how));
+  EXPECT(WEXITSTATUS(how) == 0);
 }
 
 TEST_MAIN
