@@ -7,6 +7,14 @@
 namespace statehold {
 namespace {
 
+constexpr int kTriesMax = 10'000;  // of a transfer that does not get on
+
+// Whether a transfer that ended with this may get on when it is issued again.
+// ECANCELED: the thread that issued the transfer has exited; we never cancel one ourselves.
+bool passes(int64_t result) {
+  return result == -EINTR || result == -EAGAIN || result == -ECANCELED;
+}
+
 const char* name_of(IoRequest::Kind kind) {
   return kind == IoRequest::Kind::read ? "read" : "write";
 }
@@ -35,8 +43,7 @@ uint32_t IoRequest::next_bytes() const {
 
 Progress settle(IoRequest& request, int64_t result, Status& status) {
   const bool is_read = request.kind == IoRequest::Kind::read;
-  // ECANCELED: the thread that issued the transfer has exited; we never cancel one ourselves.
-  if (result == -EINTR || result == -EAGAIN || result == -ECANCELED) return Progress::again;
+  if (passes(result) && ++request.tries < kTriesMax) return Progress::again;
   const auto at = static_cast<int64_t>(request.next_offset());
   if (result < 0) {
     status = Status::io(static_cast<int>(-result), name_of(request.kind), request.file->path(), at);
@@ -53,6 +60,7 @@ Progress settle(IoRequest& request, int64_t result, Status& status) {
   const uint64_t resume = request.file->direct() ? align_down(total, kPageBytes) : total;
   if (resume > request.bytes_done) {
     request.bytes_done = resume;
+    request.tries = 0;
     return Progress::again;
   }
   status = is_read ? Status::truncated("read", request.file->path(), request.offset + total)

@@ -91,6 +91,7 @@ struct IoRequest {
 
   // Kept by the Fs.
   uint64_t bytes_done = 0;
+  int tries = 0;                    // since it last got on
   Status refusal;                   // why it could not be started
   std::unique_ptr<IoRequest> next;  // in a queue
 
@@ -103,7 +104,8 @@ struct IoRequest {
 enum class Progress : uint8_t { again, finished };
 
 // The only function that looks at the result of a transfer (bytes, or -errno): error, nothing,
-// short, full. `again` means: issue the rest; `finished` that `status` is final.
+// short, full. `again` means: issue the rest; `finished` that `status` is final. An interruption is
+// tried again, but not for ever: a file system may give no other answer.
 Progress settle(IoRequest& request, int64_t result, Status& status);
 
 // Calls `done`.
@@ -170,7 +172,8 @@ class Fs {
   virtual int register_buffer(std::byte*, uint64_t) { return -1; }
   virtual void unregister_buffer(int) {}
 
-  // Waits for the transfers in flight and stops the threads. Idempotent.
+  // Waits for the transfers in flight and stops the threads. Idempotent, and two may call it at
+  // once: each returns when all that is done.
   virtual void close() = 0;
 };
 

@@ -511,7 +511,7 @@ void SimFs::close() {
     closed_ = true;
   }
   wake_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  std::call_once(closing_, [this] { thread_.join(); });
 }
 
 }  // namespace statehold

@@ -151,6 +151,7 @@ class SimFs final : public Fs {
   bool closed_ = false;           // guarded by mutex_
   SimRandom order_;               // guarded by mutex_
   std::thread thread_;
+  std::once_flag closing_;
 };
 
 }  // namespace statehold

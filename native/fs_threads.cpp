@@ -68,9 +68,9 @@ void ThreadsFs::close() {
     closed_ = true;
   }
   wake_.notify_all();
-  for (std::thread& thread : threads_) {
-    if (thread.joinable()) thread.join();
-  }
+  std::call_once(closing_, [this] {
+    for (std::thread& thread : threads_) thread.join();
+  });
 }
 
 }  // namespace statehold

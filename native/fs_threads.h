@@ -32,6 +32,7 @@ class ThreadsFs final : public PosixFs {
   IoQueue queue_;        // guarded by mutex_
   bool closed_ = false;  // guarded by mutex_
   std::vector<std::thread> threads_;
+  std::once_flag closing_;
 };
 
 }  // namespace statehold

@@ -84,6 +84,7 @@ class UringFs final : public PosixFs {
   bool ring_open_ = false;
   std::vector<int> free_slots_;
   std::thread reaper_;
+  std::once_flag closing_;
 };
 
 int UringFs::open() {
@@ -269,11 +270,12 @@ void UringFs::wake_reaper() {
 void UringFs::close() {
   {
     const std::lock_guard lock(mutex_);
-    if (std::exchange(closed_, true) || !ring_open_) return;
-    if (reaper_.joinable()) wake_reaper();
+    if (!std::exchange(closed_, true) && reaper_.joinable()) wake_reaper();
   }
-  if (reaper_.joinable()) reaper_.join();
-  io_uring_queue_exit(&ring_);
+  std::call_once(closing_, [this] {
+    if (reaper_.joinable()) reaper_.join();
+    if (ring_open_) io_uring_queue_exit(&ring_);
+  });
 }
 
 }  // namespace

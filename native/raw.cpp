@@ -33,6 +33,7 @@ class RawRun {
   }
 
   ~RawRun() {
+    wait();
     for (const int slot : slots_) fs_.unregister_buffer(slot);
   }
 
@@ -50,12 +51,16 @@ class RawRun {
       request.done = [this](Status status) { landed(std::move(status)); };
       start(std::move(request));
     }
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return in_flight_ == 0; });
+    wait();
     must(error_);
   }
 
  private:
+  void wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return in_flight_ == 0; });
+  }
+
   void start(IoRequest request) {
     {
       std::unique_lock lock(mutex_);

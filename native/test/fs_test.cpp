@@ -97,6 +97,35 @@ TEST(errors_and_interruptions) {
   EXPECT_THROWS(CheckFailed, settle(r, 8193, status));
 }
 
+// A file system (FUSE, say) may answer with one of these for ever.
+TEST(what_never_gets_on_fails) {
+  for (const int error : {EINTR, EAGAIN, ECANCELED}) {
+    IoRequest r = request(kRead, false, 8192, 8192);
+    Status status;
+    const auto again = [&] { return settle(r, -error, status) == Progress::again; };
+    EXPECT(again());
+    EXPECT(settle(r, 4096, status) == Progress::again);
+    int tries = 0;
+    while (again() && tries < 1'000'000) ++tries;
+    EXPECT(tries > 100);
+    EXPECT(tries < 1'000'000);
+    EXPECT(status.code == Code::io);
+    EXPECT(status.error == error);
+    EXPECT(status.offset_bytes == static_cast<int64_t>(kPageBytes + 4096));
+  }
+}
+
+TEST(getting_on_is_patient) {
+  IoRequest r = request(kRead, false, 1 << 20, 1 << 20);
+  Status status;
+  for (int i = 0; i + 1 < 1 << 20; ++i) {
+    EXPECT(settle(r, -EAGAIN, status) == Progress::again);
+    EXPECT(settle(r, 1, status) == Progress::again);
+  }
+  EXPECT(settle(r, 1, status) == Progress::finished);
+  EXPECT(status.ok());
+}
+
 TEST(reads_before_writes) {
   IoQueue queue;
   const auto push = [&](IoRequest::Kind kind, uint64_t bytes) {
