@@ -123,11 +123,11 @@ std::optional<Ready> ReadJob::next_ready(Deadline deadline) {
   wait(deadline, [&] {
     if (!ready && !offer_queue_.empty()) {
       const uint64_t index = offer_queue_.front();
-      offer_queue_.pop_front();
       CHECK(blocks_[index].stage == Stage::offered);
+      ready = Ready{index, blocks_[index].lease, external_pieces(blocks_[index])};
+      offer_queue_.pop_front();  // nothing throws from here on
       blocks_[index].stage = Stage::lent;
       --ready_left_;
-      ready = Ready{index, blocks_[index].lease, external_pieces(blocks_[index])};
     }
     return ready.has_value() || ready_left_ == 0;
   });

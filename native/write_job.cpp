@@ -140,11 +140,11 @@ std::optional<Fill> WriteJob::next_fill(Deadline deadline) {
   wait(deadline, [&] {
     if (!fill && !offer_queue_.empty()) {
       const uint64_t index = offer_queue_.front();
-      offer_queue_.pop_front();
       CHECK(blocks_[index].stage == Stage::offered);
+      fill = Fill{index, blocks_[index].lease, external_pieces(blocks_[index], index)};
+      offer_queue_.pop_front();  // nothing throws from here on
       blocks_[index].stage = Stage::lent;
       --fills_left_;
-      fill = Fill{index, blocks_[index].lease, external_pieces(blocks_[index], index)};
     }
     return fill.has_value() || fills_left_ == 0;
   });
@@ -158,13 +158,13 @@ void WriteJob::filled(const Fill& fill, bool is_there) {
   CHECK(block.stage == Stage::lent);
   CHECK(block.lease.generation == fill.lease.generation);
   CHECK(!is_there || segments_[block.first_segment].external);
-  block.stage = Stage::copying;
-  block.is_there = is_there;
   if (failed()) {
     give_back(block.lease);
   } else {
-    seal_queue_.push_back(fill.block);
+    seal_queue_.push_back(fill.block);  // may throw: then the buffer is still lent
   }
+  block.stage = Stage::copying;
+  block.is_there = is_there;
   wake_all();
 }
 

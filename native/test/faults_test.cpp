@@ -8,11 +8,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <functional>
+#include <future>
 #include <new>
 #include <thread>
 
@@ -280,6 +282,33 @@ void end_in_spite_of_done(const std::shared_ptr<Fs>& fs, const std::string& fold
   EXPECT(thrown == 1);
 }
 
+// While a callback is under way, two threads close: neither returns before it has returned.
+void close_twice(const std::shared_ptr<Fs>& fs, const std::string& folder) {
+  std::promise<void> go_on;
+  std::atomic<bool> is_over = false;
+  IoRequest request;
+  request.kind = IoRequest::Kind::write;
+  request.file = must(fs->open_write(folder + "/f", kPageBytes, false));
+  alignas(kPageBytes) static std::byte page[kPageBytes] = {};
+  request.memory = page;
+  request.bytes = request.bytes_min = kPageBytes;
+  request.done = [&](const Status&) {
+    go_on.get_future().wait();
+    is_over = true;
+  };
+  fs->submit(std::move(request));
+  std::array<std::future<bool>, 2> closed;
+  for (auto& each : closed) {
+    each = std::async(std::launch::async, [&] {
+      fs->close();
+      return is_over.load();
+    });
+  }
+  static_cast<void>(closed[1].wait_for(std::chrono::milliseconds(20)));  // both are in it by then
+  go_on.set_value();
+  for (auto& each : closed) EXPECT(each.get());
+}
+
 // From now on io_uring_enter fails with this errno, for all threads of the process.
 void refuse_io_uring_enter(int error) {
   const auto refuse = SECCOMP_RET_ERRNO | static_cast<uint32_t>(error);
@@ -314,21 +343,45 @@ void save_while_enter_fails(int error) {
   fs->close();
 }
 
+// As Python does it: the buffer comes back, also where it could not be filled.
+void move_outside(Engine& engine, WriteJob& job, State& state) {
+  while (const std::optional<Fill> fill = job.next_fill(std::nullopt)) {
+    const Status status = guarded([&] {
+      fill_one(engine, *fill, state);
+      job.filled(*fill);
+    });
+    if (status.ok()) continue;
+    job.cancel();
+    job.filled(*fill);
+    throw Failure(status);
+  }
+}
+
+void move_outside(Engine& engine, ReadJob& job, State& state) {
+  while (const std::optional<Ready> ready = job.next_ready(std::nullopt)) {
+    empty_one(engine, *ready, state);
+    job.release(*ready);
+  }
+}
+
 // A save, a read of it and a cancelled save; of all they do, on whatever thread, the n-th
 // allocation fails. False: there are not so many.
-bool work_without_memory(long failing) {
+bool work_without_memory(long failing, bool is_external) {
   const auto fs = std::make_shared<SimFs>(SimOptions{});
   must(fs->mkdir("run"));
   State state = some_state();
+  state.external.assign(1, is_external);
   Engine engine(fs, {2 * kBufferBytes, kBufferBytes, 2});
   failing_allocation = failing;
   const Status status = guarded([&] {
     const auto file = must(fs->open_write("run/f", state.bytes(), false));
     const auto job = engine.write(state.write_request(kPageBytes));
     job->attach(file);
+    move_outside(engine, *job, state);
     job->wait_written(std::nullopt);
     job->finish();
     const auto read = engine.read(state.read_request("run/f", job->checksums(), kPageBytes));
+    move_outside(engine, *read, state);
     read->wait_done(std::nullopt);
     engine.write(state.write_request(kPageBytes))->cancel();
   });
@@ -337,6 +390,9 @@ bool work_without_memory(long failing) {
   const bool has_failed = failing_allocation.exchange(0) == 0;
   EXPECT(has_failed || status.ok());
   EXPECT(status.ok() || status.error == ENOMEM);
+  const Shared::Lock lock(engine.shared()->mutex);
+  // A poisoned engine lends no more.
+  EXPECT(!engine.shared()->poison.ok() || engine.shared()->pool.lent_count() == 0);
   return has_failed;
 }
 
@@ -370,11 +426,27 @@ TEST(giving_back_throws_while_failing) {
 }
 
 TEST(any_allocation_fails) {
-  in_child([] {
-    long failing = 1;
-    for (; work_without_memory(failing); ++failing) ::alarm(kDeadlineS);  // for each of them
-    EXPECT(failing > 100);
-  });
+  for (const bool is_external : {false, true}) {
+    in_child([&] {
+      long failing = 1;
+      while (work_without_memory(failing, is_external)) {
+        ++failing;
+        ::alarm(kDeadlineS);  // for each of them
+      }
+      EXPECT(failing > 100);
+    });
+  }
+}
+
+TEST(two_close_at_once) {
+  const Folder folder;
+  const auto disk = std::make_shared<SimFs>(SimOptions{});
+  must(disk->mkdir("run"));
+  close_twice(disk, "run");
+  close_twice(std::make_shared<ThreadsFs>(1, ""), folder.path);
+  if (!has_uring("two_close_at_once")) return;
+  const Folder other;
+  close_twice(must(open_uring(3)), other.path);
 }
 
 TEST(an_impossible_transfer_fails_alone) {
