@@ -123,7 +123,7 @@ uintptr_t address_of(const PyFile& file) {
 
 void populate(const PyFile& file, uint64_t begin, uint64_t bytes) {
   const std::shared_ptr<File> shared = file.opened();
-  const nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   must(shared->populate(begin, bytes));
 }
 
@@ -140,14 +140,14 @@ std::shared_ptr<File> PyFile::take() {
 
 void PyFile::close() {
   std::shared_ptr<File> file = std::move(file_);
-  if (!file || file->view().empty()) return;
-  const nb::gil_scoped_release unlocked;  // undoing a mapping takes long
+  if (!file) return;
+  const Unlocked unlocked;  // a file system may wait here, and undoing a mapping takes long
   file.reset();
 }
 
 bool PyFile::close_alone(double within_s) {
   std::shared_ptr<File> file = std::move(file_);
-  const nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   using Clock = std::chrono::steady_clock;
   const auto within = std::chrono::duration_cast<Clock::duration>(
       std::chrono::duration<double>(std::max(0.0, within_s)));
@@ -164,7 +164,7 @@ bool PyFile::close_alone(double within_s) {
 PyFile open_write(PyFs& fs, const std::string& path, uint64_t bytes, bool reuse, bool mapped,
                   PyFile* kept) {
   std::shared_ptr<File> before = kept != nullptr ? kept->take() : nullptr;
-  const nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   return PyFile(must(mapped ? fs->open_mapped(path, bytes, reuse, std::move(before))
                             : fs->open_write(path, bytes, reuse)));
 }
@@ -173,7 +173,7 @@ PyFile open_write(PyFs& fs, const std::string& path, uint64_t bytes, bool reuse,
 // quick in memory.
 bool can_reuse(PyFs& fs, const std::string& path, PyFile* kept) {
   if (kept != nullptr) return fs->can_reuse_kept(path, kept->opened());
-  const nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   return fs->can_reuse(path);
 }
 
@@ -213,14 +213,14 @@ std::optional<int64_t> stat_bytes(PyFs& fs, const std::string& path) {
 
 void write_file(PyFs& fs, const std::string& path, nb::bytes data) {
   const std::string_view bytes(static_cast<const char*>(data.data()), data.size());
-  const nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   must(fs->write_file(path, bytes));
 }
 
 nb::bytes read_file(PyFs& fs, const std::string& path, uint64_t max_bytes) {
   std::string data;
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     data = must(fs->read_file(path, max_bytes));
   }
   return nb::bytes(data.data(), data.size());
@@ -232,7 +232,7 @@ void read_into(PyFile& file, nb::handle memory, uint64_t offset) {
   if (PyObject_GetBuffer(memory.ptr(), &view, PyBUF_CONTIG) != 0) throw nb::python_error();
   Status status;
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     status =
         source->read(static_cast<std::byte*>(view.buf), static_cast<uint64_t>(view.len), offset);
   }
@@ -257,7 +257,7 @@ PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_by
   request.segments = parse_segments(begins, sizes, addresses, flags, strided);
   std::shared_ptr<WriteJob> job;
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     job = engine->write(std::move(request));
   }
   return {std::move(job), engine->memory(), std::move(owner)};
@@ -287,7 +287,7 @@ PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
   if (sums.size() > 0) std::memcpy(request.sums.data(), sums.data(), sums.size());
   std::shared_ptr<ReadJob> job;
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     job = engine->read(std::move(request));
   }
   return {std::move(job), engine->memory(), std::move(owner)};
@@ -300,7 +300,7 @@ std::optional<PyFill> next_fill(PyWriteJob& job, Timeout timeout) {
     return fill.has_value() || job->fills_left() == 0;
   });
   if (!fill) return std::nullopt;
-  return PyFill{std::move(*fill), job.memory};
+  return PyFill(job.shared(), std::move(*fill), job.memory);
 }
 
 std::optional<PyReady> next_ready(PyReadJob& job, Timeout timeout) {
@@ -310,7 +310,7 @@ std::optional<PyReady> next_ready(PyReadJob& job, Timeout timeout) {
     return ready.has_value() || job->ready_left() == 0;
   });
   if (!ready) return std::nullopt;
-  return PyReady{std::move(*ready), job.memory};
+  return PyReady(job.shared(), std::move(*ready), job.memory);
 }
 
 }  // namespace statehold::python

@@ -4,8 +4,10 @@
 // Fs lives on while an engine uses it. All of that happens without the GIL. Threads do not survive
 // fork: in a child the handles refuse every call, and leak what they hold rather than wait for
 // threads that are not there.
-// The handle of a job keeps the memory alive that the job copies from or to. It lets go of it on a
-// Python thread, and only once the job is quiet (job.h): no native thread touches a Python object.
+// A buffer that was lent to Python, and is dropped without being given back, fails its job and
+// comes back: an exception, such as Ctrl-C, may come before Python has it in a variable. The handle
+// of a job keeps the memory alive that the job copies from or to. It lets go of it on a Python
+// thread, and only once the job is quiet (job.h): no native thread touches a Python object.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -25,6 +27,27 @@ namespace statehold::python {
 
 namespace nb = nanobind;
 
+// Releases the GIL. When the interpreter ends, Python before 3.14 unwinds a thread that wants the
+// GIL back (pthread_exit). No destructor and no function of nanobind lets that pass: it would end
+// the process. So such a thread sleeps until the process ends, as it does in later Pythons.
+class Unlocked {
+ public:
+  Unlocked() : state_(PyEval_SaveThread()) {}
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+  ~Unlocked() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      while (true) ::pause();
+    }
+  }
+
+ private:
+  PyThreadState* const state_;
+};
+
 template <class Object>
 class Handle {
  public:
@@ -39,7 +62,7 @@ class Handle {
       new std::shared_ptr<Object>(std::move(object_));  // leaked on purpose
       return;
     }
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     object_.reset();
   }
 
@@ -54,6 +77,7 @@ class Handle {
 
  protected:
   bool has_object() const { return object_ != nullptr; }
+  void forget() { object_.reset(); }
 
  private:
   std::shared_ptr<Object> object_;
@@ -95,7 +119,7 @@ class JobHandle : public Handle<SomeJob> {
   // Cancels the job, waits until it is quiet, lets go.
   void cancel() {
     {
-      const nb::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       (*this)->cancel();
     }
     let_go();
@@ -137,21 +161,37 @@ class PyFile {
   const pid_t process_;
 };
 
-struct PyFill {
-  Fill fill;
-  std::shared_ptr<StagingMemory> memory;
-  uintptr_t address() const {
-    return reinterpret_cast<uintptr_t>(memory->buffer(fill.lease.index));
+inline void give_back(WriteJob& job, const Fill& fill) { job.filled(fill); }
+inline void give_back(ReadJob& job, const Ready& ready) { job.release(ready); }
+
+// A buffer in the hands of Python. Holds the job that lent it until it is given back.
+template <class SomeJob, class Loan>
+class LentBuffer : public Handle<SomeJob> {
+ public:
+  LentBuffer(std::shared_ptr<SomeJob> job, Loan lent, std::shared_ptr<StagingMemory> staging)
+      : Handle<SomeJob>(std::move(job)), loan(std::move(lent)), memory(std::move(staging)) {}
+  LentBuffer(LentBuffer&&) = default;
+  ~LentBuffer() {
+    if (!this->has_object() || !this->is_ours()) return;
+    const Unlocked unlocked;
+    static_cast<void>(guarded([this] {
+      (*this)->cancel();
+      give_back(**this, loan);
+    }));
   }
+
+  // With the GIL.
+  void was_given_back() { this->forget(); }
+  uintptr_t address() const {
+    return reinterpret_cast<uintptr_t>(memory->buffer(loan.lease.index));
+  }
+
+  Loan loan;
+  std::shared_ptr<StagingMemory> memory;
 };
 
-struct PyReady {
-  Ready ready;
-  std::shared_ptr<StagingMemory> memory;
-  uintptr_t address() const {
-    return reinterpret_cast<uintptr_t>(memory->buffer(ready.lease.index));
-  }
-};
+using PyFill = LentBuffer<WriteJob, Fill>;
+using PyReady = LentBuffer<ReadJob, Ready>;
 
 // Exports staging memory, or a file that is memory, through the buffer protocol and keeps it
 // mapped.
@@ -195,7 +235,7 @@ bool wait(Timeout timeout_s, Done&& done) {
                   std::min(timeout_s.value_or(for_ever_s), for_ever_s)));
   while (true) {
     {
-      const nb::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       if (done(std::min(end, Clock::now() + slice))) return true;
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();

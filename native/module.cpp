@@ -110,7 +110,7 @@ void declare_fs(nb::module_& m) {
       .def("close", &PyFile::close)
       .def("close_alone", &PyFile::close_alone, "within_s"_a);
 
-  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  const auto unlocked = nb::call_guard<Unlocked>();
   nb::class_<PyFs>(m, "Fs", "Every effect on storage; see native/fs.h.")
       .def_prop_ro("backend", [](const PyFs& self) { return self->backend(); })
       .def_prop_ro("note", [](const PyFs& self) { return self->note(); })
@@ -171,7 +171,7 @@ void declare_fs(nb::module_& m) {
 }
 
 void declare_sim(nb::module_& m) {
-  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  const auto unlocked = nb::call_guard<Unlocked>();
   nb::class_<PySimFs, PyFs>(m, "SimFs", "A simulated disk; see native/fs_sim.h.")
       .def(
           "__init__",
@@ -250,11 +250,11 @@ PyType_Slot* owner_slots() {
 
 void declare_write_job(nb::module_& m) {
   nb::class_<PyFill>(m, "Fill", "A buffer of a WriteJob that waits for bytes from Python.")
-      .def_prop_ro("token", [](const PyFill& self) { return self.fill.block; })
+      .def_prop_ro("token", [](const PyFill& self) { return self.loan.block; })
       .def_prop_ro("address", &PyFill::address)
-      .def_prop_ro("pieces", [](const PyFill& self) { return tuples_of(self.fill.pieces); })
+      .def_prop_ro("pieces", [](const PyFill& self) { return tuples_of(self.loan.pieces); })
       .def_prop_ro("view", [](const PyFill& self) {
-        return view_of(self.memory, self.fill.lease.index, 1);
+        return view_of(self.memory, self.loan.lease.index, 1);
       });
 
   nb::class_<PyWriteJob>(m, "WriteJob", "One file being written; see native/write_job.h.",
@@ -263,7 +263,7 @@ void declare_write_job(nb::module_& m) {
           "attach",
           [](PyWriteJob& self, PyFile& file) {
             std::shared_ptr<File> shared = file.opened();
-            const nb::gil_scoped_release unlocked;
+            const Unlocked unlocked;
             self->attach(std::move(shared));
           },
           "file"_a)
@@ -286,8 +286,7 @@ void declare_write_job(nb::module_& m) {
           },
           "timeout"_a.none())
       .def(
-          "finish", [](PyWriteJob& self) { self->finish(); },
-          nb::call_guard<nb::gil_scoped_release>())
+          "finish", [](PyWriteJob& self) { self->finish(); }, nb::call_guard<Unlocked>())
       .def("checksums",
            [](PyWriteJob& self) {
              const std::vector<uint64_t> sums = self->checksums();
@@ -297,10 +296,14 @@ void declare_write_job(nb::module_& m) {
       .def("next_fill", &next_fill, "timeout"_a.none())
       .def(
           "filled",
-          [](PyWriteJob& self, const PyFill& fill, bool is_there) {
-            self->filled(fill.fill, is_there);
+          [](PyWriteJob& self, PyFill& fill, bool is_there) {
+            {
+              const Unlocked unlocked;
+              self->filled(fill.loan, is_there);
+            }
+            fill.was_given_back();
           },
-          "fill"_a, nb::kw_only(), "is_there"_a = false, nb::call_guard<nb::gil_scoped_release>())
+          "fill"_a, nb::kw_only(), "is_there"_a = false)
       .def_prop_ro("fills_left", [](PyWriteJob& self) { return self->fills_left(); })
       .def_prop_ro("stats", [](PyWriteJob& self) {
         const WriteStats stats = self->stats();
@@ -314,11 +317,11 @@ void declare_write_job(nb::module_& m) {
 
 void declare_read_job(nb::module_& m) {
   nb::class_<PyReady>(m, "Ready", "A verified buffer of a ReadJob that Python has to empty.")
-      .def_prop_ro("token", [](const PyReady& self) { return self.ready.block; })
+      .def_prop_ro("token", [](const PyReady& self) { return self.loan.block; })
       .def_prop_ro("address", &PyReady::address)
-      .def_prop_ro("pieces", [](const PyReady& self) { return tuples_of(self.ready.pieces); })
+      .def_prop_ro("pieces", [](const PyReady& self) { return tuples_of(self.loan.pieces); })
       .def_prop_ro("view", [](const PyReady& self) {
-        return view_of(self.memory, self.ready.lease.index, 1);
+        return view_of(self.memory, self.loan.lease.index, 1);
       });
 
   nb::class_<PyReadJob>(m, "ReadJob", "Segments being read; see native/read_job.h.",
@@ -331,8 +334,15 @@ void declare_read_job(nb::module_& m) {
           "timeout"_a.none())
       .def("next_ready", &next_ready, "timeout"_a.none())
       .def(
-          "release", [](PyReadJob& self, const PyReady& ready) { self->release(ready.ready); },
-          "ready"_a, nb::call_guard<nb::gil_scoped_release>())
+          "release",
+          [](PyReadJob& self, PyReady& ready) {
+            {
+              const Unlocked unlocked;
+              self->release(ready.loan);
+            }
+            ready.was_given_back();
+          },
+          "ready"_a)
       .def_prop_ro("ready_left", [](PyReadJob& self) { return self->ready_left(); })
       .def("cancel", &PyReadJob::cancel)
       .def_prop_ro("stats", [](PyReadJob& self) {
@@ -361,12 +371,11 @@ void declare_engine(nb::module_& m) {
       .def("read", &engine_read, nb::kw_only(), "files"_a, "file_bytes"_a, "block_bytes"_a,
            "file_index"_a, "begins"_a, "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "sums"_a,
            "owner"_a.none(), "boxes"_a = nb::dict(), "first_segment"_a = 0)
-      .def(
-          "close", [](PyEngine& self) { self->close(); }, nb::call_guard<nb::gil_scoped_release>());
+      .def("close", [](PyEngine& self) { self->close(); }, nb::call_guard<Unlocked>());
 }
 
 void declare_benchmarks(nb::module_& m) {
-  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  const auto unlocked = nb::call_guard<Unlocked>();
   m.def(
       "raw_write",
       [](PyFs& fs, const std::string& path, uint64_t file_bytes, uint64_t buffer_bytes, int depth,
@@ -410,5 +419,5 @@ NB_MODULE(_core, m) {
       [](uintptr_t address, uint64_t nbytes) {
         return xxh3_64(reinterpret_cast<const std::byte*>(address), nbytes);
       },
-      "address"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>());
+      "address"_a, "nbytes"_a, nb::call_guard<Unlocked>());
 }

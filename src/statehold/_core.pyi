@@ -252,7 +252,7 @@ class WriteJob:
     def cancel(self) -> None: ...
     def next_fill(self, timeout: float | None) -> Fill | None: ...
     def filled(self, fill: Fill, *, is_there: bool = False) -> None:
-        """Give the buffer back; after a failure, too, or it stays lent until close().
+        """Give the buffer back; after a failure, too. Who drops `fill` instead cancels the job.
 
         `is_there`: the file has these bytes, which are all of the block: they are hashed and not
         written.
@@ -287,7 +287,7 @@ class ReadJob:
     def wait(self, timeout: float | None) -> bool: ...
     def next_ready(self, timeout: float | None) -> Ready | None: ...
     def release(self, ready: Ready) -> None:
-        """Give the buffer back; after a failure, too, or it stays lent until close()."""
+        """Give the buffer back; after a failure, too. Who drops `ready` instead cancels the job."""
     @property
     def ready_left(self) -> int:
         """Blocks that next_ready has not handed out yet."""
