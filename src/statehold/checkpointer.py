@@ -13,11 +13,13 @@ there (the engine), when a step counts (store, team), what happens in the backgr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -32,6 +34,7 @@ from statehold.errors import (
     UsageError,
 )
 from statehold.gate import Gate
+from statehold.keeper import Keeper, wait_for_dropped
 from statehold.leaving import Leaving
 from statehold.levels.alike import check_same, described
 from statehold.levels.promoting import LevelStatus
@@ -67,7 +70,9 @@ class Checkpointer:
     copy. The other parameters are the fields of statehold.options.Options.
 
     Nothing is opened before the first use. Use it as a context manager, or call close(): both wait
-    until every save is committed. One Checkpointer at a time may save into a run directory.
+    until every save is committed. Without that its saves are finished in the background once it is
+    dropped, or when the program ends; a later Checkpointer of the run waits for them. One
+    Checkpointer at a time may save into a run directory.
     Not thread-safe: call it from the thread that trains. In a fork of its process (a data-loading
     worker) it raises ClosedError once it has been used before the fork; the fork may open its own.
     """
@@ -83,7 +88,9 @@ class Checkpointer:
         self._options = options_of(options)
         self._levels = levels_of(levels, self._options)
         self._open: Opened | None = None
+        self._keeper: Keeper | None = None  # as soon as it is open
         self._closed = False
+        self._is_taken_over = False
         self._borrowed_fs: Fs | None = None  # for statehold.testing
         self._borrowed_peers: Peers | None = None  # for statehold.testing
         self._borrowed_exchange: Exchange | None = None  # for statehold.testing
@@ -243,6 +250,8 @@ class Checkpointer:
         leaving = Leaving(within_s, self._opened().peers)
         leaving.install(*(signals or (signal.SIGTERM, signal.SIGUSR1)))
         self._leaving = leaving
+        if self._keeper is not None:
+            self._keeper.leaving = leaving
 
     def leave(self, within_s: float | None = None) -> None:
         """Leave as if a signal of leave_on() had come, for warnings that come in other ways.
@@ -421,37 +430,68 @@ class Checkpointer:
         """error: what has brought this rank here, and perhaps no other. alike: all ranks come."""
         self._closed = True
         forget(self)
-        self._gate.remove()
-        leaving, opened, self._open = self._leaving, self._open, None
-        if opened is None or not opened.is_of_this_process:
+        leaving, keeper, self._open = self._leaving, self._keeper, None
+        if keeper is None or not keeper.is_ours:
+            self._gate.remove()
             return  # a fork has nothing to wait for, and nothing to give back
+        number = self._saves_called
+
+        def end(opened: Opened) -> None:
+            if error is not None:
+                opened.part(number, error)
+            wanted = flush and not (leaving is not None and leaving.has_ended)
+            opened.close(flush=wanted, alike=alike and error is None)
+
         try:
             if leaving is not None:
                 leaving.part()
-            if error is not None:
-                opened.part(self._saves_called, error)
-            flush = flush and not (leaving is not None and leaving.has_ended)
-            opened.close(flush=flush, alike=alike and error is None)
+            keeper.close(end)
         finally:
+            if keeper.has_ended:  # else, after Ctrl-C, updates go on waiting for what is staged
+                self._gate.remove()
             if leaving is not None:
                 leaving.remove()
 
+    def _taken_over(self) -> None:
+        """Another Checkpointer has the run: only the traceback of an old error knew this one."""
+        self._closed = self._is_taken_over = True
+        self._open = None
+        forget(self)
+
     def _opened(self) -> Opened:
         if self._closed:
-            raise ClosedError("this Checkpointer was closed", facts={"run": self._run})
+            what = "this Checkpointer was closed"
+            if self._is_taken_over:
+                what = "another Checkpointer of this process took the run over from this one"
+            raise ClosedError(what, facts={"run": self._run})
         if self._open is None:
-            self._open = Opened(
+            self._open = self._open_now()
+            remember(self)
+            self._gate.stand()
+        self._open.check_process()
+        return self._open
+
+    def _open_now(self) -> Opened:
+        """Open everything, and have it kept until it has ended."""
+        wait_for_dropped(self._run)
+        owned = contextlib.ExitStack()
+        try:
+            opened = Opened(
                 self._run,
                 self._levels,
                 self._options,
                 self._borrowed_fs,
                 self._borrowed_peers,
                 self._borrowed_exchange,
+                owned,
             )
-            remember(self)
-            self._gate.stand()
-        self._open.check_process()
-        return self._open
+            self._keeper = Keeper(self._run, opened, self._gate, weakref.ref(self))
+            weakref.finalize(self, self._keeper.drop).atexit = False
+        except BaseException:
+            self._keeper = None
+            owned.close()
+            raise
+        return opened
 
     def _begun_anew(self) -> Opened:
         """Smaller steps than before may follow, on all ranks."""

@@ -42,6 +42,11 @@ class Pass(Protocol):
         """Order later work after the copies; False when not all copies are enqueued yet."""
 
 
+# Hooks of Checkpointers that were dropped. Taken off when the next gate stands up or is removed: an
+# optimizer may be going through its hooks now.
+_stale: list[Any] = []
+
+
 class Gate:
     """Holds the updates back until the saves under way are staged."""
 
@@ -55,6 +60,7 @@ class Gate:
 
     def stand(self) -> None:
         """Stand before the step() of every torch optimizer from now on."""
+        _remove_stale()
         if self._hook is None:
             self._hook = before_every_step(_waiting(weakref.ref(self)))
 
@@ -106,10 +112,17 @@ class Gate:
         self._forget_staged()
 
     def remove(self) -> None:
-        """Take the hook off the optimizers."""
+        """Take the hook off the optimizers. On the thread that trains."""
+        _remove_stale()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+    def retire(self) -> None:
+        """Have the hook taken off later. From any thread."""
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            _stale.append(hook)
 
     def _forget_staged(self) -> None:
         self._saves = [
@@ -117,6 +130,11 @@ class Gate:
             for save, passing in self._saves
             if not save.done("staged") and save.error is None
         ]
+
+
+def _remove_stale() -> None:
+    while _stale:
+        _stale.pop().remove()
 
 
 def _waiting(gate: weakref.ref[Gate]) -> Callable[[Optimizer], None]:

@@ -24,6 +24,7 @@ from statehold.errors import (
     StorageError,
 )
 from statehold.flushing import Countdown, flush
+from statehold.keeper import make_way
 from statehold.landing import Landing
 from statehold.levels.hosts.meeting import Exchange, Hosts, HttpExchange
 from statehold.levels.hosts.place import CopiesPlace, HostPlace
@@ -31,7 +32,7 @@ from statehold.levels.nearest import Nearest, Readable
 from statehold.levels.object_place import ObjectPlace
 from statehold.levels.opening import open_places, storage_of
 from statehold.levels.owners import Identity
-from statehold.levels.places import DirectoryPlace
+from statehold.levels.places import DirectoryPlace, Place
 from statehold.levels.promoting import LevelStatus, Promoter, Promotions
 from statehold.levels.remembered import remember
 from statehold.levels.rhythm import Rhythm
@@ -76,7 +77,10 @@ class Opened:
         borrowed_fs: Fs | None,
         borrowed_peers: Peers | None,
         borrowed_exchange: Exchange | None,
+        owned: contextlib.ExitStack,
     ) -> None:
+        """owned: closes what is opened here, in the opposite order; close() does, too."""
+        self._owned = owned
         self._run = run
         self._levels = levels
         self._pid = os.getpid()
@@ -84,12 +88,16 @@ class Opened:
         self._flushes = 0
         check_trace(options.trace, run)
         self.peers = borrowed_peers or join(run, options)
+        if self.peers is not None:
+            owned.callback(self.peers.close)
         self.rank = self.peers.rank if self.peers else None
         self._owns_fs = borrowed_fs is None
         if borrowed_fs is None:  # a profile is of a real storage
             options, note = tuned(options, storage_of(levels, run))
             say_once(note)
         self.fs = borrowed_fs or _core.open_fs(options.backend_choice, options.depth)
+        if self._owns_fs:
+            owned.callback(self.fs.close)
         if self._owns_fs and options.backend_choice != "threads":  # else it was asked for
             say_once(self.fs.note and f"saving with threads instead of io_uring: {self.fs.note}")
         self._identity = Identity(run)
@@ -104,15 +112,22 @@ class Opened:
             world_size=ranks,
             identity=self._identity,
         )
+        for place in reversed(self.places):
+            owned.callback(_close_place, place)
         self.near = [place for place in self.places if isinstance(place, DirectoryPlace)]
         on_hosts = [place for place in self.places if isinstance(place, HostPlace)]
         exchange = borrowed_exchange or HttpExchange(run, options.address)
         self.hosts = Hosts(on_hosts, self.peers, exchange)
+        owned.callback(self.hosts.close)
         first = self.near[0]
         self.store = first.store
         self.staging = Staging(self.fs, options, ranks_on_host(ranks))
+        owned.callback(self.staging.close)
         log = BackgroundLog()
         self.watch = Watch(run, rank, ranks, options.trace, log)
+        owned.callback(self.watch.close)
+        self._agent: Agent | None = None
+        owned.callback(self._say_goodbye)
         self.claims = Claims(rank, ranks)
         self.plans = PlanCache(world_size=ranks, rank=rank)
         targets = list(zip(levels[1:], self.places[1:], strict=True))
@@ -125,13 +140,14 @@ class Opened:
             self.peers,
             self._watch_of(levels[0]),
         )
+        owned.callback(self.promotions.close)
         watches = [self._watch_of(level) for level in levels]
         self.rhythm = Rhythm(levels, self.promotions, self.rank, options, watches)
         publisher = self._publisher(log)
         self._landing = Landing(levels, self.near, self.promotions, self.peers, self.hosts, log)
         self.pipeline = Pipeline(self._landing, publisher, self.promotions, log)
+        owned.callback(self.pipeline.close)
         self._noted: list[str] | None = None
-        self._agent: Agent | None = None
         if self._owns_fs and self.store.leads:
             self._agent = agent_for(run, levels, options, log)
 
@@ -165,7 +181,7 @@ class Opened:
         self._has_saved = True
         if not self._is_prepared:
             try:
-                self.near[0].prepare(self._token)
+                self._prepare_first()
             except StorageError:
                 if len(self.near) == 1:
                     raise
@@ -175,6 +191,19 @@ class Opened:
             self._is_prepared = True
         self._note_levels()
         self._keep_agent()
+
+    def _prepare_first(self) -> None:
+        try:
+            self.near[0].prepare(self._token)
+        except RunBusyError:
+            if not make_way(self._run, self):
+                raise
+            self.near[0].prepare(self._token)
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether a save, or another change of the run, was asked for."""
+        return self._has_saved
 
     def _keep_agent(self) -> None:
         """See that the agent is there; not where it could see but a part of each step."""
@@ -380,23 +409,8 @@ class Opened:
             if flush and has_saved and self.has_copies:
                 with _logged("could not bring the newest step to all levels"):
                     self.flush(None, None if alike else STRAGGLERS_S)
-        finally:  # also where the user has no patience for that
-            self._give_back()
-
-    def _give_back(self) -> None:
-        self.pipeline.close()
-        self.promotions.close()
-        self._say_goodbye()
-        self.watch.close()
-        self.staging.close()
-        self.hosts.close()
-        for place in self.places:
-            with _logged("could not remove a retired step"):
-                place.close()
-        if self._owns_fs:
-            self.fs.close()
-        if self.peers is not None:
-            self.peers.close()
+        finally:  # whatever fails on the way
+            self._owned.close()
 
     def _take_over(self) -> None:
         """An agent could not end its work: go on with it. On several ranks nobody else knows, and
@@ -417,6 +431,11 @@ class Opened:
             self._agent.goodbye()
         else:
             self._agent.leave()
+
+
+def _close_place(place: Place) -> None:
+    with _logged("could not remove a retired step"):
+        place.close()
 
 
 @contextlib.contextmanager

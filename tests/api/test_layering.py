@@ -21,7 +21,7 @@ PACKAGE = "statehold"
 # From the bottom up. A group may import the groups of lower layers and its own members.
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
-    [{"units"}, {"forks", "ending"}, {"memory"}, {"tracebacks"}],
+    [{"units"}, {"forks", "ending"}, {"memory"}, {"tracebacks", "holders"}],
     # seeing: what can be seen, whatever is looked at; metrics is its public name.
     [{"options"}, {"encoding"}, {"seeing"}],
     [{"planning"}, {"ranks"}, {"selection"}, {"metrics"}],
@@ -38,6 +38,7 @@ LAYERS: list[list[set[str]]] = [
             "staging",
             "save",
             "gate",
+            "keeper",
             "pipeline",
             "landing",
             "stalls",

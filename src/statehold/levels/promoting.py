@@ -206,9 +206,13 @@ class Promoter:
             self._look()
             self._cadence.given_up(self._status.newest)
 
+    def stop(self) -> None:
+        """Let what is under way, or comes, end unfinished. Returns at once."""
+        self._throttle.stop()
+
     def close(self) -> None:
         """End what is under way, finished or not."""
-        self._throttle.stop()
+        self.stop()
         self._thread.shutdown(wait=True)
 
     def look(self) -> None:
@@ -473,6 +477,11 @@ class Promotions:
         """Every rank, with nothing under way: these steps are at no level any more."""
         for promoter in self._promoters.values():
             promoter.forget(steps)
+
+    def stop(self) -> None:
+        """Let all copies end unfinished. Returns at once."""
+        for promoter in self._promoters.values():
+            promoter.stop()
 
     def close(self) -> None:
         for promoter in self._promoters.values():

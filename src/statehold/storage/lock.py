@@ -42,6 +42,8 @@ TAKE_OVER_S = 10.0
 _LOOK_S = 0.01
 _END_S = 2  # from SIGKILL to the end of a process
 
+_OTHER_JOB = "stop the other job, or give this one a run directory of its own"
+
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
 _held: set[tuple[int, str]] = set()
@@ -67,16 +69,17 @@ class RunLock:
     """
 
     def __init__(self, run: str, *, disk: int = 0, yields: bool = False) -> None:
-        self._path = os.path.join(os.path.realpath(run), ".lock")
         self._owner_pid = os.getpid()
-        self._yields = yields
         self._fd = -1
         self._is_held = False
+        self._path = os.path.join(os.path.realpath(run), ".lock")
+        self._yields = yields
         self.took_over = False
         self._disk = disk
         with _held_guard:
             if (disk, self._path) in _held:
-                raise _busy(run, f"another Checkpointer of this process ({os.getpid()})")
+                holder = f"another Checkpointer of this process ({os.getpid()})"
+                raise _busy(run, holder, "call close() on that one first, or go on with it")
             _held.add((disk, self._path))
             self._is_held = True
             try:
@@ -257,9 +260,9 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _busy(run: str, holder: str) -> RunBusyError:
+def _busy(run: str, holder: str, hint: str = _OTHER_JOB) -> RunBusyError:
     return RunBusyError(
         "the run directory is already being saved into",
         facts={"run": run, "held by": holder},
-        hint="stop the other job, or give this one a run directory of its own",
+        hint=hint,
     )
