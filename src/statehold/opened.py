@@ -95,11 +95,7 @@ class Opened:
         if borrowed_fs is None:  # a profile is of a real storage
             options, note = tuned(options, storage_of(levels, run))
             say_once(note)
-        self.fs = borrowed_fs or _core.open_fs(options.backend_choice, options.depth)
-        if self._owns_fs:
-            owned.callback(self.fs.close)
-        if self._owns_fs and options.backend_choice != "threads":  # else it was asked for
-            say_once(self.fs.note and f"saving with threads instead of io_uring: {self.fs.note}")
+        self.fs = borrowed_fs or _opened_fs(options, owned)
         self._identity = Identity(run)
         rank, ranks = (self.peers.rank, self.peers.world_size) if self.peers else (0, 1)
         self.places = open_places(
@@ -119,8 +115,7 @@ class Opened:
         exchange = borrowed_exchange or HttpExchange(run, options.address)
         self.hosts = Hosts(on_hosts, self.peers, exchange)
         owned.callback(self.hosts.close)
-        first = self.near[0]
-        self.store = first.store
+        self.store = self.near[0].store
         self.staging = Staging(self.fs, options, ranks_on_host(ranks))
         owned.callback(self.staging.close)
         log = BackgroundLog()
@@ -130,16 +125,7 @@ class Opened:
         owned.callback(self._say_goodbye)
         self.claims = Claims(rank, ranks)
         self.plans = PlanCache(world_size=ranks, rank=rank)
-        targets = list(zip(levels[1:], self.places[1:], strict=True))
-        self.promotions = Promotions(
-            first,
-            [
-                Promoter(level, place, self.peers, self._give_way, self._watch_of(level))
-                for level, place in [*targets, *self._copies(levels)]
-            ],
-            self.peers,
-            self._watch_of(levels[0]),
-        )
+        self.promotions = self._promotions(levels)
         owned.callback(self.promotions.close)
         watches = [self._watch_of(level) for level in levels]
         self.rhythm = Rhythm(levels, self.promotions, self.rank, options, watches)
@@ -150,6 +136,14 @@ class Opened:
         self._noted: list[str] | None = None
         if self._owns_fs and self.store.leads:
             self._agent = agent_for(run, levels, options, log)
+
+    def _promotions(self, levels: Sequence[Level]) -> Promotions:
+        targets = list(zip(levels[1:], self.places[1:], strict=True))
+        promoters = [
+            Promoter(level, place, self.peers, self._give_way, self._watch_of(level))
+            for level, place in [*targets, *self._copies(levels)]
+        ]
+        return Promotions(self.near[0], promoters, self.peers, self._watch_of(levels[0]))
 
     def _copies(self, levels: Sequence[Level]) -> list[tuple[Level, CopiesPlace]]:
         """The copies that hosts keep for each other, as levels that steps go to."""
@@ -431,6 +425,14 @@ class Opened:
             self._agent.goodbye()
         else:
             self._agent.leave()
+
+
+def _opened_fs(options: Options, owned: contextlib.ExitStack) -> Fs:
+    fs = _core.open_fs(options.backend_choice, options.depth)
+    owned.callback(fs.close)
+    if options.backend_choice != "threads":  # else it was asked for
+        say_once(fs.note and f"saving with threads instead of io_uring: {fs.note}")
+    return fs
 
 
 def _close_place(place: Place) -> None:
