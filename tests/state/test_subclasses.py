@@ -152,6 +152,20 @@ def test_classes_that_nobody_allowed_are_refused() -> None:
     assert "statehold.allow_tensor_class" in str(caught.value)
 
 
+def test_the_hint_names_no_function_that_would_refuse_the_class() -> None:
+    class Mine(nn.Parameter):
+        """Without __tensor_flatten__."""
+
+    with pytest.raises(UsageError):
+        statehold.allow_tensor_class(Mine)
+    with pytest.raises(UnsupportedValueError) as caught:
+        MemoryStep({"w": Mine(torch.ones(2))})
+    assert caught.value.hint == (
+        "give its class __tensor_flatten__ and __tensor_unflatten__ and allow it with "
+        "statehold.allow_tensor_class, or store the tensors it is made of"
+    )
+
+
 def test_no_class_is_looked_up_because_a_step_names_it() -> None:
     step = MemoryStep({"w": Made.of(torch.ones(2, 2))})
     subclasses._allowed.clear()

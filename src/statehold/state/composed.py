@@ -32,6 +32,7 @@ from statehold.state.tensors import (
     is_storable,
     is_view_of_other_values,
     local_of,
+    name_of,
     overlaps_itself,
 )
 
@@ -119,7 +120,7 @@ class Composed:
         self, live: torch.Tensor, saved: Mapping[str, Any], place: Placed, path: str
     ) -> list[_Part] | str:
         local = local_of(live)
-        if not subclasses.is_allowed(local) or subclasses.name_of(type(local)) != saved["class"]:
+        if not subclasses.is_allowed(local) or name_of(type(local)) != saved["class"]:
             return f"a {saved['class']}"
         form = subclasses.form_of(local, path)
         if (wrong := _difference(form, local, saved, place)) is not None:

@@ -39,8 +39,8 @@ from statehold.state.placements import Placed
 from statehold.state.restoration import Restoration, mismatch
 from statehold.state.restore_optimizers import OptimizerMatching
 from statehold.state.rng import Rng, unchanged
-from statehold.state.subclasses import is_allowed, name_of, parts_of
-from statehold.state.tensors import local_of, overlaps_itself
+from statehold.state.subclasses import is_allowed, parts_of
+from statehold.state.tensors import local_of, name_of, overlaps_itself
 from statehold.steps.saved import SavedStep
 from statehold.steps.trees import tensors_of
 

@@ -26,7 +26,7 @@ from statehold.errors import StateMismatchError, UnsupportedValueError, UsageErr
 from statehold.planning.layout import Box, Layout
 from statehold.state import foreign, placements
 from statehold.state.placements import OWN, Placed
-from statehold.state.tensors import local_of
+from statehold.state.tensors import PROTOCOL, local_of, name_of, says_what_it_is_made_of
 
 _CACHED_MAX = 1 << 16
 
@@ -79,18 +79,12 @@ def allow_tensor_class(
 
     Raises UsageError for a class that cannot be taken apart.
     """
-    names = ("__tensor_flatten__", "__tensor_unflatten__")
-    if not isinstance(cls, type) or not all(callable(getattr(cls, name, None)) for name in names):
+    if not isinstance(cls, type) or not says_what_it_is_made_of(cls):
         raise UsageError(
             "a tensor class cannot be taken apart",
-            facts={"expected": f"a class with {' and '.join(names)}", "got": repr(cls)[:200]},
+            facts={"expected": f"a class with {' and '.join(PROTOCOL)}", "got": repr(cls)[:200]},
         )
     _allowed[name_of(cls)] = cls, Rule(frozenset(rowwise), frozenset(shared))
-
-
-def name_of(cls: type) -> str:
-    """Module and qualified name, as a step has it."""
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def is_allowed(tensor: torch.Tensor) -> bool:

@@ -34,6 +34,7 @@ from statehold.errors import UnsupportedValueError
 Strided = tuple[int, tuple[int, ...], tuple[int, ...]]
 Memory = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool]
 
+PROTOCOL = ("__tensor_flatten__", "__tensor_unflatten__")
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
@@ -62,9 +63,8 @@ def check_storable(tensor: torch.Tensor, path: str) -> None:
     kind = _refused_kind(tensor)
     if kind is not None:
         what, hint = kind
-        raise UnsupportedValueError(
-            f"{what} cannot be stored", facts={"path": path, "type": _type_name(tensor)}, hint=hint
-        )
+        facts = {"path": path, "type": name_of(type(tensor))}
+        raise UnsupportedValueError(f"{what} cannot be stored", facts=facts, hint=hint)
 
 
 def is_storable(tensor: torch.Tensor) -> bool:
@@ -80,8 +80,10 @@ def _refused_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
             return "a ShardedTensor", "shard with fully_shard (FSDP2), whose DTensors can be stored"
         if torch.nn.parameter.is_lazy(tensor):
             return "an uninitialized parameter", "run the model once before saving or restoring"
-        hint = "allow it with statehold.allow_tensor_class, or store the tensors it is made of"
-        return "a tensor subclass", hint
+        allow = "allow it with statehold.allow_tensor_class"
+        if not says_what_it_is_made_of(type(tensor)):
+            allow = f"give its class {' and '.join(PROTOCOL)} and {allow}"
+        return "a tensor subclass", f"{allow}, or store the tensors it is made of"
     if tensor.device.type == "meta":
         return "a meta tensor, which has no data,", "materialize it before saving or restoring"
     if tensor.layout is not torch.strided:
@@ -93,8 +95,14 @@ def _refused_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
     return None
 
 
-def _type_name(tensor: torch.Tensor) -> str:
-    return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+def says_what_it_is_made_of(cls: type) -> bool:
+    """Whether a tensor class can be taken apart and put together by its own methods."""
+    return all(callable(getattr(cls, name, None)) for name in PROTOCOL)
+
+
+def name_of(cls: type) -> str:
+    """Module and qualified name of a class, as a step has it."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def is_external(tensor: torch.Tensor) -> bool:
