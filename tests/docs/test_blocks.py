@@ -26,7 +26,7 @@ from torch import nn
 
 import statehold
 from statehold.levels.memory import memory_root
-from support import s3
+from support import fourbit, s3
 from support.documents import Block, blocks, docstring_block
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
@@ -91,6 +91,21 @@ def opened(seed: int) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
+def qlora(seed: int) -> Iterator[dict[str, Any]]:
+    """A frozen 4-bit layer below a trained one."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8), fourbit.Linear4bit(8, 8, bias=False).to("cpu"))
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(8, 8)).pow(2).mean().backward()
+        optimizer.step()
+
+    yield {"statehold": statehold, "torch": torch, "model": model, "train_step": train_step,
+           "steps": 3}  # fmt: skip
+
+
+@contextlib.contextmanager
 def stock(seed: int) -> Iterator[dict[str, Any]]:
     """A checkpoint that torch itself has written."""
     import torch.distributed.checkpoint as dcp
@@ -103,6 +118,7 @@ def stock(seed: int) -> Iterator[dict[str, Any]]:
 
 
 PREAMBLES: dict[tuple[str, str], Callable[[int], AbstractContextManager[dict[str, Any]]]] = {
+    ("guide.md", "QLoRA"): qlora,
     ("guide.md", "Restoring"): opened,
     ("guide.md", "Leaving in time"): opened,
     ("dcp.md", "Restoring what others wrote"): stock,

@@ -34,7 +34,16 @@ from statehold.encoding import values
 from statehold.errors import UnsupportedValueError, UsageError, noting
 from statehold.planning.layout import Layout
 from statehold.planning.plan import TensorSpec
-from statehold.state import dtypes, foreign, loaders, modules, optimizers, placements, subclasses
+from statehold.state import (
+    adapters,
+    dtypes,
+    foreign,
+    loaders,
+    modules,
+    optimizers,
+    placements,
+    subclasses,
+)
 from statehold.state.composed import COMPLEX, SUBCLASS, as_real
 from statehold.state.marks import Gated, Mark, Volatile
 from statehold.state.placements import OWN, Placed
@@ -443,7 +452,7 @@ class _Capturer:
         inner = {
             name: self._tensor(
                 each,
-                f"{path}.{name}",
+                adapters.inner_path(path, name),
                 lazy=lazy or self._is_gated(each),
                 place=None if is_dtensor(each) else (places or {}).get(name, OWN),
             )

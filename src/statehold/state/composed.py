@@ -23,7 +23,7 @@ import torch
 from statehold.encoding import values
 from statehold.errors import StateMismatchError
 from statehold.planning.layout import Box
-from statehold.state import foreign, nodes, subclasses
+from statehold.state import adapters, foreign, nodes, subclasses
 from statehold.state.destinations import Destinations
 from statehold.state.placements import OWN, Placed
 from statehold.state.tensors import (
@@ -133,9 +133,10 @@ class Composed:
             found = found_places
         parts: list[_Part] = []
         for name, tensor in form.tensors.items():
-            each = self._parts(tensor, saved["tensors"][name], found[name], f"{path}.{name}")
+            where = adapters.inner_path(path, name)
+            each = self._parts(tensor, saved["tensors"][name], found[name], where)
             if isinstance(each, str):
-                return f"a {saved['class']} with {name}: {each}"
+                return f"a {saved['class']} with {name or 'values'}: {each}"
             parts += each
         return parts
 
@@ -184,7 +185,7 @@ class Composed:
             stride = torch.empty(shape, device="meta").stride()
         inner = {
             name: self._local(each, self._inner_place(saved, name, each, place, path), device,
-                              f"{path}.{name}")
+                              adapters.inner_path(path, name))
             for name, each in saved["tensors"].items()
         }  # fmt: skip
         context = values.decode(saved["context"], foreign.value_of)
@@ -207,9 +208,9 @@ def _difference(
     """In what a live tensor differs from a saved one of its class, its inner tensors aside."""
     part, shape = saved["part"], tuple(local.shape) if place.shape is None else place.shape
     if form.context != saved["context"]:
-        return f"a {saved['class']} with the context {saved['context']!r:.200}"
+        return f"a {saved['class']} with {_contrast(saved['context'], form.context)}"
     if form.tensors.keys() != saved["tensors"].keys():
-        return f"a {saved['class']} of {', '.join(saved['tensors'])}"
+        return f"a {saved['class']} of {', '.join(filter(None, saved['tensors']))}"
     if list(shape) != (saved["shape"] if part is None else part["of"]):
         return f"a {saved['class']} {saved['shape']}"
     if part is not None:
@@ -217,6 +218,14 @@ def _difference(
         if (list(box.offsets), list(box.shape)) != (part["offsets"], saved["shape"]):
             return f"a {saved['class']} that was saved in another layout"
     return None
+
+
+def _contrast(saved: Any, live: Any) -> str:
+    """In what the context of a saved tensor differs from that of a live one."""
+    if type(saved) is not dict or type(live) is not dict:
+        return f"the context {saved!r:.200}"
+    names = [name for name, value in saved.items() if name not in live or live[name] != value]
+    return ", ".join(f"{name} {saved[name]!r:.200}" for name in names)
 
 
 def _elsewhere(path: str, saved: Mapping[str, Any]) -> StateMismatchError:
@@ -246,5 +255,5 @@ def _sharded(local: torch.Tensor, like: Any) -> torch.Tensor:
 
 def refuse(live: torch.Tensor, path: str) -> None:
     """Raise for a live tensor that no step can hold, whatever it is made of."""
-    for part in subclasses.parts_of(live):
+    for part in subclasses.parts_of(live, path):
         check_storable(part, path)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from statehold.errors import UnsupportedValueError
+from statehold.state import adapters
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _COMPILED = "_orig_mod"
@@ -54,8 +55,16 @@ def replicas(module: nn.Module) -> tuple[Any, list[torch.Tensor]] | None:
 
 def entries(module: nn.Module) -> dict[str, Any]:
     """The module's own state by canonical name: live parameters, live buffers, extra state."""
-    state: Mapping[str, Any] = unwrapped(module).state_dict(keep_vars=True)
+    state = _state_of(unwrapped(module))
     return {_canonical(name): value for name, value in state.items()}
+
+
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    """The live state_dict(), without entries that repeat what a tensor in it is made of."""
+    state = module.state_dict(keep_vars=True)
+    for name in adapters.repeated(state):
+        del state[name]
+    return state
 
 
 def own_tensors(module: nn.Module) -> set[int]:
@@ -68,7 +77,7 @@ def hand_over(module: nn.Module, values: Mapping[str, Any]) -> None:
     """Load the entries that could not be filled in place; those that were are loaded from
     themselves, which copies nothing."""
     module = unwrapped(module)
-    state = module.state_dict(keep_vars=True)
+    state = _state_of(module)
     state.update({name: values[own] for name in state if (own := _canonical(name)) in values})
     module.load_state_dict(state)
 
@@ -84,6 +93,7 @@ def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
     names: dict[int, str] = {}
     for path, module in modules:
         _refuse_flat(module, path)
+        adapters.refuse_unfit(module, path)
         for name, value in entries(module).items():
             if isinstance(value, torch.Tensor):
                 names.setdefault(id(value), f"{path}.{name}")

@@ -39,7 +39,7 @@ from statehold.state.placements import Placed
 from statehold.state.restoration import Restoration, mismatch
 from statehold.state.restore_optimizers import OptimizerMatching
 from statehold.state.rng import Rng, unchanged
-from statehold.state.subclasses import is_allowed, parts_of
+from statehold.state.subclasses import is_allowed, parts_of, remark_of
 from statehold.state.tensors import local_of, name_of, overlaps_itself
 from statehold.steps.saved import SavedStep
 from statehold.steps.trees import tensors_of
@@ -335,7 +335,7 @@ def _describe(value: Any) -> str:
     if is_lazy(value):
         return f"an uninitialized tensor of {_dtype(value)}"
     if is_allowed(local := local_of(value)):
-        return f"{name_of(type(local))} {list(value.shape)}"
+        return f"{name_of(type(local))} {list(value.shape)}{remark_of(local)}"
     return dtypes.described(value.dtype, tuple(value.shape))
 
 

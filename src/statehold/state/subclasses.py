@@ -1,11 +1,12 @@
 """Tensor subclasses: tensors that are made of other tensors, such as quantized ones.
 
 Owns: the list of classes that a step may hold, and how each takes itself apart and is put together
-(`__tensor_flatten__`, `__tensor_unflatten__`); how its inner tensors are sharded.
+(`__tensor_flatten__` and `__tensor_unflatten__`, or an adapter); how its inner tensors are sharded.
 Holds: no class is imported or called because a file names it: its name must be in the list here,
 or a user has allowed it. What a class keeps besides tensors (its context) is stored as plain
 values.
-Not here: names and nodes of the inner tensors (capture, composed).
+Not here: classes without these methods (adapters), names and nodes of the inner tensors (capture,
+composed).
 
 The names in the list are those of the modules that define the classes. A class that its library has
 moved is not found there, and refused by name.
@@ -14,7 +15,9 @@ moved is not found there, and refused by name.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,7 +27,7 @@ import torch
 from statehold.encoding import values
 from statehold.errors import StateMismatchError, UnsupportedValueError, UsageError
 from statehold.planning.layout import Box, Layout
-from statehold.state import foreign, placements
+from statehold.state import adapters, foreign, placements
 from statehold.state.placements import OWN, Placed
 from statehold.state.tensors import PROTOCOL, local_of, name_of, says_what_it_is_made_of
 
@@ -61,6 +64,7 @@ _KNOWN: dict[str, Rule] = {
     f"{_QUANTIZED}.quantize_.workflows.nf4.nf4_tensor.NF4Tensor": _UNKNOWN,
     "torchao.prototype.quantized_training.int8.Int8QuantizedTrainingLinearWeight": _UNKNOWN,
     "torchao.prototype.quantized_training.bitnet.BitNetTrainingLinearWeight": _UNKNOWN,
+    **dict.fromkeys(adapters.ADAPTERS, _UNKNOWN),
 }
 _allowed: dict[str, tuple[Any, Rule]] = {}
 
@@ -95,7 +99,7 @@ def is_allowed(tensor: torch.Tensor) -> bool:
     name = name_of(kind)
     if name in _allowed:
         return _allowed[name][0] is kind
-    return name in _KNOWN and hasattr(tensor, "__tensor_flatten__")
+    return name in adapters.ADAPTERS or (name in _KNOWN and hasattr(tensor, PROTOCOL[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,22 +117,37 @@ def form_of(tensor: Any, path: str) -> Form:
     Raises UnsupportedValueError, with the path, for a context that is not made of plain values.
     """
     kind = name_of(type(tensor))
-    names, context = tensor.__tensor_flatten__()
+    tensors, context = _apart(tensor, path)
     try:
         node = values.encode(context, f"{path}.<context>", lambda each, _: foreign.torch_node(each))
     except UnsupportedValueError as error:
         error.hint = f"{kind} keeps this besides its tensors, and no step can hold it; {error.hint}"
         raise error.with_fact("class", kind) from None
-    return Form(kind, node, {name: getattr(tensor, name) for name in names})
+    return Form(kind, node, tensors)
 
 
-def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _apart(tensor: Any, path: str) -> tuple[dict[str, torch.Tensor], Any]:
+    """The inner tensors by name, and the context."""
+    adapter = adapters.adapter_of(type(tensor))
+    if adapter is not None:
+        return adapter.apart(tensor, path)
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context
+
+
+def parts_of(tensor: torch.Tensor, path: str = "") -> list[torch.Tensor]:
     """The tensors with memory of their own that a tensor is made of; itself where it is plain."""
     local = local_of(tensor)
     if not is_allowed(local):
         return [tensor]
-    names, _ = local.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [part for name in names for part in parts_of(getattr(local, name))]
+    inner, _ = _apart(local, path)
+    return [part for each in inner.values() for part in parts_of(each, path)]
+
+
+def remark_of(tensor: torch.Tensor) -> str:
+    """What a person who reads of the tensor has to know besides its class and shape, or ""."""
+    adapter = adapters.adapter_of(type(tensor))
+    return "" if adapter is None else adapter.remark(tensor)
 
 
 def build(
@@ -145,8 +164,14 @@ def build(
     copies what it is given.
     """
     cls = _class_of(kind, path)
-    made: Any = cls.__tensor_unflatten__(dict(tensors), context, torch.Size(shape), tuple(stride))
-    same = all(getattr(made, name) is tensor or _shares(getattr(made, name), tensor)
+    adapter = adapters.ADAPTERS.get(kind)
+    made: Any = (
+        adapter.together(cls, tensors, context)
+        if adapter is not None
+        else cls.__tensor_unflatten__(dict(tensors), context, torch.Size(shape), tuple(stride))
+    )
+    inner, _ = _apart(made, path)
+    same = all(inner[name] is tensor or _shares(inner[name], tensor)
                for name, tensor in tensors.items())  # fmt: skip
     if not same or tuple(made.shape) != tuple(shape):
         raise StateMismatchError(
@@ -171,18 +196,18 @@ def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _class_of(kind: str, path: str) -> Any:
     if kind in _allowed:
         return _allowed[kind][0]
-    cls: Any = None
-    if kind in _KNOWN:
-        module, _, name = kind.rpartition(".")
-        try:
+    cls, hint = None, "install the library of it, or call statehold.allow_tensor_class(the class)"
+    module, _, name = kind.rpartition(".")
+    if kind in adapters.ADAPTERS:
+        cls, hint = getattr(sys.modules.get(module), name, None), f"import {module} first"
+    elif kind in _KNOWN:
+        with suppress(ImportError):
             cls = getattr(importlib.import_module(module), name, None)
-        except ImportError:
-            cls = None
     if cls is None:
         raise UnsupportedValueError(
             "a tensor of the step is of a class that is not here",
             facts={"path": path, "class": kind},
-            hint="install the library that has it, or call statehold.allow_tensor_class(the class)",
+            hint=hint,
         )
     return cls
 
