@@ -19,6 +19,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <linux/magic.h>
+#include <pthread.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/vfs.h>
@@ -30,6 +31,7 @@
 #include <csignal>
 #include <cstdio>
 #include <ctime>
+#include <mutex>
 
 namespace statehold {
 namespace {
@@ -231,6 +233,55 @@ std::shared_ptr<MappedFile> renewed(const std::string& path, uint64_t bytes,
 }
 
 }  // namespace
+
+// All files of the process: a forked child closes them. Links the files themselves, so nothing here
+// needs memory.
+class OpenFiles {
+ public:
+  static OpenFiles& instance() {
+    static OpenFiles* const files = new OpenFiles;  // files may be closed after all destructors
+    return *files;
+  }
+
+  void add(PosixFile& file) {
+    const std::lock_guard lock(mutex_);
+    file.after_ = first_;
+    if (first_ != nullptr) first_->before_ = &file;
+    first_ = &file;
+  }
+
+  void remove(PosixFile& file) {
+    const std::lock_guard lock(mutex_);
+    (file.before_ != nullptr ? file.before_->after_ : first_) = file.after_;
+    if (file.after_ != nullptr) file.after_->before_ = file.before_;
+  }
+
+ private:
+  OpenFiles() {
+    const int error =
+        ::pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                         [] { instance().close_in_child(); });
+    if (error != 0) throw Failure(Status::io(error, "prepare for forks", {}));
+  }
+
+  void close_in_child() {
+    for (PosixFile* file = first_; file != nullptr; file = file->after_) file->close();
+    mutex_.unlock();
+  }
+
+  std::mutex mutex_;
+  PosixFile* first_ = nullptr;  // guarded by mutex_, as the links
+};
+
+PosixFile::PosixFile(int fd, std::string path, bool direct)
+    : File(std::move(path), direct), fd_(fd) {
+  OpenFiles::instance().add(*this);
+}
+
+PosixFile::~PosixFile() {
+  OpenFiles::instance().remove(*this);
+  close();
+}
 
 void PosixFile::close() {
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));

@@ -1,6 +1,8 @@
 // fs_posix: files and names through system calls, for both real implementations of Fs.
-// Holds: a descriptor is closed, and a mapping undone, with the last owner of its file. Leaves the
-// data plane (submit, close) to fs_uring.h and fs_threads.h.
+// Holds: a descriptor is closed, and a mapping undone, with the last owner of its file. A child of
+// fork() has neither: it would keep the space of deleted files from being freed, and files from
+// being reused, for as long as it lives. Leaves the data plane (submit, close) to fs_uring.h and
+// fs_threads.h.
 #pragma once
 
 #include <atomic>
@@ -16,8 +18,8 @@ namespace statehold {
 
 class PosixFile : public File {
  public:
-  PosixFile(int fd, std::string path, bool direct) : File(std::move(path), direct), fd_(fd) {}
-  ~PosixFile() override { close(); }
+  PosixFile(int fd, std::string path, bool direct);
+  ~PosixFile() override;
 
   int fd() const { return fd_; }
   Result<uint64_t> size_bytes() override;
@@ -32,7 +34,11 @@ class PosixFile : public File {
   int release() { return std::exchange(fd_, -1); }
 
  private:
+  friend class OpenFiles;
+
   int fd_;
+  PosixFile* before_ = nullptr;  // in the list of OpenFiles
+  PosixFile* after_ = nullptr;
 };
 
 // A file in memory. Never transferred: what is stored in its memory is in the file.

@@ -1,12 +1,15 @@
 // Files that are memory: what is refused, what is allocated, who keeps a mapping, what goes on.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 
 #include "folder.h"
 #include "fs_sim.h"
@@ -218,6 +221,38 @@ TEST(disks_are_refused) {
   must(fs.write_file(path, "x"));
   EXPECT(fs.open_mapped(path, 1, true, nullptr).status.error == EOPNOTSUPP);
   EXPECT(fs.open_view(path, 1).status.error == EOPNOTSUPP);
+}
+
+// A data-loading worker, say, which lives on.
+TEST(a_child_keeps_no_file_open) {
+  for (const auto& parent : {std::filesystem::temp_directory_path().string(), kMemory}) {
+    const Folder folder(parent);
+    const bool in_memory = folder.is_memory();
+    const auto fs = std::make_shared<ThreadsFs>(1, "");
+    const std::string path = folder.path + "/f";
+    std::shared_ptr<File> file = must(in_memory ? fs->open_mapped(path, kPageBytes, false, nullptr)
+                                                : fs->open_write(path, kPageBytes, false));
+    std::array<int, 2> ends{};
+    EXPECT(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()) == 0);
+    const pid_t child = ::fork();
+    EXPECT(child >= 0);
+    const int mine = ends[child == 0 ? 1 : 0];
+    ::close(ends[child == 0 ? 0 : 1]);
+    char byte = 0;
+    if (child == 0) {
+      static_cast<void>(!::write(mine, &byte, 1));  // it runs
+      static_cast<void>(!::read(mine, &byte, 1));   // until the parent has seen what it wants
+      ::_exit(0);
+    }
+    EXPECT(::read(mine, &byte, 1) == 1);
+    must(file->truncate(kPageBytes));  // it is still open here
+    file.reset();
+    const bool is_free = fs->can_reuse(path);
+    ::close(mine);
+    EXPECT(::waitpid(child, nullptr, 0) == child);
+    EXPECT(fs->can_reuse(path));
+    EXPECT(is_free);
+  }
 }
 
 TEST_MAIN
