@@ -283,6 +283,23 @@ def test_weights_that_lost_their_state_are_refused(bnb: Any) -> None:
         assert caught.value.facts["path"] == path
 
 
+def test_weights_that_lose_it_as_state_dict_is_called_are_refused(bnb: Any) -> None:
+    """A hook of fully_shard swaps the gathered weights, which have it, for the sharded ones."""
+    model = qlora(bnb)["model"]
+    plain = nn.Parameter(model.base.weight.detach(), requires_grad=False)
+    fired = []
+
+    def swap(layer: nn.Module, *_: Any) -> None:
+        fired.append(layer)
+        layer.weight = plain
+
+    model.base.register_state_dict_pre_hook(swap)
+    with pytest.raises(UnsupportedValueError, match="without its quantization state") as caught:
+        MemoryStep({"m": model})
+    assert fired
+    assert caught.value.facts["path"] == "m.base.weight"
+
+
 def test_weights_that_are_packed_for_inference_are_refused_untouched(bnb: Any) -> None:
     model = qlora(bnb)["model"]
     step, before = MemoryStep({"m": model, "w": model.base.weight}), values(model.base.weight)

@@ -106,11 +106,12 @@ class Linear4bit(nn.Linear):
         self.quant_state: Any = None
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if getattr(self.weight.quant_state, "packing_format_for_cpu", False):
-            self.weight.quant_state.absmax.zero_()  # there it is rounded
+        state = getattr(self.weight, "quant_state", None)
+        if getattr(state, "packing_format_for_cpu", False):
+            state.absmax.zero_()  # there it is rounded
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.weight.quant_state is not None:
-            for name, value in self.weight.quant_state.packed().items():
+        if state is not None:
+            for name, value in state.packed().items():
                 destination[f"{prefix}weight.{name}"] = value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

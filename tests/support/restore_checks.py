@@ -22,6 +22,7 @@ from statehold.state.restoration import Restoration
 from statehold.state.restore import prepare
 from statehold.steps.saved import SavedTensor
 from statehold.steps.trees import merge
+from support import fourbit
 from support.capture_checks import Mlp, live_tensors, piece, trained, two_dimensional
 from support.faults import must
 from support.jobs import Job, captured
@@ -268,6 +269,26 @@ def check_made_of_unknown_others_in_their_layout_only(job: Job) -> None:
         stepped(other, restored)
         with pytest.raises(StateMismatchError, match="in a way that this layout cannot take"):
             step.prepare({"m": other, "o": restored})
+
+
+def check_fourbit_weights_below_data_parallel(job: Job) -> None:
+    def built() -> nn.Module:
+        layer = fourbit.Linear4bit(8, 4, bias=False, quant_type="nf4").to("cpu")
+        return nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), layer))
+
+    torch.manual_seed(1)
+    model = built()
+    found = captured({"m": model})
+    specs = {each.spec.name: each.spec for each in found.tensors}
+    for name in ("m.1.weight", "m.1.weight.absmax", "m.1.weight.nested_offset"):
+        layout = specs[name].layout
+        must(layout is not None and layout.replica_count == 4, name)
+    step = SharedStep(job, {"m": model})
+    torch.manual_seed(2)
+    other = built()
+    step.restore({"m": other})
+    inputs = torch.randn(2, 8)
+    must(torch.equal(other(inputs), model(inputs)))
 
 
 class OwnStep(SharedStep):

@@ -20,7 +20,7 @@ Facts about bitsandbytes (0.50) that decide what is here:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,17 +146,28 @@ def _remark(tensor: Any) -> str:
 ADAPTERS = {f"{_BITSANDBYTES}.Params4bit": Adapter(_apart, _together, _remark)}
 
 
-def refuse_unfit(module: nn.Module, path: str) -> None:
-    """Raise for a module with a 4-bit layer that no step can hold, without changing the layer."""
+def refuse_packed(module: nn.Module, path: str) -> None:
+    """Raise for a 4-bit layer that state_dict() would change."""
+    for where, layer in _quantized_layers(module, path):
+        if _is_packed(getattr(layer.weight, "quant_state", None)):
+            raise _packed(where)
+
+
+def refuse_stateless(module: nn.Module, path: str) -> None:
+    """Raise for a 4-bit layer whose weight has lost its quantization state.
+
+    Call it after state_dict(): a hook of that may have swapped the weight for a sharded one.
+    """
+    for where, layer in _quantized_layers(module, path):
+        if getattr(layer.weight, "quant_state", None) is None:
+            raise _stateless(where)
+
+
+def _quantized_layers(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
+    """The 4-bit layers of a module, with the paths of their weights."""
     library = sys.modules.get(_BITSANDBYTES)
     if library is None:
         return
     for name, each in module.named_modules():
-        if not isinstance(each, library.Linear4bit) or each.quant_state is None:
-            continue
-        where = ".".join(filter(None, (path, name, "weight")))
-        state = getattr(each.weight, "quant_state", None)
-        if state is None:
-            raise _stateless(where)
-        if _is_packed(state):
-            raise _packed(where)
+        if isinstance(each, library.Linear4bit) and each.quant_state is not None:
+            yield ".".join(filter(None, (path, name, "weight"))), each

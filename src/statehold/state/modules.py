@@ -93,8 +93,10 @@ def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
     names: dict[int, str] = {}
     for path, module in modules:
         _refuse_flat(module, path)
-        adapters.refuse_unfit(module, path)
-        for name, value in entries(module).items():
+        adapters.refuse_packed(module, path)
+        found = entries(module)
+        adapters.refuse_stateless(module, path)
+        for name, value in found.items():
             if isinstance(value, torch.Tensor):
                 names.setdefault(id(value), f"{path}.{name}")
     return names
