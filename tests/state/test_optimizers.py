@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 
 import statehold
 from statehold.errors import StateMismatchError
+from statehold.selection import Selection
 from support.faults import DEADLINE_S, SMALL, Holdup
 from support.matching import MemoryStep, eager
 
@@ -272,6 +273,35 @@ def test_a_group_out_of_several_has_to_agree_on_options() -> None:
         group |= {"weight_decay": 0.25, "lr": 0.5}
     MemoryStep(saved.state).restore(live.state)
     assert live.optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+@pytest.mark.parametrize(("of_step", "of_run"), [("adamw", "sgd momentum"), ("sgd", "adamw")])
+def test_a_step_of_another_kind_of_optimizer_is_no_match(of_step: str, of_run: str) -> None:
+    saved, live = Run(OPTIMIZERS[of_step]), Run(OPTIMIZERS[of_run])
+    saved.step()
+    kept = dict(live.optimizer.param_groups[0])
+    with pytest.raises(StateMismatchError, match="differ") as caught:
+        MemoryStep(saved.state).prepare(live.state)
+    for name, only_here in [("betas", of_step == "adamw"), ("momentum", of_step == "sgd")]:
+        expected = "expected nothing" if only_here else "expected an option"
+        assert caught.value.facts[f"optimizer.param_groups.0.{name}"].startswith(expected)
+    assert live.optimizer.param_groups[0] == kept
+    assert not live.optimizer.state
+    selection = Selection(strict=False)
+    found = MemoryStep(saved.state).restore(live.state, selection=selection)
+    assert "optimizer.param_groups.0.betas" in (*found.missing, *found.unexpected)
+
+
+def test_options_that_only_one_side_has_are_no_other_kind_of_optimizer() -> None:
+    saved, live = Run(OPTIMIZERS["adamw"]), Run(OPTIMIZERS["adamw"])
+    saved.step()
+    saved.optimizer.param_groups[0]["initial_lr"] = 0.5  # a scheduler that this run lacks
+    MemoryStep(saved.state).restore(live.state)
+    assert live.optimizer.param_groups[0]["initial_lr"] == 0.5
+    del saved.optimizer.param_groups[0]["initial_lr"]
+    del saved.optimizer.param_groups[0]["decoupled_weight_decay"]  # a step of an older torch
+    MemoryStep(saved.state).restore(live.state)
+    assert live.optimizer.param_groups[0]["decoupled_weight_decay"]
 
 
 def test_parameters_that_the_step_does_not_have_are_named() -> None:

@@ -94,8 +94,27 @@ class OptimizerMatching(Matching):
                 got = f"parameters of several groups, which differ in {differing}"
                 where = f"{path}.{GROUPS}.{index}"
                 self.problem(where, "the options of one group of the step", got)
+            self._check_options(live, index, options or {}, f"{path}.{GROUPS}.{index}")
             found.append(options or {})
         return found
+
+    def _check_options(
+        self, live: torch.optim.Optimizer, index: int, saved: Mapping[str, Any], path: str
+    ) -> None:
+        """Refuse a saved group of another kind of optimizer: each side has options of its own.
+
+        Options of one side alone are no sign of that: another version of torch added them, or a
+        scheduler. A step that holds none says nothing.
+        """
+        group = live.param_groups[index]
+        takes = self._selection.takes
+        unknown = [key for key in missing_of(saved, group) if takes(f"{path}.{key}")]
+        lacking = [key for key in missing_of(live.defaults, saved) if key in group]
+        if saved and unknown and lacking:
+            for key in lacking:
+                self.missing(f"{path}.{key}", f"an option of {type(live).__name__}")
+            for key in unknown:
+                self.unexpected(f"{path}.{key}", "an option of another kind of optimizer")
 
     def _group(
         self, live: Mapping[str, Any], saved: Mapping[str, Any], path: str
