@@ -170,6 +170,8 @@ class Checkpointer:
         with save._stage("capture"):
             captured = capture(state, opened.rank, self._gate.passed())
         say_once(captured.note, logging.INFO)
+        for doubt in captured.doubts:
+            say_once(doubt)
         self._gate.check_gradients(step)
         with save._stage("plan"):
             specs = [tensor.spec for tensor in captured.tensors]

@@ -364,6 +364,22 @@ def test_what_cannot_be_known_is_told_once(
     ]
 
 
+def test_a_sampler_without_a_state_is_told_of_when_it_can_still_be_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = tmp_path.name  # what was said is not said again in this process
+    state = {"good": loader_of(shuffle=True), name: {"data": random_sampler()}}
+    with statehold.Checkpointer(tmp_path, **SMALL) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state).wait("committed", DEADLINE_S)
+    told = [each.message for each in caplog.records if "has no state" in each.message]
+    assert len(told) == 1
+    assert told[0].startswith(
+        f'a restart may go on differently in "{name}.data": its RandomSampler'
+    )
+    assert "shuffle=True" in told[0]
+
+
 @pytest.mark.parametrize("make", [loader_of, Module])
 def test_what_is_known_is_not_told(tmp_path: Path, make: Callable[[], Any]) -> None:
     undisturbed(tmp_path, make, [MIDDLE])

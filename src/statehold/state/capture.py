@@ -104,11 +104,13 @@ class Capture:
     """A state at the time of `capture`. `tensors` are distinct in memory; ties are in the tree.
 
     note: what the user could hand over so that save() returns earlier; "" if nothing.
+    doubts: what a restore will not put back, and what the user can do about it now.
     """
 
     tensors: list[CapturedTensor]
     tree: Any
     note: str = ""
+    doubts: list[str] = field(default_factory=list)
     _settled: bool = False
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
@@ -159,7 +161,7 @@ def capture(
     capturer.read_generators()
     if any(tensor.external for tensor in capturer.tensors):
         capturer.clone_small_host_tensors()
-    return Capture(capturer.tensors, tree, capturer.note())
+    return Capture(capturer.tensors, tree, capturer.note(), capturer.doubts)
 
 
 def parts(state: Any) -> Iterator[tuple[str, Any]]:
@@ -238,6 +240,7 @@ class _Capturer:
         self._mark: type[Mark[Any]] | None = None
         self._active: set[int] = set()
         self._generators: list[tuple[Rng, str, dict[str, Any]]] = []
+        self.doubts: list[str] = []
 
     # -- the hook of values.encode ---------------------------------------------------------
 
@@ -257,8 +260,13 @@ class _Capturer:
         if (refusal := loaders.refusal(value, path)) is not None:
             raise refusal
         if is_stateful(value):
-            return self._inside(value, lambda: loaders.state_of(value), path)
+            return self._inside(value, lambda: loaders.state_of(value, self._tell(path)), path)
         return self._foreign(value, path)
+
+    def _tell(self, path: str) -> Callable[[str], None]:
+        return lambda doubt: self.doubts.append(
+            f'a restart may go on differently in "{path}": {doubt}'
+        )
 
     def _later(self, rng: Rng, path: str) -> dict[str, Any]:
         """A node that is empty until read_generators()."""

@@ -10,7 +10,7 @@ Not here: the draws of the first iterator (first_iterator).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -76,18 +76,23 @@ def _held(value: Any) -> Iterator[tuple[Any, Any]]:
     return ((key, each) for key, each in members if not issubclass(type(each), _OPAQUE))
 
 
-def state_of(value: Any) -> Any:
+def state_of(value: Any, tell: Callable[[str], None] = lambda _: None) -> Any:
     """`value.state_dict()`, and the states of the generators that its loaders were given.
 
+    tell: is given what will not come back, and what to do about it.
     torchdata saves a generator as it was when the epoch began. A seed is drawn after that, and the
     next epoch's order begins with what comes then.
     """
     state = value.state_dict()
+    found = found_in(value)
     own = {
         path: get_state(loader.generator, path)
-        for path, loader in found_in(value)
+        for path, loader in found
         if _has_own_generator(loader)
     }
+    for _, loader in found:
+        if first_iterator.is_supported(loader) and (name := _forgetful_sampler(loader)):
+            tell(_OTHER_ORDER.format(name))
     if not own or not isinstance(state, dict) or GENERATORS in state:
         return state
     return {**state, GENERATORS: own}
@@ -142,7 +147,8 @@ _MAY_DRAW = (
 )
 _OTHER_ORDER = (
     "its {} has no state, so the samples that are left of the epoch may come in another order. "
-    "Pass shuffle=True to StatefulDataLoader, or a sampler with state_dict() and load_state_dict()"
+    "Pass shuffle=True to StatefulDataLoader, or a sampler with state_dict() and "
+    "load_state_dict(). With Accelerate, give such a StatefulDataLoader to prepare()"
 )
 
 
