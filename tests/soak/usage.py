@@ -1,8 +1,10 @@
 """What a process holds, and whether that has grown.
 
 Two gauges are exact: what malloc has handed out, and how many objects Python has; they show a leak
-of 1 KiB a save within minutes, where the resident memory needs hours. Descriptors, threads and
-names in /dev/shm may not grow at all.
+of 1 KiB a save within minutes, where the resident memory needs hours. The resident memory is
+counted without the arenas of malloc. How much of them is free depends on which thread allocates
+what in which order; where there are many arenas, that takes dozens of rounds to settle.
+Descriptors, threads and names in /dev/shm may not grow at all.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 SETTLE_S = 10.0
-# What may come and go: pages that the allocator keeps, freed blocks in the caches of threads.
+# What may come and go: pages of libraries and of stacks, freed blocks in the caches of threads.
 SLACK = {"rss_bytes": 24 << 20, "heap_bytes": 512 << 10, "objects": 4000}
 
 
@@ -35,9 +37,10 @@ class Usage:
     @staticmethod
     def now() -> Usage:
         gc.collect()
+        heap = _heap()
         return Usage(
-            rss_bytes=_resident_pages() * os.sysconf("SC_PAGE_SIZE"),
-            heap_bytes=_heap_bytes(),
+            rss_bytes=_resident_pages() * os.sysconf("SC_PAGE_SIZE") - int(heap.arena),
+            heap_bytes=int(heap.uordblks + heap.hblkhd),
             objects=sys.getallocatedblocks(),
             descriptors=len(os.listdir("/proc/self/fd")),
             threads=len(os.listdir("/proc/self/task")),
@@ -46,7 +49,7 @@ class Usage:
 
     def __str__(self) -> str:
         return (
-            f"{self.rss_bytes >> 20} MiB resident, {self.heap_bytes >> 10} KiB of heap, "
+            f"{self.rss_bytes >> 20} MiB without arenas, {self.heap_bytes >> 10} KiB of heap, "
             f"{self.objects} objects, {self.descriptors} descriptors, {self.threads} threads, "
             f"{self.shared} in /dev/shm"
         )
@@ -87,14 +90,15 @@ class _Mallinfo(ctypes.Structure):
     )  # fmt: skip
 
 
-def _heap_bytes() -> int:
-    """What malloc has handed out and not got back; 0 where the C library does not say."""
+def _heap() -> _Mallinfo:
+    """What malloc has from the system, and what of it was handed out and has not come back; zeros
+    where the C library does not say."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
-        return 0
+        return _Mallinfo()
     mallinfo.restype = _Mallinfo
-    info = mallinfo()
-    return int(info.uordblks + info.hblkhd)
+    found: _Mallinfo = mallinfo()
+    return found
 
 
 def _shared() -> int:
