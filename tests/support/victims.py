@@ -114,6 +114,8 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
 
     torch.set_num_threads(1)
+    # Imports what the first optimizer needs, which takes seconds: once here, not in each fork.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     loaded: dict[str, ModuleType] = {}
     for line in sys.stdin:
         order = json.loads(line)
