@@ -83,7 +83,8 @@ def test_few_descriptors(victims: Victims, tmp_path: Path, backend: str) -> None
 
 def no_descriptor_at_all(folder: Path) -> None:
     """Opening: io_uring needs a descriptor, too, and says so; "auto" does without it."""
-    statehold.Checkpointer(folder / "warm", **SMALL).steps()
+    with statehold.Checkpointer(folder / "warm", **SMALL) as warm:  # its descriptors are back then
+        warm.steps()
     with limited(resource.RLIMIT_NOFILE, fill_gaps(folder)):
         with pytest.raises(errors.StorageError) as caught:
             statehold.Checkpointer(folder / "run", **SMALL, backend="io_uring").steps()
