@@ -38,7 +38,7 @@ def command(options: argparse.Namespace) -> str:
     shown = [
         f"--{key.replace('_', '-')} {value}"
         for key, value in _plain(options).items()
-        if key not in ("smoke", "peers") and value is not None
+        if key not in ("smoke", "peers", "pairs") and value is not None
     ]
     return " ".join(["python -m bench.ranks", *["--smoke"] * options.smoke, *shown])
 

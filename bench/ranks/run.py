@@ -46,6 +46,11 @@ RESTORES = {
     "tp-2-fsdp-2": ("fsdp-4",),
     "whole": ("fsdp-4",),
 }
+PAIRS = {
+    f"{source}:{target}": (source, target)
+    for source, targets in RESTORES.items()
+    for target in targets
+}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -54,6 +59,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=tuple(SHAPES), default="130m")
     parser.add_argument("--only", choices=(*BENCHES, "limit"), help="one benchmark and the limits")
     parser.add_argument("--peers", help=f"comma-separated, of: {','.join(SAVERS)}")
+    parser.add_argument(
+        "--pairs", help="comma-separated SOURCE:TARGET layouts to restore (default: all)"
+    )
     parser.add_argument("--reps", type=int, default=3, help="rounds over all peers")
     parser.add_argument("--saves", type=int, default=4, help="saves per process of a peer")
     parser.add_argument("--train-steps", type=int, default=8)
@@ -66,6 +74,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.peers = options.peers.split(",") if options.peers else list(default)
     if unknown := set(options.peers) - set(SAVERS):
         parser.error(f"unknown peers: {', '.join(sorted(unknown))}")
+    options.pairs = options.pairs.split(",") if options.pairs else list(PAIRS)
+    if unknown := set(options.pairs) - set(PAIRS):
+        parser.error(f"unknown pairs: {', '.join(sorted(unknown))}")
     if options.smoke:
         options.size, options.reps, options.saves, options.staging_mib = "smoke", 1, 3, 64
         options.train_steps, options.step_seconds = 3, 0.002
@@ -136,13 +147,12 @@ class Runner:
             yield self._task(number, "train", peer, "fsdp-4", steps=steps, work=work)
 
     def _restores(self, number: int, work: int) -> Iterator[Task]:
-        for peer, source in itertools.product(READERS, RESTORES):
-            if peer in self._options.peers:
-                yield self._task(number, "write", peer, source)
-        for source, targets in RESTORES.items():
-            for peer, target in itertools.product(READERS, targets):
-                if peer in self._options.peers:
-                    yield self._task(number, "restore", peer, target, source=source)
+        pairs = [PAIRS[pair] for pair in self._options.pairs]
+        readers = [peer for peer in READERS if peer in self._options.peers]
+        for peer, source in itertools.product(readers, dict.fromkeys(each for each, _ in pairs)):
+            yield self._task(number, "write", peer, source)
+        for (source, target), peer in itertools.product(pairs, readers):
+            yield self._task(number, "restore", peer, target, source=source)
 
     def _jobs(self, tasks: Iterable[Task]) -> Iterator[list[Task]]:
         if not self._options.smoke:
