@@ -1,5 +1,7 @@
 """SIGKILL before every storage operation of a save, and at random moments.
 
+Every day before the first operation of each kind and a third of the others, which third and which
+moments by the day; with STATEHOLD_CRASH_KILLS before all of them, and at so many moments.
 All kills of a test hit the same run directory, so each start also has to cope with what the death
 before it left behind. After every death the next process restores every visible step and compares
 it element by element; no step reported as committed may be missing.
@@ -19,8 +21,12 @@ from typing import Any
 
 import pytest
 
-RANDOM_KILLS = int(os.environ.get("STATEHOLD_CRASH_KILLS", "40"))
-SEED = int(os.environ.get("STATEHOLD_SEED", "1"))
+from support.seeds import seed_of_today
+
+ALL = bool(os.environ.get("STATEHOLD_CRASH_KILLS"))
+RANDOM_KILLS = int(os.environ.get("STATEHOLD_CRASH_KILLS", "12"))
+SEED = int(os.environ.get("STATEHOLD_SEED") or seed_of_today())
+EVERYDAY = 3  # one operation in so many
 
 
 class Victim:
@@ -68,12 +74,19 @@ def victim(tmp_path: Path) -> Iterator[Victim]:
     victim.close()
 
 
+def numbers(count: int) -> list[int]:
+    """Before which of `count` operations of a kind the process is killed."""
+    everyday = {1, *range(2 + SEED % EVERYDAY, count + 1, EVERYDAY)}
+    return list(range(1, count + 1)) if ALL else sorted(everyday)
+
+
 def test_kill_before_every_operation(victim: Victim) -> None:
+    print(f"seed {SEED}")
     (counts,) = [e["operations"] for e in victim.request() if "operations" in e]
     assert sum(counts.values()) > 20
     # Less is left to do, or more, after some deaths: a late operation may not come.
     for operation, count in counts.items():
-        for number in range(1, count + 1):
+        for number in numbers(count):
             end = list(victim.request(kill_at=(operation, number)))[-1]
             assert end["exit"] in (0, signal.SIGKILL)
             victim.kills[operation] = victim.kills.get(operation, 0) + (end["exit"] != 0)

@@ -1,0 +1,12 @@
+"""The seed of tests that take another sample every day."""
+
+from __future__ import annotations
+
+import time
+
+DAY_S = 24 * 3600
+
+
+def seed_of_today() -> int:
+    """The same for all tests of a day. Tests print it; STATEHOLD_SEED sets it."""
+    return int(time.time()) // DAY_S
