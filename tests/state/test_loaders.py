@@ -444,3 +444,28 @@ def test_a_loader_of_accelerate_that_is_not_stateful_is_refused() -> None:
     loader = accelerate.Accelerator(cpu=True).prepare_data_loader(DataLoader(SAMPLES))
     with pytest.raises(UnsupportedValueError, match="use_stateful_dataloader=True"):
         MemoryStep({"data": loader})
+
+
+class Fabrics:
+    """As Lightning Fabric's loaders: the loader is inside, and what calls its state is not."""
+
+    def __init__(self, loader: Any) -> None:
+        self._dataloader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._dataloader)
+
+
+def test_a_loader_that_wraps_another_one_is_refused_with_the_one_to_save(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedValueError, match=r"data\._dataloader$"):
+        MemoryStep({"data": Fabrics(loader_of())})
+    with pytest.raises(
+        UnsupportedValueError, match=r"data\._dataloader, and .* StatefulDataLoader"
+    ):
+        MemoryStep({"data": Fabrics(DataLoader(SAMPLES))})
+
+    class Inside(Fabrics):  # as a loop has it that takes the advice
+        state_dict = property(lambda self: self._dataloader.state_dict)
+        load_state_dict = property(lambda self: self._dataloader.load_state_dict)
+
+    check_goes_on(tmp_path, lambda: Inside(loader_of(shuffle=True)), [FIRST, LAST])

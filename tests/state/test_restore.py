@@ -250,3 +250,23 @@ def test_extra_state_reaches_submodules() -> None:
     MemoryStep({"m": saved}).restore({"m": live})
     assert live[0].extra[0].tolist() == [1, 1]
     assert live[0].extra[1] == "x"
+
+
+def test_what_is_made_in_inference_mode_can_be_trained() -> None:
+    def built() -> dict[str, Any]:
+        model = nn.Linear(3, 3)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+    def train(state: dict[str, Any]) -> None:
+        state["model"](torch.ones(1, 3)).sum().backward()
+        state["optimizer"].step()
+
+    saved, live = built(), built()
+    train(saved)
+    step = MemoryStep(saved)
+    with torch.inference_mode():
+        step.restore(live)
+    entries = live["optimizer"].state[live["model"].weight]
+    assert entries.keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert not any(each.is_inference() for each in entries.values())
+    train(live)

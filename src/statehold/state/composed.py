@@ -142,6 +142,7 @@ class Composed:
 
     # -- new ---------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def make(
         self, node: Any, device: torch.device, beside: torch.Tensor | None, path: str
     ) -> torch.Tensor:

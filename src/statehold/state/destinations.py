@@ -108,6 +108,7 @@ class Destinations:
         place = place or self.place(live, name)
         return self.fits(live, name, place) and self.fill(live, name, place) is None
 
+    @torch.inference_mode(False)  # training changes it in place, whoever restores
     def make(self, name: str, device: torch.device, beside: torch.Tensor | None = None) -> Any:
         """A new tensor for `name`; one for all places that were tied. beside: the parameter whose
         state it is; a DTensor of the same shape gives it its placements."""
@@ -126,6 +127,7 @@ class Destinations:
             self.fill(made, name, self.place(made, name))
         return self._made[key]
 
+    @torch.inference_mode(False)
     def make_at(self, name: str, place: Placed, device: torch.device) -> torch.Tensor:
         """A new plain tensor for what lies at `place` of `name`; the same for the same place."""
         key = name, device, place

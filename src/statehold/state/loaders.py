@@ -166,11 +166,16 @@ def _forgetful_sampler(loader: Any) -> str | None:
 def refusal(value: Any, path: str) -> UnsupportedValueError | None:
     """The error for a loader, or an iterator of one, that does not know how far it has come."""
     kind = type(value)
-    inside = getattr(value, "__dict__", {}).get("base_dataloader")
+    held = getattr(value, "__dict__", {})
+    inside = held.get("base_dataloader")
     if is_loader(inside) and not hasattr(inside, "state_dict"):
         hint = "pass DataLoaderConfiguration(use_stateful_dataloader=True) to the Accelerator"
     elif hasattr(kind, "load_state_dict"):
         return None
+    elif is_loader(held.get("_dataloader")):
+        hint = f"put the loader in it into the state, {path}._dataloader"
+        if not hasattr(held["_dataloader"], "load_state_dict"):
+            hint = f"{hint}, and let that be stateful: {_STATEFUL}"
     elif is_loader(value):
         hint = _STATEFUL
     elif issubclass(kind, _BaseDataLoaderIter):

@@ -79,7 +79,11 @@ class RunLock:
         with _held_guard:
             if (disk, self._path) in _held:
                 holder = f"another Checkpointer of this process ({os.getpid()})"
-                raise _busy(run, holder, "call close() on that one first, or go on with it")
+                hint = (
+                    "call close() on that one first, or go on with it. A notebook keeps what a "
+                    "cell has shown: if its name is lost, look in Out"
+                )
+                raise _busy(run, holder, hint)
             _held.add((disk, self._path))
             self._is_held = True
             try:
