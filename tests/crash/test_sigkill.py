@@ -42,11 +42,11 @@ class Victim:
         )  # fmt: skip
 
     def request(
-        self, *, kill_at: tuple[str, int] | None = None, saves: int = 3
+        self, *, kill_at: tuple[str, int] | None = None, saves: int = 3, again: bool = False
     ) -> Iterator[dict[str, Any]]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        order = {"run": str(self.run), "kill_at": kill_at, "saves": saves}
+        order = {"run": str(self.run), "kill_at": kill_at, "saves": saves, "again": again}
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         while True:
@@ -93,6 +93,21 @@ def test_kill_before_every_operation(victim: Victim) -> None:
     for operation in ("mkdir", "open_write", "sync_dir", "write_file", "rename", "rmdir"):
         assert victim.kills.get(operation), f"no kill before {operation}: {victim.kills}"
     assert list(victim.request(saves=1))[-1]["exit"] == 0
+
+
+def test_kill_before_every_operation_where_names_cannot_be_exchanged(victim: Victim) -> None:
+    """Of a step that is saved twice: the kernel refuses to exchange its directories."""
+    (counts,) = [e["operations"] for e in victim.request(saves=1, again=True) if "operations" in e]
+    assert counts["exchange"] == 1
+    for operation in ("exchange", "rename"):
+        for number in range(1, counts[operation] + 1):
+            kill_at = operation, number
+            end = list(victim.request(kill_at=kill_at, saves=1, again=True))[-1]
+            assert end["exit"] in (0, signal.SIGKILL)
+            victim.kills[operation] = victim.kills.get(operation, 0) + (end["exit"] != 0)
+    assert victim.kills["rename"] >= 4  # D6 of the first save; E1, D6 and E3 of the second
+    assert list(victim.request(saves=1))[-1]["exit"] == 0
+    assert not list(victim.run.glob("*.replaced"))
 
 
 def test_kill_at_random_moments(victim: Victim) -> None:

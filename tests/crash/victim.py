@@ -1,17 +1,20 @@
 """The process that crash tests kill: a fork server, so that torch is imported once.
 
-Reads one JSON request a line: {"run", "kill_at" ([operation, n], or null), "saves"}. Forks a child
-that restores, checks what it restored, and saves on; with `kill_at` the child sends itself SIGKILL
-before its n-th storage operation of that name, counted from 1. Children report on stdout, one JSON
-line an event: {"restored": step or null, "steps": [...]}, {"requested": step}, {"committed": step},
+Reads one JSON request a line: {"run", "kill_at" ([operation, n], or null), "saves", "again"}. Forks
+a child that restores, checks what it restored, and saves on; with `kill_at` the child sends itself
+SIGKILL before its n-th storage operation of that name, counted from 1. Children report on stdout,
+one JSON line an event: {"restored": step or null, "steps": [...]}, {"requested": step},
+{"committed": step},
 {"operation": name, "number": n} before dying, {"operations": {name: count}} at a normal end. The
 server ends every request with {"exit": wait status}.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import platform
 import signal
 import sys
 from collections import Counter
@@ -24,6 +27,7 @@ import statehold
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support.faults import SMALL, spy_on
+from support.seccomp import RENAMEAT2, forbid
 
 NUMEL = 700_000  # 2.7 MiB: more than the staging memory, and a tail that is not aligned
 
@@ -50,8 +54,11 @@ def check(ckpt: statehold.Checkpointer, state: dict[str, Any]) -> int:
     return newest or 0
 
 
-def child(run: str, kill_at: list[Any] | None, saves: int) -> None:
+def child(run: str, kill_at: list[Any] | None, saves: int, again: bool) -> None:
+    """again: save each step twice, where the kernel does not exchange two names."""
     torch.set_num_threads(1)
+    if again:
+        forbid(RENAMEAT2[platform.machine()], errno.EINVAL)
     count: Counter[str] = Counter()
 
     def before(operation: str, _args: tuple[Any, ...]) -> None:
@@ -69,10 +76,11 @@ def child(run: str, kill_at: list[Any] | None, saves: int) -> None:
             state["w"].copy_(content(step))
             state["step"] = step
             report(requested=step)
-            save = ckpt.save(step, state)
-            if previous is not None:
-                report(committed=previous.wait("committed", 60).step)
-            previous = save
+            for _ in range(1 + again):
+                save = ckpt.save(step, state)
+                if previous is not None:
+                    report(committed=previous.wait("committed", 60).step)
+                previous = save
     report(operations=count)
 
 
@@ -82,7 +90,7 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                child(request["run"], request["kill_at"], request["saves"])
+                child(**request)
             except BaseException as error:
                 report(error=repr(error))
                 os._exit(4)

@@ -21,7 +21,7 @@ from statehold.errors import (
     StorageError,
     UsageError,
 )
-from statehold.storage.publish import make_directories
+from statehold.storage.directories import make_directories
 from statehold.storage.unfinished import Unfinished
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, Spy, must

@@ -27,7 +27,7 @@ from statehold._core import SimFs
 RUN = "/runs/x"
 FAR = f"{RUN}-far"  # the second level, of jobs that have one
 SAME_NUMEL, OWN_NUMEL = 1500, 700
-_STEP = re.compile(rf"{RUN}(?:-far)?/step-(\d{{12}})(?:\.corrupt)?/")
+_STEP = re.compile(rf"{RUN}(?:-far)?/step-(\d{{12}})(?:\.corrupt|\.replaced)?/")
 
 
 def content(rank: int, step: int, serial: int) -> dict[str, Any]:

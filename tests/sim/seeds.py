@@ -26,7 +26,9 @@ from statehold import Directory, Save
 from statehold.errors import CorruptionError, StateholdError, WaitTimeout
 from statehold.testing import SimFs, checkpointer_on
 
-LEVELS_SHARE = 0.3  # of the seeds; drawn apart, so that the others are what they always were
+# Of the seeds; drawn apart, so that the others are what they always were.
+LEVELS_SHARE = 0.3
+NO_EXCHANGE_SHARE = 0.25  # file systems that cannot exchange two names
 SHARED = ("same", "step", "serial")
 OPERATIONS = (
     "sync", "sync_dir", "rename", "exchange", "mkdir", "unlink", "rmdir", "write_file", "read_file",
@@ -37,7 +39,7 @@ FAULTS = (
     "short", "slow", "reordered", "eio", "enospc", "torn", "lost name", "lost sector",
     "misdirected", "rot", "power", "half a file", "forgotten",
     *(f"injected {each}" for each in OPERATIONS),
-    "death", "stall", "came back late", "kill of all", "power loss", "refused step",
+    "death", "stall", "came back late", "kill of all", "power loss", "refused step", "no exchange",
 )  # fmt: skip
 
 
@@ -90,6 +92,7 @@ class Seed:
                 "reuse_files": self._options["reuse_files"],
                 "levels": _two_levels(random.Random(seed * 31 + 12), self._keep),
             }
+        self._exchanges = random.Random(seed * 31 + 13).random() >= NO_EXCHANGE_SHARE
         self._oracle = Oracle(self._keep, self._has_levels)
         self._sizes = (chance.choice((1, 1, 2, 2, 3)), chance.choice((1, 2, 3)))
         self._serial = 0
@@ -99,7 +102,9 @@ class Seed:
         self._corrupt_found = 0
 
     def run(self) -> Report:
+        self._refuse_exchange()
         self._say(f"keep {self._keep} sizes {self._sizes} {self._options} {self._weather}")
+        self._say(f"exchanges names: {self._exchanges}")
         try:
             for _ in range(self._random.randint(2, 4)):
                 self._train()
@@ -110,9 +115,17 @@ class Seed:
             self._wrong(f"{type(error).__name__}: {error}")
             raise
         finally:
-            self.report.counts.update(self._fs.fired)
+            fired = dict(self._fs.fired)
+            if not self._exchanges:
+                self.report.counts["no exchange"] = fired.pop("injected exchange", 0)
+            self.report.counts.update(fired)
             self.report.counts["committed"] = self._oracle.committed
         return self.report
+
+    def _refuse_exchange(self) -> None:
+        """Whenever other faults have been set: they forget this one."""
+        if not self._exchanges:
+            self._fs.fail_next("exchange", errno.EINVAL, 1 << 30, 0)
 
     def _say(self, line: str) -> None:
         self.report.trace.append(line)
@@ -178,6 +191,7 @@ class Seed:
             misdirected=0.05 * weather["misdirected"],
             capacity=used_bytes(self._fs, "") + free if weather["capacity"] else None,
         )
+        self._refuse_exchange()
         if weather["injected"]:
             for operation in chance.sample(OPERATIONS, chance.randint(1, 3)):
                 code = chance.choice((errno.EIO, errno.ENOSPC, errno.EROFS))
@@ -273,6 +287,7 @@ class Seed:
         """Restore all there is and save once more, while nothing else goes wrong."""
         chance, fs = self._random, self._fs
         fs.set_faults()
+        self._refuse_exchange()
         if self._weather["rot"] and chance.random() < 0.5:
             self._rot()
         self._oracle.look(fs)

@@ -8,6 +8,7 @@ and reuse of files, a step saved again, a rewind, and what a process that died h
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,8 @@ SCRIPTS: dict[str, Script] = {
     "rewind": [("save", 1), ("save", 2), ("save", 3), ("rewind", 1), ("save", 2)],
 }
 EVERYDAY = ((1, "reuse"), (1, "again"), (1, "rewind"), (2, "again"))
+AGAIN: Script = [("save", 1), ("save", 2), ("save", 2), ("save", 2), ("rewind", 1), ("save", 2)]
+REFUSALS = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 TOKEN = iter(range(1, 1 << 31))
 
 
@@ -81,6 +84,12 @@ def changes_a_name(operation: str) -> bool:
     return operation.startswith(("exchange ", "rename ")) and ".spare" not in operation
 
 
+def refuse_exchange(fs: SimFs, code: int = errno.EINVAL) -> SimFs:
+    """A file system that cannot exchange two names."""
+    fs.fail_next("exchange", code, 1 << 30, 0)
+    return fs
+
+
 def recover(fs: SimFs, oracle: Oracle, size: int) -> list[str]:
     """Restore every step on every rank, then save and restore that; what is wrong."""
     job = new_job(fs, size, oracle.keep or 1)
@@ -105,12 +114,16 @@ def recover(fs: SimFs, oracle: Oracle, size: int) -> list[str]:
     return wrong
 
 
-def recover_all(fs: SimFs, record: Record, size: int, seed: int = 0) -> int:
+def recover_all(
+    fs: SimFs, record: Record, size: int, seed: int = 0, *, exchanges: bool = True
+) -> int:
     """Crash a recorded disk everywhere; how many states that were."""
     states = 0
     for moment, operation in enumerate(fs.recorded):
         for disk in crash_states(fs, moment, MOST, seed):
             states += 1
+            if not exchanges:
+                refuse_exchange(disk)
             found = recover(disk, record.oracle(moment), size)
             assert not found, f"power off before {moment}: {operation}: {found}"
     return states
@@ -132,42 +145,68 @@ def test_every_crash_state_of_a_job(size: int, script: str) -> None:
     assert states > 2 * len(fs.recorded)
 
 
-@pytest.mark.parametrize("script", ["reuse", "again"])
+@pytest.mark.parametrize("size", [1, 2] if ALL else [2])
+@pytest.mark.parametrize("code", REFUSALS if ALL else REFUSALS[:1])
+def test_every_crash_state_of_a_job_that_cannot_exchange_names(size: int, code: int) -> None:
+    fs, record = refuse_exchange(SimFs(seed=4), code), Record(keep=2)
+    fs.record()
+    outcomes = play(new_job(fs, size, 2), AGAIN, record, fs, 1)
+    assert outcomes == [None] * size
+    assert fs.fired["injected exchange"] == 2
+    states = recover_all(fs, record, size, exchanges=False)
+    assert states > 2 * len(fs.recorded)
+
+
+@pytest.mark.parametrize(
+    ("script", "exchanges"), [("reuse", True), ("again", True), ("again", False)]
+)
 @pytest.mark.parametrize("size", [1, 2] if ALL else [1])
-def test_every_crash_state_after_a_process_has_died(size: int, script: str) -> None:
+def test_every_crash_state_after_a_process_has_died(
+    size: int, script: str, exchanges: bool
+) -> None:
     """A job is killed at each of its operations; the next one loses power at each of its own."""
     total = 0
     for dies_at in range(1, 1000):
         fs, record = SimFs(seed=dies_at), Record(keep=1)
+        if not exchanges:
+            refuse_exchange(fs)
         first = new_job(fs, size, 1)
         first.lives[0].dies_at = dies_at
         first.lives[0].dies_with_all = True
         play(first, SCRIPTS[script], record, fs, 1)
         if not first.lives[0].is_dead:
             break
-        if not (ALL or changes_a_name(["", *fs.operations][-1])):
+        last = ["", *fs.operations][-1]
+        if not ALL and not (changes_a_name(last) and (exchanges or "000002" in last)):
             continue
         fs.record()
         seen = new_job(fs, size, 1)
         ahead = max(seen.ckpts[0].steps(), default=0)
         got = play(seen, [("save", ahead), ("save", ahead + 1)], record, fs, 50)
         assert got == [None] * size
-        total += recover_all(fs, record, size, dies_at)
+        total += recover_all(fs, record, size, dies_at, exchanges=exchanges)
     assert total > 10
 
 
-@pytest.mark.parametrize("operation", ["sync_dir", "unlink"] + ["exchange", "rename"] * ALL)
-def test_every_crash_state_after_an_error(operation: str) -> None:
+ERRORS = [("sync_dir", True), ("unlink", True), ("sync_dir", False), ("rename", False)]
+MORE_ERRORS = [("exchange", True), ("rename", True), ("unlink", False)] * ALL
+
+
+@pytest.mark.parametrize(("operation", "exchanges"), ERRORS + MORE_ERRORS)
+def test_every_crash_state_after_an_error(operation: str, exchanges: bool) -> None:
     """An operation fails, each time it is used; what is done about it loses no step either."""
     tried = 0
     for skip in range(200):
         fs, record = SimFs(seed=skip), Record(keep=1)
         fs.fail_next(operation, 5, 1, skip)
+        if not exchanges:
+            refuse_exchange(fs)
         fs.record()
         job = new_job(fs, 1, 1)
 
         def program(rank: int, job: Job = job, record: Record = record, fs: SimFs = fs) -> None:
-            for serial, step in enumerate((1, 2, 2, 3), 1):
+            # What an error has left is met by one more save of the same step.
+            for serial, step in enumerate((1, 2, 2, 3) if exchanges else (1, 2, 2, 2, 3), 1):
                 record.add(len(fs.recorded), lambda o, s=step, n=serial: o.begin(s, n, 1))
                 try:
                     job.ckpts[0].save(step, content(0, step, serial)).wait("committed", HANG_S)
@@ -181,6 +220,7 @@ def test_every_crash_state_after_an_error(operation: str) -> None:
         if not fs.fired.get(f"injected {operation}"):
             break
         failed = [at for at, each in enumerate(fs.recorded) if each.startswith(f"{operation} ")]
-        if ALL or changes_a_name(fs.recorded[failed[skip] - 1]):
-            tried += recover_all(fs, record, 1, skip)
+        before = fs.recorded[failed[skip] - 1]
+        if ALL or (changes_a_name(before) if exchanges else "000002" in before):
+            tried += recover_all(fs, record, 1, skip, exchanges=exchanges)
     assert tried > 10

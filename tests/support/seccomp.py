@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import struct
 
 IO_URING_SETUP = 425
+RENAMEAT2 = {"x86_64": 316, "aarch64": 276}  # libc calls it for flags only
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 PR_SET_NO_NEW_PRIVS = 38
 
 
-def forbid(system_call: int) -> None:
-    """A seccomp filter, as in container profiles: EPERM for one system call."""
+def forbid(system_call: int, code: int = errno.EPERM) -> None:
+    """A seccomp filter, as in container profiles: an errno for one system call."""
     load, jump_if_equal, give = 0x20, 0x15, 0x06
-    allow, refuse = 0x7FFF0000, 0x00050000 | 1  # with errno EPERM
+    allow, refuse = 0x7FFF0000, 0x00050000 | code
     program = b"".join(
         struct.pack("HBBI", *instruction)
         for instruction in (

@@ -198,7 +198,7 @@ def _tried(fs: Fs, directory: str) -> Iterator[Check]:
                "retired files are deleted, and new ones allocated")  # fmt: skip
     yield _try("renameat2 exchange", lambda: _exchange(fs, directory),
                "a step or a checkpoint can be replaced in one operation",
-               "saving the same step again fails; new steps do not need it")  # fmt: skip
+               "replacing a step or a checkpoint takes two renames and two syncs more")  # fmt: skip
     yield _try("fsync of a directory", lambda: _sync(fs, directory),
                "a commit is durable", "nothing can be committed here", needed=True)  # fmt: skip
     yield _try("POSIX locks", lambda: _lock(directory), "only one job saves into a run",

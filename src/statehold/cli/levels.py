@@ -205,7 +205,7 @@ class _InDirectory:
 
     @contextlib.contextmanager
     def near(self, step: int) -> Iterator[str]:
-        yield self._store.path(step)
+        yield self._store.where(step)
 
     def about(self) -> Document:
         space, rates = os.statvfs(self._path), rates_of(self._path)

@@ -19,6 +19,7 @@ from statehold.units import format_bytes
 KINDS = {
     "partial": "being written, or left by a crash",
     "retired": "given up",
+    "replaced": "an earlier save of a step, to be deleted",
     "corrupt": "set aside: did not verify",
     "spare": "to be overwritten by the next save",
 }

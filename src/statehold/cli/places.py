@@ -29,6 +29,7 @@ from statehold.steps.entries import DOCUMENT_BYTES_MAX
 from statehold.steps.manifest import Commit, Manifest
 from statehold.steps.saved import MANIFEST_NAME, SavedStep, open_step
 from statehold.storage.beside import directory_id, look_beside_a_writer
+from statehold.storage.replacing import REPLACED
 from statehold.storage.store import Store
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ __all__ = [
 T = TypeVar("T")
 
 _AT_STEP = re.compile(r"(?P<run>.*)@(?P<step>\d{1,12}|newest)", re.DOTALL)
-_LEFTOVER = re.compile(r"step-\d{12}(?:\..*)?\.(partial|retired|corrupt)|\.spare|\.ready")
+_LEFTOVER = re.compile(r"step-\d{12}(?:\..*)?\.(partial|retired|replaced|corrupt)|\.spare|\.ready")
 _STEP_NAME = re.compile(r"step-(\d{12})")
 
 
@@ -98,7 +99,7 @@ def find(fs: Fs, text: str) -> Place:
         raise StepNotFoundError("no step is committed in this run", facts={"run": run})
     if wanted not in store.steps():
         store.open(wanted)  # raises, and says which there are
-    return Place(store.path(wanted), wanted, text)
+    return Place(store.where(wanted), wanted, text)
 
 
 def run_of(text: str) -> str:
@@ -151,7 +152,7 @@ def at_rest(fs: Fs, text: str, look: Callable[[Place], T]) -> T:
 
 def describe(fs: Fs, store: Store, step: int) -> dict[str, Any] | None:
     """What is known of a step without reading more than its manifest; None if it was given up."""
-    directory = store.path(step)
+    directory = store.where(step)
     found: dict[str, Any] = {"step": step, "path": directory, "state": "committed"}
     found["bytes"], found["files"] = tree_bytes(directory)
     try:
@@ -163,7 +164,8 @@ def describe(fs: Fs, store: Store, step: int) -> dict[str, Any] | None:
         newer = isinstance(error, FormatVersionError)
         return {**found, "state": "newer format" if newer else "damaged", "error": str(error)}
     if manifest is None:
-        return None
+        has_moved = store.where(step) != directory  # it is being replaced
+        return describe(fs, store, step) if has_moved else None
     return {
         **found,
         "created": manifest.created,
@@ -176,8 +178,11 @@ def describe(fs: Fs, store: Store, step: int) -> dict[str, Any] | None:
 def leftovers_of(fs: Fs, run: str) -> list[dict[str, Any]]:
     """What lies in a run besides committed steps: name, kind and bytes of each directory."""
     found = []
-    for name, is_dir in sorted(fs.listdir(run)):
-        match = _LEFTOVER.fullmatch(name) if is_dir else None
+    names = [name for name, is_dir in sorted(fs.listdir(run)) if is_dir]
+    for name in names:
+        match = _LEFTOVER.fullmatch(name)
+        if match and match[1] == "replaced" and name.removesuffix(REPLACED) not in names:
+            continue  # it counts as the step
         if match:
             size, _ = tree_bytes(f"{run}/{name}")
             found.append({"name": name, "kind": match[1] or "spare", "bytes": size})

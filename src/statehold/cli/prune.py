@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 def _plan(fs: Any, store: Store, path: str, args: argparse.Namespace) -> dict[str, Any]:
     """What goes, as things are now."""
     steps = store.steps()
-    going = [{"step": n, "bytes": tree_bytes(store.path(n))[0]} for n in steps[: -args.keep]]
+    going = [{"step": n, "bytes": tree_bytes(store.where(n))[0]} for n in steps[: -args.keep]]
     leftovers = leftovers_of(fs, path) if args.leftovers else []
     gone = [each for each in leftovers if each["kind"] != "corrupt"]
     return {

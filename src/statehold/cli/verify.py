@@ -10,6 +10,7 @@ import argparse
 import errno
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from statehold.cli import codes, levels
@@ -19,6 +20,7 @@ from statehold.cli.places import Place, asked_of, file_system, find, run_of, tre
 from statehold.cli.reading import SpanReader
 from statehold.errors import StepNotFoundError, storage_error
 from statehold.storage.beside import LOOKS_MAX, directory_id
+from statehold.storage.replacing import REPLACED, where
 from statehold.storage.store import Store
 from statehold.units import format_bytes, format_seconds
 
@@ -87,7 +89,7 @@ def _all(fs: Fs, text: str) -> list[Place]:
     steps = store.steps()
     if not steps:
         raise StepNotFoundError("no step is committed in this run", facts={"run": text})
-    return [Place(store.path(step), step, text) for step in steps]
+    return [Place(store.where(step), step, text) for step in steps]
 
 
 def _verify(fs: Fs, place: Place, reader: SpanReader) -> Report | None:
@@ -98,9 +100,17 @@ def _verify(fs: Fs, place: Place, reader: SpanReader) -> Report | None:
         if report.is_intact:
             return report
         now = directory_id(place.directory)
+        if now is None and (moved := _moved(fs, place)) != place:
+            place = moved
+            continue
         if now is None or now == before:
             return None if now is None else report
     raise storage_error("verify what is replaced again and again", errno.ESTALE, place.directory)
+
+
+def _moved(fs: Fs, place: Place) -> Place:
+    """The same step where it is now: it may be in the middle of being replaced."""
+    return replace(place, directory=where(fs, place.directory.removesuffix(REPLACED)))
 
 
 def _read_all(fs: Fs, place: Place, reader: SpanReader) -> Report:

@@ -25,7 +25,8 @@ from statehold.steps.manifest import Commit, Manifest, RecordEntry, record_name
 from statehold.steps.record import Record
 from statehold.steps.saved import open_step
 from statehold.steps.trees import tensors_of
-from statehold.storage.publish import make_durable, parent_of
+from statehold.storage.directories import parent_of
+from statehold.storage.publish import make_durable
 from statehold.writes import now, writer_name
 
 if TYPE_CHECKING:

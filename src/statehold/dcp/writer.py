@@ -40,7 +40,9 @@ from statehold.dcp.watched import SaveWatch
 from statehold.dcp.writing import Place, write_items
 from statehold.errors import StateholdError, UsageError
 from statehold.planning.plan import STEP_MAX
-from statehold.storage.publish import delete, make_directories, parent_of, publish
+from statehold.storage.directories import delete, make_directories, parent_of
+from statehold.storage.publish import publish
+from statehold.storage.replacing import Replaced, settle
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -67,8 +69,8 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
 
     path: the directory of the checkpoint; the `checkpoint_id` of a save replaces it. The last
         number in its name is the step.
-    overwrite: replace a checkpoint that is there already, in one operation, once the new one is
-        complete; False refuses.
+    overwrite: replace a checkpoint that is there already once the new one is complete, at no moment
+        without a whole one; False refuses.
     staging_bytes, buffer_bytes, queue_depth, copy_threads, backend, profile: as for a Checkpointer.
         The staging memory is allocated for each save, and never larger than what the rank writes.
     trace: a file for what happened when, written at the end of each save.
@@ -194,7 +196,8 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
         self, fs: Fs, sents: list[Sent], paths: Mapping[str, Path], *, alone: bool
     ) -> None:
         place = sents[0].place
-        if publish(fs, place.partial, place.final, complete(fs, sents, paths, alone=alone)):
+        manifest = complete(fs, sents, paths, alone=alone)
+        if publish(fs, place.partial, place.final, manifest) is Replaced.HIDDEN:
             _drop_replaced(fs, place)
 
     def _seen(self) -> SaveWatch:
@@ -239,6 +242,7 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
         attempt = secrets.token_hex(8)
         place = Place(final, f"{final}.{attempt}.partial", _step(final), 0, world_size, attempt)
         with self._machine.storage() as fs:
+            settle(fs, final)
             self._check_replaceable(fs, final)
             make_directories(fs, parent_of(final))
             leftovers = _partials(fs, final)

@@ -32,6 +32,7 @@ from statehold.errors import (
 )
 from statehold.levels.saves import Saves, is_of_storage
 from statehold.steps.saved import MANIFEST_NAME, SavedStep, open_step
+from statehold.storage.replacing import missing_path
 
 __all__ = ["Nearest", "Next", "Readable"]
 
@@ -58,6 +59,7 @@ class Readable(Protocol):
     def find(
         self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
     ) -> str: ...
+    def has_file(self, step: int, name: str) -> bool: ...
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]: ...
 
 
@@ -153,6 +155,8 @@ class Nearest:
         self._found = None
         if isinstance(error, StepNotFoundError) or self._has_changed(step, error):
             return Next.ANEW
+        if self._was_elsewhere(step, error):
+            return Next.ANEW
         if not self.has_copies or not isinstance(error, CorruptionError | StorageError):
             return Next.GIVE_UP
         return self._other(step, error)
@@ -183,6 +187,12 @@ class Nearest:
         return any(
             self.saves.has_changed(step, place) for place in self._places if place.name in asked
         )
+
+    def _was_elsewhere(self, step: int, error: Exception) -> bool:
+        """Whether a file was missing that is there: its step had another name for a moment."""
+        name = os.path.basename(missing_path(error) or "")
+        place = self._served.get((step, name))
+        return place is not None and place.has_file(step, name)
 
     def _other(self, step: int, error: CorruptionError | StorageError) -> Next:
         """Whether another copy of the file that was bad, or another save, is left to try."""

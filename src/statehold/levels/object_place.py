@@ -79,6 +79,9 @@ class ObjectPlace(Shared):
 
         return self._near.bring(step, name, nbytes, ranges, fetch)
 
+    def has_file(self, step: int, name: str) -> bool:
+        return False
+
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
         # Who reads a step that is replaced in the store is told, and asks again.
         return self._near.reading(step)

@@ -16,14 +16,15 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from statehold import _core
 from statehold.errors import StorageError
 from statehold.levels.copying import Copied, Copy, DataFile, write_copy
 from statehold.storage.lock import RunLock
+from statehold.storage.replacing import read_standing
 from statehold.storage.unfinished import Unfinished, copy_attempt
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("statehold")
 
 __all__ = ["Below", "CopyEngine", "DirectoryPlace", "Place", "Shared"]
+
+T = TypeVar("T")
 
 # What copies to one level take of the memory, however large the files are.
 COPY_BUFFERS = 4
@@ -78,6 +81,10 @@ class Place(Protocol):
         """The path of a data file of `nbytes`. One that is far is brought near, as a file of which
         only `ranges` (None: all) need be right; of one that is not, whoever opens it finds out
         whether it is there."""
+
+    def has_file(self, step: int, name: str) -> bool:
+        """Whether a file that find() gave the path of is there now: the step may have been at
+        another path for a moment. False where steps have one path only."""
 
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
         """Keep a step, and what is brought near of it, while it is read."""
@@ -130,20 +137,25 @@ class CopyEngine:
 
 
 class Below:
-    """A `Source` of paths below a directory."""
+    """A `Source` of the files of steps, by their paths below a directory. A step that is being
+    replaced is read where it is (storage/replacing)."""
 
     def __init__(self, fs: Fs, root: str) -> None:
         self._fs = fs
         self._root = root
 
     def read_file(self, path: str, max_bytes: int) -> bytes:
-        return self._fs.read_file(f"{self._root}/{path}", max_bytes)
+        return self._standing(path, lambda found: self._fs.read_file(found, max_bytes))
 
     def open_read(self, path: str) -> Readable:
-        return self._fs.open_read(f"{self._root}/{path}")
+        return self._standing(path, self._fs.open_read)
 
     def open_view(self, path: str, nbytes: int) -> _core.File:
-        return self._fs.open_view(f"{self._root}/{path}", nbytes)
+        return self._standing(path, lambda found: self._fs.open_view(found, nbytes))
+
+    def _standing(self, path: str, act: Callable[[str], T]) -> T:
+        step, _, name = f"{self._root}/{path}".rpartition("/")
+        return read_standing(self._fs, step, lambda directory: act(f"{directory}/{name}"))
 
 
 class Shared:
@@ -261,7 +273,10 @@ class DirectoryPlace(Shared):
     def find(
         self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
     ) -> str:
-        return f"{self.store.path(step)}/{name}"
+        return f"{self.store.where(step)}/{name}"
+
+    def has_file(self, step: int, name: str) -> bool:
+        return self.store.has_file(step, name)
 
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
         return self.store.protect(step)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from statehold.errors import StateholdError
 from statehold.memory import available
-from statehold.storage.publish import unless
+from statehold.storage.directories import unless
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs

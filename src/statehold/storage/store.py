@@ -4,6 +4,7 @@
     RUN/step-000000000110.partial/   being written, by one rank
     RUN/step-000000000110.5f3a09c1-7.partial/     by several: the attempt is in its name
     RUN/step-000000000090.retired/   no longer kept; its files may be overwritten
+    RUN/step-000000000100.replaced/  counts as step-n while that is missing (replacing)
     RUN/step-000000000080.corrupt/   found corrupt by a restore that fell back; left for a person
     RUN/step-...copy-0123456789abcdef.partial/    a copy in the making (storage/unfinished)
     RUN/.spare/                      retired files held back for the next save to overwrite
@@ -49,15 +50,17 @@ from statehold.errors import (
     InvariantError,
     StateholdError,
     StepNotFoundError,
-    StepOrderError,
     StorageError,
     no_such_step,
 )
 from statehold.steps.saved import MANIFEST_NAME, SavedStep, open_step
 from statehold.storage.beside import look_beside_a_writer
+from statehold.storage.directories import delete, make_directories, unless
 from statehold.storage.mappings import Mappings
-from statehold.storage.publish import delete, make_directories, make_durable, publish, unless
+from statehold.storage.order import check_newest
+from statehold.storage.publish import make_durable, publish
 from statehold.storage.ready import READY_NAME, Ready
+from statehold.storage.replacing import REPLACED, Replaced, read_standing, settle, where
 from statehold.storage.room import Rooms
 from statehold.storage.unfinished import COPY
 
@@ -66,6 +69,7 @@ if TYPE_CHECKING:
 
 SPARE_NAME = ".spare"
 _COMMITTED = re.compile(r"step-([0-9]{12})")
+_REPLACED = re.compile(rf"step-([0-9]{{12}}){re.escape(REPLACED)}")
 _ATTEMPT = r"(?P<token>[0-9a-f]{8})-(?P<number>\d{1,12})"
 _NAMED = re.compile(rf"{_ATTEMPT}(?:{COPY})?")
 _ATTEMPTED = re.compile(rf"step-\d{{12}}\.{_ATTEMPT}\.partial")
@@ -116,6 +120,7 @@ class Store:
         self._guard = threading.RLock()
         self._protected: dict[int, int] = {}
         self._spare: str | None = None
+        self._is_unsettled = False  # a replaced step's name may come back
         self._mapped = mapped
         self._mappings = Mappings()
         self._newest_guard = threading.Lock()  # the trainer asks, and waits for no cleaning up
@@ -153,11 +158,21 @@ class Store:
 
     def names(self, step: int) -> list[str] | None:
         """The files of a committed step; None if it is none any more."""
-        path = self.path(step)
-        entries = look_beside_a_writer(
-            lambda: self._fs.listdir(path), lambda: self._fs.is_dir(path) or None, path
-        )
-        return None if entries is None else [name for name, is_dir in entries if not is_dir]
+        try:
+            entries = read_standing(self._fs, self.path(step), self._fs.listdir)
+        except StorageError:
+            if self._fs.is_dir(self.where(step)):
+                raise
+            return None
+        return [name for name, is_dir in entries if not is_dir]
+
+    def where(self, step: int) -> str:
+        """The directory that a committed step is in now: path(step), or step-n.replaced."""
+        return where(self._fs, self.path(step))
+
+    def has_file(self, step: int, name: str) -> bool:
+        """Whether a file of a step is there now."""
+        return self._fs.stat_bytes(f"{self.where(step)}/{name}") is not None
 
     def path(self, step: int, suffix: str = "") -> str:
         """The directory of a step; `suffix` is "", ".partial", ".retired" or ".corrupt"."""
@@ -173,8 +188,9 @@ class Store:
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first."""
-        found = (step_of(name) for name, is_dir in self._entries() if is_dir)
-        return [step for step in found if step is not None]
+        names = [name for name, is_dir in self._entries() if is_dir]
+        found = (_COMMITTED.fullmatch(name) or _REPLACED.fullmatch(name) for name in names)
+        return sorted({int(match[1]) for match in found if match})
 
     def newest(self) -> int | None:
         """The newest committed step, or None."""
@@ -182,14 +198,21 @@ class Store:
 
     def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
         """A committed step, as `rank` of `world_size` ranks sees it (None: one rank)."""
-        directory = self.path(step)
-        if not self._fs.is_dir(directory):
+        if not self._fs.is_dir(self.where(step)):
             raise no_such_step(step, self._root, self.steps())
-        return open_step(self._fs.read_file, directory, step, rank or 0, world_size)
+
+        def look(directory: str) -> SavedStep:
+            return open_step(self._fs.read_file, directory, step, rank or 0, world_size)
+
+        return read_standing(self._fs, self.path(step), look)
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         """A document of a step."""
-        return self._fs.read_file(f"{self.path(step)}/{name}", max_bytes)
+
+        def look(directory: str) -> bytes:
+            return self._fs.read_file(f"{directory}/{name}", max_bytes)
+
+        return read_standing(self._fs, self.path(step), look)
 
     def confirm(self, step: int, attempt: str) -> bool:
         """Whether `attempt` at a step is committed; if so, D7 is made sure of."""
@@ -253,6 +276,7 @@ class Store:
             self._settle_names()
             self._remembers = True
             self.look_again()
+            self._settle_replaced()
             for hidden in (SPARE_NAME, READY_NAME):
                 if self._fs.is_dir(f"{self._root}/{hidden}"):
                     with contextlib.suppress(StorageError):  # no save fails for what is left behind
@@ -271,6 +295,14 @@ class Store:
             delete(self._fs, f"{self._root}/{name}")
         else:
             self._discard(f"{self._root}/{name}")
+
+    def _settle_replaced(self) -> None:
+        """Finish, or undo, replacements that a crash or an error has cut off."""
+        for name, is_dir in self._entries():
+            if is_dir and _REPLACED.fullmatch(name):
+                # Until that succeeds a step is read where it is; _retire tries again.
+                with contextlib.suppress(StorageError):
+                    settle(self._fs, f"{self._root}/{name}".removesuffix(REPLACED))
 
     def _leftovers(self) -> list[str]:
         return [name for name, is_dir in self._entries() if is_dir and _LEFTOVER.fullmatch(name)]
@@ -383,8 +415,11 @@ class Store:
             self._rooms.written(MANIFEST_NAME, len(raw))
             self._mappings.committed(manifest.step)
             self.committed(manifest.step)
-            if replaced:
+            if replaced is Replaced.HIDDEN:
                 self._drop_replaced(partial, manifest.step)
+            else:
+                self._is_unsettled |= replaced is Replaced.LEFT
+                self._mappings.abandoned(manifest.step)
 
     def _drop_replaced(self, partial: str, step: int) -> None:
         try:
@@ -484,6 +519,10 @@ class Store:
                 self._mappings.close()
 
     def _retire(self, step: int, suffix: str) -> None:
+        if self._is_unsettled:  # what a step has replaced must not count instead of it
+            self._settle_names()
+            self._is_unsettled = False
+        settle(self._fs, self.path(step))
         hidden = self.path(step, suffix)
         if self._fs.is_dir(hidden):
             self._settle_names()
@@ -554,32 +593,3 @@ class Store:
                 self._fs.rename(spare_file, path)
                 return True
         return False
-
-
-def check_newest(
-    run: str, step: int, known: Iterable[int | None], steps: Callable[[], Iterable[int]]
-) -> None:
-    """Refuse to save `step` where a newer one is known in the directory `run`.
-
-    steps: lists the committed steps; only asked for the message.
-    """
-    newest = max((n for n in known if n is not None), default=None)
-    if newest is None or step >= newest:
-        return
-    hint = (
-        f"was restore() forgotten? restore(state) loads step {newest} and returns its number: save "
-        "greater ones from there. To train from the start again, give the Checkpointer another "
-        "run directory"
-    )
-    with contextlib.suppress(StorageError):
-        older = max((each for each in steps() if each < step), default=None)
-        if older is not None:  # a rewind to anything else could give up every step
-            hint += (
-                f". To go on from step {older}, restore(state, step={older}) and rewind({older}): "
-                f"that deletes all steps after {older}"
-            )
-    raise StepOrderError(
-        f"step {step} is older than step {newest}, which is saved already",
-        facts={"run": run},
-        hint=hint,
-    )

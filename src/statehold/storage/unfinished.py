@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from statehold.errors import StorageError
 from statehold.storage.beside import look_beside_a_writer
-from statehold.storage.publish import delete, unless
+from statehold.storage.directories import delete, unless
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -27,7 +27,7 @@ from statehold.planning.layout import Ranks
 from statehold.steps.entries import DOCUMENT_BYTES_MAX
 from statehold.steps.manifest import Manifest
 from statehold.steps.saved import MANIFEST_NAME
-from statehold.storage.store import check_newest
+from statehold.storage.order import check_newest
 
 if TYPE_CHECKING:
     from statehold._core import Fs

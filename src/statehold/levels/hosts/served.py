@@ -16,10 +16,11 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from statehold.errors import UsageError
 from statehold.storage.object_names import is_file_name
+from statehold.storage.replacing import REPLACED
 from statehold.storage.store import step_of
 
 __all__ = ["Served", "UnreadableError"]
@@ -61,8 +62,16 @@ class Served:
 
     @contextmanager
     def _opened(self, place: str, step: str) -> Iterator[int]:
-        with _open(self._roots[place], _FOLDER) as root, _open(step, _FOLDER, root) as folder:
-            yield folder
+        with _open(self._roots[place], _FOLDER) as root, ExitStack() as opened:
+            yield _standing(step, root, opened)
+
+
+def _standing(step: str, root: int, opened: ExitStack) -> int:
+    """The directory of a step: while it is being replaced, it has another name for a moment."""
+    for name in (step, step + REPLACED):
+        with suppress(FileNotFoundError):
+            return opened.enter_context(_open(name, _FOLDER, root))
+    return opened.enter_context(_open(step, _FOLDER, root))
 
 
 @contextmanager

@@ -65,6 +65,9 @@ class Reach(Protocol):
     def find(self, step: int, name: str, nbytes: int, ranges: Ranges) -> str:
         """As Place.find."""
 
+    def has_file(self, step: int, name: str) -> bool:
+        """As Place.has_file."""
+
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
         """Keep a step while it is read."""
 
@@ -77,7 +80,10 @@ class Near:
         self.source: Source = Below(fs, store.root)
 
     def find(self, step: int, name: str, nbytes: int, ranges: Ranges) -> str:
-        return f"{self._store.path(step)}/{name}"
+        return f"{self._store.where(step)}/{name}"
+
+    def has_file(self, step: int, name: str) -> bool:
+        return self._store.has_file(step, name)
 
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
         return self._store.protect(step)
@@ -96,6 +102,9 @@ class Far:
             self._far.fetch(f"{step_directory(step)}/{name}", targets)
 
         return self._near.bring(step, name, nbytes, ranges, fetch)
+
+    def has_file(self, step: int, name: str) -> bool:
+        return False  # the path was that of a copy near here
 
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
         return self._near.reading(step)  # there, its own ranks keep it: they restore as well
@@ -129,6 +138,9 @@ class View:
 
     def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
         return self._reach.find(step, name, nbytes, ranges)
+
+    def has_file(self, step: int, name: str) -> bool:
+        return self._reach.has_file(step, name)
 
     def open_view(self, step: int, name: str, nbytes: int) -> File:
         """A data file as memory, where it lies in that of this host."""

@@ -1,0 +1,42 @@
+"""Steps are saved in order: what is refused, and what the error advises.
+
+Holds: the advice never gives up every step of a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+
+from statehold.errors import StepOrderError, StorageError
+
+__all__ = ["check_newest"]
+
+
+def check_newest(
+    run: str, step: int, known: Iterable[int | None], steps: Callable[[], Iterable[int]]
+) -> None:
+    """Refuse to save `step` where a newer one is known in the directory `run`.
+
+    steps: lists the committed steps; only asked for the message.
+    """
+    newest = max((n for n in known if n is not None), default=None)
+    if newest is None or step >= newest:
+        return
+    hint = (
+        f"was restore() forgotten? restore(state) loads step {newest} and returns its number: save "
+        "greater ones from there. To train from the start again, give the Checkpointer another "
+        "run directory"
+    )
+    with contextlib.suppress(StorageError):
+        older = max((each for each in steps() if each < step), default=None)
+        if older is not None:  # a rewind to anything else could give up every step
+            hint += (
+                f". To go on from step {older}, restore(state, step={older}) and rewind({older}): "
+                f"that deletes all steps after {older}"
+            )
+    raise StepOrderError(
+        f"step {step} is older than step {newest}, which is saved already",
+        facts={"run": run},
+        hint=hint,
+    )
