@@ -431,6 +431,40 @@ def check_missing_file(rank: int, world_size: int, directory: Path) -> None:
     must(isinstance(caught[1], Exception))
 
 
+class Between(StorageReader):
+    """Rank 0 opens a checkpoint; another save takes its place; then the other ranks open it."""
+
+    rank = 0
+    replaced_by: Path
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().read_metadata() if self.rank == 0 else None
+        dist.barrier()
+        if self.rank == 0:
+            final = Path(str(self.checkpoint_id))
+            final.rename(final.with_name("gone"))
+            self.replaced_by.rename(final)
+        dist.barrier()
+        return found or super().read_metadata()
+
+
+def check_saved_again(rank: int, world_size: int, directory: Path) -> None:
+    """Ranks that have opened different saves do not load both."""
+    where, other = directory / "step-7", directory / "other-7"
+    for path, value in ((where, 1.0), (other, 2.0)):
+        dcp.save({"w": torch.full((8,), value)}, storage_writer=StorageWriter(path))
+    dist.barrier()
+    live = {"w": torch.zeros(8)}
+    reader = Between(where)
+    reader.rank, reader.replaced_by = rank, other
+    with failing() as caught:
+        dcp.load(live, storage_reader=reader)
+    must("different saves" in str(caught[1]), caught)
+    must(not live["w"].any(), "nothing was loaded")
+    dcp.load(live, storage_reader=StorageReader(where))
+    must(live["w"].eq(2).all())
+
+
 def check_stock(rank: int, world_size: int, directory: Path) -> None:
     """What the stock writers saved under one layout, restored into another, optimizer included."""
     net, optimizer = trained(1, world_size, "2d")
