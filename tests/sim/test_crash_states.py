@@ -158,7 +158,7 @@ def test_every_crash_state_of_a_job_that_cannot_exchange_names(size: int, code: 
 
 
 @pytest.mark.parametrize(
-    ("script", "exchanges"), [("reuse", True), ("again", True), ("again", False)]
+    ("script", "exchanges"), [("reuse", True), ("again", True)] + [("again", False)] * ALL
 )
 @pytest.mark.parametrize("size", [1, 2] if ALL else [1])
 def test_every_crash_state_after_a_process_has_died(
@@ -188,11 +188,13 @@ def test_every_crash_state_after_a_process_has_died(
     assert total > 10
 
 
-ERRORS = [("sync_dir", True), ("unlink", True), ("sync_dir", False), ("rename", False)]
-MORE_ERRORS = [("exchange", True), ("rename", True), ("unlink", False)] * ALL
+# Without an exchange of names, the errors of a Store are tried in test_store_crash_states.py.
+ERRORS = [("sync_dir", True), ("unlink", True)]
+MORE_ERRORS = [("exchange", True), ("rename", True)]
+MORE_ERRORS += [("sync_dir", False), ("rename", False), ("unlink", False)]
 
 
-@pytest.mark.parametrize(("operation", "exchanges"), ERRORS + MORE_ERRORS)
+@pytest.mark.parametrize(("operation", "exchanges"), ERRORS + MORE_ERRORS * ALL)
 def test_every_crash_state_after_an_error(operation: str, exchanges: bool) -> None:
     """An operation fails, each time it is used; what is done about it loses no step either."""
     tried = 0
