@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,47 +9,19 @@ from typing import Any
 
 import pytest
 
-from support.boards import DEADLINE_S
+from support.peer_ranks import Process, be_rank, serve_store
 
 SIZE = 3
 TIMEOUT_S = 3.0
 STALL_S = 15.0  # how long a busy machine may stand still
-SERVER = (
-    "import sys, torch.distributed as dist\n"
-    "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
-    "print(store.port, flush=True); sys.stdin.read()\n"
-)
-
-
-class Process:
-    """A child that is asked and answers in lines."""
-
-    def __init__(self, *command: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, *command],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-
-    def tell(self, line: object) -> None:
-        assert self._process.stdin is not None
-        print(line, file=self._process.stdin, flush=True)
-
-    def read(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def kill(self) -> None:
-        """SIGKILL; returns when it is dead."""
-        self._process.kill()
-        self._process.communicate(timeout=DEADLINE_S)
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Process]]:
     started: list[Process] = []
 
-    def begin(*command: str) -> Process:
-        started.append(Process(*command))
+    def begin(body: Callable[..., None], *arguments: object) -> Process:
+        started.append(Process(body, *arguments))
         return started[-1]
 
     yield begin
@@ -67,12 +36,10 @@ def job(
     """Open ranks, and the process that serves their store, if there is one."""
     kind, where, server = request.param, str(tmp_path), None
     if kind == "tcp":
-        server = start("-c", SERVER)
+        server = start(serve_store)
         where = str(server.read())
-    script = str(Path(__file__).with_name("rank.py"))
-    ranks = [start(script, kind, where, str(r), str(SIZE), str(TIMEOUT_S)) for r in range(SIZE)]
-    tokens = {rank.read()["open"] for rank in ranks}
-    assert len(tokens) == 1
+    ranks = [start(be_rank, kind, where, rank, SIZE, TIMEOUT_S) for rank in range(SIZE)]
+    assert len({rank.read() for rank in ranks}) == 1  # the token
     return ranks, server
 
 
@@ -90,7 +57,7 @@ def test_a_killed_rank_is_named_by_the_others_in_time(job) -> None:
     begin = time.monotonic()
     for said in take_part([ranks[0], ranks[2]], 1):
         assert said["error"] == "PeerLostError"
-        assert said["ranks"] == [1]
+        assert said["ranks"] == (1,)
     assert TIMEOUT_S * 0.9 <= time.monotonic() - begin < 2 * TIMEOUT_S + STALL_S
 
 
@@ -100,7 +67,7 @@ def test_a_killed_committer_is_named_by_the_others_in_time(job) -> None:
     ranks[0].kill()
     for said in take_part(ranks[1:], 1):
         assert said["error"] == "PeerLostError"
-        assert said["ranks"] == [0]
+        assert said["ranks"] == (0,)
 
 
 def test_ranks_do_not_hang_when_the_stores_server_dies(job) -> None:
@@ -114,6 +81,6 @@ def test_ranks_do_not_hang_when_the_stores_server_dies(job) -> None:
     said = [ranks[1].read(), *take_part([ranks[0], ranks[2]], 1), *take_part(ranks, 2)]
     for each in said:
         assert each["error"] == "PeerLostError"
-        assert each["ranks"] == [0]
+        assert each["ranks"] == (0,)
         assert "store" in each["text"]
     assert time.monotonic() - begin < 2 * TIMEOUT_S + STALL_S
