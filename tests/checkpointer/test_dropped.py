@@ -22,7 +22,7 @@ from soak.usage import Usage, settled
 from statehold import Checkpointer, keeper
 from statehold.errors import ClosedError, RunBusyError, StateholdError
 from statehold.keeper import wait_for_dropped
-from support.faults import DEADLINE_S, SMALL, Holdup
+from support.faults import DEADLINE_S, SMALL, Holdup, must
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,8 @@ def test_a_save_is_committed_though_its_checkpointer_is_gone(
 ) -> None:
     with caplog.at_level(logging.INFO, "statehold"):
         save = Checkpointer(run, **SMALL).save(1, state())
-        assert save.wait("committed", DEADLINE_S) is save
+        waited = save.wait("committed", DEADLINE_S)
+        assert waited is save
         wait_for_dropped(str(run))
     told = [each for each in caplog.records if "dropped without close()" in each.getMessage()]
     assert [each.levelname for each in told] == ["INFO"]
@@ -73,7 +74,7 @@ def test_the_next_one_waits_for_what_is_still_being_saved(
     ckpt = Checkpointer(run, **SMALL)
     holdup = Holdup(ckpt)
     save = ckpt.save(1, {"model": model})
-    assert holdup.waiting.wait(DEADLINE_S)
+    must(holdup.waiting.wait(DEADLINE_S))
     ckpt = Checkpointer(run, **SMALL)
     live = {"model": torch.nn.Linear(1200, 1200)}
     restored: Future[int | None] = aside.submit(ckpt.restore, live)
@@ -93,7 +94,7 @@ def test_updates_still_wait_until_the_save_is_staged(run: Path, aside: ThreadPoo
     ckpt = Checkpointer(run, **SMALL)
     holdup = Holdup(ckpt)
     save = ckpt.save(1, {"big": big})
-    assert holdup.waiting.wait(DEADLINE_S)
+    must(holdup.waiting.wait(DEADLINE_S))
     del ckpt
     begun = threading.Event()
 
@@ -102,7 +103,7 @@ def test_updates_still_wait_until_the_save_is_staged(run: Path, aside: ThreadPoo
         optimizer.step()
 
     updated = aside.submit(update)
-    assert begun.wait(DEADLINE_S)
+    must(begun.wait(DEADLINE_S))
     assert not save.done("staged")
     assert torch.equal(big.weight.detach(), expected)
     holdup.release()

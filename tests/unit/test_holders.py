@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from statehold.holders import is_only_in_tracebacks
+from support.faults import must
 
 
 class Thing:
@@ -156,7 +157,7 @@ def test_what_another_thread_holds_is_in_use() -> None:
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert there.wait(60)
+    must(there.wait(60))
     assert not is_only_in_tracebacks(refs[0])
     go_on.set()
     thread.join()
