@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from statehold.leaving import Leaving
     from statehold.opened import Opened
 
-__all__ = ["Keeper", "make_way", "wait_for_dropped"]
+__all__ = ["Keeper", "make_way", "others_of", "wait_for_dropped"]
 
 _keepers: list[Keeper] = []  # one operation at a time is atomic
 
@@ -150,24 +150,32 @@ def _end_dropped(opened: Opened) -> None:
     opened.close(flush=True, alike=False)
 
 
-def wait_for_dropped(run: str) -> bool:
-    """Wait for Checkpointers of the run that were dropped; whether there was one."""
-    dropped = [each for each in _of_run(run) if each.is_dropped]
-    for each in dropped:
-        each.wait()
-    return bool(dropped)
+def wait_for_dropped(run: str) -> None:
+    """Wait for Checkpointers of the run that were dropped."""
+    for each in _of_run(run):
+        if each.is_dropped:
+            each.wait()
 
 
-def make_way(run: str, taker: Opened) -> bool:
-    """Where the run is held in this process: end what nobody can use any more; whether that was."""
-    others = [each for each in _of_run(run) if not each.has(taker)]
+def others_of(run: str, taker: Opened) -> list[Keeper]:
+    """What else in this process has the run open, or is still ending."""
+    return [each for each in _of_run(run) if not each.has(taker)]
+
+
+def make_way(others: list[Keeper]) -> bool:
+    """End those that nobody can use any more, and wait for them; whether any has ended. One may end
+    by itself at any time, so `others` is asked for before the run is found to be busy."""
     if not others:
         return False
     gc.collect()
+    ending = [each for each in others if each.is_dropped or each.has_ended]
     for each in others:
-        if not each.is_dropped and each.is_left_behind():
+        if each not in ending and each.is_left_behind():
             each.take()
-    return wait_for_dropped(run)
+            ending.append(each)
+    for each in ending:
+        each.wait()
+    return bool(ending)
 
 
 def _of_run(run: str) -> list[Keeper]:

@@ -24,7 +24,7 @@ from statehold.errors import (
     StorageError,
 )
 from statehold.flushing import Countdown, flush
-from statehold.keeper import make_way
+from statehold.keeper import make_way, others_of
 from statehold.landing import Landing
 from statehold.levels.hosts.meeting import Exchange, Hosts, HttpExchange
 from statehold.levels.hosts.place import CopiesPlace, HostPlace
@@ -187,10 +187,11 @@ class Opened:
         self._keep_agent()
 
     def _prepare_first(self) -> None:
+        others = others_of(self._run, self)
         try:
             self.near[0].prepare(self._token)
         except RunBusyError:
-            if not make_way(self._run, self):
+            if not make_way(others):
                 raise
             self.near[0].prepare(self._token)
 
