@@ -71,6 +71,7 @@ def _running_functions() -> set[int]:
     if sys.version_info >= (3, 11):
         return ids
     newest: FrameType | None
+    frame: FrameType | None
     for newest in sys._current_frames().values():
         frame = newest
         while frame is not None:

@@ -17,7 +17,6 @@ import select
 import signal
 import traceback
 from pathlib import Path
-from typing import Self
 
 from powerloss import fuse
 from powerloss.journal import Journal, Position, Recorder, parse
@@ -46,7 +45,7 @@ class RecordingDevice:
         self._position = position
         self.name = ""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> RecordingDevice:
         self._file.touch()
         self._position.set(0)
         try:

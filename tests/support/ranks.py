@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from statehold import Checkpointer, Save
 from statehold._core import Fs
@@ -29,7 +29,7 @@ class Ranks:
     def _opened(self, options: dict[str, Any]) -> list[Checkpointer]:
         return ranks_on(self.fs, self.run, self.size, **options)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
