@@ -46,7 +46,7 @@ class Keeper:
         self.leaving: Leaving | None = None
         self.is_dropped = False
         self._opened: Opened | None = opened
-        self._gate = gate
+        self._gate: Gate | None = gate  # None once it has ended
         self._owner = owner
         self._log = BackgroundLog()
         self._pid = os.getpid()
@@ -129,9 +129,11 @@ class Keeper:
             if self.is_dropped:
                 self._log.error("%s: could not end a dropped Checkpointer\n%s", self.run, error)
         finally:
-            if self.is_dropped:
+            if self.is_dropped and self._gate is not None:
                 self._gate.retire()
-            self._opened = None
+            # The finalizer holds this object for as long as the Checkpointer lives. The gate knows
+            # saves, and the error of one knows functions that have the Checkpointer.
+            self._gate = self._opened = None
             del opened, end
             _keepers.remove(self)
             forget(self)
