@@ -138,6 +138,7 @@ class Saves:
             "flags": bytes(len(tensors)),
             "strided": {},
             "header": HEADER,
+            "owner": tensors,
         }
         self.kept = self._first("reused.step")
         self._first("remapped.step").close()
@@ -231,6 +232,7 @@ class Saves:
                 addresses=array("Q", [target.data_ptr() for target in targets]),
                 strided={},
                 sums=job.checksums()[8:],
+                owner=targets,
             ).wait(600.0)
         if not done:
             raise RuntimeError("a restore took more than ten minutes")
