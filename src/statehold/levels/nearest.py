@@ -18,6 +18,7 @@ import contextlib
 import errno
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Protocol
@@ -37,6 +38,9 @@ from statehold.storage.replacing import missing_path
 __all__ = ["Nearest", "Next", "Readable"]
 
 logger = logging.getLogger("statehold")
+
+# A writer that cannot exchange names takes a step's name away for a moment at each new save of it.
+ELSEWHERE_MAX = 10
 
 
 class Next(IntEnum):
@@ -77,6 +81,7 @@ class Nearest:
         self._unread_at = ""
         self._told: set[str] = set()  # levels of which it was said that they cannot be read
         self._said: set[tuple[int, str, str]] = set()  # bad copies of which it was said
+        self._elsewhere: Counter[tuple[int, str]] = Counter()  # how often a file was missing
         self.saves = Saves()
 
     def steps(self) -> list[int]:
@@ -189,10 +194,14 @@ class Nearest:
         )
 
     def _was_elsewhere(self, step: int, error: Exception) -> bool:
-        """Whether a file was missing that is there: its step had another name for a moment."""
+        """Whether a file was missing that is there: its step had another name for a moment. A file
+        that is missing again and again is a bad copy."""
         name = os.path.basename(missing_path(error) or "")
         place = self._served.get((step, name))
-        return place is not None and place.has_file(step, name)
+        if place is None or self._elsewhere[step, name] >= ELSEWHERE_MAX:
+            return False
+        self._elsewhere[step, name] += 1
+        return place.has_file(step, name)
 
     def _other(self, step: int, error: CorruptionError | StorageError) -> Next:
         """Whether another copy of the file that was bad, or another save, is left to try."""
