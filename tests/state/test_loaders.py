@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler
 import statehold
 from statehold.errors import UnsupportedValueError
 from statehold.selection import Selection
+from statehold.state import loaders
 from statehold.state.rng import unchanged
 from support.faults import DEADLINE_S, SMALL
 from support.loading import (
@@ -469,3 +470,28 @@ def test_a_loader_that_wraps_another_one_is_refused_with_the_one_to_save(tmp_pat
         load_state_dict = property(lambda self: self._dataloader.load_state_dict)
 
     check_goes_on(tmp_path, lambda: Inside(loader_of(shuffle=True)), [FIRST, LAST])
+
+
+class Unprintable:
+    """A key that nobody may print: a tensor's text costs milliseconds, and waits for its device."""
+
+    def __format__(self, spec: str) -> str:
+        raise AssertionError("printed")
+
+    __repr__ = __str__ = lambda self: self.__format__("")
+
+
+class Keyed:
+    def __init__(self) -> None:
+        self.by_object = {Unprintable(): {"lr": 1.0}}
+        self.loaders = {"train": loader_of(shuffle=True)}
+
+
+def test_keys_that_are_no_names_are_not_printed() -> None:
+    assert [path for path, _ in loaders.found_in(Keyed())] == ["loaders.train"]
+
+
+def test_optimizers_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    monkeypatch.setattr(loaders, "_held", None)  # would be called
+    assert loaders.found_in(optimizer) == []

@@ -52,6 +52,8 @@ def is_loader(value: Any) -> bool:
 def found_in(value: Any) -> list[tuple[str, Any]]:
     """The loaders of an object by the path of attributes that leads to them, nearest first."""
     found: list[tuple[str, Any]] = []
+    if issubclass(type(value), _OPAQUE):
+        return found
     seen: set[int] = set()
     left = deque([("", value, 0)])
     while left and len(seen) < OBJECTS_MAX:
@@ -73,7 +75,12 @@ def _held(value: Any) -> Iterator[tuple[Any, Any]]:
     else:
         held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
         members = islice(list(held.items()), OBJECTS_MAX)
-    return ((key, each) for key, each in members if not issubclass(type(each), _OPAQUE))
+    return ((key, each) for key, each in members if _may_hold(key, each))
+
+
+def _may_hold(key: Any, value: Any) -> bool:
+    # A key becomes a part of a path. Others may be costly to print: optimizers have tensors there.
+    return type(key) in (str, int) and not issubclass(type(value), _OPAQUE)
 
 
 def state_of(value: Any, tell: Callable[[str], None] = lambda _: None) -> Any:
