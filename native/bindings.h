@@ -256,7 +256,15 @@ bool wait_to_let_go(JobHandle<SomeJob>& job, Timeout timeout_s, Done&& done) {
   return true;
 }
 
-// For Python's cyclic collector: a job in a cycle is ended before its owner is let go.
+// For Python's cyclic collector, which first finalizes all objects of a cycle, and then clears them
+// one after the other, in an order of its own. What the owner has may be gone before the job is
+// cleared. So a job is ended when it is finalized.
+template <class PyJob>
+void end_for_collector(PyObject* self) {
+  if (!nb::inst_ready(self)) return;
+  PyJob* job = nb::inst_ptr<PyJob>(self);
+  if (job->is_ours()) job->cancel();
+}
 template <class PyJob>
 int visit_owner(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
@@ -265,9 +273,8 @@ int visit_owner(PyObject* self, visitproc visit, void* arg) {
 }
 template <class PyJob>
 int clear_owner(PyObject* self) {
-  PyJob* job = nb::inst_ptr<PyJob>(self);
-  if (job->is_ours()) job->cancel();
-  job->let_go();
+  end_for_collector<PyJob>(self);
+  nb::inst_ptr<PyJob>(self)->let_go();
   return 0;
 }
 

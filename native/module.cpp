@@ -242,9 +242,11 @@ void declare_buffers(nb::module_& m) {
 
 template <class PyJob>
 PyType_Slot* owner_slots() {
-  static PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&visit_owner<PyJob>)},
-                                {Py_tp_clear, reinterpret_cast<void*>(&clear_owner<PyJob>)},
-                                {0, nullptr}};
+  static PyType_Slot slots[] = {
+      {Py_tp_traverse, reinterpret_cast<void*>(&visit_owner<PyJob>)},
+      {Py_tp_finalize, reinterpret_cast<void*>(&end_for_collector<PyJob>)},
+      {Py_tp_clear, reinterpret_cast<void*>(&clear_owner<PyJob>)},
+      {0, nullptr}};
   return slots;
 }
 

@@ -55,6 +55,7 @@ address() {
 
 thread() {
   export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1:suppressions=$root/native/tsan.supp
+  TSAN_OPTIONS+=:die_after_fork=0  # forked children of tests start threads
   build thread build/tsan
   assemble build/tsan
   ctest --test-dir build/tsan --output-on-failure --no-tests=error

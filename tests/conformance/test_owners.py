@@ -120,14 +120,30 @@ def test_a_read_that_is_dropped_lets_go(disk: Disk, engine: _core.Engine) -> Non
     assert seen() is None
 
 
-def test_a_job_that_its_owner_refers_to_is_collected(disk: Disk, engine: _core.Engine) -> None:
-    state = larger_than_staging(6)
-    owner = Owner(state)
+class Cycle:
+    """Has arrays, and refers to what refers to it."""
+
+    def __init__(self, arrays: list[Any]) -> None:
+        self.arrays = arrays
+        self.others: list[Any] = []
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_job_in_a_cycle_is_quiet_before_the_cycle_is_cleared(
+    disk: Disk, engine: _core.Engine, seed: int
+) -> None:
+    """The collector clears the objects of a cycle one after the other, in an order of its own. The
+    memory of an array is gone with the array, which is no part of the cycle."""
+    state = larger_than_staging(seed)
+    owner = Cycle([array.view() for array in state.arrays])
+    for array, memory in zip(owner.arrays, state.arrays, strict=True):
+        weakref.finalize(array, memory.fill, 0xFF)
     owner.others.append(state.write(engine, owner=owner))
     seen = weakref.ref(owner)
-    del owner
+    del owner, array
     gc.collect()
     assert seen() is None
+    assert state.arrays[0][0] == 0xFF, "the arrays are gone"
     assert 0xFF not in bytes(engine.staging)
 
 

@@ -1,0 +1,37 @@
+"""When Python looks for cyclic garbage.
+
+A capture, and the document of a step, make some objects for each tensor, none of which is garbage:
+to look for it among them takes longer than to make them. Objects that survive such looks also lead
+to a look through all objects of the process, during which no thread runs Python.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["uncollected"]
+
+_guard = threading.Lock()
+_inside = 0
+_was_enabled = False
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, no thread collects cyclic garbage: for milliseconds, never around a wait."""
+    global _inside, _was_enabled
+    with _guard:
+        if _inside == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _guard:
+            _inside -= 1
+            if _inside == 0 and _was_enabled:
+                gc.enable()

@@ -1,0 +1,37 @@
+"""What a commit leaves to Python's collector: of tens of thousands of tensors nothing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import statehold
+from statehold import team
+from support.faults import DEADLINE_S, SMALL, spy_on
+
+
+def test_the_document_of_a_step_is_gone_when_its_bytes_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, seen, at_the_write = team.build_manifest, [], []
+
+    def watched(*args: Any) -> Any:
+        manifest = build(*args)
+        seen.append((weakref.ref(manifest), gc.isenabled()))
+        return manifest
+
+    def before(operation: str, _: tuple[Any, ...]) -> None:
+        if operation == "write_file" and seen:
+            at_the_write.append((seen[-1][0]() is None, gc.isenabled()))
+
+    monkeypatch.setattr(team, "build_manifest", watched)
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        spy_on(ckpt, before)
+        ckpt.save(1, {"w": torch.ones(8)}).wait("committed", DEADLINE_S)
+    assert [is_enabled for _, is_enabled in seen] == [False]
+    assert at_the_write[0] == (True, True)
