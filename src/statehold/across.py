@@ -19,22 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from statehold.aftermath import after_commit
 from statehold.levels.rounds import Rounds
+from statehold.steps.manifest import Encoded
 from statehold.team import Together
 
 if TYPE_CHECKING:
     from statehold.pipeline import Work
     from statehold.steps.manifest import Commit
-
-
-class _Published:
-    """A manifest that rank 0 has made, as the others got it."""
-
-    def __init__(self, step: int, text: str) -> None:
-        self.step = step
-        self._text = text
-
-    def encode(self) -> bytes:
-        return self._text.encode()
 
 
 class Across(Together):
@@ -66,7 +56,7 @@ class Across(Together):
         place, step = work.place, work.save.step
         if not place.is_apart:
             return
-        manifest = _Published(step, outcome["manifest"])
+        manifest = Encoded(step, outcome["manifest"].encode())
         rounds = Rounds(self._peers, "save", work.number, f"while publishing step {step}")
         with work.save._stage("publish"):
             rounds.publish(place, lambda: place.store.commit(manifest, work.attempt))

@@ -27,12 +27,15 @@ from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.agreeing import everyone, led, together
+from statehold.devices.graphs import refuse_in_capture
+from statehold.devices.relay import named_failures
 from statehold.ending import forget, remember
 from statehold.errors import (
     ClosedError,
     PeerFailedError,
     UsageError,
 )
+from statehold.garbage import uncollected
 from statehold.gate import Gate
 from statehold.keeper import Keeper, wait_for_dropped
 from statehold.leaving import Leaving
@@ -48,7 +51,9 @@ from statehold.save import Save
 from statehold.seeing.once import say_once
 from statehold.selection import RestoreReport, Selection
 from statehold.state import fingerprints
-from statehold.state.capture import Capture, capture
+from statehold.state.capture import capture
+from statehold.state.captured import Capture, CapturedTensor
+from statehold.state.recognition import Seen
 from statehold.state.restore import check_takes_values
 from statehold.units import check_timeout
 from statehold.writes import in_file_order, start_write
@@ -94,6 +99,7 @@ class Checkpointer:
         self._borrowed_fs: Fs | None = None  # for statehold.testing
         self._borrowed_peers: Peers | None = None  # for statehold.testing
         self._borrowed_exchange: Exchange | None = None  # for statehold.testing
+        self._seen = Seen()
         self._gate = Gate()
         self._watched: list[Save] = []
         self._saves_called = 0
@@ -120,6 +126,7 @@ class Checkpointer:
         step older than the newest committed one, UnsupportedValueError for a value that no step
         can hold.
         """
+        refuse_in_capture("save()")
         number, self._saves_called = self._saves_called, self._saves_called + 1
         opened = self._opened()
         try:
@@ -134,6 +141,8 @@ class Checkpointer:
             self._raise_failures()
             return Save(step, 0.0, is_skipped=True)
         opened.pipeline.wait_eager(work, captured)
+        self._gate.streams_follow()
+        self._gate.wait_if_unseen(work.save)
         work.save._returned()
         opened.rhythm.saved(work.save.stats.blocked_s, self._gate.waited_s)
         if work.is_last and self._leaving is not None:
@@ -167,8 +176,9 @@ class Checkpointer:
             self._raise_failures()
         opened.check_order(step)
 
-        with save._stage("capture"):
-            captured = capture(state, opened.rank, self._gate.passed())
+        self._gate.join_streams()
+        with save._stage("capture"), uncollected(), named_failures(memory=False):
+            captured = capture(state, opened.rank, self._gate.passed(), self._seen)
         say_once(captured.note, logging.INFO)
         for doubt in captured.doubts:
             say_once(doubt)
@@ -183,11 +193,8 @@ class Checkpointer:
             written_bytes=plan.save.file_bytes,
             tensors=len(captured.tensors),
         )
-        compared = {name for each in known.comparisons for name in each.names}
-        fingerprinting = fingerprints.begin(
-            [tensor for tensor in captured.tensors if tensor.spec.name in compared],
-            _core.hash_memory,
-        )
+        names = {name for each in known.comparisons for name in each.names}
+        compared = [tensor for tensor in captured.tensors if tensor.spec.name in names]
         self._watched.append(save)
         work = Work(
             save=save,
@@ -198,13 +205,19 @@ class Checkpointer:
             place=opened.near[0],
             comparisons=known.comparisons,
             version=opened.claims.version,
-            fingerprinting=fingerprinting,
+            fingerprinting=fingerprints.begin(compared, _core.hash_memory),
             is_last=is_last,
         )
-        self._start(opened, work, captured)
+        self._start(opened, work, captured, compared)
         return work, captured
 
-    def _start(self, opened: Opened, work: Work, captured: Capture) -> None:
+    def _start(
+        self,
+        opened: Opened,
+        work: Work,
+        captured: Capture,
+        compared: Sequence[CapturedTensor],
+    ) -> None:
         """Begin to copy what was captured, and hand `work` over: wholly, or not at all.
 
         Whatever ends this in between (an error, Ctrl-C) stops the native job before anything that
@@ -212,16 +225,17 @@ class Checkpointer:
         """
         opened.watch.save_began()
         try:
-            ordered = in_file_order(work.plan, captured.tensors)
+            with uncollected():
+                ordered = in_file_order(work.plan, captured.tensors)
             opened.make_room(work.plan.save)
             work.save._moving()
             file = opened.ready_file(work.plan.save, work.tree)
             work.is_attached = file is not None
             work.save._record(reused=work.is_attached)
-            work.job = start_write(opened.engine, work.plan.save, ordered, file)
-            copies = opened.devices.copies(work.job, captured, ordered)
-            work.copy_external = copies.run if copies else None
-            self._gate.hold_for(work.save, copies.passing if copies else None)
+            with uncollected():
+                work.job = start_write(opened.engine, work.plan.save, ordered, file)
+                work.copies = opened.devices.copies(work.job, captured, ordered, compared)
+            self._gate.hold_for(work.save, work.copies.passing if work.copies else None)
             opened.pipeline.submit(work)
         except BaseException as error:
             opened.pipeline.take_back(work, error)
@@ -233,9 +247,10 @@ class Checkpointer:
         Where all that is left to copy is device memory, the current stream waits, not the host:
         updates then have to be given to that stream.
         Only needed where the update is not the step() of a torch optimizer, such as a hand-written
-        one. Raises WaitTimeout after `timeout` seconds.
+        one. While a CUDA graph is captured this marks the graph: its replays will wait, too.
+        Raises WaitTimeout after `timeout` seconds.
         """
-        self._gate.wait(check_timeout(timeout))
+        self._gate.wait_or_note(check_timeout(timeout))
 
     # -- leaving ---------------------------------------------------------------------------
 
@@ -309,6 +324,7 @@ class Checkpointer:
         overwritten, so restore another step before training on. PeerLostError, PeerFailedError: the
         same, because of another rank.
         """
+        refuse_in_capture("restore()")
         if step is not None:
             step = step_of(step)
         selection = Selection(only, skip, rename, strict)
@@ -316,6 +332,7 @@ class Checkpointer:
         levels = led(opened.peers, lambda: described(self._levels))
         together(opened.peers, lambda: self._ready_to_restore(levels, state))
         self._gate.wait()
+        self._gate.join_streams()
         nearest = opened.nearest()
         with opened.watch.restore() as watch:
             restorer = Restorer(

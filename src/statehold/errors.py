@@ -17,6 +17,7 @@
     ├── StorageError               the storage refused: errno, path and offset are attributes
     │   ├── NoSpaceError           ENOSPC or EDQUOT
     │   └── UnavailableError       a store or host cannot be reached, or asks to slow down
+    ├── DeviceError                a device with tensors of the state has failed
     ├── CorruptionError            what is on disk is not what was committed
     │   ├── MissingFileError       a file that the manifest names is not there
     │   ├── TruncatedFileError     a file is shorter (or longer) than the manifest says
@@ -42,6 +43,7 @@ __all__ = [
     "ChecksumError",
     "ClosedError",
     "CorruptionError",
+    "DeviceError",
     "FormatVersionError",
     "HeaderError",
     "InvariantError",
@@ -214,6 +216,10 @@ class NoSpaceError(StorageError):
 
 class UnavailableError(StorageError):
     """A store or host did not answer, or asked to slow down, until the deadline: try later."""
+
+
+class DeviceError(StateholdError):
+    """A GPU, or another device with tensors of the state, has failed."""
 
 
 class CorruptionError(StateholdError):

@@ -1,11 +1,14 @@
 """The gate: nothing updates the state while bytes of it are still being copied.
 
 Parameters and optimizer state stay unchanged during forward and backward (DataStates-LLM,
-HPDC'24, section 4); the update is where they change. So the gate stands before the update: a
-pre-step hook on the torch optimizers waits until every save under way is staged. On all of them,
-not only on those in the state: a fused optimizer that the state does not name changes parameters
-without moving a version counter, so nothing else would notice. Loops whose update is not a torch
-optimizer call Checkpointer.gate() themselves.
+HPDC'24, section 4); the update is where they change. So the gate stands before every update that
+torch makes (`updates`), and waits until every save under way is staged. It stands before all torch
+optimizers, not only those in the state: a fused optimizer that the state does not name changes
+parameters without moving a version counter, so nothing else would notice. Loops whose update is not
+a torch optimizer call Checkpointer.gate() themselves.
+
+A step() that was compiled in one graph runs past the gate. Once there is one, a save keeps the
+caller until its copies are made, and the log says what to do about it.
 
 A failed save opens the gate: training goes on, and the error is raised by the checkpointer's next
 call, not out of somebody's optimizer.
@@ -19,14 +22,15 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
 
+from statehold import updates
+from statehold.devices.update_streams import UpdateStreams
 from statehold.errors import WaitTimeout
 from statehold.save import Save
+from statehold.seeing.once import say_once
 from statehold.state.gradients import Gradients
-from statehold.state.optimizers import before_every_step
 from statehold.state.stepping import Stepping
 
 if TYPE_CHECKING:
@@ -38,13 +42,16 @@ logger = logging.getLogger("statehold")
 class Pass(Protocol):
     """A way past the gate other than waiting on the host: a stream made to wait instead."""
 
-    def __call__(self) -> bool:
-        """Order later work after the copies; False when not all copies are enqueued yet."""
+    def __call__(self, timeout: float | None = 0) -> bool:
+        """Order later work after the copies; False when not all copies are enqueued in time, or
+        when that cannot be done."""
 
 
-# Hooks of Checkpointers that were dropped. Taken off when the next gate stands up or is removed: an
-# optimizer may be going through its hooks now.
-_stale: list[Any] = []
+_UNSEEN = (
+    "an optimizer's step() was compiled with fullgraph=True, which lets no code run before the "
+    "update: from now on save() returns only when everything is copied. To have it return early, "
+    "compile step() without fullgraph=True, or compile only what step() calls"
+)
 
 
 class Gate:
@@ -52,17 +59,23 @@ class Gate:
 
     def __init__(self) -> None:
         self._saves: list[tuple[Save, Pass | None]] = []
-        self._hook: Any = None
         self._stepping = Stepping()
+        self._streams = UpdateStreams()
         self._gradients = Gradients()
         self._has_warned = False
         self.waited_s = 0.0  # in all
 
     def stand(self) -> None:
-        """Stand before the step() of every torch optimizer from now on."""
-        _remove_stale()
-        if self._hook is None:
-            self._hook = before_every_step(_waiting(weakref.ref(self)))
+        """Stand before every update of torch from now on."""
+        updates.watch(self)
+
+    def before_update(self, optimizers: Iterable[Optimizer]) -> None:
+        """These optimizers are about to step."""
+        self.wait()
+        self._streams.saw()
+        for optimizer in optimizers:
+            self._stepping.saw(optimizer)
+            self._gradients.saw(optimizer)
 
     def passed(self) -> list[Optimizer]:
         """The optimizers that have stepped since the last call, or since the gate stands."""
@@ -91,38 +104,69 @@ class Gate:
         """Return once no save still has bytes to copy; `timeout` is in seconds."""
         for save, passing in list(self._saves):
             # A fork updates a copy, which nobody saves.
-            if (
+            if not (
                 not save._is_of_this_process
                 or save.done("staged")
                 or (passing is not None and passing())
             ):
-                continue
-            started = time.perf_counter()
-            with save._stage("gate"):
-                ended = save._wait_ended("staged", timeout)
-            waited_s = time.perf_counter() - started
-            self.waited_s += waited_s
-            save._add_gate(waited_s)
-            if not ended:
-                raise WaitTimeout(
-                    f"step {save.step} was not staged in time",
-                    facts={"waited": f"{timeout} s", "so far": str(save.stats)},
-                    hint="do not change the state yet: its bytes are still being copied",
-                )
+                self._wait_staged(save, timeout, passing)
         self._forget_staged()
 
+    def before_capture(self) -> None:
+        """Return once every save is staged. The capture of an update moves version counters, and a
+        save that is under way would take that for a change. The host waits, and no stream."""
+        for save, _ in list(self._saves):
+            if save._is_of_this_process and not save.done("staged"):
+                self._wait_staged(save)
+
+    def _wait_staged(
+        self, save: Save, timeout: float | None = None, passing: Pass | None = None
+    ) -> None:
+        """On the host; with `passing` only until a stream can wait instead."""
+        started = time.perf_counter()
+        with save._stage("gate"):
+            ended = passing is not None and passing(timeout)
+            if not ended:
+                used = time.perf_counter() - started
+                left = None if timeout is None else max(0.0, timeout - used)
+                ended = save._wait_ended("staged", left)
+        waited_s = time.perf_counter() - started
+        self.waited_s += waited_s
+        save._add_gate(waited_s)
+        if not ended:
+            raise WaitTimeout(
+                f"step {save.step} was not staged in time",
+                facts={"waited": f"{timeout} s", "so far": str(save.stats)},
+                hint="do not change the state yet: its bytes are still being copied",
+            )
+
+    def join_streams(self) -> None:
+        """Order what the current streams are given next after the updates on other streams."""
+        self._streams.join()
+
+    def streams_follow(self) -> None:
+        """Order what the streams of the updates are given next after what the current ones have."""
+        self._streams.follow()
+
+    def wait_or_note(self, timeout: float | None = None) -> None:
+        """Before an update by hand: wait, or note that a CUDA graph is captured that holds it."""
+        if not updates.capture([]):
+            self._streams.saw()
+            self.wait(timeout)
+
+    def wait_if_unseen(self, save: Save) -> None:
+        """Return once `save` is staged or has failed, where an update may come that nobody sees."""
+        if updates.come_unseen():
+            say_once(_UNSEEN)
+            save._wait_ended("staged")
+
     def remove(self) -> None:
-        """Take the hook off the optimizers. On the thread that trains."""
-        _remove_stale()
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        """Stand no more. On the thread that trains."""
+        updates.unwatch(self)
 
     def retire(self) -> None:
-        """Have the hook taken off later. From any thread."""
-        hook, self._hook = self._hook, None
-        if hook is not None:
-            _stale.append(hook)
+        """Stand no more. From any thread."""
+        updates.unwatch_later(self)
 
     def _forget_staged(self) -> None:
         self._saves = [
@@ -130,20 +174,3 @@ class Gate:
             for save, passing in self._saves
             if not save.done("staged") and save.error is None
         ]
-
-
-def _remove_stale() -> None:
-    while _stale:
-        _stale.pop().remove()
-
-
-def _waiting(gate: weakref.ref[Gate]) -> Callable[[Optimizer], None]:
-    # Weakly: a Checkpointer that was dropped without close() must not be kept alive by its hook.
-    def wait_until_staged(optimizer: Optimizer) -> None:
-        target = gate()
-        if target is not None:
-            target.wait()
-            target._stepping.saw(optimizer)
-            target._gradients.saw(optimizer)
-
-    return wait_until_staged

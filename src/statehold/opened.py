@@ -56,10 +56,10 @@ from statehold.writes import manifest_bytes
 if TYPE_CHECKING:
     from statehold._core import Engine, File, Fs
     from statehold.agreeing import Meeting
+    from statehold.devices import Devices
     from statehold.planning.plan import SavePlan
     from statehold.ranks.peers import Peers
     from statehold.seeing.copies import LevelWatch
-    from statehold.state.device import Devices
 
 
 # How long a rank that ends by an error waits for others to bring the newest step to all levels.

@@ -42,13 +42,14 @@ from statehold.tracebacks import let_go
 
 if TYPE_CHECKING:
     from statehold._core import File, WriteJob
+    from statehold.devices.copying import DeviceCopies
     from statehold.landing import Landing
     from statehold.levels.places import DirectoryPlace
     from statehold.levels.promoting import Copies, Promotions
     from statehold.planning.claims import Comparison
     from statehold.planning.share import RankPlan
     from statehold.seeing.background_log import BackgroundLog
-    from statehold.state.capture import Capture
+    from statehold.state.captured import Capture
     from statehold.team import Publisher
 
 # One save writing and one staging: more would only hold more captured state, not finish sooner.
@@ -60,7 +61,8 @@ FILE_CLOSES_S = 60.0
 
 @dataclass(slots=True)
 class Work:
-    """One save on its way. `capture` is dropped as soon as its bytes are copied.
+    """One save on its way. `capture` is dropped as soon as its bytes are copied. copies: those from
+    devices, if there are any.
 
     job: copies and writes, from start() on. number: counts the calls of save(), the same on all
     ranks. attempt: names the partial directory,
@@ -77,7 +79,7 @@ class Work:
     capture: Capture | None
     place: DirectoryPlace
     is_attached: bool = False
-    copy_external: Callable[[], None] | None = None
+    copies: DeviceCopies | None = None
     comparisons: tuple[Comparison, ...] = ()
     version: str = ""
     fingerprinting: Mapping[str, Callable[[], int]] = field(default_factory=dict)
@@ -87,6 +89,13 @@ class Work:
     is_last: bool = False
     error: StateholdError | None = None
     job: WriteJob = field(init=False)
+
+    def let_go(self) -> None:
+        """Keep none of the state alive: it is copied, or nobody needs the copy."""
+        self.capture = None
+        self.fingerprinting = {}
+        if self.copies is not None:
+            self.copies.let_go()
 
 
 class Pipeline:
@@ -134,15 +143,24 @@ class Pipeline:
         self._committer.submit(self._given_up, work.number, work.error, work)
 
     def wait_eager(self, work: Work, captured: Capture) -> None:
-        """Return once all that may change before the next update is copied; raises if it did."""
+        """Return once all that may change before the next update is copied, or the current streams
+        of devices are after it; raises if it did change."""
         if not any(tensor.eager for tensor in captured.tensors):
             return
         try:
+            if work.copies is not None:
+                work.copies.wait_eager()
             work.job.wait_eager(None)
             _check_unmoved(captured.moved(eager=True))
         except StateholdError as error:
             self._fail(work, error)
             work.save.wait("staged")  # raises the first cause, with what is still safe
+            work.save._raised = True  # all was staged before this was known
+            raise work.error or error from None
+        except BaseException as error:  # Ctrl-C: the state changes from now on
+            self._fail(work, error)
+            work.save._raised = True  # by whoever called this
+            raise
 
     def wait_for_room(self, settled: int) -> None:
         """Back-pressure: return once another save may begin, and all up to the number `settled`
@@ -203,13 +221,14 @@ class Pipeline:
     def _stage(self, work: Work) -> None:
         assert work.capture is not None
         with work.save._stage("stage"):
-            if work.copy_external is not None:
-                work.copy_external()
+            if work.copies is not None:
+                work.copies.run()
             work.job.wait_copied(None)
             work.fingerprints = {name: read() for name, read in work.fingerprinting.items()}
-            work.fingerprinting = {}
+            if work.copies is not None:
+                work.fingerprints |= work.copies.fingerprints
             _check_unmoved(work.capture.settle())
-            work.capture = None
+            work.let_go()
         work.save._reach("staged")
 
     def _write_and_commit(self, work: Work) -> None:
@@ -312,7 +331,7 @@ class Pipeline:
             work.error = work.error or named(error, f"while saving step {work.save.step}")
         if hasattr(work, "job"):  # else it did not come to that
             work.job.cancel()
-        work.capture = None
+        work.let_go()
 
     def _fail(self, work: Work, error: BaseException) -> None:
         self._stop(work, error)

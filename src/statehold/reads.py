@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from statehold.devices.placing import Place
+from statehold.errors import ManifestError
 from statehold.planning.layout import Box
 from statehold.planning.ranges import Range, ranges
 from statehold.segments import NOWHERE, Reading, Segment, Where, start_read
 from statehold.state.dtypes import torch_box, torch_shape
-from statehold.state.landing import Landing
 from statehold.storage.parallel import Parallel
 
 if TYPE_CHECKING:
@@ -61,7 +62,6 @@ class ReadPlan:
         self._hint = hint
         self._segments: list[Segment] = []
         self._files: dict[str, tuple[int, int]] = {}  # name -> number, bytes
-        self._landings: list[Landing] = []
         asked: list[PlacedChunk] = []
         names: set[str] = set()
         for destination in destinations:
@@ -70,11 +70,6 @@ class ReadPlan:
         if complete:
             self._verify_rest(asked, names)
 
-    @property
-    def nbytes(self) -> int:
-        """What is read, the headers aside."""
-        return sum(each.end - each.begin for each in self._segments)
-
     def place(
         self,
         name: str,
@@ -82,6 +77,7 @@ class ReadPlan:
         box: Box,
         target: torch.Tensor,
         *,
+        dtype: torch.dtype | None = None,
         external: bool = False,
         shared: bool = False,
     ) -> None:
@@ -89,30 +85,30 @@ class ReadPlan:
         `target`, which has their shape and the saved dtype.
 
         external: the engine cannot reach the memory; shared: other processes want the bytes, too.
+        dtype: the saved one, where external memory has another: elements are converted as copy_()
+        does.
         """
-        shape, strides = torch_shape(target.dtype, chunk.box.shape), target.stride()
-        item_bytes, is_dense = target.element_size(), target.is_contiguous()
-        if is_whole := box.shape == shape:
+        dtype = dtype or target.dtype
+        shape, item_bytes = torch_shape(dtype, chunk.box.shape), dtype.itemsize
+        if box.shape == shape:
             found = [_all_of(chunk)]
         else:
             grid = self._saved.block_bytes
             found = ranges(chunk.begin, chunk.sums, shape, box, item_bytes, grid)
-        landing = None
-        if external and not (is_whole and is_dense):
-            low, high = found[0].begin - chunk.begin, found[-1].end - chunk.begin
-            landing = Landing(target, box, shape, low, high)
-            self._landings.append(landing)
+        place = Place.of(target, dtype, shape, box) if external else None
+        if place is not None and not place.is_aligned(chunk.begin):
+            raise _unaligned(name, chunk, item_bytes)
         for part in found:
             # Of pieces that are not wanted whole, other ranks want the rest.
             also = shared or (self._ranks > 1 and part.box_begin is None)
             begin, end = part.begin - chunk.begin, part.end - chunk.begin
-            if external:
-                outside = landing.part(begin, end) if landing else target
-                where = Where(external=outside if begin < end else None, shared=also)
-            elif is_dense and part.box_begin is not None:
+            if place is not None:
+                outside = place._replace(begin=begin) if begin < end else None
+                where = Where(external=outside, shared=also)
+            elif target.is_contiguous() and part.box_begin is not None:
                 where = Where(target.data_ptr() + part.box_begin, target, shared=also)
             else:
-                inside = item_bytes, shape, box.offsets, box.shape, strides, begin
+                inside = item_bytes, shape, box.offsets, box.shape, target.stride(), begin
                 where = Where(target.data_ptr(), target, inside, shared=also)
             self._append(name, chunk, part, where)
 
@@ -129,7 +125,6 @@ class ReadPlan:
             segments,
             self._saved.block_bytes,
             first_segment=len(segments) * self._rank // self._ranks,
-            landings=self._landings,
             hint=self._hint,
         )
 
@@ -191,3 +186,15 @@ class ReadPlan:
 
 def _all_of(chunk: PlacedChunk) -> Range:
     return Range(chunk.begin, chunk.end, chunk.sums, 0)
+
+
+def _unaligned(name: str, chunk: PlacedChunk, item_bytes: int) -> ManifestError:
+    return ManifestError(
+        "a tensor of a step does not begin at a multiple of its element's size",
+        facts={
+            "tensor": name,
+            "file": chunk.file,
+            "expected": f"a multiple of {item_bytes} bytes",
+            "got": chunk.begin,
+        },
+    )

@@ -57,15 +57,16 @@ from statehold.state.restore import prepare
 
 if TYPE_CHECKING:
     from statehold._core import Engine
+    from statehold.devices import Devices
     from statehold.levels.nearest import Nearest
     from statehold.opened import Opened
     from statehold.ranks.peers import Peers
-    from statehold.state.device import Devices
     from statehold.steps.saved import SavedStep
 
 
 # A writer that saves one step again and again must not keep a reader for ever.
 BEGINNINGS_MAX = 100
+PARTLY = "may be partly overwritten: restore another step before training on"
 
 
 class _Changed(Exception):
@@ -104,6 +105,7 @@ class Restorer:
         self._claim = claim
         self.confirmed: set[int] = set()
         self.beginnings = 0
+        self._has_begun_to_read = False
         self._engine = engine
         self._devices = devices
         self._peers = peers
@@ -128,7 +130,7 @@ class Restorer:
                     failed[step] = error
                 asked.add(step)
         if failed:
-            newest = failed.pop(max(failed))
+            newest = self._final(failed.pop(max(failed)))
             raise newest.with_fact("also damaged", listed(failed)) if failed else newest
         return None, failed
 
@@ -141,6 +143,14 @@ class Restorer:
                 self._begin_anew(step, changed)
                 if step not in self._steps():
                     raise no_such_step(step, self._saved.run, self._steps()) from None
+            except CorruptionError as error:
+                raise self._final(error) from None
+
+    def _final(self, error: CorruptionError) -> CorruptionError:
+        """The error that ends this restore."""
+        if self._has_begun_to_read:
+            error.with_fact("the state", PARTLY)
+        return error
 
     def _begin_anew(self, step: int, changed: _Changed) -> None:
         self.beginnings += 1
@@ -294,6 +304,7 @@ class Restorer:
             together(self._peers, lambda: self._read_here(step, matched))
 
     def _read_here(self, step: int, matched: Matched) -> None:
+        self._has_begun_to_read = True
         locate = partial(self._saved.locate, step)
         reading = matched.reading.start(self._engine, locate)
         try:

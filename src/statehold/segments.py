@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from statehold._core import BoxTarget, Engine, Mismatch, ReadJob
-    from statehold.state.landing import Landing
+    from statehold.devices.placing import Place
 
 _FLAG_EXTERNAL = 2
 _FLAG_SHARED = 4
@@ -30,14 +30,14 @@ _FLAG_SHARED = 4
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where bytes go: to `address`, dense or as `box` says, or to `external`, memory that the
+    """Where bytes go: to `address`, dense or as `box` says, or to `external`, a place that the
     engine cannot reach. `owner`: the tensor that keeps the memory at `address` alive. `shared`:
     other processes read them, too."""
 
     address: int = 0
     owner: torch.Tensor | None = None
     box: BoxTarget | None = None
-    external: torch.Tensor | None = None
+    external: Place | None = None
     shared: bool = False
 
     @property
@@ -72,35 +72,26 @@ class Reading:
     job: ReadJob
     segments: Sequence[Segment]
     files: Sequence[str]
-    landings: Sequence[Landing]
     hint: str  # for who meets a bad piece
 
-    def finish(
-        self, fill: Callable[[ReadJob, Mapping[int, torch.Tensor]], None] | None = None
-    ) -> None:
+    def finish(self, fill: Callable[[ReadJob, Mapping[int, Place]], None] | None = None) -> None:
         """Return once every byte is in place and verified; else ChecksumError, with the tensor.
 
-        fill: moves what the job hands out to the memory that the engine cannot reach.
+        fill: moves what the job hands out to the places that the engine cannot reach.
         """
         try:
             if fill is not None:
                 fill(self.job, self.external())
             self.job.wait(None)
-            self.land()
         except _core.Mismatch as found:
             raise self._mismatch(found) from None
         finally:
             self.job.cancel()
 
-    def external(self) -> dict[int, torch.Tensor]:
-        """The memory that the engine cannot reach, by segment."""
+    def external(self) -> dict[int, Place]:
+        """The places that the engine cannot reach, by segment."""
         places = enumerate(each.where.external for each in self.segments)
         return {index: place for index, place in places if place is not None}
-
-    def land(self) -> None:
-        """Move what had to be read beside its place into it."""
-        for landing in self.landings:
-            landing.land()
 
     def _mismatch(self, found: Mismatch) -> ChecksumError:
         segment = self.segments[found.segment]
@@ -123,7 +114,6 @@ def start_read(
     block_bytes: int,
     *,
     first_segment: int = 0,
-    landings: Sequence[Landing] = (),
     hint: str = "",
 ) -> Reading:
     """Begin to read `segments`, which are in order, of `files`: path -> bytes, by their numbers.
@@ -147,7 +137,7 @@ def start_read(
         owner=[where.owner for where in places],
         first_segment=first_segment if any(where.shared for where in places) else 0,
     )
-    return Reading(job, segments, list(files), landings, hint)
+    return Reading(job, segments, list(files), hint)
 
 
 def _check_blocks(block_bytes: int, buffer_bytes: int) -> None:

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from statehold import _core, memory
+from statehold.devices import Devices
 from statehold.errors import StorageError
-from statehold.state.device import Devices
 from statehold.units import GiB, format_bytes
 
 if TYPE_CHECKING:

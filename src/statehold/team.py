@@ -31,11 +31,12 @@ from statehold.errors import (
     StateholdError,
     StorageError,
 )
+from statehold.garbage import uncollected
 from statehold.levels.promoting import NO_COPIES
 from statehold.planning.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
 from statehold.planning.layout import Ranks
 from statehold.planning.share import Balance, Spread, balance
-from statehold.steps.manifest import Commit, RecordEntry, Shared, groups_of, record_name
+from statehold.steps.manifest import Commit, Encoded, RecordEntry, Shared, groups_of, record_name
 from statehold.writes import build_manifest, build_record, now, writer_name
 
 if TYPE_CHECKING:
@@ -99,7 +100,9 @@ class Alone:
 
     def publish(self, work: Work, sums: bytes) -> None:
         step = work.save.step
-        work.place.store.commit(build_manifest(work.plan.save, work.tree, sums))
+        with uncollected():  # it makes some objects for each tensor, and keeps none
+            raw = build_manifest(work.plan.save, work.tree, sums).encode()
+        work.place.store.commit(Encoded(step, raw))
         with after_commit(self._log, step, _CHOOSE_INTERVAL):
             self._rhythm.committed(work.number, work.save._elapsed(), hosts=1)
         with after_commit(self._log, step, _CHOOSE_LEVELS):
@@ -145,13 +148,15 @@ class Together:
 
     def publish(self, work: Work, sums: bytes) -> None:
         assert work.attempt is not None
-        record = build_record(work.plan, work.tree, sums, work.attempt, work.fingerprints)
-        raw = record.encode()
+        with uncollected():  # the same
+            record = build_record(work.plan, work.tree, sums, work.attempt, work.fingerprints)
+            raw, said = record.encode(), record.said()
+            del record
         name = record_name(self._peers.rank, self._peers.world_size)
         with work.save._stage("seal"):
             work.place.store.seal(work.save.step, work.attempt, name, raw)  # D3
         with work.save._stage("arrive"):
-            self._peers.arrive(work.number, self._told(work, record.said(), raw))  # D4
+            self._peers.arrive(work.number, self._told(work, said, raw))  # D4
         self._arrived = work.number
         decide = self._decide if self.leads else self._wait
         outcome = decide(work, work.attempt)

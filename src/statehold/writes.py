@@ -22,7 +22,7 @@ from statehold.steps.record import Record
 
 if TYPE_CHECKING:
     from statehold._core import Engine, File, WriteJob
-    from statehold.state.capture import CapturedTensor
+    from statehold.state.captured import CapturedTensor
 
 FLAG_EAGER = 1
 FLAG_EXTERNAL = 2
@@ -47,16 +47,17 @@ def start_write(
 ) -> WriteJob:
     """Begin to stage the tensors, in file order, as `plan` lays them out; into `file`, if it is
     there already. The job keeps the tensors alive until they are copied."""
+    host = [None if item.external else item for item in ordered]
     return engine.write(
         file_bytes=plan.file_bytes,
         block_bytes=BLOCK_BYTES,
         begins=array("q", plan.begins),
         sizes=array("q", [spec.nbytes for spec in plan.specs]),
-        addresses=array("Q", [0 if item.external else item.address for item in ordered]),
+        addresses=array("Q", [item.address if item else 0 for item in host]),
         flags=bytes([FLAG_EAGER * item.eager | FLAG_EXTERNAL * item.external for item in ordered]),
-        strided={i: item.strided for i, item in enumerate(ordered) if item.strided},
+        strided={i: item.strided for i, item in enumerate(host) if item and item.strided},
         header=plan.header,
-        owner=tuple(item.tensor for item in ordered if not item.external),
+        owner=tuple(item.tensor for item in host if item),
         file=file,
     )
 

@@ -21,12 +21,13 @@ PACKAGE = "statehold"
 # From the bottom up. A group may import the groups of lower layers and its own members.
 LAYERS: list[list[set[str]]] = [
     [{"_version"}, {"errors"}],
-    [{"units"}, {"forks", "ending"}, {"memory"}, {"tracebacks", "holders"}],
+    [{"units"}, {"forks", "ending"}, {"memory"}, {"tracebacks", "holders", "garbage"}],
     # seeing: what can be seen, whatever is looked at; metrics is its public name.
     [{"options"}, {"encoding"}, {"seeing"}],
     [{"planning"}, {"ranks"}, {"selection"}, {"metrics"}],
     [{"steps"}, {"study"}],
     [{"state"}, {"storage"}],
+    [{"devices"}],
     [{"agreeing", "leaving"}],
     [{"levels"}],
     [{"agent"}],
@@ -38,6 +39,7 @@ LAYERS: list[list[set[str]]] = [
             "staging",
             "save",
             "gate",
+            "updates",
             "keeper",
             "pipeline",
             "landing",
@@ -68,7 +70,7 @@ CORE_USERS = {
     "cli",
 }
 CORE_USERS |= {"study"}
-TORCH_USERS = {"state", "testing", "dcp"}
+TORCH_USERS = {"state", "devices", "testing", "dcp"}
 # Modules that may not even name torch in annotations: they make sense without it.
 PURE = {"errors", "units", "options", "encoding", "planning", "selection", "steps"}
 

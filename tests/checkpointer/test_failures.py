@@ -87,8 +87,11 @@ def test_damage_is_named_and_the_step_before_is_restored(three_steps, name: str)
             ckpt.restore(live.state, 3)
         assert caught.value.facts["step"] == 3
         assert caught.value.facts["other steps"] == "1, 2 (2 in all)"
-        with pytest.warns(RuntimeWarning, match="step 3 is damaged; step 2 was restored"):
+        has_begun = "manifest" not in name
+        assert ("the state" in caught.value.facts) is has_begun, "says what may be overwritten"
+        with pytest.warns(RuntimeWarning, match="step 3 is damaged; step 2 was restored") as told:
             got = ckpt.restore(live.state)
+        assert "overwritten" not in str(told[0].message), "the state is that of step 2"
         assert got == 2
         assert bits(live) == second
         assert ckpt.steps() == [1, 2]

@@ -17,6 +17,7 @@ from torch import nn
 
 import statehold
 from statehold.errors import TornSnapshot
+from statehold.state.captured import Capture
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.training import Training, bits
 
@@ -279,3 +280,23 @@ def test_structure_may_change_between_saves(small_ckpt: statehold.Checkpointer) 
             parameter.zero_()
     small_ckpt.restore({"model": model})
     assert all(map(torch.equal, model.parameters(), expected))
+
+
+def test_an_eager_tensor_that_changed_is_told_also_when_all_is_staged(
+    small_ckpt: statehold.Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies may be complete before save() has compared the version counters."""
+    holdup = Holdup(small_ckpt)
+
+    def moved(_: Capture, *, eager: bool) -> str | None:
+        if eager:
+            small_ckpt._watched[-1].wait("staged", DEADLINE_S)
+        return "x" if eager else None
+
+    monkeypatch.setattr(Capture, "moved", moved)
+    with pytest.raises(TornSnapshot) as caught:
+        small_ckpt.save(1, {"x": torch.ones(8)})
+    holdup.release()
+    assert caught.value.facts["tensor"] == "x"
+    assert "nothing was published" in caught.value.facts["failed"]
+    assert small_ckpt.steps() == []

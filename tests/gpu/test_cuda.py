@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench.gpu.memory import CountedRuntime
 from torch import nn
 
 import statehold
 from statehold.errors import TornSnapshot
-from statehold.state.device import CudaBackend
+from support.cuda import copies_of
 from support.faults import DEADLINE_S, SMALL, Holdup, must
-from support.streams import copies_of
+from support.gpu import keep_busy, needs_cuda, pin_everything, pinned_buffers
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = needs_cuda
 
 ROOMY = {"staging_bytes": "64MiB", "buffer_bytes": "4MiB"}
-SLEEP_CYCLES = 1 << 30  # some tenths of a second of device time
 
 
 class Run:
@@ -36,17 +34,33 @@ class Run:
         self.model.twisted = nn.Parameter(torch.randn(width, 8, device="cuda").t())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, **options)
         self.width = width
+        self.graph: torch.cuda.CUDAGraph | None = None
 
     @property
     def state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "rng": statehold.Rng()}
 
+    def capture(self) -> Run:
+        """From now on the update is the replay of a graph; gradients keep their memory."""
+        torch.cuda.synchronize()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            self.step()  # makes the optimizer's state, and gradients
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.optimizer.step()
+        return self
+
     def step(self) -> float:
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=self.graph is None)
         data = torch.randn(32, self.width, device="cuda")
         loss = self.model(data).square().mean() + (self.model.twisted @ data.t()).square().mean()
         loss.backward()
-        self.optimizer.step()
+        if self.graph is None:
+            self.optimizer.step()
+        else:
+            self.graph.replay()
         return loss.item()
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -66,13 +80,31 @@ def ckpt(tmp_path: Path) -> Iterator[statehold.Checkpointer]:
         yield ckpt
 
 
-@pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}])
+def eager(seed: int, width: int, **options: Any) -> Run:
+    return Run(seed, width, **options)
+
+
+def captured(seed: int, width: int) -> Run:
+    return Run(seed, width, capturable=True).capture()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        eager,
+        partial(eager, fused=True),
+        partial(eager, capturable=True),
+        captured,
+    ],
+    ids=["foreach", "fused", "capturable", "captured"],
+)
 @pytest.mark.parametrize("settings", [ROOMY, SMALL], ids=["roomy", "small"])
 def test_training_that_saves_each_step(
-    tmp_path: Path, options: dict[str, Any], settings: dict[str, Any]
+    tmp_path: Path, make: Callable[[int, int], Run], settings: dict[str, Any]
 ) -> None:
+    """Also where the update is the replay of a graph, before which no optimizer's hook runs."""
     width = 64 if settings is ROOMY else 1024  # a layer is then twice the staging memory
-    run, seen = Run(0, width, **options), {}
+    run, seen = make(0, width), {}
     with statehold.Checkpointer(tmp_path / "run", **settings) as ckpt:
         for step in range(1, 6):
             run.step()
@@ -80,7 +112,7 @@ def test_training_that_saves_each_step(
             seen[step] = run.tensors()
     losses = [run.step() for _ in range(3)]
     with statehold.Checkpointer(tmp_path / "run", **settings) as ckpt:
-        fresh = Run(1, width, **options)
+        fresh = make(1, width)
         places = {name: value.data_ptr() for name, value in fresh.model.state_dict().items()}
         for step, expected in seen.items():
             got = ckpt.restore(fresh.state, step)
@@ -91,22 +123,23 @@ def test_training_that_saves_each_step(
     assert got == losses
 
 
-def test_the_gate_is_a_stream_wait(
-    ckpt: statehold.Checkpointer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gate_is_a_stream_wait(ckpt: statehold.Checkpointer) -> None:
     run = Run(0)
     run.step()
-    ckpt.save(1, run.state).wait("committed", DEADLINE_S)  # pins; warms everything up
+    pin_everything(ckpt, 0)
+    ckpt.save(1, run.state).wait("committed", DEADLINE_S)  # loads the kernels that a save needs
     expected = run.tensors()
     for parameter in run.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)  # the device is behind the host
+    behind = keep_busy()
     save = ckpt.save(2, run.state)
     must(copies_of(ckpt)._enqueued.wait(DEADLINE_S))
     run.optimizer.step()
-    assert not save.done("staged"), "the host waited for the device"
+    assert not behind.query(), "the host waited for the device"
+    assert not save.done("staged"), "the copies did not wait for the device"
     save.wait("committed", DEADLINE_S)
+    assert save.stats.gate_s == 0
     assert not same(run.tensors(), expected)
     ckpt.restore(run.state, 2)
     assert same(run.tensors(), expected)
@@ -126,35 +159,19 @@ def test_a_change_before_the_gate_is_torn(tmp_path: Path) -> None:
     assert caught.value.facts["tensor"] == "model.0.weight"
 
 
-def test_buffers_are_pinned_once_and_only_those_that_are_used(
-    ckpt: statehold.Checkpointer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-
-    def counted(name: str) -> Callable[..., Any]:
-        original = getattr(CudaBackend, name)
-
-        def call(*args: Any) -> Any:
-            calls.append(name)
-            return original(*args)
-
-        return call
-
-    for name in ("pin", "unpin"):
-        monkeypatch.setattr(CudaBackend, name, counted(name))
+def test_buffers_are_pinned_once_and_only_those_that_are_used(tmp_path: Path) -> None:
     run = Run(0)
-    for step in range(1, 4):
-        run.step()
-        ckpt.save(step, run.state).wait("committed", DEADLINE_S)
-    ckpt.restore(run.state)
-    staging = torch.frombuffer(ckpt._opened().engine.staging, dtype=torch.uint8)
-    buffers = staging.split(ckpt._opened().engine.buffer_bytes)
-    pinned = [buffer.is_pinned() for buffer in buffers]
-    assert any(pinned)
-    assert not all(pinned), "a buffer that was not used takes no memory"
-    del staging, buffers
-    ckpt.close()
-    assert calls == ["pin"] * sum(pinned) + ["unpin"] * sum(pinned)
+    with CountedRuntime() as runtime:
+        with statehold.Checkpointer(tmp_path / "run", **ROOMY) as ckpt:
+            for step in range(1, 4):
+                run.step()
+                ckpt.save(step, run.state).wait("committed", DEADLINE_S)
+            ckpt.restore(run.state)
+            pinned = pinned_buffers(ckpt)
+            assert any(pinned)
+            assert not all(pinned), "a buffer that was not used takes no memory"
+            assert runtime.calls == len(runtime.pinned) == sum(pinned)
+        assert not runtime.pinned
 
 
 def test_random_numbers_on_the_device_go_on(ckpt: statehold.Checkpointer) -> None:
@@ -172,8 +189,10 @@ def test_a_fused_step_continues_in_a_plain_optimizer(ckpt: statehold.Checkpointe
     ckpt.restore(fresh.state)
     assert fresh.optimizer.param_groups[0]["fused"]
     assert all(state["step"].is_cuda for state in fresh.optimizer.state.values())
-    losses = run.step(), fresh.step()
-    assert losses[0] == losses[1]
+    for each in (run, fresh):
+        torch.cuda.manual_seed(9)  # both draw the same data
+        each.step()
+    assert same(run.tensors(), fresh.tensors())
 
 
 def test_a_step_moves_between_device_and_host(ckpt: statehold.Checkpointer) -> None:

@@ -12,22 +12,17 @@ from torch import nn
 
 import statehold
 from support.faults import DEADLINE_S
+from support.gpu import MIB, keep_busy, needs_cuda, pin_everything
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = needs_cuda
 
-MIB = 1 << 20
-ROOMY = {"staging_bytes": "256MiB", "buffer_bytes": "4MiB"}
-SLEEP_CYCLES = 1 << 30  # some tenths of a second of device time
+ROOMY = {"staging_bytes": "64MiB", "buffer_bytes": "4MiB"}
 
 
 @pytest.fixture
 def ckpt(tmp_path: Path) -> Iterator[statehold.Checkpointer]:
     with statehold.Checkpointer(tmp_path / "run", **ROOMY) as ckpt:
-        # Pins the staging memory and makes the streams: both may wait for the device.
-        ckpt.save(0, {"w": torch.zeros(8, device="cuda")}).wait("committed", DEADLINE_S)
+        pin_everything(ckpt, 0)  # that, and making the streams, may wait for the device
         yield ckpt
 
 
@@ -40,18 +35,18 @@ def test_save_returns_while_the_device_is_busy(
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     model(torch.ones(512, device="cuda")).sum().backward()
     optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    ckpt.save(1, state).wait("committed", DEADLINE_S)  # loads the kernels that a save needs
     torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)
-    behind = torch.cuda.Event()
-    behind.record()
-    save = ckpt.save(1, {"model": model, "optimizer": optimizer})
+    behind = keep_busy()
+    save = ckpt.save(2, state)
     assert not behind.query(), "save() waited for the device"
     save.wait("committed", DEADLINE_S)
 
 
 def test_work_queued_before_a_save_is_part_of_it(ckpt: statehold.Checkpointer) -> None:
     weights = torch.zeros(4 * MIB, device="cuda")
-    torch.cuda._sleep(SLEEP_CYCLES)
+    keep_busy()
     weights.fill_(3)
     save = ckpt.save(1, {"w": statehold.Gated(weights)})
     ckpt.gate(DEADLINE_S)
@@ -66,7 +61,7 @@ def test_work_queued_before_a_save_is_part_of_it(ckpt: statehold.Checkpointer) -
 def test_buffers_may_change_as_soon_as_save_returns(ckpt: statehold.Checkpointer) -> None:
     norm = nn.BatchNorm1d(64).cuda()
     expected = norm.running_mean.clone()
-    torch.cuda._sleep(SLEEP_CYCLES)
+    keep_busy()
     save = ckpt.save(1, {"norm": norm})
     norm(torch.randn(16, 64, device="cuda"))
     save.wait("committed", DEADLINE_S)
@@ -81,7 +76,7 @@ def test_a_restore_comes_between_what_is_queued_before_and_after(
     weights = torch.randn(8 * MIB, device="cuda")
     expected = weights.cpu()
     ckpt.save(1, {"w": weights}).wait("committed", DEADLINE_S)
-    torch.cuda._sleep(SLEEP_CYCLES)
+    keep_busy()
     weights.zero_()
     ckpt.restore({"w": weights}, 1)
     doubled = weights * 2

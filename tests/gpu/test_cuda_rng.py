@@ -5,17 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import statehold
 from statehold.state.rng import unchanged
-from support.faults import SMALL
+from support.faults import DEADLINE_S, SMALL
+from support.gpu import needs_cuda
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = needs_cuda
 
 
 def drawn() -> list[float]:
@@ -44,7 +41,7 @@ def test_objects_that_draw_are_restored_after_the_generators(tmp_path: Path) -> 
     torch.manual_seed(5)
     drawn()
     with statehold.Checkpointer(tmp_path, **SMALL) as ckpt:
-        ckpt.save(1, state).wait("committed")
+        ckpt.save(1, state).wait("committed", DEADLINE_S)
         expected = drawn()
         for name in ("rng", "it"):
             ckpt.restore({name: state[name]}, only=[name])

@@ -8,10 +8,8 @@ split over their replicas already when they are small.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,28 +18,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from statehold import _core, reads, writes
+from statehold import writes
+from statehold.devices import Devices, loading
 from statehold.planning import share
-from statehold.planning.layout import Box, Layout
-from statehold.planning.share import PlanCache
-from statehold.state.capture import CapturedTensor
+from statehold.planning.layout import Box
+from statehold.reads import ReadPlan
 from statehold.state.destinations import Destination
-from statehold.state.tensors import strides_of
 from statehold.steps.entries import record_file
-from statehold.steps.manifest import Commit, RecordEntry, groups_of, record_name
 from statehold.steps.saved import PlacedChunk, SavedStep
-from statehold.storage.store import Store
-from statehold.testing import SimFs
-from support.faults import DEADLINE_S
+from support.cuda import Machine, install
+from support.laid_out import DTYPES, Arrays, Tensors, opened, tensors_of
 from support.layouts import layouts
-from support.meshes import local_specs
-from support.records import CREATED, cut
+from support.records import cut
 
-RUN, STEP, ATTEMPT = "/runs/x", 7, "5f3a09c1-0"
 BLOCK = 4096
-MIB = 1 << 20
-DTYPES = {"F64": np.float64, "I16": np.int16, "U8": np.uint8}
-Tensors = dict[str, tuple[str, tuple[int, ...], Layout]]
 
 
 @pytest.fixture(autouse=True)
@@ -52,52 +42,17 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(share, "SPLIT_BYTES", 2 * BLOCK)
 
 
-@dataclass
-class Disk:
-    """A run directory, an engine on it, and the global tensors."""
-
-    fs: SimFs
-    engine: _core.Engine
-    arrays: dict[str, np.ndarray[Any, Any]]
-
-    def save(self, tensors: Tensors, size: int) -> None:
-        """All ranks write their parts of the step, and rank 0 commits it."""
-        stores = [Store(self.fs, RUN, rank=rank, world_size=size) for rank in range(size)]
-        stores[0].create()
-        raws, said = [], []
-        for rank, store in enumerate(stores):
-            record = self._write(store, tensors, rank, size)
-            raws.append(record.encode())
-            said.append(record.said())
-            store.seal(STEP, ATTEMPT, record_name(rank, size), raws[-1])
-        entries = [
-            RecordEntry(record_name(rank, size), len(raw), hashlib.sha256(raw).hexdigest())
-            for rank, raw in enumerate(raws)
-        ]
-        state = groups_of(said)
-        commit = Commit(STEP, size, CREATED, "test", ATTEMPT, tuple(entries), state, ())
-        stores[0].commit(commit, ATTEMPT)
-
-    def _write(self, store: Store, tensors: Tensors, rank: int, size: int) -> Any:
-        specs = local_specs(tensors, rank)
-        captured = []
-        for spec in specs:
-            box = Box(spec.offsets or (), spec.shape)
-            tensor = torch.from_numpy(cut(self.arrays[spec.name], box))  # mostly not contiguous
-            captured.append(
-                CapturedTensor(
-                    spec, tensor, 0, tensor.data_ptr(), strides_of(tensor), False, False, None
-                )
-            )
-        plan = PlanCache(world_size=size, rank=rank).get(specs, STEP)
-        job = writes.start_write(self.engine, plan.save, writes.in_file_order(plan, captured))
-        store.begin(STEP, ATTEMPT)
-        file, _ = store.data_file(STEP, plan.save.file_name, plan.save.file_bytes, ATTEMPT)
-        job.attach(file)
-        job.wait_written(DEADLINE_S)
-        job.finish()
-        tree = {spec.name: {"$tensor": spec.name} for spec in specs}
-        return writes.build_record(plan, tree, job.checksums(), ATTEMPT, {})
+@pytest.fixture(
+    params=[(0, 3), (1 << 30, None)], ids=["each run by itself", "all runs through scratch"]
+)
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """Two devices, whose work is done at seeded moments, or as late as possible."""
+    small_bytes, seed = request.param
+    monkeypatch.setattr(loading, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(loading, "GAP_BYTES", 64)
+    machine = install(monkeypatch, count=2, seed=seed)
+    with machine.operations:
+        yield machine
 
 
 @st.composite
@@ -111,43 +66,28 @@ def wholes(draw: st.DrawFn) -> dict[str, np.ndarray[Any, Any]]:
     return arrays
 
 
-def laid_out(draw: Any, arrays: Mapping[str, np.ndarray[Any, Any]], size: int) -> Tensors:
-    names = {np.dtype(kind): name for name, kind in DTYPES.items()}
-    return {
-        name: (names[array.dtype], array.shape, draw(layouts(size, array.ndim)))
-        for name, array in arrays.items()
-    }
+def laid_out(draw: Any, arrays: Arrays, size: int) -> Tensors:
+    return tensors_of(
+        arrays, {name: draw(layouts(size, array.ndim)) for name, array in arrays.items()}
+    )
 
 
 def destinations(
-    tensors: Tensors, arrays: Mapping[str, np.ndarray[Any, Any]], rank: int, how: str
+    tensors: Tensors, arrays: Arrays, rank: int, is_strided: bool, machine: Machine | None
 ) -> list[Destination]:
-    """Memory for what `rank` holds: as it is stored, with the dims in another order, or not
-    for the engine to reach."""
+    """Memory for what `rank` holds: as it is stored, or with the dims in another order; on the
+    host, or on the two devices of a machine."""
     found = []
-    for name, (_, shape, layout) in tensors.items():
+    for index, (name, (_, shape, layout)) in enumerate(tensors.items()):
         box = layout.box(shape, rank)
-        order = box.shape[::-1] if how == "strided" else box.shape
-        memory = torch.from_numpy(np.full(order, 77, arrays[name].dtype))
-        tensor = memory.permute(tuple(reversed(range(len(shape))))) if how == "strided" else memory
-        found.append(Destination(name, tensor, how == "external", box, shared=rank % 2 == 1))
+        order = box.shape[::-1] if is_strided else box.shape
+        tensor = torch.from_numpy(np.full(order, 77, arrays[name].dtype))
+        if is_strided:
+            tensor = tensor.permute(tuple(reversed(range(len(shape)))))
+        if machine is not None:
+            tensor = machine.put(tensor, index % 2)
+        found.append(Destination(name, tensor, machine is not None, box, shared=rank % 2 == 1))
     return found
-
-
-def read(engine: _core.Engine, plan: reads.ReadPlan, directory: str) -> dict[str, int]:
-    """Read all; play the part of the device for memory that the engine cannot reach."""
-    reading = plan.start(engine, lambda name, *_: f"{directory}/{name}")
-    external = reading.external()
-    while (ready := reading.job.next_ready(DEADLINE_S)) is not None:
-        for segment, offset, at, count in ready.pieces:
-            place = external[segment].reshape(-1).view(torch.uint8)
-            place[offset : offset + count] = torch.frombuffer(
-                bytearray(ready.view[at : at + count]), dtype=torch.uint8
-            )
-        reading.job.release(ready)
-    reading.job.wait(DEADLINE_S)
-    reading.land()
-    return reading.job.stats
 
 
 def bytes_allowed(chunk: PlacedChunk, box: Box, item_bytes: int) -> int:
@@ -177,28 +117,24 @@ def check_bytes(saved: SavedStep, found: list[Destination], stats: dict[str, int
 
 @given(wholes(), st.data())
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_every_layout_is_read_into_every_other(
-    arrays: dict[str, np.ndarray[Any, Any]], data: Any
+    machine: Machine, arrays: dict[str, np.ndarray[Any, Any]], data: Any
 ) -> None:
     size, readers = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 4))
-    fs = SimFs(seed=1, short_io=0.2)
-    engine = _core.Engine(fs, 2 * MIB, MIB, 2)
-    try:
-        disk = Disk(fs, engine, arrays)
+    with opened(arrays) as disk:
         disk.save(laid_out(data.draw, arrays, size), size)
         tensors = laid_out(data.draw, arrays, readers)
         for rank in range(readers):
-            store = Store(fs, RUN, rank=rank, world_size=readers)
-            saved = store.open(STEP, rank, readers)
-            how = data.draw(st.sampled_from(["plain", "strided", "external"]))
-            found = destinations(tensors, arrays, rank, how)
-            plan = reads.ReadPlan(saved, found, complete=False, rank=rank, ranks=readers)
-            stats = read(engine, plan, store.path(STEP))
+            is_strided, on_device = data.draw(st.booleans()), data.draw(st.booleans())
+            found = destinations(tensors, arrays, rank, is_strided, machine if on_device else None)
+            saved, devices = disk.saved(rank, readers), Devices()
+            plan = ReadPlan(saved, found, complete=False, rank=rank, ranks=readers)
+            stats = disk.read(plan, devices)
+            devices.close()
             for each in found:
+                got = machine.read(each.tensor) if on_device else each.tensor
                 expected = np.ascontiguousarray(cut(arrays[each.name], each.box))
-                assert each.tensor.numpy().tobytes() == expected.tobytes(), (each.name, how)
+                assert got.numpy().tobytes() == expected.tobytes(), each.name
             check_bytes(saved, found, stats)
-    finally:
-        engine.close()

@@ -17,6 +17,7 @@ from torch import nn
 import statehold
 from statehold.errors import UnsupportedValueError, UsageError
 from statehold.state.capture import capture, parts
+from statehold.state.recognition import Seen
 from statehold.state.stepping import Stepping
 from support.matching import captured, eager
 
@@ -360,3 +361,25 @@ def test_changes_to_optimizer_state_are_seen() -> None:
         optimizer.step()
         for name, tensor in found.items():
             assert tensor.tensor._version != tensor.version, (options, name)
+
+
+def test_what_is_equal_in_the_next_capture_is_the_same_spec() -> None:
+    """Plans then find at once that nothing has changed."""
+    model, optimizer = trained()
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "x": torch.ones(3)}
+    seen = Seen()
+    first = capture(state, seen=seen).tensors
+    again = capture(state, seen=seen).tensors
+    assert all(a.spec is b.spec for a, b in zip(first, again, strict=True))
+    changes = [torch.ones(4), torch.ones(4, dtype=torch.int32), statehold.Gated(torch.ones(4))]
+    for value in changes:
+        expected = capture(state | {"x": value}).tensors
+        found = capture(state | {"x": value}, seen=seen).tensors
+        assert [each.spec for each in found] == [each.spec for each in expected]
+
+
+def test_views_at_one_address_are_told_apart() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    views = {"a": base, "b": base[:2], "c": base.t(), "d": base[:2], "e": base.view(torch.int32)}
+    found = capture(views)
+    assert [each.spec.name for each in found.tensors] == ["a", "b", "c", "e"]

@@ -12,7 +12,7 @@ from torch import nn
 
 import statehold
 from statehold.errors import ManifestError, StateMismatchError, UnsupportedValueError, UsageError
-from statehold.state import capture as capture_module
+from statehold.state import captured as captured_module
 from statehold.state.capture import capture
 from statehold.state.rng import Rng
 from support.matching import MemoryStep, captured, eager
@@ -100,12 +100,14 @@ def test_a_conjugate_view_is_not_tied_to_what_it_shows_the_conjugate_of() -> Non
 def test_small_host_tensors_beside_device_tensors_are_cloned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capture_module, "is_external", lambda tensor: tensor.numel() == 4)
+    monkeypatch.setattr(captured_module, "is_external", lambda tensor: tensor.numel() == 4)
     small, large = torch.zeros(3), torch.zeros(1 << 16)
     device = torch.zeros(4)
     state = {"small": small, "large": large, "device": statehold.Gated(device)}
-    assert eager(state) == {"large"}  # save() would wait for the device with every eager one
     found = captured(state)
+    # save() would wait for the device with every eager one
+    assert {name for name, each in found.items() if each.eager} == {"large"}
+    assert eager(state) == {"small", "large"}  # the layout does not follow from sizes
     assert found["small"].owned
     assert found["small"].address != small.data_ptr()
     assert found["device"].address == device.data_ptr()
@@ -114,7 +116,7 @@ def test_small_host_tensors_beside_device_tensors_are_cloned(
 def test_volatile_makes_a_device_tensor_a_clone_in_either_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capture_module, "is_external", lambda _: True)
+    monkeypatch.setattr(captured_module, "is_external", lambda _: True)
     model = nn.Linear(2, 2, bias=False)
     for state in (
         {"model": model, "ema": statehold.Volatile(model.weight)},

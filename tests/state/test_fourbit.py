@@ -135,7 +135,7 @@ def test_what_changes_inside_is_noticed(bnb: Any) -> None:
 
 
 def test_a_torn_one_fails_the_save(bnb: Any, tmp_path: Path) -> None:
-    state = qlora(bnb)
+    state = qlora(bnb) | {"filler": statehold.Gated(torch.zeros(1 << 20))}  # more than is staged
     with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
         holdup = Holdup(ckpt)
         save = ckpt.save(1, state)

@@ -159,6 +159,33 @@ def test_what_must_be_copied_before_save_returns() -> None:
     assert eager(run.state) == {"optimizer.param_groups.0.lr"}
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_made_state_is_laid_out_as_its_parameter(fused: bool) -> None:
+    """A fused update walks through the memory of both at once, whatever their strides say."""
+
+    def build() -> tuple[nn.Module, torch.optim.AdamW]:
+        model = nn.ModuleDict({"wide": nn.Conv2d(3, 4, 3), "thin": nn.Conv2d(1, 4, 3)})
+        model = model.to(memory_format=torch.channels_last)
+        model.turned = nn.Parameter(torch.randn(6, 5).t())
+        return model, torch.optim.AdamW(model.parameters(), 0.1, fused=fused)
+
+    def step(model: nn.Module, optimizer: torch.optim.AdamW) -> None:
+        torch.manual_seed(3)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+
+    (model, optimizer), (fresh, resumed) = build(), build()
+    step(model, optimizer)
+    MemoryStep({"m": model, "o": optimizer}).restore({"m": fresh, "o": resumed})
+    for parameter in fresh.parameters():
+        kept = resumed.state[parameter]
+        assert kept["exp_avg"].stride() == kept["exp_avg_sq"].stride() == parameter.stride()
+    step(model, optimizer)
+    step(fresh, resumed)
+    assert content(fresh.state_dict()) == content(model.state_dict())
+
+
 def test_a_step_without_optimizer_state_clears_it() -> None:
     fresh, used = Run(OPTIMIZERS["adamw"]), Run(OPTIMIZERS["adamw"])
     step = MemoryStep({"model": fresh.model, "optimizer": fresh.optimizer})

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from statehold.errors import UnsupportedValueError
 from statehold.planning.layout import Box, Layout, Mesh
-from statehold.state.capture import CapturedTensor
+from statehold.state.captured import CapturedTensor
 from support.faults import must
 from support.jobs import Job, captured
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from statehold.planning.plan import plan_save
-from statehold.state.capture import Capture, capture
+from statehold.state.capture import capture
+from statehold.state.captured import Capture
 from statehold.state.restoration import Restoration
 from statehold.state.restore import prepare
 from statehold.steps.manifest import Manifest, record_file

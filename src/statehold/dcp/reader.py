@@ -32,6 +32,7 @@ from statehold.dcp.endpoint import Endpoint
 from statehold.dcp.machine import Machine
 from statehold.dcp.reading import Wanted, read
 from statehold.dcp.watched import traced
+from statehold.devices.graphs import refuse_in_capture
 from statehold.errors import CorruptionError, StorageError, UsageError, storage_error
 from statehold.seeing.watching import RestoreWatch
 from statehold.steps.entries import sha256
@@ -114,6 +115,7 @@ class StorageReader(Endpoint, _StorageReader):
         step = self._step
         if step is None or self._path is None or self._save is None:
             raise UsageError("read_data() was called before read_metadata()")
+        refuse_in_capture("dcp.load()")
         machine = self._machine.at(self._path)
         with traced(machine.watch), machine.watch.restore() as seen:
             self._read_items(machine, step, plan, planner, seen)

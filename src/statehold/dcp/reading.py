@@ -2,15 +2,17 @@
 
 Owns: what is read straight into its place, and what goes through memory of its own.
 Holds: nothing is reported as read before its checksum was right; a box costs the pieces that hold
-it, not its chunk; memory beside the targets is at most WAVE_BYTES and one item.
+it, not its chunk; memory beside the targets is the staging memory, a buffer on each device, and at
+most WAVE_BYTES and one item. One engine reads all of a load.
 Not here: which chunk has what (saved), what is asked for (the planner).
 
-Straight: host tensors of the saved dtype. Others (on a device, or of another dtype, which torch's
-readers convert as well) are read into host memory first, in waves.
+Straight: host tensors of the saved dtype, and tensors on a device, which take other dtypes as well.
+Other host tensors (torch's readers convert, too) are read into memory of their own first, in waves.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,13 +20,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from statehold.dcp.machine import Machine
+from statehold.devices import Devices
 from statehold.planning.layout import Box
 from statehold.reads import ReadPlan
 from statehold.state.tensors import is_external, is_view_of_other_values, overlaps_itself
 from statehold.units import MiB
 
 if TYPE_CHECKING:
-    from statehold._core import Fs
+    from statehold._core import Engine
     from statehold.seeing.watching import RestoreWatch
     from statehold.steps.saved import PlacedChunk, SavedStep
 
@@ -49,29 +52,36 @@ class Wanted:
     @property
     def is_straight(self) -> bool:
         target = self.target
-        return (
-            target.dtype == self.dtype
-            and not is_external(target)
-            and not is_view_of_other_values(target)
-            and not overlaps_itself(target)
-        )
+        if overlaps_itself(target):
+            return False
+        is_as_saved = target.dtype == self.dtype and not is_view_of_other_values(target)
+        return is_as_saved or is_external(target)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes in the step."""
+        return self.box.numel * self.dtype.itemsize
 
     @property
     def extra_bytes(self) -> int:
-        return 0 if self.is_straight else self.box.numel * self.dtype.itemsize
+        return 0 if self.is_straight else self.nbytes
 
 
 def read(
     machine: Machine,
     directory: str,
     saved: SavedStep,
-    wanted: Iterable[Wanted],
+    wanted: Sequence[Wanted],
     seen: RestoreWatch,
 ) -> None:
     """Fill every target. Raises ChecksumError, with the tensor, for bytes that are not right."""
-    with machine.storage() as fs:
+    with contextlib.ExitStack() as opened:
+        fs = opened.enter_context(machine.storage())
+        nbytes = sum(each.nbytes for each in wanted)
+        engine = opened.enter_context(machine.engine(fs, nbytes))
+        devices = opened.enter_context(contextlib.closing(Devices()))  # unpins before that
         for wave in _waves(wanted):
-            _read_wave(machine, fs, directory, saved, wave, seen)
+            _read_wave(engine, devices, directory, saved, wave, seen)
 
 
 def _waves(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
@@ -88,8 +98,8 @@ def _waves(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
 
 
 def _read_wave(
-    machine: Machine,
-    fs: Fs,
+    engine: Engine,
+    devices: Devices,
     directory: str,
     saved: SavedStep,
     wave: Sequence[Wanted],
@@ -98,11 +108,18 @@ def _read_wave(
     straight = [each.target if each.is_straight else _host_memory(each) for each in wave]
     plan = ReadPlan(saved, hint=_HINT)
     for each, target in zip(wave, straight, strict=True):
-        plan.place(each.name, each.chunk, each.box, target, shared=each.shared)
-    with machine.engine(fs, plan.nbytes) as engine:
-        reading = plan.start(engine, lambda name, *_: f"{directory}/{name}")
-        with seen.reading(saved.step, reading.job):
-            reading.finish()
+        plan.place(
+            each.name,
+            each.chunk,
+            each.box,
+            target,
+            dtype=each.dtype,
+            external=is_external(target),
+            shared=each.shared,
+        )
+    reading = plan.start(engine, lambda name, *_: f"{directory}/{name}")
+    with seen.reading(saved.step, reading.job):
+        reading.finish(devices.load)
     for each, target in zip(wave, straight, strict=True):
         if target is not each.target:
             each.target.copy_(target)

@@ -55,12 +55,14 @@ class StagingPool:
 
 
 def _new_stager() -> DefaultStager:
+    """Each copy waits for its own device. After non-blocking copies torch waits for the current
+    device alone, and tensors of another one would not be there yet."""
     pinned = torch.cuda.is_available()
     return DefaultStager(
         StagingOptions(
             use_pinned_memory=pinned,
             use_shared_memory=False,
             use_async_staging=False,
-            use_non_blocking_copy=pinned,
+            use_non_blocking_copy=False,
         )
     )

@@ -36,6 +36,7 @@ from statehold.selection import Answer, Names, Selection, check_answers
 from statehold.state import modules, optimizers
 from statehold.state.capture import is_stateful
 from statehold.state.restore import holds_state
+from statehold.state.tensors import empty_on
 
 _SHOWN = 20
 
@@ -319,7 +320,7 @@ def _made(
     if isinstance(parameter, DTensor) and saved.size == parameter.shape:
         return torch.empty_like(parameter, dtype=_dtype(saved), requires_grad=False)
     device = optimizers.state_device(group, key, parameter)
-    return torch.empty(saved.size, dtype=_dtype(saved), device=device)
+    return empty_on(device, saved.size, _dtype(saved))
 
 
 def _dtype(saved: TensorStorageMetadata) -> torch.dtype:

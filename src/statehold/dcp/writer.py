@@ -38,6 +38,7 @@ from statehold.dcp.staging import StagingPool
 from statehold.dcp.tree import Path
 from statehold.dcp.watched import SaveWatch
 from statehold.dcp.writing import Place, write_items
+from statehold.devices.graphs import refuse_in_capture
 from statehold.errors import StateholdError, UsageError
 from statehold.planning.plan import STEP_MAX
 from statehold.storage.directories import delete, make_directories, parent_of
@@ -153,6 +154,7 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         meeting = self._save.meeting
         try:
+            refuse_in_capture("dcp.save()")
             result = self._write(plan, planner, alone=meeting is not None)
         except BaseException as error:
             if meeting is not None:

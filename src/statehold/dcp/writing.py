@@ -25,12 +25,13 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from statehold.dcp.machine import Machine
+from statehold.devices import Devices
 from statehold.errors import StorageError, UnsupportedValueError, UsageError
 from statehold.planning.layout import Box
 from statehold.planning.plan import TensorSpec, plan_save
 from statehold.state import dtypes
-from statehold.state.capture import Capture, CapturedTensor, capture
-from statehold.state.device import Devices
+from statehold.state.capture import capture
+from statehold.state.captured import Capture, CapturedTensor
 from statehold.state.tensors import (
     check_storable,
     is_external,
@@ -144,8 +145,6 @@ def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
     check_storable(tensor, name)
     if is_view_of_other_values(tensor):
         tensor = tensor.resolve_conj().resolve_neg()
-    if is_external(tensor):
-        tensor = tensor.contiguous()
     return tensor
 
 
@@ -174,6 +173,8 @@ def _add_value(found: _Items, item: WriteItem, planner: SavePlanner, alone: bool
     """A value is stored as itself; tensors inside it get names below its own."""
     name = item.index.fqn
     captured = capture({name: _object_of(item, planner)})
+    for number in captured.numbers:  # this thread may wait for the device
+        number.fill_in(number.tensor.item())
     found.values[name] = _only(captured.tree)
     for tensor in captured.tensors:
         spec = tensor.spec
@@ -219,7 +220,7 @@ def _write_files(
     nbytes = sum(tensor.spec.nbytes for tensor in items.tensors)
     files: list[FileEntry] = []
     chunks: dict[str, tuple[Chunk, ...]] = {}
-    with machine.engine(fs, nbytes) as engine:
+    with machine.engine(fs, nbytes) as engine, contextlib.closing(Devices()) as devices:
         # Of several ranks, those with an empty box of a tensor do not have it in their files.
         kept = [each for each in items.tensors if each.spec.nbytes or place.world_size == 1]
         for index, tensors in enumerate(_by_file(kept)):
@@ -231,7 +232,7 @@ def _write_files(
                 part=index,
             )
             written.append(f"{place.partial}/{plan.file_name}")
-            sums = _write_file(machine, engine, fs, written[-1], plan, tensors)
+            sums = _write_file(machine, engine, devices, fs, written[-1], plan, tensors)
             file, entries = record_file(plan, sums, index=index)
             files.append(file)
             for name, entry in entries.items():
@@ -254,13 +255,13 @@ def _by_file(tensors: Iterable[CapturedTensor]) -> list[list[CapturedTensor]]:
 def _write_file(
     machine: Machine,
     engine: Engine,
+    devices: Devices,
     fs: Fs,
     path: str,
     plan: Any,
     tensors: Sequence[CapturedTensor],
 ) -> bytes:
     begin_s = time.perf_counter()
-    devices = Devices()
     ordered = [tensors[index] for index in plan.source_index]
     job = start_write(engine, plan, ordered)
     try:
@@ -275,5 +276,3 @@ def _write_file(
     except BaseException:
         job.cancel()
         raise
-    finally:
-        devices.close()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import math
 from collections import Counter, OrderedDict, deque
@@ -58,7 +59,7 @@ def encode(value: Any, path: str, leaf: Leaf | None = None) -> Any:
 
 def mapping_of(nodes: dict[Any, Any]) -> Any:
     """The node of a dict whose values are nodes already."""
-    if all(_is_plain_key(key) for key in nodes):
+    if set(map(type, nodes)) <= {str} and all(map(_is_plain_name, nodes)):
         return nodes
     return {"$dict": [[encode(key, ""), node] for key, node in nodes.items()]}
 
@@ -85,7 +86,12 @@ def is_plain(value: object) -> bool:
 
 
 def _is_plain_key(key: object) -> bool:
-    return type(key) is str and not key.startswith("$") and well_formed(key)
+    return type(key) is str and _is_plain_name(key)
+
+
+@functools.lru_cache(1 << 16)  # a state has the same names at every save
+def _is_plain_name(key: str) -> bool:
+    return not key.startswith("$") and well_formed(key)
 
 
 def _plain_numbers(items: Iterable[Any]) -> bool:

@@ -14,17 +14,15 @@ with the version counter of then; the tree shares no container with the live sta
 In a job of several ranks a tensor is this rank's box, and its spec says of what: DTensors by their
 placements, what DistributedDataParallel replicates, and the optimizer state of both. All else is
 this rank's own.
-Not here: the copying (engine, device), the layout of the file (plan), layouts (placements).
-
-An eager tensor on a device is cloned there, in the order of the device's work: buffers are small.
+Not here: the copying (engine, devices), the layout of the file (plan), layouts (placements), what
+is copied at once in here (captured), ties and what is recognised from the capture before (found).
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +30,6 @@ from torch import nn
 
 from statehold.encoding import values
 from statehold.errors import UnsupportedValueError, UsageError, noting
-from statehold.planning.layout import Layout
 from statehold.planning.plan import TensorSpec
 from statehold.state import (
     adapters,
@@ -42,112 +39,48 @@ from statehold.state import (
     modules,
     optimizers,
     placements,
+    scalers,
     subclasses,
 )
+from statehold.state.captured import (
+    Capture,
+    CapturedTensor,
+    clone_eager_device_tensors,
+    clone_small_host_tensors,
+)
 from statehold.state.composed import COMPLEX, SUBCLASS, as_real
+from statehold.state.found import Found, Kind
 from statehold.state.marks import Gated, Mark, Volatile
 from statehold.state.placements import OWN, Placed
+from statehold.state.recognition import Seen
 from statehold.state.rng import Rng
 from statehold.state.stepping import Storages, storages
 from statehold.state.tensors import (
-    Memory,
-    Strided,
+    ORDINARY,
     check_storable,
     is_dtensor,
-    is_external,
     is_storable,
-    is_view_of_other_values,
     local_of,
-    memory_of,
     storage_of,
-    strides_of,
-    version_of,
 )
 from statehold.units import format_bytes
 
-# With tensors on a device, neither save() nor the gate waits for it: the copies are enqueued behind
-# its work. Host tensors are not in that order, and share blocks with device tensors, so those up
-# to this size (an optimizer's `step`) are cloned at capture.
-SMALL_BYTES = 64 << 10
 # Parameters handed over without their module are worth a line in the log from here on.
 TOLD_BYTES_MIN = 64 << 20
+_NOTHING = object()
 _PARTLESS = {bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter}
-
-
-@dataclass(slots=True)
-class CapturedTensor:
-    """A tensor to save. `strided` is None for contiguous memory; `external`: not host memory.
-
-    `tensor` is the local tensor of a DTensor, `wrapper` the DTensor; `version` counts both.
-    `spec.eager` says where the tensor is laid out, so all ranks have to agree on it. `eager` says
-    when its bytes are copied, which each rank decides for itself.
-    """
-
-    spec: TensorSpec
-    tensor: torch.Tensor
-    version: int
-    address: int
-    strided: Strided | None
-    external: bool
-    owned: bool  # a copy that nobody else can change
-    wrapper: torch.Tensor | None
-    is_gated: bool = False  # laid out as eager, and yet only a step() that waits changes it
-
-    @property
-    def eager(self) -> bool:
-        """Whether the bytes are copied before save() returns."""
-        return self.spec.eager and not self.is_gated
-
-
-@dataclass(slots=True)
-class Capture:
-    """A state at the time of `capture`. `tensors` are distinct in memory; ties are in the tree.
-
-    note: what the user could hand over so that save() returns earlier; "" if nothing.
-    doubts: what a restore will not put back, and what the user can do about it now.
-    """
-
-    tensors: list[CapturedTensor]
-    tree: Any
-    note: str = ""
-    doubts: list[str] = field(default_factory=list)
-    _settled: bool = False
-    _guard: threading.Lock = field(default_factory=threading.Lock)
-
-    def settle(self) -> str | None:
-        """Declare that lazy tensors may change from now on; the name of one that already has.
-
-        Asked from the gate and from the stage thread: the first to find all unchanged decides,
-        and what changes later is an update that was let through.
-        """
-        with self._guard:
-            moved = None if self._settled else self.moved(eager=False)
-            self._settled = moved is None
-            return moved
-
-    def moved(self, *, eager: bool) -> str | None:
-        """The name of an eager (or of a lazy) tensor that changed since capture, or None."""
-        for captured in self.tensors:
-            if captured.eager is not eager or captured.version < 0:
-                continue
-            if version_of(captured.tensor, captured.wrapper) != captured.version:
-                return captured.spec.name
-        return None
-
-    @property
-    def eager_bytes(self) -> int:
-        """The bytes that are copied before save() returns, in capture() or right after it."""
-        return sum(each.spec.nbytes for each in self.tensors if each.eager or each.owned)
 
 
 def capture(
     state: Mapping[str, Any],
     rank: int | None = None,
     stepping: Iterable[torch.optim.Optimizer] = (),
+    seen: Seen | None = None,
 ) -> Capture:
     """Capture a state, or `rank`'s part of one that several ranks save (None: it is alone).
 
     stepping: optimizers whose every step() waits at the gate, whether the state has them or not.
+    seen: what the capture before saw; it makes this one faster, and changes nothing else.
     Raises UnsupportedValueError, with the path, for what no step can hold.
     """
     if not isinstance(state, Mapping):
@@ -156,12 +89,13 @@ def capture(
             facts={"expected": "a dict", "got": type(state).__name__},
             hint='give the parts names: save(step, {"model": model, "optimizer": optimizer})',
         )
-    capturer = _Capturer(state, rank, stepping)
+    capturer = _Capturer(state, rank, stepping, seen or Seen())
     tree = values.encode(dict(state), "", capturer.leaf)
     capturer.read_generators()
     if any(tensor.external for tensor in capturer.tensors):
-        capturer.clone_small_host_tensors()
-    return Capture(capturer.tensors, tree, capturer.note(), capturer.doubts)
+        clone_small_host_tensors(capturer.tensors)
+        clone_eager_device_tensors(capturer.tensors)
+    return Capture(capturer.tensors, tree, capturer.note(), capturer.doubts, capturer.numbers)
 
 
 def parts(state: Any) -> Iterator[tuple[str, Any]]:
@@ -217,6 +151,7 @@ class _Capturer:
         state: Mapping[str, Any],
         rank: int | None,
         stepping: Iterable[torch.optim.Optimizer],
+        seen: Seen,
     ) -> None:
         found = list(parts(state))
         self._rank = rank
@@ -224,15 +159,10 @@ class _Capturer:
         self._names = modules.parameter_names(
             (path, part) for path, part in found if isinstance(part, nn.Module)
         )
-        self.tensors: list[CapturedTensor] = []
+        self._found = Found(seen)
         self._replicas = placements.replicas_in(
             (part for _, part in found if isinstance(part, nn.Module)), self._rank
         )
-        # With the tensor: memory of a temporary that state_dict() made must not be used again while
-        # its address stands for it here. DTensors are known by their ids: all ranks have to find
-        # the same ties, also those whose box is empty.
-        self._places: dict[Memory | int, tuple[int, torch.Tensor]] = {}
-        self._taken: set[str] = set()
         self._gated_storages: set[int] | None = None
         self._stepping = stepping
         self._known: Storages | None = None
@@ -240,7 +170,12 @@ class _Capturer:
         self._mark: type[Mark[Any]] | None = None
         self._active: set[int] = set()
         self._generators: list[tuple[Rng, str, dict[str, Any]]] = []
+        self.numbers: list[scalers.Number] = []
         self.doubts: list[str] = []
+
+    @property
+    def tensors(self) -> list[CapturedTensor]:
+        return self._found.tensors
 
     # -- the hook of values.encode ---------------------------------------------------------
 
@@ -257,6 +192,8 @@ class _Capturer:
             return self._optimizer(optimizer, path)
         if isinstance(value, Rng):
             return self._later(value, path)
+        if scalers.waits_for_device(value):
+            return self._scaler(value, path)
         if (refusal := loaders.refusal(value, path)) is not None:
             raise refusal
         if is_stateful(value):
@@ -272,6 +209,11 @@ class _Capturer:
         """A node that is empty until read_generators()."""
         node: dict[str, Any] = {}
         self._generators.append((rng, path, node))
+        return node
+
+    def _scaler(self, scaler: Any, path: str) -> Any:
+        node = self._encode(scalers.known(scaler), path)
+        self.numbers += scalers.numbers(scaler, node)
         return node
 
     def read_generators(self) -> None:
@@ -303,25 +245,25 @@ class _Capturer:
             self._mark = outer
 
     def _module(self, module: nn.Module, path: str) -> Any:
-        node = {}
-        for name, value in modules.entries(module).items():
-            where = f"{path}.{name}"
+        def other(value: Any, where: str) -> Any:
             if isinstance(value, torch.Tensor):
-                is_parameter = isinstance(value, nn.Parameter)
-                node[name] = self._tensor(value, where, lazy=is_parameter)
-            else:
-                node[name] = self._encode(value, where)
-        return values.mapping_of(node)
+                return self._tensor(value, where, lazy=isinstance(value, nn.Parameter))
+            return self._encode(value, where)
+
+        place_of = partial(self._place, path=path) if self._replicas else None
+        kind = Kind.EAGER if self._mark is Volatile else Kind.OF_MODULE
+        return values.mapping_of(
+            self._found.nodes(modules.entries(module), path, kind, place_of, other)
+        )
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> Any:
         state: dict[str, Any] = {}
         groups: list[Any] = [{optimizers.PARAMS: []} for _ in optimizer.param_groups]
         for index, name, parameter in optimizers.parameters(optimizer, self._names):
             groups[index][optimizers.PARAMS].append(name)
-            if parameter in optimizer.state:
-                state[name] = self._parameter_state(
-                    optimizer.state[parameter], f"{path}.state.{name}", parameter
-                )
+            held = optimizer.state.get(parameter, _NOTHING)  # hashing a tensor takes long
+            if held is not _NOTHING:
+                state[name] = self._parameter_state(held, f"{path}.state.{name}", parameter)
         for index, group in enumerate(optimizer.param_groups):
             options = {key: item for key, item in group.items() if key != optimizers.PARAMS}
             groups[index] |= self._members(options, f"{path}.param_groups.{index}")
@@ -337,15 +279,20 @@ class _Capturer:
         return {key: self._encode(item, f"{path}.{key}") for key, item in members.items()}
 
     def _parameter_state(self, state: Any, path: str, parameter: torch.Tensor) -> Any:
-        node = {}
-        beside = self._place(parameter, path)
-        for key, value in state.items():
+        place = self._place(parameter, path)
+
+        def place_of(value: torch.Tensor) -> Placed:
+            return placements.beside(value, parameter, place)
+
+        def other(value: Any, where: str) -> Any:
             if isinstance(value, torch.Tensor):
-                place = None if is_dtensor(value) else placements.beside(value, parameter, beside)
-                node[key] = self._tensor(value, f"{path}.{key}", lazy=True, place=place)
-            else:
-                node[key] = self._encode(value, f"{path}.{key}")
-        return values.mapping_of(node)
+                beside = None if is_dtensor(value) else place_of(value)
+                return self._tensor(value, where, lazy=True, place=beside)
+            return self._encode(value, where)
+
+        kind = Kind.EAGER if self._mark is Volatile else Kind.LAZY
+        given = None if place.layout is None else place_of
+        return values.mapping_of(self._found.nodes(state, path, kind, given, other))
 
     def _foreign(self, value: Any, path: str) -> Any | None:
         if (node := foreign.torch_node(value)) is not None:
@@ -372,12 +319,14 @@ class _Capturer:
         array = torch.from_numpy(value.copy(order="C"))
         is_complex = array.dtype == torch.complex128
         pairs = torch.view_as_real(array) if is_complex else array
-        node = {"$ndarray": self._add(pairs, path, False, owned=True)}
+        node = {"$ndarray": self._found.add(pairs, path, False, owned=True)}
         return {COMPLEX: node} if is_complex else node
 
     # -- tensors ---------------------------------------------------------------------------
 
     def _place(self, tensor: torch.Tensor, path: str) -> Placed:
+        if not self._replicas and type(tensor) in ORDINARY:
+            return OWN
         return placements.place_of(tensor, path, self._rank, self._replicas)
 
     def _is_gated(self, tensor: torch.Tensor) -> bool:
@@ -443,7 +392,7 @@ class _Capturer:
         alias, is_complex = local.detach(), tensor.dtype == torch.complex128
         if is_complex:
             alias, place = torch.view_as_real(alias.resolve_conj()), as_real(place)
-        added = self._add(alias, path, eager, place=place, wrapper=wrapper, is_gated=is_gated)
+        added = self._found.add(alias, path, eager, place=place, wrapper=wrapper, is_gated=is_gated)
         if is_complex:
             return {COMPLEX: {"$tensor": added}}
         return {"$tensor": added}
@@ -477,100 +426,3 @@ class _Capturer:
                 "tensors": inner,
             }
         }
-
-    def _add(
-        self,
-        tensor: torch.Tensor,
-        name: str,
-        eager: bool,
-        *,
-        owned: bool = False,
-        place: Placed = OWN,
-        wrapper: torch.Tensor | None = None,
-        is_gated: bool = False,
-    ) -> str:
-        memory = id(wrapper) if wrapper is not None else memory_of(tensor)
-        held = self._places.get(memory)
-        if held is not None:
-            index, _ = held
-            first = self.tensors[index]
-            is_gated = is_gated and not first.eager
-            if eager and not first.owned and (first.spec.eager, first.is_gated) != (True, is_gated):
-                self.tensors[index] = _captured(
-                    first.tensor, first.spec, True, wrapper=wrapper, is_gated=is_gated
-                )
-            return first.spec.name
-        if name in self._taken or not name:
-            raise UnsupportedValueError(
-                "two tensors of the state have the same name, or one has none",
-                facts={"path": name},
-                hint="names are joined with dots: rename a key of the dicts on the way",
-            )
-        if wrapper is not None:
-            self._places[memory] = len(self.tensors), wrapper
-        elif tensor.data_ptr() and tensor.numel():
-            self._places[memory] = len(self.tensors), tensor
-        self._taken.add(name)
-        spec = _spec(tensor, name, eager, place)
-        self.tensors.append(_captured(tensor, spec, eager, owned, wrapper, is_gated))
-        return name
-
-    def clone_small_host_tensors(self) -> None:
-        """Copy small host tensors now; see SMALL_BYTES."""
-        for index, captured in enumerate(self.tensors):
-            if captured.spec.nbytes <= SMALL_BYTES and not captured.external and not captured.owned:
-                copy = _clone(captured.tensor)
-                self.tensors[index] = _captured(copy, captured.spec, False, owned=True)
-
-
-def _spec(tensor: torch.Tensor, name: str, eager: bool, place: Placed) -> TensorSpec:
-    dtype = tensor.dtype
-    shape = dtypes.stored_shape(dtype, tuple(tensor.shape), name)
-    code, nbytes = dtypes.code_of(dtype, name), tensor.numel() * tensor.element_size()
-    if place.layout is None or place.shape is None or place.box is None:
-        return TensorSpec(name, code, shape, nbytes, eager)
-    whole = dtypes.stored_shape(dtype, place.shape, name)
-    if whole is not place.shape and not _packs_evenly(place.layout, place.shape, whole):
-        raise UnsupportedValueError(
-            "a tensor of packed 4-bit values is split unevenly along its last dimension",
-            facts={"path": name, "shape": list(place.shape)},
-            hint="split it along another dimension",
-        )
-    offsets = dtypes.stored_shape(dtype, place.box.offsets, name)
-    return TensorSpec(name, code, shape, nbytes, eager, place.layout, whole, offsets)
-
-
-def _packs_evenly(layout: Layout, shape: tuple[int, ...], packed: tuple[int, ...]) -> bool:
-    """Whether a layout cuts the packed shape where it cuts the other."""
-    return layout.largest_box(packed).shape[-1] == 2 * layout.largest_box(shape).shape[-1]
-
-
-def _captured(
-    tensor: torch.Tensor,
-    spec: TensorSpec,
-    eager: bool,
-    owned: bool = False,
-    wrapper: torch.Tensor | None = None,
-    is_gated: bool = False,
-) -> CapturedTensor:
-    external = is_external(tensor)
-    if is_view_of_other_values(tensor):
-        tensor, owned = tensor.resolve_conj().resolve_neg(), True
-    is_gated = is_gated and not tensor.is_inference()
-    eager = (eager or tensor.is_inference()) and not owned
-    if external:  # nothing of a device is laid out as eager
-        if (eager and not is_gated) or not tensor.is_contiguous():
-            tensor, owned = _clone(tensor), True
-        eager = False
-    if spec.eager is not eager:
-        spec = replace(spec, eager=eager)
-    wrapper = None if owned else wrapper
-    version, strided = version_of(tensor, wrapper), strides_of(tensor)
-    address = tensor.data_ptr()
-    return CapturedTensor(
-        spec, tensor, version, address, strided, external, owned, wrapper, is_gated and eager
-    )
-
-
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)

@@ -28,6 +28,8 @@ from statehold.state.destinations import Destinations
 from statehold.state.placements import OWN, Placed
 from statehold.state.tensors import (
     check_storable,
+    device_of,
+    empty_on,
     is_dtensor,
     is_storable,
     is_view_of_other_values,
@@ -112,7 +114,7 @@ class Composed:
         """The real view of a complex tensor; of a conjugate one that of a copy, moved later."""
         if not is_view_of_other_values(live):
             return torch.view_as_real(live.detach())
-        staged = torch.empty(live.shape, dtype=live.dtype, device=live.device)
+        staged = empty_on(device_of(live), live.shape, live.dtype)
         self._memory.acts.append(lambda: live.detach().copy_(staged))
         return torch.view_as_real(staged)
 
@@ -153,7 +155,7 @@ class Composed:
         place = OWN
         shape = self._shape(node)
         if beside is not None and is_dtensor(beside) and shape and shape == tuple(beside.shape):
-            place, device = self._memory.place(beside, path), local_of(beside).device
+            place, device = self._memory.place(beside, path), device_of(local_of(beside))
         local = self._local(node, place, device, path)
         if place is OWN or beside is None:
             return local

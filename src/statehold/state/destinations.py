@@ -21,6 +21,7 @@ from statehold.state import dtypes, placements
 from statehold.state.placements import Placed
 from statehold.state.tensors import (
     Memory,
+    empty_on,
     is_dtensor,
     is_external,
     is_storable,
@@ -28,7 +29,7 @@ from statehold.state.tensors import (
     local_of,
     memory_of,
     overlaps_itself,
-    strides_of,
+    part_of,
 )
 from statehold.steps.saved import SavedStep, SavedTensor
 
@@ -50,12 +51,9 @@ class Destination:
 
     def part(self, box: Box) -> torch.Tensor:
         """The memory that takes `box`, which lies in the destination's."""
-        part = self.tensor
-        if box != self.box:
-            inside = dtypes.torch_box(part.dtype, box.relative_to(self.box))
-            for dim, (begin, size) in enumerate(zip(inside.offsets, inside.shape, strict=True)):
-                part = part.narrow(dim, begin, size)
-        return part
+        if box == self.box:
+            return self.tensor
+        return part_of(self.tensor, dtypes.torch_box(self.tensor.dtype, box.relative_to(self.box)))
 
 
 class Destinations:
@@ -87,8 +85,8 @@ class Destinations:
         """Make `live` a destination; the name of another tensor that already goes there."""
         local = local_of(live)
         target = local.detach()
-        if is_view_of_other_values(local) or (is_external(target) and strides_of(target)):
-            staged = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+        if is_view_of_other_values(local) and not is_external(target):
+            staged = torch.empty(local.shape, dtype=local.dtype)
             self.acts.append(lambda: local.detach().copy_(staged))
             target = staged
         memory = memory_of(target)
@@ -111,15 +109,17 @@ class Destinations:
     @torch.inference_mode(False)  # training changes it in place, whoever restores
     def make(self, name: str, device: torch.device, beside: torch.Tensor | None = None) -> Any:
         """A new tensor for `name`; one for all places that were tied. beside: the parameter whose
-        state it is; a DTensor of the same shape gives it its placements."""
-        is_sharded = beside is not None and is_dtensor(beside) and self.has_shape_of(beside, name)
-        like = beside if is_sharded else None
+        state it is; one of the same shape gives it its strides, a DTensor its placements, too."""
+        if beside is not None and not self.has_shape_of(beside, name):
+            beside = None
+        like = beside if beside is not None and is_dtensor(beside) else None
         key = name, device, None if like is None else like._spec  # type: ignore[attr-defined]
         if key not in self._made:
             dtype = dtypes.dtype_of(self._saved.tensors[name].dtype, name)
             if like is None:
                 shape = dtypes.torch_shape(dtype, self._saved.tensors[name].shape)
-                made = torch.empty(shape, dtype=dtype, device=device)
+                strides = None if beside is None else _strides_of_state(beside)
+                made = empty_on(device, shape, dtype, strides)
                 self.made_plain.add(name)
             else:
                 made = _sharded_like(like, dtype)
@@ -134,7 +134,7 @@ class Destinations:
         if key not in self._made:
             dtype = dtypes.dtype_of(self._saved.tensors[name].dtype, name)
             shape = self.shape_of(name) if place.box is None else place.box.shape
-            self._made[key] = torch.empty(shape, dtype=dtype, device=device)
+            self._made[key] = empty_on(device, shape, dtype)
             self.fill(self._made[key], name, place)
         return self._made[key]
 
@@ -177,6 +177,13 @@ class Destinations:
     def _sums(self, saved: SavedTensor) -> list[tuple[Box, str]]:
         chunks = self._saved.chunks(saved.name, Box.whole(saved.shape))
         return sorted(((chunk.box, chunk.sums) for chunk in chunks), key=lambda each: str(each[0]))
+
+
+def _strides_of_state(parameter: torch.Tensor) -> tuple[int, ...]:
+    """As optimizers make the state of a parameter. Fused ones walk through the memory of both at
+    once: with other strides they mix up the elements, or refuse to step."""
+    alike = torch.empty_strided(parameter.shape, parameter.stride(), device="meta")
+    return torch.empty_like(alike).stride()
 
 
 def _sharded_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,11 +13,12 @@ names are the same with and without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from statehold.state.tensors import device_of, local_of
 
 PARAMS = "params"
 STATE, GROUPS = "state", "param_groups"
@@ -28,11 +29,6 @@ _HOOKS = tuple(
     for action in ("state_dict", "load_state_dict")
     for when in ("pre", "post")
 )
-
-
-def before_every_step(action: Callable[[torch.optim.Optimizer], None]) -> Any:
-    """Call `action` before each step() of every torch optimizer; returns what remove()s it."""
-    return register_optimizer_step_pre_hook(lambda optimizer, *_: action(optimizer))
 
 
 def behind(value: Any) -> torch.optim.Optimizer | None:
@@ -158,4 +154,4 @@ def state_device(group: Mapping[str, Any], key: str, parameter: torch.Tensor) ->
     on_device = group.get("capturable") or group.get("fused")
     if key == "step" and not on_device:
         return torch.device("cpu")
-    return parameter.device
+    return device_of(local_of(parameter))

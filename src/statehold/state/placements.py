@@ -107,9 +107,10 @@ def of_group(group: Any) -> Layout | None:
 
 def beside(tensor: torch.Tensor, parameter: torch.Tensor, of_parameter: Placed) -> Placed:
     """Where a plain tensor in the optimizer state of a parameter lies, which itself lies there."""
-    layout, shape = of_parameter.layout, tuple(tensor.shape)
+    layout = of_parameter.layout
     if layout is None:
         return OWN
+    shape = tuple(tensor.shape)
     if not shape or not layout.splits:
         return replicated(shape, layout)
     return of_parameter if shape == tuple(local_of(parameter).shape) else OWN

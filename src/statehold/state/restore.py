@@ -40,7 +40,7 @@ from statehold.state.restoration import Restoration, mismatch
 from statehold.state.restore_optimizers import OptimizerMatching
 from statehold.state.rng import Rng, unchanged
 from statehold.state.subclasses import is_allowed, parts_of, remark_of
-from statehold.state.tensors import local_of, name_of, overlaps_itself
+from statehold.state.tensors import device_of, local_of, name_of, overlaps_itself
 from statehold.steps.saved import SavedStep
 from statehold.steps.trees import tensors_of
 
@@ -275,7 +275,7 @@ class _Matcher(OptimizerMatching):
             expected = f"{_dtype(live)} of any shape, as it is uninitialized"
             self.problem(path, expected, self._described(node))
             return
-        made = self._memory.make(name, live.device)
+        made = self._memory.make(name, device_of(live))
 
         def act() -> None:
             if is_lazy(live):  # else it is tied, and has its shape

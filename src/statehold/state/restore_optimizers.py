@@ -25,7 +25,7 @@ from statehold.state.groups import Group, Owners
 from statehold.state.matching import ABSENT, HOST, Matching, missing_of, replace_content
 from statehold.state.optimizers import GROUPS, PARAMS, STATE
 from statehold.state.placements import Placed
-from statehold.state.tensors import is_dtensor
+from statehold.state.tensors import device_of, is_dtensor, local_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,9 @@ class OptimizerMatching(Matching):
                 return self.rebuild(live, node, device, parameter)
             where = None if is_dtensor(live) else placements.beside(live, parameter, beside)
             return self._compose(live, node, device, parameter, where)
-        if isinstance(live, torch.Tensor) and not (key == "step" and live.device != device):
+        if isinstance(live, torch.Tensor) and not (
+            key == "step" and device_of(local_of(live)) != device
+        ):
             place = None if is_dtensor(live) else placements.beside(live, parameter, beside)
             if self._memory.usable(live, name, place):
                 return live

@@ -26,15 +26,19 @@ Facts about PyTorch that decide what is here:
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 
 from statehold.errors import UnsupportedValueError
+from statehold.planning.layout import Box
 
 Strided = tuple[int, tuple[int, ...], tuple[int, ...]]
 Memory = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool]
 
 PROTOCOL = ("__tensor_flatten__", "__tensor_unflatten__")
+# Types of tensors that are neither made of others nor boxes of one on several ranks.
+ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
@@ -107,12 +111,36 @@ def name_of(cls: type) -> str:
 
 def is_external(tensor: torch.Tensor) -> bool:
     """Whether the processor cannot reach the memory: copying it is `device`'s work."""
-    return tensor.device.type != "cpu"
+    return not tensor.is_cpu
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """The device whose streams have the work on the memory of an external tensor."""
+    return tensor.device
+
+
+def empty_on(
+    device: torch.device,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    strides: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """New memory of a device, or of the host; contiguous where no strides are given."""
+    if strides is None:
+        strides = torch.empty(tuple(shape), device="meta").stride()
+    return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
 
 
 def is_view_of_other_values(tensor: torch.Tensor) -> bool:
     """Whether the memory holds other values than the tensor shows (conjugate, negative)."""
     return tensor.is_conj() or tensor.is_neg()
+
+
+def without_flags(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that shows the values that are in the memory."""
+    if tensor.is_neg():
+        tensor = torch._neg_view(tensor)
+    return tensor.conj() if tensor.is_conj() else tensor
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
@@ -134,6 +162,14 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
+
+
+def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The elements `box` of a tensor, as a view."""
+    for dim, (begin, size) in enumerate(zip(box.offsets, box.shape, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, begin, size)
+    return tensor
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -166,6 +166,17 @@ class Commit:
         return seal(document, "manifest")
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The commit record of a step, as it is written."""
+
+    step: int
+    raw: bytes
+
+    def encode(self) -> bytes:
+        return self.raw
+
+
 def record_name(rank: int, world_size: int) -> str:
     """The file name of a rank's record."""
     return f"rank-{rank:05d}-of-{world_size:05d}.json"

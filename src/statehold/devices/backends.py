@@ -1,0 +1,87 @@
+"""What has to be known of a kind of device: where its work is queued, and what waits for what.
+
+Owns: the seam between statehold and the streams of torch.
+Not here: CUDA and ROCm (cuda), which bytes go where (copying, loading).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["BlockingBackend", "Event", "Stream", "StreamBackend"]
+
+Event = Any
+Stream = Any
+
+
+class StreamBackend(Protocol):
+    """The devices of one kind in this process."""
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        """Let the devices reach this host memory themselves; False when they cannot."""
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`; no copy is under way."""
+
+    def using(self, device: torch.device) -> AbstractContextManager[None]:
+        """Inside, the calling thread works for this device, and takes no part in a graph that
+        another thread captures; after it, all is as before."""
+
+    def fork(self, device: torch.device) -> Stream:
+        """A side stream whose work follows what the device's current stream has been given."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """Inside, what the calling thread does on the device is work of the stream, and the memory
+        that it takes there is the stream's: what it gives back is used again in that order. Called
+        inside using()."""
+
+    def record(self, stream: Stream) -> Event:
+        """An event that completes once the stream's work so far has."""
+
+    def is_complete(self, event: Event) -> bool:
+        """Whether the event has completed."""
+
+    def synchronize(self, event: Event) -> None:
+        """Block the calling thread until the event completes."""
+
+    def make_current_wait(self, event: Event) -> None:
+        """Order what the current stream of the event's device is given from now on after it."""
+
+
+class BlockingBackend:
+    """Every accelerator that is not CUDA: plain copies, complete when they return."""
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        return True  # nothing to do, and nothing to report
+
+    def unpin(self, address: int) -> None:
+        pass
+
+    @contextmanager
+    def using(self, device: torch.device) -> Iterator[None]:
+        yield
+
+    def fork(self, device: torch.device) -> torch.device:
+        torch.accelerator.synchronize(device)
+        return device
+
+    @contextmanager
+    def on(self, stream: torch.device) -> Iterator[None]:
+        yield
+        torch.accelerator.synchronize(stream)
+
+    def record(self, stream: torch.device) -> None:
+        pass
+
+    def is_complete(self, event: None) -> bool:
+        return True
+
+    def synchronize(self, event: None) -> None:
+        pass
+
+    def make_current_wait(self, event: None) -> None:
+        pass

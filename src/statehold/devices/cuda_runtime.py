@@ -1,0 +1,87 @@
+"""The CUDA runtime that torch has loaded, for the few functions that torch does not show.
+
+Source: CUDA Runtime API, "Error Handling" and "Stream Management" (cudaGetLastError,
+cudaStreamCreateWithFlags, cudaThreadExchangeStreamCaptureMode). HIP has the same functions under
+its own names.
+Holds: where no runtime is found, every function does nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["clear_error", "new_stream", "relaxed_captures"]
+
+_RELAXED = 2
+_NON_BLOCKING = 1  # it does not wait for the default stream
+# Torch's own library finds the functions of the runtime that it is linked to. A process may have
+# another runtime besides, which knows nothing of the errors of torch's.
+_LIBRARIES = ("c10_cuda|c10_hip", "cudart|amdhip64")
+
+
+@functools.cache
+def library() -> Any:
+    """The runtime in this process, or None."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            path = path_in(maps.read())
+        return ctypes.CDLL(path) if path else None
+    except OSError:
+        return None
+
+
+def path_in(maps: str) -> str | None:
+    """The file with the functions, out of a list of what is mapped (proc(5))."""
+    for names in _LIBRARIES:
+        found = re.search(rf"(?<=\s)/.*/lib(?:{names})[^/\n]*\.so[^/\n]*$", maps, re.MULTILINE)
+        if found is not None:
+            return found[0]
+    return None
+
+
+def clear_error() -> None:
+    """Forget an error of this thread that was dealt with: the runtime reports it once more to
+    whoever launches a kernel next, and that must not be the trainer."""
+    if (get := _function("GetLastError")) is not None:
+        get()
+
+
+def new_stream() -> int | None:
+    """The address of a stream of the current device that nobody else has; None if none is made."""
+    create = _function("StreamCreateWithFlags")
+    if create is None:
+        return None
+    stream = ctypes.c_void_p()
+    if create(ctypes.byref(stream), _NON_BLOCKING):
+        clear_error()
+        return None
+    return stream.value
+
+
+@contextmanager
+def relaxed_captures() -> Iterator[None]:
+    """Inside, this thread may call what is unsafe while another one captures a graph: nothing that
+    it does belongs to that graph. Without this a call fails, and the capture with it."""
+    exchange = _function("ThreadExchangeStreamCaptureMode")
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))  # leaves the mode before in `mode`
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+def _function(name: str) -> Any:
+    for prefix in ("cuda", "hip"):
+        found = getattr(library(), prefix + name, None)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,175 @@
+"""CUDA graphs: which of them hold an update, and what runs before such a graph is replayed.
+
+A capture executes nothing: it writes down what a stream is given. A replay executes that, calls no
+hook of an optimizer, and moves no version counter. So `note_update` says during a capture that the
+graph holds an update, and the methods of torch.cuda.CUDAGraph are wrapped: an action runs ahead of
+the replay of each graph that holds an update.
+A graph whose capture was not watched from its begin to its end counts as one that holds an update,
+for that cannot be ruled out. Nothing runs ahead of other graphs, such as forward and backward.
+
+Holds: no graph and no optimizer is kept alive. Nothing here initializes CUDA.
+Not seen: graphs that are launched by other means than CUDAGraph.replay().
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import cuda
+
+from statehold.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = ["is_capturing", "note_update", "put_on", "refuse_in_capture", "take_off"]
+
+# Called with the optimizers whose steps are in the graph, as far as they are known.
+Action = Callable[[Iterable[Any]], None]
+
+
+def is_capturing() -> bool:
+    """Whether what the current stream is given goes into a graph."""
+    if not cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        return bool(cuda.is_current_stream_capturing())
+    except RuntimeError:  # of a device that has failed: who needs it will say so
+        return False
+
+
+def refuse_in_capture(what: str) -> None:
+    """Raise UsageError if `what` is called during a capture."""
+    if is_capturing():
+        raise UsageError(
+            f"{what} was called while a CUDA graph is captured; nothing was done",
+            hint=f"end the capture first, then call {what} outside of torch.cuda.graph(...)",
+        )
+
+
+class _Content:
+    """What of a graph is known: the updates that its capture has shown."""
+
+    def __init__(self) -> None:
+        self.has_update = False
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def add(self, optimizers: Iterable[Optimizer]) -> None:
+        self.has_update = True
+        self.optimizers.update(optimizers)
+
+
+class _Graphs:
+    """The graphs of one class, whose methods are wrapped as long as there is an action."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+        self.action: Action | None = None
+        self._guard = threading.Lock()
+        self._open: weakref.WeakKeyDictionary[Any, _Content] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Any, _Content] = weakref.WeakKeyDictionary()
+        self._wrappers: dict[str, Any] = {}
+        self._originals: dict[str, Any] = {}  # those that the class has itself
+
+    def wrap(self) -> None:
+        around = {
+            "capture_begin": self._capture_begin,
+            "capture_end": self._capture_end,
+            "replay": self._replay,
+        }
+        for name, method in around.items():
+            if name not in self._wrappers:
+                if name in vars(self.kind):
+                    self._originals[name] = vars(self.kind)[name]
+                self._wrappers[name] = _wrapper(getattr(self.kind, name), method)
+                setattr(self.kind, name, self._wrappers[name])
+
+    def unwrap(self) -> None:
+        """Put the methods back. A wrapper that somebody has wrapped in turn stays, idle."""
+        self.action = None
+        for name, wrapper in list(self._wrappers.items()):
+            if vars(self.kind).get(name) is not wrapper:
+                continue
+            if name in self._originals:
+                setattr(self.kind, name, self._originals.pop(name))
+            else:
+                delattr(self.kind, name)
+            del self._wrappers[name]
+        with self._guard:  # what is captured from now on is not watched
+            self._open.clear()
+            self._known.clear()
+
+    def note_update(self, optimizers: Iterable[Optimizer]) -> None:
+        """An update is captured. Into every graph that is open: which one is not told."""
+        with self._guard:
+            for content in self._open.values():
+                content.add(optimizers)
+
+    def _capture_begin(self, call: Callable[[], None], graph: Any) -> None:
+        if self.action is None:
+            return call()
+        with self._guard:
+            self._known.pop(graph, None)
+            self._open[graph] = _Content()
+        try:
+            call()
+        except BaseException:
+            with self._guard:
+                self._open.pop(graph, None)
+            raise
+
+    def _capture_end(self, call: Callable[[], None], graph: Any) -> None:
+        with self._guard:
+            content = self._open.pop(graph, None)
+        call()
+        if content is not None:
+            with self._guard:
+                self._known[graph] = content
+
+    def _replay(self, call: Callable[[], None], graph: Any) -> None:
+        if self.action is not None:
+            with self._guard:
+                content = self._known.get(graph)
+                optimizers = [] if content is None else list(content.optimizers)
+            if content is None or content.has_update:
+                if is_capturing():  # it becomes a part of the graph that is captured
+                    self.note_update(optimizers)
+                else:
+                    self.action(optimizers)
+        call()
+
+
+_graphs: _Graphs | None = None
+
+
+def put_on(action: Action) -> None:
+    """Call `action` before each replay of a graph that holds an update."""
+    global _graphs
+    if _graphs is None or _graphs.kind is not cuda.CUDAGraph:
+        _graphs = _Graphs(cuda.CUDAGraph)
+    _graphs.wrap()
+    _graphs.action = action
+
+
+def take_off() -> None:
+    """Call nothing any more, and forget what is known of graphs."""
+    if _graphs is not None:
+        _graphs.unwrap()
+
+
+def note_update(optimizers: Iterable[Optimizer]) -> None:
+    """The graph that is captured now gets an update, of these optimizers."""
+    if _graphs is not None:
+        _graphs.note_update(optimizers)
+
+
+def _wrapper(original: Any, around: Callable[[Callable[[], None], Any], None]) -> Any:
+    @functools.wraps(original)
+    def wrapper(graph: Any, *args: Any, **options: Any) -> None:
+        around(functools.partial(original, graph, *args, **options), graph)
+
+    return wrapper

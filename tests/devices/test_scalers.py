@@ -1,0 +1,107 @@
+"""Gradient scalers on a device: save() does not wait for their numbers, and the step has them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.amp import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import statehold
+from devices.conftest import trained_on
+from statehold.dcp import writing
+from support.cuda import Machine
+from support.faults import DEADLINE_S
+
+SCALE = 1.1920928955078125e-07
+
+
+def used(machine: Machine, scaler: Any, scale: float = SCALE, tracker: int = 1999) -> Any:
+    """A scaler whose numbers are on the device, as after its first scale()."""
+    scaler._scale = machine.put(torch.tensor(scale))
+    scaler._growth_tracker = machine.put(torch.tensor(tracker, dtype=torch.int32))
+    return scaler
+
+
+class Own(GradScaler):
+    """One that says in its own way what it has."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "own": 1}
+
+
+@pytest.mark.parametrize("kind", [GradScaler, ShardedGradScaler])
+@pytest.mark.parametrize("beside", ["device", "host"])
+def test_save_does_not_wait_and_the_step_has_the_numbers(
+    ckpt: statehold.Checkpointer, machine: Machine, kind: Any, beside: str
+) -> None:
+    scaler = used(machine, kind("cpu", growth_interval=7))
+    expected = scaler.state_dict()
+    model = trained_on(machine).model if beside == "device" else torch.nn.Linear(4, 4)
+    machine.timeline.host_waits.clear()
+    machine.timeline.may_finish.clear()
+    scaler._scale.mul_(2)  # late
+    save = ckpt.save(1, {"model": model, "scaler": scaler})
+    assert "MainThread" not in machine.timeline.host_waits
+    with torch.no_grad():  # as update() does
+        scaler._scale.fill_(3.0)
+        scaler._growth_tracker.zero_()
+    machine.timeline.may_finish.set()
+    save.wait("committed", DEADLINE_S)
+    live = {"model": model, "scaler": used(machine, kind("cpu"), 5.0, 0)}
+    ckpt.restore(live)
+    restored = live["scaler"].state_dict()
+    assert restored == {**expected, "scale": 2 * SCALE}
+    assert {key: type(each) for key, each in restored.items()} == {
+        key: type(each) for key, each in expected.items()
+    }
+
+
+@pytest.mark.parametrize("scale", [65536.0, float("inf"), SCALE])
+def test_the_step_holds_what_state_dict_gives(
+    ckpt: statehold.Checkpointer, machine: Machine, scale: float
+) -> None:
+    scaler = used(machine, GradScaler("cpu"), scale)
+    state = {"scaler": scaler, "plain": {"scaler": scaler.state_dict()}}
+    ckpt.save(1, state).wait("committed", DEADLINE_S)
+    live: dict[str, Any] = {"scaler": {}, "plain": {"scaler": {}}}
+    ckpt.restore(live)
+    assert live["scaler"] == live["plain"]["scaler"] == scaler.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["disabled", "unused", "subclass"])
+def test_other_scalers_are_asked_for_their_state(
+    ckpt: statehold.Checkpointer, machine: Machine, kind: str
+) -> None:
+    scaler = {
+        "disabled": lambda: GradScaler("cpu", enabled=False),
+        "unused": lambda: GradScaler("cpu", init_scale=9.0),
+        "subclass": lambda: used(machine, Own("cpu")),
+    }[kind]()
+    ckpt.save(1, {"scaler": scaler, "w": machine.put(torch.ones(8))}).wait("committed", DEADLINE_S)
+    live: dict[str, Any] = {"scaler": {}, "w": machine.put(torch.zeros(8))}
+    ckpt.restore(live)
+    assert live["scaler"] == scaler.state_dict()
+
+
+def test_a_scaler_among_the_items_of_a_planner(machine: Machine) -> None:
+    scaler = used(machine, GradScaler("cpu"))
+    planner: Any = SimpleNamespace(lookup_object=lambda _: scaler)
+    item: Any = SimpleNamespace(index=SimpleNamespace(fqn="scaler"))
+    found = writing._Items([], [], {})
+    writing._add_value(found, item, planner, alone=True)
+    assert found.values["scaler"] == scaler.state_dict()
+
+
+def test_a_device_that_fails_fails_the_save(ckpt: statehold.Checkpointer, machine: Machine) -> None:
+    scaler = used(machine, GradScaler("cpu"))
+    machine.timeline.may_finish.clear()
+    save = ckpt.save(1, {"scaler": scaler})
+    machine.failure = "CUDA error: unspecified launch failure"
+    machine.timeline.may_finish.set()
+    with pytest.raises(statehold.errors.DeviceError):
+        save.wait("committed", DEADLINE_S)
+    assert ckpt.steps() == []
