@@ -14,7 +14,7 @@ native_sources := $(wildcard native/*.h native/*.cpp native/test/*.h native/test
 warnings := 'error,ignore:FSDP2-wrapped module:UserWarning,ignore:`torch.jit:DeprecationWarning'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test sim powerloss modes sanitize fuzz soak check bench clean
+.PHONY: help setup build demo test sim powerloss modes sanitize fuzz soak check bench gpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
@@ -61,6 +61,9 @@ check: setup  ## formatting, lint and types
 
 bench: setup  ## all benchmarks; see bench/README.md
 	@$(bin)/python -m bench $(ARGS)
+
+gpu:  ## on a machine with a GPU: build for PYTHON=python3, tests/gpu, bench.gpu; under ten minutes
+	@tools/gpu.sh bench/out/gpu $(ARGS)
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/statehold/_core.*.so

@@ -34,8 +34,10 @@ def measure(case: Case) -> dict[str, Any]:
     state_bytes = build(case.size).total_bytes()
     file_bytes = max(BLOCK_BYTES, -(-state_bytes // BLOCK_BYTES) * BLOCK_BYTES)
     storage = {}
-    for name, engine in (("native", _native), ("fio", _fio)):
-        found = engine(case, file_bytes)
+    for name, found in (
+        ("native", native(case.path, file_bytes, gently=case.smoke)),
+        ("fio", _fio(case, file_bytes)),
+    ):
         if found is not None:
             storage[name] = found
     if not storage:
@@ -49,18 +51,18 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-def _native(case: Case, file_bytes: int) -> dict[str, float] | None:
-    """GB/s by the engine's raw mode; None where it is not built."""
+def native(directory: Path, file_bytes: int, gently: bool) -> dict[str, float] | None:
+    """GB/s by the engine's raw mode, for whole blocks; None where it is not built."""
     try:
         from statehold import _core
     except ImportError:
         return None
-    path = str(case.path / "limit.native")
+    path = str(directory / "limit.native")
     fs = _core.open_fs("auto", DEPTH)
     try:
         fresh = _core.raw_write(fs, path, file_bytes, BLOCK_BYTES, DEPTH, False)
         over = _core.raw_write(fs, path, file_bytes, BLOCK_BYTES, DEPTH, True)
-        drop_caches(case.path, gently=case.smoke)
+        drop_caches(directory, gently)
         read = _core.raw_read(fs, path, BLOCK_BYTES, DEPTH)
     finally:
         fs.close()

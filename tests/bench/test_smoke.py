@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHES = ("save", "train", "restore")
@@ -165,6 +166,21 @@ def test_planning_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert row["cached_s"] > 0
         assert row["parts"] <= row["tensors"]
     assert (tmp_path / "plan.txt").read_text().count("hybrid") == 4
+
+
+def test_what_a_save_costs_the_host_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from bench.host import main
+
+    threads = torch.get_num_threads()
+    main(["--tensors", "40"])
+    torch.set_num_threads(threads)
+    tensors, *figures = capsys.readouterr().out.splitlines()[-1].split()
+    assert int(tensors) == 40
+    assert all(float(each) > 0 for each in figures)
+    assert len(figures) == 4
 
 
 def test_each_protection_can_still_be_left_out(
