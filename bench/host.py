@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 import statehold
-from statehold.devices import copying, devices
-from statehold.state import captured, found
+from statehold.tensors import captured, found
+from statehold.tensors.devices import copying, devices
 
 SAVES = 8
 LEARNING = 2  # the first saves

@@ -36,10 +36,10 @@ from typing import Any
 
 from bench import harness
 from statehold import _core
-from statehold.levels.copying import DataFile, Span, blocks, viewed_blocks
-from statehold.planning.plan import pieces
-from statehold.storage.object_client import IN_FLIGHT_BYTES, PART_BYTES, ObjectClient
-from statehold.storage.objects import ObjectSteps
+from statehold.checkpoint.levels.copying import DataFile, Span, blocks, viewed_blocks
+from statehold.checkpoint.store.objects import ObjectSteps
+from statehold.io.objects.client import IN_FLIGHT_BYTES, PART_BYTES, ObjectClient
+from statehold.layout.plan import pieces
 from statehold.units import MiB, parse_bytes
 
 ATTEMPT, NAME = "00000000-1", "rank-00000-of-00001.safetensors"

@@ -25,14 +25,14 @@ from typing import Any
 
 from bench import harness
 from statehold.encoding.header import bytes_of
-from statehold.planning.layout import Layout, Mesh
-from statehold.planning.plan import BLOCK_BYTES, TensorSpec, piece_count
-from statehold.planning.share import PlanCache, RankPlan, balance, share
+from statehold.format.entries import record_file
+from statehold.format.manifest import Commit, RecordEntry, groups_of, record_name
+from statehold.format.record import Record
+from statehold.layout.layout import Layout, Mesh
+from statehold.layout.plan import BLOCK_BYTES, TensorSpec, piece_count
+from statehold.layout.share import PlanCache, RankPlan, balance, share
 from statehold.ranks.board import StoreBoard
 from statehold.ranks.peers import Peers
-from statehold.steps.entries import record_file
-from statehold.steps.manifest import Commit, RecordEntry, groups_of, record_name
-from statehold.steps.record import Record
 from statehold.testing import MemoryBoard
 
 HOST_RANKS = 8

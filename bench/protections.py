@@ -64,7 +64,9 @@ SYNCS = (
 )
 VERSIONS = (
     Replacement(
-        "src/statehold/pipeline.py", "_check_unmoved(work.capture.settle())", "_check_unmoved(None)"
+        "src/statehold/checkpoint/save/pipeline.py",
+        "_check_unmoved(work.capture.settle())",
+        "_check_unmoved(None)",
     ),
 )
 VARIANTS: dict[str, tuple[Replacement, ...]] = {

@@ -14,8 +14,8 @@ from bench.gpu.figures import Figure
 from bench.gpu.model import Trained
 from bench.gpu.task import Task
 from statehold import _core
-from statehold.state import fingerprints
-from statehold.state.capture import capture
+from statehold.tensors import fingerprints
+from statehold.tensors.capture import capture
 from statehold.units import MiB
 
 __all__ = ["fingerprints_on_a_side_stream", "save_with_a_scaler", "two_optimizers_on_two_streams"]

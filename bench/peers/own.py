@@ -13,7 +13,7 @@ from bench.state import TrainingState
 
 def _missing() -> str | None:
     """The part of statehold that is not here; a part that is here but broken is a failure."""
-    for name in ("statehold", "statehold._core", "statehold.checkpointer"):
+    for name in ("statehold", "statehold._core", "statehold.checkpoint.checkpointer"):
         if importlib.util.find_spec(name) is None:
             return name
     return None

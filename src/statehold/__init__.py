@@ -20,17 +20,17 @@ from statehold._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from statehold import metrics as metrics
-    from statehold.checkpointer import Checkpointer as Checkpointer
+    from statehold.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from statehold.checkpoint.levels.specs import Directory as Directory
+    from statehold.checkpoint.levels.specs import Memory as Memory
+    from statehold.checkpoint.levels.specs import ObjectStore as ObjectStore
+    from statehold.checkpoint.save.handle import Save as Save
+    from statehold.checkpoint.telemetry.save_stats import SaveStats as SaveStats
     from statehold.errors import StateholdError as StateholdError
-    from statehold.levels.specs import Directory as Directory
-    from statehold.levels.specs import Memory as Memory
-    from statehold.levels.specs import ObjectStore as ObjectStore
-    from statehold.save import Save as Save
-    from statehold.save import SaveStats as SaveStats
-    from statehold.state.marks import Gated as Gated
-    from statehold.state.marks import Volatile as Volatile
-    from statehold.state.rng import Rng as Rng
-    from statehold.state.subclasses import allow_tensor_class as allow_tensor_class
+    from statehold.tensors.marks import Gated as Gated
+    from statehold.tensors.marks import Volatile as Volatile
+    from statehold.tensors.rng import Rng as Rng
+    from statehold.tensors.subclasses import allow_tensor_class as allow_tensor_class
 
 __all__ = [
     "Checkpointer",
@@ -50,17 +50,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Checkpointer": "statehold.checkpointer",
-    "Directory": "statehold.levels.specs",
-    "Gated": "statehold.state.marks",
-    "Memory": "statehold.levels.specs",
-    "ObjectStore": "statehold.levels.specs",
-    "Rng": "statehold.state.rng",
-    "Save": "statehold.save",
-    "SaveStats": "statehold.save",
+    "Checkpointer": "statehold.checkpoint.checkpointer",
+    "Directory": "statehold.checkpoint.levels.specs",
+    "Gated": "statehold.tensors.marks",
+    "Memory": "statehold.checkpoint.levels.specs",
+    "ObjectStore": "statehold.checkpoint.levels.specs",
+    "Rng": "statehold.tensors.rng",
+    "Save": "statehold.checkpoint.save.handle",
+    "SaveStats": "statehold.checkpoint.telemetry.save_stats",
     "StateholdError": "statehold.errors",
-    "Volatile": "statehold.state.marks",
-    "allow_tensor_class": "statehold.state.subclasses",
+    "Volatile": "statehold.tensors.marks",
+    "allow_tensor_class": "statehold.tensors.subclasses",
     "metrics": "statehold.metrics",
 }
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from statehold.seeing.endpoint import Endpoint, serve
+from statehold.observe.endpoint import Endpoint, serve
 
 __all__ = ["Endpoint", "serve"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from statehold.study.mounts import mount_of
+from statehold.io.mounts import mount_of
 from support.agents import Server, Trainers
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import statehold
+from statehold.checkpoint.levels.hosts.meeting import Hosts
 from statehold.cli import main
-from statehold.levels.hosts.meeting import Hosts
 from support.agents import (
     Trainers,
     agents,

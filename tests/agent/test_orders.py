@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from statehold import Directory, Memory, ObjectStore
-from statehold.agent.orders import Orders
+from statehold.checkpoint.agent.orders import Orders
 from statehold.errors import CorruptionError, StateholdError, UsageError
 
 LEVELS = (

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import statehold
-from statehold.agent import starting
+from statehold.checkpoint.agent import starting
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support.agents import NUMEL, content

@@ -1,7 +1,7 @@
 """Imports point down only, the native core has few users, and torch stays where it belongs.
 
-What counts is what runs: an import under `if TYPE_CHECKING:` is free to look upwards, one inside
-a function is not. A new module must be placed here before it can be imported.
+Every import counts: those inside functions, and those under `if TYPE_CHECKING:`. A module that
+another one only names in annotations is still one that its reader has to know.
 """
 
 from __future__ import annotations
@@ -17,62 +17,52 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
 PACKAGE = "statehold"
+CORE = "statehold._core"
 
-# From the bottom up. A group may import the groups of lower layers and its own members.
-LAYERS: list[list[set[str]]] = [
-    [{"_version"}, {"errors"}],
-    [{"units"}, {"forks", "ending"}, {"memory"}, {"tracebacks", "holders", "garbage"}],
-    # seeing: what can be seen, whatever is looked at; metrics is its public name.
-    [{"options"}, {"encoding"}, {"seeing"}],
-    [{"planning"}, {"ranks"}, {"selection"}, {"metrics"}],
-    [{"steps"}, {"study"}],
-    [{"state"}, {"storage"}],
-    [{"devices"}],
-    [{"agreeing", "leaving"}],
-    [{"levels"}],
-    [{"agent"}],
-    [
-        {
-            "aftermath",
-            "checkpointer",
-            "opened",
-            "staging",
-            "save",
-            "gate",
-            "updates",
-            "keeper",
-            "pipeline",
-            "landing",
-            "stalls",
-            "team",
-            "flushing",
-        }
-        | {"across"}
-        | {"restoring", "reads", "segments", "writes"},
-    ],
-    # Beside the Checkpointer stands what torch.distributed.checkpoint calls: it plans, so dcp only
-    # stores, with the same engine and the same commit.
-    [{"testing"}, {"dcp"}],
-    [{"cli", "__main__"}],
-]
-# cli reads and verifies whole steps through an engine of its own: no state, no torch.
-CORE_USERS = {
-    "storage",
-    "levels",
-    "agent",
-    "checkpointer",
-    "opened",
-    "staging",
-    "save",
+# The units of the package from the bottom up: modules and folders. A unit may import what stands
+# before it, and nothing else. A module belongs to the longest unit that its name begins with.
+UNITS = [
+    "_version",
+    "errors",
+    "units",
+    "options",
+    "process",
+    "encoding",
+    "layout",
+    "format",
+    "planners",
+    "observe",
+    "ranks",
+    "tensors",
+    "io",
+    "checkpoint.telemetry",
+    "checkpoint.store",
+    "checkpoint.levels",
+    "checkpoint.agent",
+    "checkpoint.save",
+    "checkpoint.restore",
+    "checkpoint",
+    "metrics",
     "testing",
-    "segments",
+    "integrations",
     "dcp",
     "cli",
+    "__main__",
+]
+CORE_USERS = {
+    "io",
+    "checkpoint.store",
+    "checkpoint.levels",
+    "checkpoint.agent",
+    "checkpoint",
+    "testing",
+    "integrations",
+    "cli",
 }
-CORE_USERS |= {"study"}
-TORCH_USERS = {"state", "devices", "testing", "dcp"}
-# Modules that may not even name torch in annotations: they make sense without it.
-PURE = {"errors", "units", "options", "encoding", "planning", "selection", "steps"}
+TORCH_USERS = {"tensors", "testing", "integrations"}
+# Units that may not even name torch in annotations: they make sense without it.
+PURE = {"errors", "units", "options", "encoding", "layout", "format", "planners"}
+LOOSE_MODULES_MAX = 8
 
 
 def is_type_checking(test: ast.expr) -> bool:
@@ -108,7 +98,7 @@ def modules() -> dict[str, Path]:
     found = {}
     for path in sorted((SOURCE / PACKAGE).rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
-        found[".".join(parts)] = path
+        found[".".join(parts).removesuffix(".__init__")] = path
     return found
 
 
@@ -120,39 +110,34 @@ def imports(name: str, path: Path, *, types: bool = False) -> set[str]:
     return found
 
 
-def part(dotted: str) -> str | None:
-    """The module or folder directly below the package that a dotted name lies in."""
-    names = dotted.split(".")
-    return names[1] if names[0] == PACKAGE and len(names) > 1 else None
+def unit(dotted: str) -> str | None:
+    """The unit that a dotted name of the package lies in; None for the package, and for others."""
+    name = dotted.removeprefix(f"{PACKAGE}.")
+    if name == dotted:
+        return None
+    found = [each for each in UNITS if name == each or name.startswith(f"{each}.")]
+    return max(found, key=len, default=None)
 
 
-def place(name: str) -> tuple[int, int] | None:
-    for level, groups in enumerate(LAYERS):
-        for index, group in enumerate(groups):
-            if name in group:
-                return level, index
-    return None
-
-
-def inner(name: str, path: Path) -> set[str]:
-    """The parts of the package that a module imports when it runs."""
-    known = {part(module) for module in modules()} | {"_core"}
-    return {p for p in map(part, imports(name, path)) if p in known and p is not None}
+def inner(name: str, path: Path, *, types: bool = True) -> set[str]:
+    """The modules of the package that a module imports; `_core` counts as one. The packages that it
+    lies in do not count: `from . import sibling` names them."""
+    known = MODULES.keys() | {CORE}
+    found = {dotted for dotted in imports(name, path, types=types) if dotted in known}
+    return {dotted for dotted in found if not f"{name}.".startswith(f"{dotted}.")}
 
 
 MODULES = modules()
 
 
-@pytest.mark.parametrize("name", sorted(set(MODULES) - {f"{PACKAGE}.__init__"}))
+@pytest.mark.parametrize("name", sorted(set(MODULES) - {PACKAGE}))
 def test_imports_point_down(name: str) -> None:
-    own = part(name)
-    assert own is not None
-    here = place(own)
-    assert here is not None, f"{own} has no layer: place it in this test"
-    for target in inner(name, MODULES[name]) - {own, "_core", "__init__"}:
-        there = place(target)
-        assert there is not None, f"{target} has no layer: place it in this test"
-        assert there[0] < here[0] or there == here, f"{name} imports {target}, which is above it"
+    here = unit(name)
+    assert here is not None, f"{name} is in no unit: place it in this test"
+    for target in inner(name, MODULES[name]) - {CORE}:
+        there = unit(target)
+        assert there is not None, f"{target} is in no unit: place it in this test"
+        assert UNITS.index(there) <= UNITS.index(here), f"{name} imports {target}, which is above"
 
 
 def cycle_in(graph: dict[str, set[str]]) -> list[str]:
@@ -165,12 +150,18 @@ def cycle_in(graph: dict[str, set[str]]) -> list[str]:
 
 def test_there_are_no_cycles() -> None:
     assert cycle_in({"a": {"b"}, "b": {"a"}}) == ["a", "b", "a"]
-    graph = {name: imports(name, path) & MODULES.keys() for name, path in MODULES.items()}
+    graph = {name: inner(name, path) for name, path in MODULES.items()}
     assert cycle_in(graph) == []
 
 
-def test_few_modules_touch_the_core() -> None:
-    users = {part(name) for name, path in MODULES.items() if "_core" in inner(name, path)}
+def test_the_top_level_is_a_table_of_contents() -> None:
+    loose = list((SOURCE / PACKAGE).glob("*.py"))
+    assert len(loose) <= LOOSE_MODULES_MAX
+    assert all(unit(name) for name in MODULES if name != PACKAGE)
+
+
+def test_few_units_touch_the_core() -> None:
+    users = {unit(name) for name, path in MODULES.items() if CORE in inner(name, path, types=False)}
     assert users <= CORE_USERS
 
 
@@ -180,16 +171,16 @@ def roots(name: str, path: Path, *, types: bool) -> set[str]:
 
 def test_torch_stays_in_its_layer() -> None:
     for name, path in MODULES.items():
-        if part(name) not in TORCH_USERS:
+        if unit(name) not in TORCH_USERS:
             heavy = {"torch"} if name == "statehold.cli.numbers" else {"torch", "numpy"}
             assert not roots(name, path, types=False) & heavy, name
-        if part(name) in PURE:
+        if unit(name) in PURE:
             assert not roots(name, path, types=True) & {"torch", "numpy"}, name
 
 
 def test_pure_modules_do_no_input_or_output() -> None:
     for name, path in MODULES.items():
-        if part(name) in PURE - {"errors", "options"}:  # these ask os for error texts, CPU counts
+        if unit(name) in PURE - {"errors", "options"}:  # these ask os for error texts, CPU counts
             effects = {"os", "pathlib", "shutil", "tempfile", "subprocess", "socket", "threading"}
             assert not roots(name, path, types=True) & effects, name
             calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
@@ -198,7 +189,7 @@ def test_pure_modules_do_no_input_or_output() -> None:
 
 def test_nothing_can_unpickle_or_evaluate() -> None:
     for name, path in MODULES.items():
-        if name == "statehold.dcp.unpickle":
+        if name == "statehold.integrations.dcp.unpickle":
             continue  # reads the metadata of stock checkpoints, and admits a list of classes only
         assert not roots(name, path, types=True) & {"pickle", "marshal", "shelve", "dill"}, name
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -239,7 +230,12 @@ def test_this_test_sees_what_it_should() -> None:
         "try:\n    import g\nexcept ImportError:\n    pass\n"
     )
     running = sample(text, types=False)
-    assert {"statehold.a.c", "statehold.a.c.d", "statehold.e", "statehold.storage.store"} <= running
+    assert {
+        "statehold.a.c",
+        "statehold.a.c.d",
+        "statehold.e",
+        "statehold.storage.store",
+    } <= running
     assert {"numpy", "g", "typing"} <= running
     assert "torch" not in running
     assert sample(text, types=True) == running | {"torch"}

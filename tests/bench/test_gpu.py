@@ -297,7 +297,7 @@ def test_a_refused_save_is_right_and_a_torn_one_is_not(
 ) -> None:
     import torch
 
-    from statehold.checkpointer import Checkpointer
+    from statehold.checkpoint.checkpointer import Checkpointer
     from statehold.errors import TornSnapshot
 
     save = Checkpointer.save

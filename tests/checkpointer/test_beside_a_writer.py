@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from statehold import errors
-from statehold.levels.nearest import Nearest
+from statehold.checkpoint.levels.nearest import Nearest
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 
@@ -99,7 +99,7 @@ def test_a_single_step_that_is_retired_meanwhile_is_not_found(fs, monkeypatch) -
 
 
 def test_a_step_that_never_stays_is_an_error_in_the_end(fs, monkeypatch) -> None:
-    monkeypatch.setattr("statehold.restoring.BEGINNINGS_MAX", 3)
+    monkeypatch.setattr("statehold.checkpoint.restore.restoring.BEGINNINGS_MAX", 3)
     values = iter(range(22, 30))
     meanwhile = Meanwhile(monkeypatch, lambda: saved(fs, (2, next(values))), 1000)
     with (
@@ -127,7 +127,7 @@ def test_damage_that_is_gone_under_the_lock_hides_nothing(fs, monkeypatch) -> No
         flip(fs, 2)  # it is as it was
         return True
 
-    monkeypatch.setattr("statehold.opened.Opened.claim", claim)
+    monkeypatch.setattr("statehold.checkpoint.session.Opened.claim", claim)
     live = content(0)
     with checkpointer_on(fs, "/run", **SMALL) as ckpt:
         got = ckpt.restore(live)

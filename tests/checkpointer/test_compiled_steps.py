@@ -14,8 +14,8 @@ from torch._dynamo.utils import counters
 
 import statehold
 from checkpointer.test_torn import releasing
-from statehold.seeing import once
-from statehold.state import step_hook
+from statehold.observe import once
+from statehold.tensors import step_hook
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")

@@ -19,9 +19,10 @@ import torch
 
 import statehold
 from soak.usage import Usage, settled
-from statehold import Checkpointer, keeper
+from statehold import Checkpointer
+from statehold.checkpoint import keeper
+from statehold.checkpoint.keeper import wait_for_dropped
 from statehold.errors import ClosedError, RunBusyError, StateholdError
-from statehold.keeper import wait_for_dropped
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 
 
@@ -260,7 +261,7 @@ def test_what_was_opened_is_closed_where_the_rest_cannot_be(
     def refuse(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("statehold.opened.Pipeline", refuse)
+    monkeypatch.setattr("statehold.checkpoint.session.Pipeline", refuse)
     ckpt = statehold.Checkpointer(run, **SMALL)
     with pytest.raises(KeyboardInterrupt) as kept:
         ckpt.steps()

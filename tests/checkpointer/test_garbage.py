@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import statehold
-from statehold import team
+from statehold.checkpoint.save import publishing as team
 from support.faults import DEADLINE_S, SMALL, spy_on
 
 

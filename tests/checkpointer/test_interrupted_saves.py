@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import statehold
-from statehold import Memory, checkpointer, errors, pipeline, writes
-from statehold.opened import Opened
+from statehold import Memory, errors
+from statehold.checkpoint import checkpointer
+from statehold.checkpoint.save import pipeline, writes
+from statehold.checkpoint.session import Opened
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.interrupts import Interrupts
@@ -188,7 +190,7 @@ def test_an_error_while_a_restore_begins_to_read_stops_the_read(
             jobs.append(job)
             raise errors.storage_error("start a thread", errno.EAGAIN, "")
 
-        from statehold.seeing.watching import RestoreWatch
+        from statehold.checkpoint.telemetry.watch import RestoreWatch
 
         with monkeypatch.context() as patched:
             patched.setattr(RestoreWatch, "reading", lambda self, step, job: reading(step, job))

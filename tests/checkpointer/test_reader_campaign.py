@@ -23,8 +23,8 @@ import pytest
 import torch
 
 import statehold
+from statehold.checkpoint.restore.restoring import Restorer
 from statehold.errors import StateholdError
-from statehold.restoring import Restorer
 from support.faults import SMALL
 
 RESTORES = int(os.environ.get("STATEHOLD_READERS", "60"))

@@ -13,7 +13,7 @@ from statehold import Checkpointer, Directory, Memory, ObjectStore
 from statehold.cli.codes import NotFoundError
 from statehold.cli.places import run_of
 from statehold.errors import StorageError, UsageError
-from statehold.seeing import once
+from statehold.observe import once
 from support.faults import DEADLINE_S, SMALL
 
 
@@ -97,7 +97,7 @@ def test_copies_on_hosts_that_are_not_there_are_told_of(
 def test_memory_on_a_disk_is_told_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("statehold.levels.opening._is_memory", lambda path: False)
+    monkeypatch.setattr("statehold.checkpoint.levels.opening._is_memory", lambda path: False)
     monkeypatch.setattr(once, "_said", set())
     for _ in range(2):
         levels = [Memory(path=tmp_path / "m", agent=False), Directory()]

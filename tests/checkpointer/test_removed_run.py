@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import statehold
+from statehold.checkpoint.store.lock import RunLock, is_saved_into
 from statehold.errors import RunBusyError, StorageError
-from statehold.storage.lock import RunLock, is_saved_into
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL
 from support.levels import FAR, LATER, only, opened_on, save, settle
@@ -45,7 +45,7 @@ def test_saves_go_on_after_the_run_directory_was_removed(tmp_path: Path, caplog)
 # Makes and locks a run directory, says so, and keeps it until it is told to end.
 OTHER_JOB = """
 import os, sys
-from statehold.storage.lock import RunLock
+from statehold.checkpoint.store.lock import RunLock
 os.mkdir(sys.argv[1])
 lock = RunLock(sys.argv[1])
 print("locked", flush=True)
@@ -107,7 +107,7 @@ def test_copies_that_were_interrupted_go_when_nothing_is_copied_there_any_more()
 def test_threads_that_were_chosen_are_no_news(
     tmp_path: Path, monkeypatch, caplog, backend: str | None
 ) -> None:
-    monkeypatch.setattr("statehold.seeing.once._said", set())
+    monkeypatch.setattr("statehold.observe.once._said", set())
     with (
         caplog.at_level(logging.INFO, "statehold"),
         statehold.Checkpointer(tmp_path / "run", backend=backend, profile=None, **SMALL) as ckpt,

@@ -18,10 +18,10 @@ import torch
 
 import statehold
 from statehold import errors
+from statehold.checkpoint.levels.hosts.served import Served
+from statehold.checkpoint.levels.nearest import Nearest
+from statehold.checkpoint.store.store import Store
 from statehold.cli import main
-from statehold.levels.hosts.served import Served
-from statehold.levels.nearest import Nearest
-from statehold.storage.store import Store
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, spy_on
 

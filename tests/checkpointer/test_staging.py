@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import statehold
-from statehold import _core, memory, staging
+from statehold import _core
 from statehold.errors import StorageError, storage_error
+from statehold.io import staging
+from statehold.process import host_memory as memory
 from statehold.units import MiB
 from support.faults import DEADLINE_S, Holdup
 

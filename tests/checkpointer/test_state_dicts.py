@@ -12,7 +12,7 @@ from torch import nn
 
 import statehold
 from statehold.errors import TornSnapshot
-from statehold.seeing import once
+from statehold.observe import once
 from support.faults import DEADLINE_S, SMALL
 
 WIDE = 1024
@@ -114,7 +114,7 @@ def test_handing_over_parameters_by_their_state_dict_is_told_once(
     run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(once, "_said", set())
-    monkeypatch.setattr("statehold.state.capture.TOLD_BYTES_MIN", MATRIX_BYTES)
+    monkeypatch.setattr("statehold.tensors.capture.TOLD_BYTES_MIN", MATRIX_BYTES)
     training = Run()
     with caplog.at_level(logging.INFO, "statehold"), statehold.Checkpointer(run, **SMALL) as ckpt:
         for step in range(1, 4):

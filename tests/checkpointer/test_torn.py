@@ -17,7 +17,7 @@ from torch import nn
 
 import statehold
 from statehold.errors import TornSnapshot
-from statehold.state.captured import Capture
+from statehold.tensors.captured import Capture
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.training import Training, bits
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from statehold.checkpoint.store.lock import RunLock
 from statehold.cli import main, numbers, output
 from statehold.errors import UsageError
-from statehold.storage.lock import RunLock
 from support.runs import arrays_of, write_step
 
 Ask = Callable[..., tuple[int, Any]]

@@ -11,8 +11,8 @@ import torch
 
 import statehold
 from cli.conftest import Asked
+from statehold.checkpoint.levels.remembered import FILE_NAME
 from statehold.cli import main
-from statehold.levels.remembered import FILE_NAME
 from support.faults import SMALL
 from support.levels import save
 

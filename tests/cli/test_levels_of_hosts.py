@@ -9,8 +9,8 @@ import pytest
 
 from cli.conftest import Asked
 from statehold import Directory
+from statehold.checkpoint.levels.remembered import recall, remember
 from statehold.cli import main
-from statehold.levels.remembered import recall, remember
 
 STEP = "step-000000000007"
 

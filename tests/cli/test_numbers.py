@@ -11,7 +11,7 @@ import torch
 from statehold.cli.content import parts_of
 from statehold.cli.numbers import Difference, Statistics, bits_of, has_numbers, numbers_of
 from statehold.encoding.header import DTYPE_BITS
-from statehold.planning.layout import Box
+from statehold.layout.layout import Box
 
 FLOAT8 = {
     "F8_E5M2": torch.float8_e5m2,

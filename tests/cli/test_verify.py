@@ -20,9 +20,9 @@ from statehold.cli.checking import Finding, Report, _Cover, check_step
 from statehold.cli.places import file_system, find
 from statehold.cli.reading import SpanReader
 from statehold.encoding.header import decode
-from statehold.planning.plan import BLOCK_BYTES, plan_save
-from statehold.steps.manifest import Manifest, record_file
-from statehold.steps.record import Record
+from statehold.format.manifest import Manifest, record_file
+from statehold.format.record import Record
+from statehold.layout.plan import BLOCK_BYTES, plan_save
 from support.records import rewritten
 from support.runs import CREATED, GOLDEN, write_step
 from support.steps import spec, true_sums

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import statehold
 from statehold import _core
-from statehold.dcp import StorageWriter
+from statehold.integrations.dcp import StorageWriter
 from support.faults import SMALL
 from support.rank_states import state
 from support.ranks import Ranks

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from statehold.dcp import alone
-from statehold.dcp.commit import Sent
-from statehold.dcp.writing import Place
 from statehold.errors import InvariantError, PeerFailedError, PeerLostError, StorageError
+from statehold.format.manifest import RecordEntry
+from statehold.integrations.dcp import alone
+from statehold.integrations.dcp.commit import Sent
+from statehold.integrations.dcp.writing import Place
 from statehold.ranks.peers import Peers
-from statehold.steps.manifest import RecordEntry
 from statehold.testing import MemoryBoard
 
 SIZE = 2

@@ -18,8 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from statehold.dcp import StorageReader, StorageWriter
 from statehold.errors import CorruptionError, StorageError
+from statehold.integrations.dcp import StorageReader, StorageWriter
 from statehold.testing import SimFs
 from support.dcp_checks import failing
 

@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from statehold.dcp import StorageReader, StorageWriter
 from statehold.errors import ChecksumError, NoSpaceError, UnsupportedValueError, UsageError
+from statehold.integrations.dcp import StorageReader, StorageWriter
 from statehold.testing import SimFs
 from support.dcp_checks import HalvingPlanner, failing
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import statehold
-from statehold.dcp import StorageReader, StorageWriter
+from statehold.integrations.dcp import StorageReader, StorageWriter
 from support.loading import SAMPLES
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader")

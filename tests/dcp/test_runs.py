@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import statehold
-from statehold.dcp import StorageReader, StorageWriter
+from statehold.integrations.dcp import StorageReader, StorageWriter
 from statehold.testing import SimFs
 from support.dcp_checks import Net, failing
 from support.faults import DEADLINE_S, must

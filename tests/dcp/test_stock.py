@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from statehold.dcp import restore_stock
 from statehold.errors import (
     CorruptionError,
     MissingFileError,
@@ -24,6 +23,7 @@ from statehold.errors import (
     UnsupportedValueError,
     UsageError,
 )
+from statehold.integrations.dcp import restore_stock
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import statehold
-from statehold.dcp import restore_stock
 from statehold.errors import (
     CorruptionError,
     MissingFileError,
@@ -22,6 +21,7 @@ from statehold.errors import (
     UnsupportedValueError,
     UsageError,
 )
+from statehold.integrations.dcp import restore_stock
 from support.faults import SMALL
 
 pytestmark = pytest.mark.filterwarnings("ignore")

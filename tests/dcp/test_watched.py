@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from statehold.dcp import StorageReader, StorageWriter
+from statehold.integrations.dcp import StorageReader, StorageWriter
+from statehold.io.mounts import mount_of
+from statehold.io.profile import Profile, path_for, save
+from statehold.observe.counters import figures_of
 from statehold.options import Moving
-from statehold.seeing.counters import figures_of
-from statehold.study.mounts import mount_of
-from statehold.study.profile import Profile, path_for, save
 from statehold.units import MiB
 from support.dcp_checks import failing
 

@@ -25,8 +25,8 @@ import pytest
 import torch
 
 import statehold
-from statehold.devices import copying, cuda, graphs, update_streams
-from statehold.state import captured
+from statehold.tensors import captured
+from statehold.tensors.devices import copying, cuda, graphs, update_streams
 from support.cuda import Machine, copies_of, install
 from support.faults import DEADLINE_S, SMALL, must
 

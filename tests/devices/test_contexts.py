@@ -13,7 +13,7 @@ import torch
 
 import statehold
 from devices.conftest import training_on
-from statehold.keeper import wait_for_dropped
+from statehold.checkpoint.keeper import wait_for_dropped
 from support.cuda import Machine, install
 from support.faults import DEADLINE_S, SMALL, must
 

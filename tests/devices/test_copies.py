@@ -13,9 +13,9 @@ from torch import nn
 
 import statehold
 from devices.conftest import bits_on, restored_on, trained_on, training_on
-from statehold.devices import Devices
-from statehold.devices.copying import DeviceCopies
 from statehold.errors import ChecksumError, DeviceError, StateholdError, TornSnapshot
+from statehold.tensors.devices import Devices
+from statehold.tensors.devices.copying import DeviceCopies
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 
@@ -278,7 +278,7 @@ def test_buffers_go_back_after_their_copies(
     machine: Machine, fails_at: int | None, written: int
 ) -> None:
     source = torch.arange(12, dtype=torch.uint8)
-    captured = statehold.state.capture.capture({"t": statehold.Gated(machine.put(source))})
+    captured = statehold.tensors.capture.capture({"t": statehold.Gated(machine.put(source))})
     job = OneBuffer(fails_at)
     copies = Devices().copies(job, captured, captured.tensors)
     assert copies is not None
@@ -306,7 +306,7 @@ class LateBuffer(OneBuffer):
 
 def test_all_copies_are_enqueued_before_a_device_is_waited_for(machine: Machine) -> None:
     source = machine.put(torch.arange(12, dtype=torch.uint8))
-    captured = statehold.state.capture.capture({"t": statehold.Gated(source)})
+    captured = statehold.tensors.capture.capture({"t": statehold.Gated(source)})
     job = LateBuffer()
     copies = Devices().copies(job, captured, captured.tensors)
     assert copies is not None
@@ -321,7 +321,7 @@ def test_all_copies_are_enqueued_before_a_device_is_waited_for(machine: Machine)
 
 def test_a_failing_copy_gives_its_buffer_back(machine: Machine) -> None:
     source = machine.put(torch.arange(12, dtype=torch.uint8))
-    captured = statehold.state.capture.capture({"t": source})
+    captured = statehold.tensors.capture.capture({"t": source})
     job = OneBuffer()
     copies = Devices().copies(job, captured, captured.tensors)
     assert copies is not None
@@ -338,14 +338,14 @@ def test_what_an_optimizer_keeps_is_not_cloned_on_the_device(machine: Machine) -
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    capture = statehold.state.capture.capture
+    capture = statehold.tensors.capture.capture
     cloned = {each.spec.name for each in capture(state, stepping=[optimizer]).tensors if each.owned}
     assert cloned == {"model.weight", "model.bias"}
     assert all(each.owned for each in capture(state).tensors)
 
 
 def test_host_states_involve_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("statehold.devices.devices.backend_for", pytest.fail)
+    monkeypatch.setattr("statehold.tensors.devices.devices.backend_for", pytest.fail)
     model = nn.Linear(4, 4)
     with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
         ckpt.save(1, {"model": model}).wait("committed", DEADLINE_S)

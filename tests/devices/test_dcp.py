@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from statehold import _core
-from statehold.dcp import StorageReader, StorageWriter, reading
 from statehold.errors import UsageError
+from statehold.integrations.dcp import StorageReader, StorageWriter, reading
 from support.cuda import Machine
 from support.laid_out import MIB
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.cuda import _pin_memory_utils as pin_memory_utils
 
-from statehold.dcp import StorageReader, StorageWriter
+from statehold.integrations.dcp import StorageReader, StorageWriter
 from support.cuda import Machine
 from support.dcp_checks import HalvingPlanner
 from support.faults import SMALL

@@ -14,10 +14,10 @@ import torch
 
 import statehold
 from devices.conftest import trained_on
-from statehold.devices import Devices
 from statehold.errors import StorageError, TornSnapshot
-from statehold.state import captured
-from statehold.state.capture import capture
+from statehold.tensors import captured
+from statehold.tensors.capture import capture
+from statehold.tensors.devices import Devices
 from support.cuda import Machine
 from support.faults import DEADLINE_S, SMALL, Holdup, must, spy_on
 
@@ -267,7 +267,7 @@ def test_ctrl_c_while_they_are_waited_for_commits_nothing(
         must(machine_holdup.waiting.wait(DEADLINE_S))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("statehold.devices.copying.DeviceCopies.wait_eager", interrupted)
+    monkeypatch.setattr("statehold.tensors.devices.copying.DeviceCopies.wait_eager", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ckpt.save(1, state)
     spoil(state)

@@ -10,9 +10,9 @@ import torch
 
 import statehold
 from devices.conftest import trained_on, training_on
-from statehold.devices.copying import DeviceCopies
 from statehold.errors import DeviceError
-from statehold.state import captured
+from statehold.tensors import captured
+from statehold.tensors.devices.copying import DeviceCopies
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, must
 

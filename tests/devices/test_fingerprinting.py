@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import statehold
-from statehold.devices import Devices, fingerprinting
-from statehold.devices.copying import DeviceCopies
 from statehold.errors import ClosedError
-from statehold.state import captured
-from statehold.state.capture import capture
+from statehold.tensors import captured
+from statehold.tensors.capture import capture
+from statehold.tensors.devices import Devices, fingerprinting
+from statehold.tensors.devices.copying import DeviceCopies
 from statehold.testing import SimFs
 from support.cuda import Machine
 from support.faults import DEADLINE_S

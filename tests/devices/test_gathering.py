@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import statehold
-from statehold.devices import elements
-from statehold.devices.gathering import gatherer
+from statehold.tensors.devices import elements
+from statehold.tensors.devices.gathering import gatherer
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.seeds import seed_of_today

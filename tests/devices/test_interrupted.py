@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 import statehold
-from statehold.devices import relay
-from statehold.devices.mover import Mover
+from statehold.tensors.devices import relay
+from statehold.tensors.devices.mover import Mover
 from support.cuda import Machine
 from support.faults import DEADLINE_S, SMALL
 from support.interrupts import Interrupts

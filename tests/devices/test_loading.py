@@ -14,11 +14,11 @@ import torch
 
 import statehold
 from devices.conftest import bits_on, trained_on, training_on
-from statehold.devices import Devices
-from statehold.devices.placing import Place
-from statehold.planning.layout import Box, Layout
-from statehold.reads import ReadPlan
-from statehold.state.destinations import Destination
+from statehold.checkpoint.restore.reads import ReadPlan
+from statehold.layout.layout import Box, Layout
+from statehold.tensors.destinations import Destination
+from statehold.tensors.devices import Devices
+from statehold.tensors.devices.placing import Place
 from support.cuda import Machine, install
 from support.faults import DEADLINE_S, SMALL
 from support.laid_out import MIB, Arrays, Disk, opened, tensors_of

@@ -12,7 +12,7 @@ import torch
 
 import statehold
 from devices.conftest import trained_on
-from statehold.devices import cuda, numa
+from statehold.tensors.devices import cuda, numa
 from support.cuda import Machine
 from support.faults import DEADLINE_S
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statehold.devices import cuda_runtime
+from statehold.tensors.devices import cuda_runtime
 
 LINE = "7f0000000000-7f0000001000 r-xp 00000000 08:01 1234                       {}\n"
 OTHER = "/usr/local/cuda-11/lib64/libcudart.so.11.0"

@@ -12,7 +12,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import statehold
 from devices.conftest import trained_on
-from statehold.dcp import writing
+from statehold.integrations.dcp import writing
 from support.cuda import Machine
 from support.faults import DEADLINE_S
 

@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 
 import statehold
 from devices.conftest import trained_on
-from statehold.dcp import StorageWriter
-from statehold.state import captured
+from statehold.integrations.dcp import StorageWriter
+from statehold.tensors import captured
 from support.cuda import Machine
 from support.cuda.machine import POOL
 from support.cuda.streams import Stream

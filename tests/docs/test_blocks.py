@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import statehold
-from statehold.levels.memory import memory_root
+from statehold.checkpoint.levels.memory import memory_root
 from support import fourbit, s3
 from support.documents import Block, blocks, docstring_block
 

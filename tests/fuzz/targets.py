@@ -40,10 +40,10 @@ from statehold.errors import (
     StateMismatchError,
     UsageError,
 )
-from statehold.planning.layout import Box
-from statehold.steps.manifest import Commit, Manifest, RecordEntry
-from statehold.steps.record import Record
-from statehold.steps.saved import SavedStep
+from statehold.format.manifest import Commit, Manifest, RecordEntry
+from statehold.format.record import Record
+from statehold.format.saved import SavedStep
+from statehold.layout.layout import Box
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.records import DIRECTORY, World, example

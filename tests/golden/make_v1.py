@@ -20,8 +20,8 @@ from typing import Any
 
 from statehold.encoding import values
 from statehold.encoding.header import bytes_of
-from statehold.planning import plan
-from statehold.steps.manifest import Manifest, record_file
+from statehold.format.manifest import Manifest, record_file
+from statehold.layout import plan
 
 HERE = Path(__file__).parent
 CREATED = "2026-11-21T07:30:00Z"

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from golden.make_v1 import CREATED, WRITER, checksums
-from statehold.planning.layout import Box, ExplicitLayout, Layout, Mesh, Ranks
-from statehold.planning.plan import BLOCK_BYTES, TensorSpec, plan_save
-from statehold.planning.share import Held
-from statehold.steps.entries import record_file
-from statehold.steps.manifest import Commit, RecordEntry, Shared, groups_of, record_name
-from statehold.steps.record import Record
+from statehold.format.entries import record_file
+from statehold.format.manifest import Commit, RecordEntry, Shared, groups_of, record_name
+from statehold.format.record import Record
+from statehold.layout.layout import Box, ExplicitLayout, Layout, Mesh, Ranks
+from statehold.layout.plan import BLOCK_BYTES, TensorSpec, plan_save
+from statehold.layout.share import Held
 
 HERE = Path(__file__).parent
 STEP, SIZE, ATTEMPT = 7, 4, "5f3a09c1-0"

@@ -13,7 +13,7 @@ from torch import nn
 
 import statehold
 from golden.make_v1 import CODES, FLOAT8, PLAIN, elements
-from statehold.state.dtypes import dtype_of
+from statehold.tensors.dtypes import dtype_of
 from support.faults import SMALL
 
 GOLDEN = Path(__file__).parent / "v1"

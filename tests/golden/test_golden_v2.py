@@ -12,8 +12,8 @@ import torch
 from golden.make_v2 import HELD, SIZE, STEP, boxes_of, content, element
 from statehold import _core
 from statehold.errors import StateMismatchError
-from statehold.planning.layout import Box
-from statehold.steps.saved import open_step
+from statehold.format.saved import open_step
+from statehold.layout.layout import Box
 from support.ranks import Ranks
 
 GOLDEN = Path(__file__).parent / "v2"

@@ -14,8 +14,8 @@ import torch
 import statehold
 from golden.make_v1 import elements
 from statehold.errors import FormatVersionError
-from statehold.state import subclasses
-from statehold.steps import manifest
+from statehold.format import manifest
+from statehold.tensors import subclasses
 from support.faults import SMALL
 from support.quantized import Made
 

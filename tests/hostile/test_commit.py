@@ -18,11 +18,11 @@ from statehold.errors import (
     MissingFileError,
     StateMismatchError,
 )
-from statehold.planning.layout import Box, ExplicitLayout, Layout, Mesh, Ranks
-from statehold.planning.share import Held
-from statehold.steps.manifest import Commit, Manifest, RecordEntry, Shared
-from statehold.steps.record import Record
-from statehold.steps.saved import _check_cover
+from statehold.format.manifest import Commit, Manifest, RecordEntry, Shared
+from statehold.format.record import Record
+from statehold.format.saved import _check_cover
+from statehold.layout.layout import Box, ExplicitLayout, Layout, Mesh, Ranks
+from statehold.layout.share import Held
 from support.lies import (
     NOT_ARRAYS,
     NOT_INTEGERS,

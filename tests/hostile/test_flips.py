@@ -16,9 +16,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from statehold.dcp import StorageReader
 from statehold.encoding import header
 from statehold.errors import ChecksumError, CorruptionError, ManifestError, PeerFailedError
+from statehold.integrations.dcp import StorageReader
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.ranks import RUN, Ranks

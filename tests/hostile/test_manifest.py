@@ -14,7 +14,7 @@ import pytest
 
 from statehold.encoding.strictjson import depth_of
 from statehold.errors import FormatVersionError, ManifestError
-from statehold.steps.manifest import Manifest
+from statehold.format.manifest import Manifest
 from support.lies import (
     NOT_ARRAYS,
     NOT_INTEGERS,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from statehold.errors import FormatVersionError, ManifestError
-from statehold.steps.record import MESH_RANKS_MAX, Record
+from statehold.format.record import MESH_RANKS_MAX, Record
 from support.lies import (
     NOT_ARRAYS,
     NOT_INTEGERS,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import statehold
-import statehold.dcp
+import statehold.integrations.dcp
 from statehold import errors
 from statehold.ranks.board import DirectoryBoard
 from support.faults import DEADLINE_S, SMALL
@@ -142,7 +142,7 @@ def test_a_load_of_a_file_that_is_none(run: Path, outside: Path, name: str, make
     victim = step_dir(run, 2) / name
     victim.unlink()
     make(victim, outside)
-    reader = statehold.dcp.StorageReader(victim.parent)
+    reader = statehold.integrations.dcp.StorageReader(victim.parent)
     with in_time(), pytest.raises(dcp.api.CheckpointException) as caught:
         dcp.load({"w": torch.zeros(3000)}, storage_reader=reader, no_dist=True)
     assert "what should be a file is something else" in str(caught.value)
@@ -255,7 +255,7 @@ def test_a_run_directory_behind_links(tmp_path: Path) -> None:
             assert got == 3
         assert live["w"].eq(3).all()
     assert step_dir(real, 3).is_dir()
-    reader = statehold.dcp.StorageReader(step_dir(tmp_path / "link", 3))
+    reader = statehold.integrations.dcp.StorageReader(step_dir(tmp_path / "link", 3))
     loaded = {"w": torch.zeros(3000)}
     dcp.load(loaded, storage_reader=reader, no_dist=True)
     assert loaded["w"].eq(3).all()
@@ -267,11 +267,11 @@ def test_a_checkpoint_that_is_a_link(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         dcp.save(
             {"w": torch.full((3,), value)},
-            storage_writer=statehold.dcp.StorageWriter(tmp_path / "latest"),
+            storage_writer=statehold.integrations.dcp.StorageWriter(tmp_path / "latest"),
             no_dist=True,
         )
         loaded = {"w": torch.zeros(3)}
-        reader = statehold.dcp.StorageReader(tmp_path / "latest")
+        reader = statehold.integrations.dcp.StorageReader(tmp_path / "latest")
         dcp.load(loaded, storage_reader=reader, no_dist=True)
         assert loaded["w"].eq(value).all()
     assert sorted(os.listdir(tmp_path)) == ["latest", "real"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from statehold.planning.layout import Layout
-from statehold.planning.plan import plan_save
-from statehold.planning.share import PlanCache, share
+from statehold.layout.layout import Layout
+from statehold.layout.plan import plan_save
+from statehold.layout.share import PlanCache, share
 from support.meshes import local_specs, mesh
 from support.steps import spec
 

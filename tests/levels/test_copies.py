@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 import statehold
 from sim.crash_states import crash_states
 from statehold import Directory, Memory
+from statehold.checkpoint.levels.places import DirectoryPlace
+from statehold.checkpoint.levels.throttle import NICENESS
 from statehold.errors import ChecksumError, NoSpaceError, StepOrderError, StorageError, WaitTimeout
-from statehold.levels.places import DirectoryPlace
-from statehold.levels.throttle import NICENESS
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
 from support.levels import (

@@ -20,7 +20,7 @@ import torch
 
 import statehold
 from statehold import errors
-from statehold.study.mounts import mount_of
+from statehold.io.mounts import mount_of
 from support.faults import DEADLINE_S, SMALL, Holdup, spy_on
 
 pytestmark = pytest.mark.skipif(

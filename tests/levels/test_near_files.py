@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import statehold
+from statehold.checkpoint.levels.near_files import GAP_BYTES, NearFiles, coalesced
+from statehold.checkpoint.restore.reads import ReadPlan
 from statehold.errors import (
     ChecksumError,
     MissingFileError,
@@ -20,10 +22,8 @@ from statehold.errors import (
     StorageError,
     UnavailableError,
 )
-from statehold.levels.near_files import GAP_BYTES, NearFiles, coalesced
-from statehold.planning.layout import Box
-from statehold.reads import ReadPlan
-from statehold.storage.parallel import Target
+from statehold.io.objects.parallel import Target
+from statehold.layout.layout import Box
 from statehold.units import MiB
 from support.faults import DEADLINE_S, SMALL
 
@@ -175,7 +175,7 @@ def ckpt(tmp_path: Path) -> Iterator[statehold.Checkpointer]:
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many bytes of data files came from the store, each time."""
-    from statehold.storage.object_client import ObjectClient  # here, as it needs obstore
+    from statehold.io.objects.client import ObjectClient  # here, as it needs obstore
 
     found: list[int] = []
     fetch = ObjectClient._fetch_part

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from statehold.checkpoint.levels.places import DirectoryPlace
 from statehold.errors import (
     FormatVersionError,
     PeerFailedError,
     PeerLostError,
     StorageError,
 )
-from statehold.levels.places import DirectoryPlace
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, must
 from support.levels import FAR, NEAR, settle, status, step_path, steps_at, two

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import statehold
+from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import StorageError
-from statehold.storage.objects import ObjectSteps
 from support.faults import DEADLINE_S, SMALL
 
 pytest.importorskip("obstore")

@@ -10,9 +10,9 @@ import torch
 
 import statehold
 from statehold import Directory, Memory, ObjectStore
+from statehold.checkpoint.levels.owners import FILE_NAME, Identity, OwnedPrefix, Owner
+from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import CorruptionError, RunBusyError
-from statehold.levels.owners import FILE_NAME, Identity, OwnedPrefix, Owner
-from statehold.storage.objects import ObjectSteps
 from support.faults import DEADLINE_S, SMALL
 from support.levels import save, status
 

@@ -17,8 +17,8 @@ import torch
 
 import statehold
 from statehold import _core
-from statehold.storage import ready
-from statehold.study.mounts import mount_of
+from statehold.checkpoint.store import ready
+from statehold.io.mounts import mount_of
 from support.faults import DEADLINE_S, SMALL
 from support.ranks import Ranks
 

@@ -14,8 +14,8 @@ import torch
 
 import statehold
 from statehold import Directory, Memory, ObjectStore
+from statehold.checkpoint.levels.remembered import FILE_NAME, Remembered, itself, recall, remember
 from statehold.errors import CorruptionError
-from statehold.levels.remembered import FILE_NAME, Remembered, itself, recall, remember
 from support.faults import SMALL
 from support.levels import save
 

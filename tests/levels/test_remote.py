@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from statehold.checkpoint.levels.hosts import remote
+from statehold.checkpoint.levels.hosts.remote import RemoteFiles
+from statehold.checkpoint.levels.hosts.serving import FileServer
 from statehold.errors import StateholdError, StorageError, TruncatedFileError, UnavailableError
-from statehold.levels.hosts import remote
-from statehold.levels.hosts.remote import RemoteFiles
-from statehold.levels.hosts.serving import FileServer
 from support.faults import DEADLINE_S
 
 STEP = "step-000000000001"

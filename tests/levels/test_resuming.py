@@ -19,9 +19,9 @@ import torch
 import statehold
 from sim.crash_states import crash_states
 from statehold import _core
+from statehold.checkpoint.levels.copying import Copy
+from statehold.checkpoint.levels.places import COPY_BUFFERS
 from statehold.errors import ClosedError, NoSpaceError, StorageError
-from statehold.levels.copying import Copy
-from statehold.levels.places import COPY_BUFFERS
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL
 from support.levels import (

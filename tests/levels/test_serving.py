@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from statehold.checkpoint.levels.hosts import serving
+from statehold.checkpoint.levels.hosts.remote import RemoteFiles
+from statehold.checkpoint.levels.hosts.serving import FileServer, reachable_address
 from statehold.errors import UsageError
-from statehold.levels.hosts import serving
-from statehold.levels.hosts.remote import RemoteFiles
-from statehold.levels.hosts.serving import FileServer, reachable_address
 from support.faults import DEADLINE_S, must
 
 STEP = "step-000000000001"
@@ -274,7 +274,7 @@ def test_a_forked_child_does_not_answer_nor_keep_the_port(tmp_path) -> None:
     """A killed process closes nothing by itself: what its child still had would stay open."""
     code = (
         "import os, sys\n"
-        "from statehold.levels.hosts.serving import FileServer\n"
+        "from statehold.checkpoint.levels.hosts.serving import FileServer\n"
         f"server = FileServer({{'memory': {str(tmp_path)!r}}}, '127.0.0.1')\n"
         "server.start()\n"
         "print(server.address, server.secret, flush=True)\n"
@@ -306,7 +306,7 @@ def test_a_forked_child_does_not_answer_nor_keep_the_port(tmp_path) -> None:
 
 def test_a_process_ends_while_it_serves(tmp_path) -> None:
     code = (
-        "from statehold.levels.hosts.serving import FileServer\n"
+        "from statehold.checkpoint.levels.hosts.serving import FileServer\n"
         f"server = FileServer({{'memory': {str(tmp_path)!r}}}, '127.0.0.1')\n"
         "server.start()\n"
         "print(server.address, flush=True)\n"

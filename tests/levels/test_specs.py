@@ -11,11 +11,11 @@ import pytest
 
 import statehold
 from statehold import Directory, Memory, ObjectStore
+from statehold.checkpoint.levels.cadence import Cadence, Every, parse_every
+from statehold.checkpoint.levels.memory import memory_root
+from statehold.checkpoint.levels.specs import Level, check_levels
+from statehold.checkpoint.levels.throttle import BURST_S, Throttle
 from statehold.errors import ClosedError, StorageError, UsageError
-from statehold.levels.cadence import Cadence, Every, parse_every
-from statehold.levels.memory import memory_root
-from statehold.levels.specs import Level, check_levels
-from statehold.levels.throttle import BURST_S, Throttle
 from support.faults import DEADLINE_S, SMALL, must
 
 # -- what may be said ------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import torch
 
 import statehold
 from statehold import Directory, Save
+from statehold.checkpoint.levels import rhythm as rhythm_module
 from statehold.errors import PeerLostError, StateholdError, UnsupportedValueError, UsageError
-from statehold.levels import rhythm as rhythm_module
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, spy_on
 from support.levels import steps_at

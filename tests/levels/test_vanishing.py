@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import statehold
+from statehold.checkpoint.levels import promoting
+from statehold.checkpoint.levels.hosts.place import HostPlace
+from statehold.checkpoint.store.beside import LOOKS_MAX, look_beside_a_writer
+from statehold.checkpoint.store.store import Store
 from statehold.errors import StorageError
-from statehold.levels import promoting
-from statehold.levels.hosts.place import HostPlace
-from statehold.storage.beside import LOOKS_MAX, look_beside_a_writer
-from statehold.storage.store import Store
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.levels import FAR, NEAR, only, opened_on, save, status

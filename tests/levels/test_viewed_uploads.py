@@ -15,9 +15,9 @@ import torch
 
 import statehold
 from statehold import _core
+from statehold.checkpoint.levels.copying import Viewing
 from statehold.errors import StorageError
-from statehold.levels.copying import Viewing
-from statehold.study.mounts import mount_of
+from statehold.io.mounts import mount_of
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL, must
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
     mount_of("/dev/shm").kind != "tmpfs", reason="/dev/shm is no memory file system"
 )
 
-from statehold.storage.objects import ObjectSteps  # noqa: E402
+from statehold.checkpoint.store.objects import ObjectSteps  # noqa: E402
 
 NUMEL = 6_000_000  # 23 MiB: two blocks
 DATA = "rank-00000-of-00001.safetensors"

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from statehold import Directory, Memory
+from statehold.checkpoint.store.directories import make_directories
+from statehold.checkpoint.store.unfinished import Unfinished
 from statehold.errors import (
     PeerFailedError,
     PeerLostError,
@@ -21,8 +23,6 @@ from statehold.errors import (
     StorageError,
     UsageError,
 )
-from statehold.storage.directories import make_directories
-from statehold.storage.unfinished import Unfinished
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, Spy, must
 from support.hosts import LOCAL, HostRanks, disks, local

@@ -26,7 +26,7 @@ import pytest
 
 import statehold
 from nodes.node import restored
-from statehold.levels.remembered import recall
+from statehold.checkpoint.levels.remembered import recall
 from support.faults import SMALL, must
 
 ROUNDS = int(os.environ.get("STATEHOLD_NODES", "4"))

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import MissingFileError, StorageError, UnavailableError
-from statehold.steps.saved import MANIFEST_NAME
-from statehold.storage.objects import ObjectSteps
+from statehold.format.saved import MANIFEST_NAME
 from statehold.units import MiB
 from support import s3
 

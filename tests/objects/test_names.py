@@ -6,9 +6,7 @@ import json
 
 import pytest
 
-from statehold.errors import FormatVersionError, InvariantError, ManifestError
-from statehold.steps.entries import seal
-from statehold.storage.object_names import (
+from statehold.checkpoint.store.object_names import (
     CommitObject,
     attempt_of,
     check_file,
@@ -16,6 +14,8 @@ from statehold.storage.object_names import (
     directory_name,
     step_of_commit,
 )
+from statehold.errors import FormatVersionError, InvariantError, ManifestError
+from statehold.format.entries import seal
 
 GOOD = CommitObject(100, "step-000000000100.5f3a09c1-7", "ab" * 32)
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import statehold
+from statehold.checkpoint.store.object_names import commit_name
+from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import ManifestError, MissingFileError, StepNotFoundError, StorageError
-from statehold.steps.saved import MANIFEST_NAME
-from statehold.storage.object_names import commit_name
-from statehold.storage.objects import ObjectSteps
+from statehold.format.saved import MANIFEST_NAME
 
 FIRST, SECOND, OTHER = "5f3a09c1-7", "5f3a09c1-8", "00000000-1"
 DATA = "rank-00000-of-00001.safetensors"

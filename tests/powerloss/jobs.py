@@ -14,7 +14,7 @@ import statehold
 from powerloss.plans import Plan
 from statehold import Checkpointer, Directory, Memory
 from statehold._core import Fs
-from statehold.levels.specs import Level
+from statehold.checkpoint.levels.specs import Level
 from statehold.ranks.board import Board, DirectoryBoard, StoreBoard
 from statehold.ranks.joining import PEERS_NAME
 from statehold.ranks.peers import Peers

@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from statehold.planning.layout import Box, Layout
+from statehold.layout.layout import Box, Layout
 from support.meshes import layouts, meshes
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)

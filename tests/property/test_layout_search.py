@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from statehold.planning.layout import Box, Layout, Mesh
+from statehold.layout.layout import Box, Layout, Mesh
 from support.layouts import layouts
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from statehold.encoding import header
 from statehold.encoding.header import DTYPE_BITS
-from statehold.planning.plan import BLOCK_BYTES, TensorSpec, piece_count, pieces, plan_save
-from statehold.planning.share import PlanCache
+from statehold.layout.plan import BLOCK_BYTES, TensorSpec, piece_count, pieces, plan_save
+from statehold.layout.share import PlanCache
 from statehold.units import MiB
 from support.steps import spec
 

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from statehold.planning.layout import Box
-from statehold.planning.plan import piece_count
-from statehold.planning.ranges import SUM_DIGITS, ranges
+from statehold.layout.layout import Box
+from statehold.layout.plan import piece_count
+from statehold.layout.ranges import SUM_DIGITS, ranges
 
 BLOCK = 64
 

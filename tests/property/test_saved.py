@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from statehold.planning.layout import AnyLayout, Layout
-from statehold.planning.share import Held
-from statehold.steps.manifest import Manifest
-from statehold.steps.record import Record
+from statehold.format.manifest import Manifest
+from statehold.format.record import Record
+from statehold.layout.layout import AnyLayout, Layout
+from statehold.layout.share import Held
 from support.layouts import explicit, layouts
 from support.records import DIRECTORY, DTYPES, World, cut
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from statehold.encoding.header import bytes_of
-from statehold.planning import share as module
-from statehold.planning.layout import Box, Layout
-from statehold.planning.plan import BLOCK_BYTES, plan_save
-from statehold.planning.share import Share, share
-from statehold.steps.entries import record_file
-from statehold.steps.record import Record
+from statehold.format.entries import record_file
+from statehold.format.record import Record
+from statehold.layout import share as module
+from statehold.layout.layout import Box, Layout
+from statehold.layout.plan import BLOCK_BYTES, plan_save
+from statehold.layout.share import Share, share
 from support.meshes import layouts, local_specs, meshes
 from support.steps import sums_for
 

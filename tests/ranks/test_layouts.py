@@ -18,14 +18,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from statehold import writes
-from statehold.devices import Devices, loading
-from statehold.planning import share
-from statehold.planning.layout import Box
-from statehold.reads import ReadPlan
-from statehold.state.destinations import Destination
-from statehold.steps.entries import record_file
-from statehold.steps.saved import PlacedChunk, SavedStep
+from statehold.checkpoint.restore.reads import ReadPlan
+from statehold.checkpoint.save import writes
+from statehold.format.entries import record_file
+from statehold.format.saved import PlacedChunk, SavedStep
+from statehold.layout import share
+from statehold.layout.layout import Box
+from statehold.tensors.destinations import Destination
+from statehold.tensors.devices import Devices, loading
 from support.cuda import Machine, install
 from support.laid_out import DTYPES, Arrays, Tensors, opened, tensors_of
 from support.layouts import layouts

@@ -29,7 +29,7 @@ import torch
 from torch import distributed
 
 import statehold
-from statehold import checkpointer
+from statehold.checkpoint import checkpointer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support.faults import SMALL

@@ -16,9 +16,9 @@ from functools import partial
 import pytest
 
 from sim.crash_states import crash_states
+from statehold.checkpoint.store.store import Store
 from statehold.errors import StorageError
-from statehold.steps.saved import MANIFEST_NAME
-from statehold.storage.store import Store
+from statehold.format.saved import MANIFEST_NAME
 from statehold.testing import SimFs
 
 RUN, DATA, BYTES = "/run", "data", 5000

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from statehold.options import Moving
-from statehold.study.choose import (
+from statehold.cli.study.choose import (
     Figures,
     best_of,
     choose,
@@ -19,9 +18,10 @@ from statehold.study.choose import (
     rates_of,
     score,
 )
-from statehold.study.profile import Rates
-from statehold.study.strategies import Mover, Operation, Strategy
-from statehold.study.sweep import JUDGED, Comparison, bytes_of, centre, neighbours
+from statehold.cli.study.strategies import Mover, Operation, Strategy
+from statehold.cli.study.sweep import JUDGED, Comparison, bytes_of, centre, neighbours
+from statehold.io.profile import Rates
+from statehold.options import Moving
 from statehold.units import MiB
 
 MIDDLE = centre(2)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from statehold.errors import CorruptionError
+from statehold.io import mounts
+from statehold.io.mounts import Mount, mount_of
+from statehold.io.profile import Profile, Rates, decode, find, path_for, rates_of, save, tuned
 from statehold.options import DEFAULTS, Moving, Options
-from statehold.study import mounts
-from statehold.study.mounts import Mount, mount_of
-from statehold.study.profile import Profile, Rates, decode, find, path_for, rates_of, save, tuned
 from statehold.units import MiB
 
 MOVING = Moving(buffer_bytes=4 * MiB, queue_depth=7, backend="threads", copy_threads=3)

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from statehold.study.strategies import (
+from statehold.cli.study.strategies import (
     PAGE_BYTES,
     Mover,
     Operation,
@@ -18,7 +18,7 @@ from statehold.study.strategies import (
     spans_of,
     uniform,
 )
-from statehold.study.sweep import (
+from statehold.cli.study.sweep import (
     JUDGED,
     cases_of,
     centre,

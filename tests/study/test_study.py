@@ -14,17 +14,17 @@ import pytest
 
 import statehold
 from statehold.cli import main
+from statehold.cli.study import plot
+from statehold.cli.study.measure import Bench, Timing
+from statehold.cli.study.memory import Memory, kept
+from statehold.cli.study.sessions import EngineSession, open_session
+from statehold.cli.study.strategies import Case, Operation, State, Strategy, files_of
+from statehold.cli.study.study import Proof, Study, is_lost, run
+from statehold.cli.study.sweep import cases_of, centre, strategies
+from statehold.cli.study.threads import in_turns
+from statehold.io.mounts import mount_of
+from statehold.io.profile import Profile, decode, path_for, save
 from statehold.options import Moving
-from statehold.study import plot
-from statehold.study.measure import Bench, Timing
-from statehold.study.memory import Memory, kept
-from statehold.study.mounts import mount_of
-from statehold.study.profile import Profile, decode, path_for, save
-from statehold.study.sessions import EngineSession, open_session
-from statehold.study.strategies import Case, Operation, State, Strategy, files_of
-from statehold.study.study import Proof, Study, is_lost, run
-from statehold.study.sweep import cases_of, centre, strategies
-from statehold.study.threads import in_turns
 from statehold.units import KiB, MiB
 
 STATES = (

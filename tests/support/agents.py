@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from statehold.agent.looking import LOG_NAME, agents_of
+from statehold.checkpoint.agent.looking import LOG_NAME, agents_of
 from statehold.cli.checking import check_step
 from statehold.cli.places import file_system, find
 from statehold.cli.reading import SpanReader

@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from statehold.errors import UnsupportedValueError
-from statehold.planning.layout import Box, Layout, Mesh
-from statehold.state.captured import CapturedTensor
+from statehold.layout.layout import Box, Layout, Mesh
+from statehold.tensors.captured import CapturedTensor
 from support.faults import must
 from support.jobs import Job, captured
 

@@ -30,8 +30,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from statehold.dcp import StorageReader, StorageWriter, restore_stock
 from statehold.errors import MissingFileError, PeerFailedError
+from statehold.integrations.dcp import StorageReader, StorageWriter, restore_stock
 from support.faults import must
 
 

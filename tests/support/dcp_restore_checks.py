@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import statehold
-from statehold.dcp import StorageReader, StorageWriter, restore_stock
 from statehold.errors import StateMismatchError
+from statehold.integrations.dcp import StorageReader, StorageWriter, restore_stock
 from support.dcp_checks import assert_same, failing, full, state_of, trained
 from support.faults import must
 

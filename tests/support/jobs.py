@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import distributed, multiprocessing
 
-from statehold.state.capture import capture
-from statehold.state.captured import Capture
+from statehold.tensors.capture import capture
+from statehold.tensors.captured import Capture
 from support.forked import forked
 
 TIMEOUT = timedelta(seconds=60)

@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from statehold import _core, writes
-from statehold.devices import Devices
-from statehold.planning.layout import Box, Layout
-from statehold.planning.share import PlanCache
-from statehold.reads import ReadPlan
-from statehold.state.captured import CapturedTensor
-from statehold.state.tensors import strides_of
-from statehold.steps.manifest import Commit, RecordEntry, groups_of, record_name
-from statehold.steps.saved import SavedStep
-from statehold.storage.store import Store
+from statehold import _core
+from statehold.checkpoint.restore.reads import ReadPlan
+from statehold.checkpoint.save import writes
+from statehold.checkpoint.store.store import Store
+from statehold.format.manifest import Commit, RecordEntry, groups_of, record_name
+from statehold.format.saved import SavedStep
+from statehold.layout.layout import Box, Layout
+from statehold.layout.share import PlanCache
+from statehold.tensors.captured import CapturedTensor
+from statehold.tensors.devices import Devices
+from statehold.tensors.storable import strides_of
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S
 from support.meshes import local_specs

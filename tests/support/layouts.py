@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from statehold.planning.layout import Box, ExplicitLayout, Layout, Mesh
+from statehold.layout.layout import Box, ExplicitLayout, Layout, Mesh
 
 
 @st.composite

@@ -8,7 +8,7 @@ from typing import Any
 import statehold
 from statehold import Directory
 from statehold._core import Fs
-from statehold.levels.promoting import LevelStatus
+from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.testing import checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from statehold.planning.plan import plan_save
-from statehold.state.capture import capture
-from statehold.state.captured import Capture
-from statehold.state.restoration import Restoration
-from statehold.state.restore import prepare
-from statehold.steps.manifest import Manifest, record_file
-from statehold.steps.saved import open_step
+from statehold.format.manifest import Manifest, record_file
+from statehold.format.saved import open_step
+from statehold.layout.plan import plan_save
+from statehold.tensors.capture import capture
+from statehold.tensors.captured import Capture
+from statehold.tensors.restoration import Restoration
+from statehold.tensors.restore import prepare
 from support.steps import sums_for
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from hypothesis import strategies as st
 
 from statehold.encoding.header import bytes_of
-from statehold.planning.layout import Layout, Mesh
-from statehold.planning.plan import TensorSpec
+from statehold.layout.layout import Layout, Mesh
+from statehold.layout.plan import TensorSpec
 
 
 def mesh(*shape: int) -> Mesh:

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from statehold.errors import StorageError
-from statehold.planning.layout import Box, ExplicitLayout, Layout, Mesh
-from statehold.planning.plan import TensorSpec, plan_save
-from statehold.planning.share import Held
-from statehold.steps.entries import record_file
-from statehold.steps.manifest import Commit, RecordEntry, Shared, groups_of, record_name
-from statehold.steps.record import Record
-from statehold.steps.saved import SavedStep, open_step
+from statehold.format.entries import record_file
+from statehold.format.manifest import Commit, RecordEntry, Shared, groups_of, record_name
+from statehold.format.record import Record
+from statehold.format.saved import SavedStep, open_step
+from statehold.layout.layout import Box, ExplicitLayout, Layout, Mesh
+from statehold.layout.plan import TensorSpec, plan_save
+from statehold.layout.share import Held
 from support.faults import must
 from support.steps import Sums, document_of, false_sums, seal
 

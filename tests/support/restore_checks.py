@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 import statehold
 from statehold.errors import StateMismatchError
-from statehold.planning.layout import Box, Ranks
-from statehold.selection import Selection
-from statehold.state.restoration import Restoration
-from statehold.state.restore import prepare
-from statehold.steps.saved import SavedTensor
-from statehold.steps.trees import merge
+from statehold.format.saved import SavedTensor
+from statehold.format.selection import Selection
+from statehold.format.trees import merge
+from statehold.layout.layout import Box, Ranks
+from statehold.tensors.restoration import Restoration
+from statehold.tensors.restore import prepare
 from support import fourbit
 from support.capture_checks import Mlp, live_tensors, piece, trained, two_dimensional
 from support.faults import must

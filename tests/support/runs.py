@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from statehold.planning.plan import BLOCK_BYTES, plan_save
-from statehold.steps.manifest import Manifest, record_file
+from statehold.format.manifest import Manifest, record_file
+from statehold.layout.plan import BLOCK_BYTES, plan_save
 from support.steps import spec, true_sums
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v1"

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from statehold.levels import rhythm as rhythm_module
-from statehold.levels.rhythm import Rhythm
-from statehold.levels.specs import Level
+from statehold.checkpoint.levels import rhythm as rhythm_module
+from statehold.checkpoint.levels.rhythm import Rhythm
+from statehold.checkpoint.levels.specs import Level
 from statehold.options import Options
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from statehold._core import xxh3_64
 from statehold.encoding.header import bytes_of
-from statehold.planning.plan import (
+from statehold.format.manifest import Manifest, record_file
+from statehold.layout.plan import (
     BLOCK_BYTES,
     SavePlan,
     TensorSpec,
@@ -18,7 +19,6 @@ from statehold.planning.plan import (
     pieces,
     plan_save,
 )
-from statehold.steps.manifest import Manifest, record_file
 
 
 def spec(name: str, dtype: str, *shape: int, eager: bool = False) -> TensorSpec:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from statehold.errors import ReplicasDifferError
-from statehold.planning.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
-from statehold.planning.layout import Layout, Mesh
-from statehold.planning.plan import TensorSpec
+from statehold.layout.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
+from statehold.layout.layout import Layout, Mesh
+from statehold.layout.plan import TensorSpec
 
 WORLD = 4
 Contents = Callable[[int, str], int]

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from statehold.planning.flat import boxes_of_run
+from statehold.layout.flat import boxes_of_run
 
 SHAPES = [(), (1,), (5,), (3, 4), (2, 3, 4), (1, 1, 3), (4, 1), (2, 1, 3, 2), (0, 3)]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from statehold.garbage import uncollected
+from statehold.process.garbage import uncollected
 
 
 @pytest.fixture(autouse=True)

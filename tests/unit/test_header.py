@@ -10,7 +10,7 @@ import pytest
 from statehold.encoding import header
 from statehold.encoding.header import DTYPE_BITS, Entry
 from statehold.errors import InvariantError
-from statehold.planning.plan import TensorSpec, plan_save
+from statehold.layout.plan import TensorSpec, plan_save
 from support.steps import spec
 
 torch = pytest.importorskip("torch")

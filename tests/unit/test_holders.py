@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from statehold.holders import is_only_in_tracebacks
+from statehold.process.holders import is_only_in_tracebacks
 from support.faults import must
 
 

@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from statehold.planning.failures import DAY_S, NODE_MTBF_S, Loss, rates_by_level, rates_of
-from statehold.planning.intervals import INTERVAL_S_MAX, LevelCost, best_s, choose, waste, young_s
+from statehold.planners.failures import DAY_S, NODE_MTBF_S, Loss, rates_by_level, rates_of
+from statehold.planners.intervals import INTERVAL_S_MAX, LevelCost, best_s, choose, waste, young_s
 
 HOUR = 3600.0
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from statehold.planning.layout import Box, Layout, Mesh, chunk_range
+from statehold.layout.layout import Box, Layout, Mesh, chunk_range
 from support.meshes import mesh
 
 Case = tuple[tuple[int, ...], list[str], tuple[tuple[int, int], ...]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from statehold.planning.layout import Box, ExplicitLayout, Ranks
+from statehold.layout.layout import Box, ExplicitLayout, Ranks
 
 
 def test_ranks_are_ranges() -> None:

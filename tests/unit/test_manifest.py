@@ -13,8 +13,8 @@ import pytest
 
 from statehold.encoding import header, values
 from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError
-from statehold.planning.plan import plan_save
-from statehold.steps.manifest import Manifest, record_file
+from statehold.format.manifest import Manifest, record_file
+from statehold.layout.plan import plan_save
 from support.steps import SPECS, document_of, manifest_of, seal, spec, sums_for
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "v1").iterdir())
@@ -115,7 +115,7 @@ def test_a_deep_state_survives() -> None:
 def test_a_manifest_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = manifest_of()
     raw = manifest.encode()
-    monkeypatch.setattr("statehold.steps.entries.DOCUMENT_BYTES_MAX", len(raw) - 1)
+    monkeypatch.setattr("statehold.format.entries.DOCUMENT_BYTES_MAX", len(raw) - 1)
     with pytest.raises(UsageError, match="too large"):
         manifest.encode()
     with pytest.raises(ManifestError):

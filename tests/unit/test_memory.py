@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from statehold import memory
+from statehold.process import host_memory as memory
 
 KIB = 1024
 INFINITE = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)

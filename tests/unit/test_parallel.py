@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from statehold.reads import ReadPlan
-from statehold.storage.parallel import Parallel
+from statehold.checkpoint.restore.reads import ReadPlan
+from statehold.io.objects.parallel import Parallel
 from support.faults import DEADLINE_S, must
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from statehold.encoding import header
 from statehold.errors import InvariantError, UsageError
-from statehold.planning.plan import (
+from statehold.layout.plan import (
     BLOCK_BYTES,
     STEP_MAX,
     TensorSpec,
@@ -18,7 +18,7 @@ from statehold.planning.plan import (
     pieces,
     plan_save,
 )
-from statehold.planning.share import PlanCache
+from statehold.layout.share import PlanCache
 from support.steps import spec
 
 

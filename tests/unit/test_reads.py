@@ -10,10 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from statehold import reads  # noqa: E402
-from statehold.planning.layout import Box  # noqa: E402
-from statehold.state.destinations import Destination  # noqa: E402
-from statehold.steps.saved import PlacedChunk  # noqa: E402
+from statehold.checkpoint.restore import reads  # noqa: E402
+from statehold.format.saved import PlacedChunk  # noqa: E402
+from statehold.layout.layout import Box  # noqa: E402
+from statehold.tensors.destinations import Destination  # noqa: E402
 
 SUM = "0" * 16
 ELSEWHERE = PlacedChunk(Box((0,), (4,)), "f", 100, 0, 16, SUM)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from statehold.errors import InvariantError, ManifestError, StateMismatchError
-from statehold.planning.layout import Box, Layout, Mesh, Ranks
-from statehold.planning.plan import TensorSpec, plan_save
-from statehold.planning.share import Held
-from statehold.steps.entries import record_file
-from statehold.steps.manifest import groups_of
-from statehold.steps.record import Record
-from statehold.steps.saved import PlacedChunk, SavedTensor, open_step
-from statehold.steps.trees import Differs
+from statehold.format.entries import record_file
+from statehold.format.manifest import groups_of
+from statehold.format.record import Record
+from statehold.format.saved import PlacedChunk, SavedTensor, open_step
+from statehold.format.trees import Differs
+from statehold.layout.layout import Box, Layout, Mesh, Ranks
+from statehold.layout.plan import TensorSpec, plan_save
+from statehold.layout.share import Held
 from support.records import DIRECTORY, World, example
 from support.steps import SPECS, manifest_of, sums_for
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from statehold.errors import StateMismatchError, UsageError
-from statehold.selection import (
+from statehold.format.selection import (
     Answer,
     Names,
     RestoreReport,

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from statehold.errors import InvariantError
-from statehold.planning.layout import Layout, Mesh
-from statehold.planning.plan import TensorSpec, plan_save
-from statehold.planning.share import (
+from statehold.layout.layout import Layout, Mesh
+from statehold.layout.plan import TensorSpec, plan_save
+from statehold.layout.share import (
     PIECE_BYTES,
     SPLIT_BYTES,
     Balance,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from statehold.encoding import values
-from statehold.planning.layout import Ranks
-from statehold.steps.trees import Differs, members_of, merge, tensors_of
+from statehold.format.trees import Differs, members_of, merge, tensors_of
+from statehold.layout.layout import Ranks
 
 FIRST, SECOND, THIRD = Ranks(((0, 1),)), Ranks(((2, 2),)), Ranks(((3, 5),))
 

@@ -2,7 +2,7 @@
 
 Holds: everything is written into a temporary directory in PATH, which is removed again, also after
 an error; the profile is written last, so an interrupted study leaves none.
-Not here: what is measured and chosen (statehold.study).
+Not here: what is measured and chosen (statehold.cli.study).
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from typing import Any
 
 from statehold.cli import codes
 from statehold.cli.output import emit, table
+from statehold.cli.study import plot, report, study
+from statehold.cli.study.choose import Figures, moving_of, rates_of, top
+from statehold.cli.study.measure import Bench
+from statehold.cli.study.strategies import Operation, Strategy, llama, uniform
+from statehold.cli.study.sweep import JUDGED
 from statehold.errors import NoSpaceError, UsageError
+from statehold.io import profile
+from statehold.io.mounts import mount_of
 from statehold.options import Options
-from statehold.study import plot, profile, report, study
-from statehold.study.choose import Figures, moving_of, rates_of, top
-from statehold.study.measure import Bench
-from statehold.study.mounts import mount_of
-from statehold.study.strategies import Operation, Strategy, llama, uniform
-from statehold.study.sweep import JUDGED
 from statehold.units import MiB, format_bytes, format_seconds, parse_bytes
 
 _SIZE_MIN = 1 * MiB

@@ -19,11 +19,11 @@ from statehold.cli.places import Place, load_manifest
 from statehold.cli.reading import BadPiece, Span, SpanReader, scan
 from statehold.encoding import header
 from statehold.errors import CorruptionError, StateholdError
-from statehold.planning.layout import Box, ExplicitLayout
-from statehold.steps.entries import Chunk, FileEntry
-from statehold.steps.manifest import Commit, Manifest, groups_of
-from statehold.steps.record import Record
-from statehold.steps.saved import MANIFEST_NAME, read_record
+from statehold.format.entries import Chunk, FileEntry
+from statehold.format.manifest import Commit, Manifest, groups_of
+from statehold.format.record import Record
+from statehold.format.saved import MANIFEST_NAME, read_record
+from statehold.layout.layout import Box, ExplicitLayout
 
 if TYPE_CHECKING:
     from statehold._core import Fs

@@ -16,12 +16,12 @@ from statehold.cli.numbers import bits_of, numpy
 from statehold.cli.reading import Span, scan_bytes
 from statehold.encoding.header import DTYPE_BITS
 from statehold.errors import ChecksumError, CorruptionError
-from statehold.planning.layout import Box
+from statehold.layout.layout import Box
 from statehold.units import MiB
 
 if TYPE_CHECKING:
     from statehold.cli.numbers import Array
-    from statehold.steps.saved import PlacedChunk, SavedStep
+    from statehold.format.saved import PlacedChunk, SavedStep
 
 __all__ = ["Content", "parts_of"]
 

@@ -23,9 +23,9 @@ from statehold.cli.values import leaves_of
 from statehold.encoding.header import DTYPE_BITS, bytes_of
 from statehold.encoding.strictjson import show
 from statehold.errors import StateMismatchError
-from statehold.planning.layout import Box
-from statehold.planning.plan import pieces
-from statehold.steps.saved import PlacedChunk
+from statehold.format.saved import PlacedChunk
+from statehold.layout.layout import Box
+from statehold.layout.plan import pieces
 
 if TYPE_CHECKING:
     from statehold._core import Fs

@@ -21,17 +21,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from statehold import _core, memory
-from statehold.agent.looking import LOG_NAME, agents_of
+from statehold import _core
+from statehold.checkpoint.agent.looking import LOG_NAME, agents_of
+from statehold.checkpoint.store.lock import RunLock
 from statehold.cli import codes
 from statehold.cli.left_behind import left_behind
 from statehold.cli.output import emit, table
 from statehold.cli.places import file_system
 from statehold.errors import StateholdError
+from statehold.io.mounts import mount_of
+from statehold.io.profile import described, find, path_for
 from statehold.options import Options
-from statehold.storage.lock import RunLock
-from statehold.study.mounts import mount_of
-from statehold.study.profile import described, find, path_for
+from statehold.process import host_memory as memory
 from statehold.units import MiB, format_bytes
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from statehold.agent.looking import LOG_NAME
+from statehold.checkpoint.agent.looking import LOG_NAME
+from statehold.checkpoint.levels.memory import SHARED_MEMORY
+from statehold.checkpoint.levels.near_files import PREFIX
+from statehold.checkpoint.levels.remembered import FILE_NAME
+from statehold.checkpoint.store.lock import is_saved_into
 from statehold.cli.output import counted
 from statehold.cli.places import leftovers_of, tree_bytes
-from statehold.levels.memory import SHARED_MEMORY
-from statehold.levels.near_files import PREFIX
-from statehold.levels.remembered import FILE_NAME
-from statehold.storage.lock import is_saved_into
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:

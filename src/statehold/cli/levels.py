@@ -22,6 +22,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote, urlsplit
 
+from statehold.checkpoint.levels.copying import Part, Readable, part_of
+from statehold.checkpoint.levels.hosts.census import writer_of
+from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX
+from statehold.checkpoint.levels.remembered import Remembered, itself, recall
+from statehold.checkpoint.store.beside import directory_id, look_beside_a_writer
+from statehold.checkpoint.store.objects import ObjectSteps
+from statehold.checkpoint.store.store import Store
 from statehold.cli.output import note
 from statehold.cli.places import describe
 from statehold.errors import (
@@ -31,18 +38,11 @@ from statehold.errors import (
     StepNotFoundError,
     UsageError,
 )
-from statehold.levels.copying import Part, Readable, part_of
-from statehold.levels.hosts.census import writer_of
-from statehold.levels.hosts.place import COPIES_SUFFIX
-from statehold.levels.remembered import Remembered, itself, recall
-from statehold.steps.entries import DOCUMENT_BYTES_MAX, sha256
-from statehold.steps.manifest import Manifest
-from statehold.steps.saved import MANIFEST_NAME
-from statehold.storage.beside import directory_id, look_beside_a_writer
-from statehold.storage.objects import ObjectSteps
-from statehold.storage.store import Store
-from statehold.study.mounts import mount_of
-from statehold.study.profile import rates_of
+from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
+from statehold.format.manifest import Manifest
+from statehold.format.saved import MANIFEST_NAME
+from statehold.io.mounts import mount_of
+from statehold.io.profile import rates_of
 
 if TYPE_CHECKING:
     from statehold._core import Fs

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
 from statehold.cli.output import emit, plain, table
 from statehold.cli.places import describe, file_system, leftovers_of, run_of
-from statehold.storage.store import Store
 from statehold.units import format_bytes
 
 # What a step that is not committed is called, for people.

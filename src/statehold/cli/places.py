@@ -16,6 +16,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statehold import _core
+from statehold.checkpoint.store.beside import directory_id, look_beside_a_writer
+from statehold.checkpoint.store.replacing import REPLACED
+from statehold.checkpoint.store.store import Store
 from statehold.cli.codes import NotFoundError
 from statehold.errors import (
     CorruptionError,
@@ -25,12 +28,9 @@ from statehold.errors import (
     StorageError,
     UsageError,
 )
-from statehold.steps.entries import DOCUMENT_BYTES_MAX
-from statehold.steps.manifest import Commit, Manifest
-from statehold.steps.saved import MANIFEST_NAME, SavedStep, open_step
-from statehold.storage.beside import directory_id, look_beside_a_writer
-from statehold.storage.replacing import REPLACED
-from statehold.storage.store import Store
+from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.manifest import Commit, Manifest
+from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 
 if TYPE_CHECKING:
     from statehold._core import Fs

@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from statehold.checkpoint.store.lock import RunLock
+from statehold.checkpoint.store.store import Store
 from statehold.cli import codes
 from statehold.cli.output import emit, plain, table
 from statehold.cli.places import file_system, leftovers_of, run_of, tree_bytes
 from statehold.errors import UsageError
-from statehold.storage.lock import RunLock
-from statehold.storage.store import Store
 from statehold.units import format_bytes
 
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from statehold import _core
 from statehold.errors import StateholdError
-from statehold.planning.plan import pieces
-from statehold.segments import Segment, start_read
+from statehold.io.segments import Segment, start_read
+from statehold.layout.plan import pieces
 from statehold.units import MiB
 
 if TYPE_CHECKING:

@@ -19,14 +19,14 @@ from statehold.cli.places import Place, at_rest, file_system, load_manifest, tre
 from statehold.cli.values import leaves_of
 from statehold.encoding.header import bytes_of
 from statehold.errors import StateMismatchError
-from statehold.planning.layout import Layout
-from statehold.planning.share import Held
-from statehold.selection import nearest
+from statehold.format.selection import nearest
+from statehold.layout.layout import Layout
+from statehold.layout.share import Held
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.steps.saved import SavedStep
+    from statehold.format.saved import SavedStep
 
 _VALUE_COLUMNS = 100
 

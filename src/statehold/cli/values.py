@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from statehold.steps.trees import Differs, members_of
+from statehold.format.trees import Differs, members_of
 
 __all__ = ["leaves_of"]
 

@@ -13,15 +13,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from statehold.checkpoint.store.beside import LOOKS_MAX, directory_id
+from statehold.checkpoint.store.replacing import REPLACED, where
+from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
 from statehold.cli.checking import Finding, Report, check_step
 from statehold.cli.output import Progress, counted, emit, plain, table
 from statehold.cli.places import Place, asked_of, file_system, find, run_of, tree_bytes
 from statehold.cli.reading import SpanReader
 from statehold.errors import StepNotFoundError, storage_error
-from statehold.storage.beside import LOOKS_MAX, directory_id
-from statehold.storage.replacing import REPLACED, where
-from statehold.storage.store import Store
 from statehold.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from statehold._core import Fs, SimFs
-from statehold.checkpointer import Checkpointer
+from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.options import Options
 from statehold.ranks.peers import Peers
 from statehold.testing.memory_board import MemoryBoard

@@ -12,13 +12,13 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from statehold.checkpoint.levels.places import Below
 from statehold.errors import UnavailableError
-from statehold.levels.places import Below
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.levels.copying import Readable
-    from statehold.levels.hosts.place import HostPlace
+    from statehold.checkpoint.levels.copying import Readable
+    from statehold.checkpoint.levels.hosts.place import HostPlace
 
 __all__ = ["MemoryNetwork"]
 

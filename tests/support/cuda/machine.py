@@ -24,9 +24,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 import statehold
-from statehold import pipeline
-from statehold.devices import cuda, cuda_runtime, devices, graphs, update_streams
-from statehold.state import tensors
+from statehold.checkpoint.save import pipeline
+from statehold.tensors import storable as tensors
+from statehold.tensors.devices import cuda, cuda_runtime, devices, graphs, update_streams
 from support.cuda.api import Cuda, Local, Runtime, device_of
 from support.cuda.memory import Block, Memory, Pins
 from support.cuda.operations import Operations

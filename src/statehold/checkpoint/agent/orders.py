@@ -1,0 +1,88 @@
+"""What a trainer tells its agent, as one line of JSON through a pipe.
+
+    {"format": "statehold-agent", "trainer": 4711, "pidfd": 12, "path": [...], "run": ..., ...}
+
+Holds: no secrets: credentials are in the environment, which the agent inherits. What is read is
+checked as strictly as anything from a file.
+Not here: how it gets there (starting), what is done with it (process, persisting).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from statehold.checkpoint.levels.specs import Directory, Level, Memory, ObjectStore, check_levels
+from statehold.encoding.strictjson import Checker
+from statehold.errors import CorruptionError, UsageError
+
+__all__ = ["GIVE_UP_S", "RETRY_S", "Orders"]
+
+# A level that fails is tried again so often, and for so long after the trainer's death.
+RETRY_S = 10.0
+GIVE_UP_S = 600.0
+
+_FORMAT = "statehold-agent"
+_DEPTH_MAX = 8
+_KINDS: dict[str, type[Level]] = {kind.__name__: kind for kind in (Memory, Directory, ObjectStore)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Orders:
+    """trainer, pidfd: the process to watch, its number for people and its descriptor in the agent.
+    path: where modules are found. run, levels: as the trainer has them; backend, queue_depth and
+    buffer_bytes: how bytes move."""
+
+    trainer: int
+    pidfd: int
+    path: Sequence[str]
+    run: str
+    levels: Sequence[Level]
+    backend: str
+    queue_depth: int
+    buffer_bytes: int
+    retry_s: float = RETRY_S
+    give_up_s: float = GIVE_UP_S
+
+    def encode(self) -> bytes:
+        """One line. Raises UsageError where an option of a level is no JSON."""
+        told = {each.name: getattr(self, each.name) for each in fields(self)}
+        told["levels"] = [_said(level) for level in self.levels]
+        try:
+            return json.dumps({"format": _FORMAT, **told}, allow_nan=False).encode() + b"\n"
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                "a level cannot be described to the agent", facts={"reason": str(error)}
+            ) from error
+
+    @classmethod
+    def decode(cls, line: bytes) -> Orders:
+        check = Checker(CorruptionError, "the orders of an agent cannot be read", "")
+        told = check.parse(line, "orders", _DEPTH_MAX)
+        names = [each.name for each in fields(cls)]
+        found = dict(check.members(told, "orders", ["format", *names]))
+        if found.pop("format") != _FORMAT:
+            check.fail("format", _FORMAT, "another one")
+        levels = check.array(found["levels"], "levels")
+        found["levels"] = check_levels([_level(check, each) for each in levels])
+        return cls(**found)
+
+
+def _said(level: Level) -> dict[str, Any]:
+    said = {each.name: getattr(level, each.name) for each in fields(level)}
+    if isinstance(level, ObjectStore):
+        said["options"] = dict(level.options)
+    if isinstance(level, Directory | Memory) and level.path is not None:
+        said["path"] = os.path.abspath(os.fspath(level.path))  # the agent is elsewhere
+    return {"kind": type(level).__name__, **said}
+
+
+def _level(check: Checker, told: Any) -> Level:
+    said = dict(check.object(told, "level"))
+    kind = _KINDS.get(str(said.pop("kind", None)))
+    if kind is None:
+        check.fail("level", f"one of {', '.join(_KINDS)}", "another kind")
+    return kind(**check.members(said, "level", [each.name for each in fields(kind)]))

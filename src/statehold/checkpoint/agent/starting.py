@@ -1,0 +1,199 @@
+"""The trainer's side of its agent: start it, see whether it is there, and say goodbye.
+
+    Agent(options) -> start(), on a background thread -> [the run] -> goodbye()
+
+The agent is a program of its own, started with vfork, so that nothing of this process is copied but
+what it is told, and is in a session of its own, so that signals for this one's group, or terminal,
+do not reach it. It is no child of this process either: nobody here has to wait for it, and who ends
+this process with all its children does not end it. Its standard streams lead nowhere, for whoever
+reads this process's output waits for the end of it.
+
+Holds: what it is told goes through a pipe, not through arguments or the environment. Without an
+agent training goes on; why there is none is logged once.
+Not here: what it does (process, persisting).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from statehold.checkpoint.agent.looking import AGENT
+from statehold.checkpoint.agent.orders import Orders
+from statehold.checkpoint.levels.specs import Level, Memory
+from statehold.errors import StateholdError
+
+if TYPE_CHECKING:
+    from statehold.observe.background_log import BackgroundLog
+    from statehold.options import Options
+
+__all__ = ["Agent", "agent_for"]
+
+_GOODBYE = b"goodbye\n"
+STARTS_MAX = 3
+FIRST_S = 5.0
+
+# The first process ends at once, so that the agent is nobody's child. It finds modules where the
+# trainer does, whatever the trainer's working directory was.
+_PROGRAM = """
+import json, os, sys
+if os.fork():
+    os._exit(0)
+told = b""
+while b"\\n" not in told:
+    block = os.read(0, 65536)
+    if not block:
+        os._exit(1)
+    told += block
+line, _, rest = told.partition(b"\\n")
+known = [each for each in sys.path if each]
+sys.path = known + [each for each in json.loads(line)["path"] if each not in known]
+from statehold.checkpoint.agent.process import main
+main(line, rest)
+"""
+
+_PIDFD_OPEN = 434  # the same number on all architectures
+
+
+class Agent:
+    """The agent of this process's Checkpointer of a run.
+
+    orders: what it is told, by the number of its pidfd. For one thread at a time.
+    """
+
+    def __init__(self, orders: Callable[[int], Orders], log: BackgroundLog) -> None:
+        self._orders = orders
+        self._log = log
+        self._pipe = -1
+        self._first: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether one has to be started: there is none yet, or it was lost."""
+        return self._starts < STARTS_MAX and not self._is_there()
+
+    def start(self) -> None:
+        """Start it, or another one in place of one that was lost."""
+        if not self.is_missing:
+            return
+        if self._starts:
+            self._close()
+            self._log.warning("the agent of this run was lost; another one is started")
+        self._starts += 1
+        try:
+            self._start()
+        except (OSError, StateholdError) as error:
+            self._starts = STARTS_MAX
+            self._log.warning(
+                "no agent: if this process is killed, its newest step stays in memory\n%s", error
+            )
+
+    def goodbye(self) -> None:
+        """All levels have the newest step: the agent ends."""
+        if self._pipe >= 0:
+            with contextlib.suppress(OSError):  # it was lost before
+                os.write(self._pipe, _GOODBYE)
+        self.leave()
+
+    def leave(self) -> None:
+        """Let it wait for the end of this process: a level lacks the newest step."""
+        self._close()
+
+    def _is_there(self) -> bool:
+        first = self._first
+        if first is not None and first.poll() is not None:
+            self._first = None
+        if self._pipe < 0:
+            return False
+        poller = select.poll()
+        poller.register(self._pipe, 0)
+        return not poller.poll(0)  # an error: nobody has the other end
+
+    def _start(self) -> None:
+        read, self._pipe = os.pipe()
+        pidfd = -1
+        try:
+            pidfd = _own_pidfd()
+            orders = self._orders(pidfd)
+            line = orders.encode()
+            self._first = subprocess.Popen(
+                [_interpreter(), "-c", _PROGRAM, AGENT, orders.run],
+                cwd="/",
+                stdin=read,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[pidfd],
+                start_new_session=True,
+            )
+        finally:
+            os.close(read)
+            if pidfd >= 0:
+                os.close(pidfd)
+        while line:
+            line = line[os.write(self._pipe, line) :]
+
+    def _close(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+        if self._first is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._first.wait(FIRST_S)
+            self._first = None
+
+
+def _interpreter() -> str:
+    if not sys.executable:
+        raise OSError(errno.ENOENT, "it is not known where Python is")
+    return sys.executable
+
+
+def agent_for(
+    run: str, levels: Sequence[Level], options: Options, log: BackgroundLog
+) -> Agent | None:
+    """An agent, not started yet, if the levels of the run want one."""
+    first = levels[0]
+    if not (isinstance(first, Memory) and first.agent and len(levels) > 1):
+        return None
+
+    def orders(pidfd: int) -> Orders:
+        return Orders(
+            trainer=os.getpid(),
+            pidfd=pidfd,
+            path=_module_path(),
+            run=run,
+            levels=levels,
+            backend=options.backend_choice,
+            queue_depth=options.depth,
+            buffer_bytes=options.buffer_size,
+        )
+
+    return Agent(orders, log)
+
+
+def _module_path() -> list[str]:
+    """Where this process finds modules, for one in another directory."""
+    here = str(Path(__file__).resolve().parents[2])
+    found = [os.path.abspath(each) for each in sys.path if isinstance(each, str)]
+    return [*found, here]
+
+
+def _own_pidfd() -> int:
+    """What tells the end of this process, and of no other that is given its number later."""
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(os.getpid())
+    # A Python that was built with old headers does not have it.
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = int(libc.syscall(_PIDFD_OPEN, os.getpid(), 0))
+    if found < 0:
+        raise OSError(ctypes.get_errno(), "pidfd_open")
+    return found

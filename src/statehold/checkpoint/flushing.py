@@ -1,0 +1,65 @@
+"""Flushing: the newest step goes to every level, on all ranks, within one time for all of it.
+
+    wait for what is under way -> look where files are, on several hosts
+    -> meet: rank 0 says which levels lack the step -> copy, wait
+
+Holds: where there is a time, no rank is here for longer, whatever the others do. Flushes meet under
+numbers of their own, so that a rank that has missed one shifts nothing.
+Not here: a copy (levels/promoting), the last save of a process that leaves: its own commit sends it
+to all levels.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from statehold.ranks.agreeing import Meeting, together
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.levels.promoting import Promotions
+    from statehold.ranks.peers import Peers
+
+__all__ = ["Countdown", "flush"]
+
+# What is kept of the time for telling the others that this rank waited in vain.
+MEETING_SHARE = 0.2
+MEETING_S_MAX = 10.0
+
+
+class Countdown:
+    """How much is left of so many seconds; None of None."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._until = None if seconds is None else time.monotonic() + seconds
+
+    def __call__(self, less_s: float = 0.0) -> float | None:
+        if self._until is None:
+            return None
+        return max(0.0, self._until - less_s - time.monotonic())
+
+
+def flush(
+    peers: Peers | None,
+    wait_idle: Callable[[float | None], None],
+    look: Callable[[Meeting], None],
+    promotions: Promotions,
+    number: int,
+    timeout_s: float | None,
+    meet_s: float | None = None,
+) -> None:
+    """Bring the newest step to all levels. All ranks, with the same `number`, new each time.
+
+    meet_s: how long to wait for ranks that may not come; None: as long as ever. Two meetings: one
+    that has come to the first and gone is missing at the second.
+    """
+    left = Countdown(timeout_s)
+    if meet_s is not None:
+        wait_idle(left())  # which ends on all ranks at about the same time
+    kept_s = min(MEETING_SHARE * (timeout_s or 0.0), MEETING_S_MAX) if peers else 0.0
+    numbered = 3 * number
+    together(peers, lambda: wait_idle(left(kept_s)), Meeting("flush", numbered, meet_s or left()))
+    look(Meeting("flush", numbered + 1, meet_s or left()))
+    promotions.catch_up(Meeting("flush", numbered + 2, meet_s or left()))
+    promotions.wait(left())

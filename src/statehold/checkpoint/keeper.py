@@ -1,0 +1,209 @@
+"""Keeps what a Checkpointer has opened until it has ended, whatever becomes of the Checkpointer.
+
+    close()                    ends it: on the keeper's thread, while the caller waits
+    the last reference goes    the same in the background: accepted saves are committed, and the
+                               run's lock, threads and memory are given back
+    the program ends           waits for it (ending)
+
+Holds: a save that was accepted is finished although its Checkpointer is gone; the gate stays before
+the updates until it is staged. Ctrl-C while close() waits ends the copies to other levels, and all
+else is still given back. Dropping a Checkpointer takes no lock and starts no thread: that can
+happen inside any allocation, on any thread.
+A later Checkpointer of the run in this process waits for one that was dropped. It also gets the run
+from one that only a reference cycle, or the traceback of an old error, keeps alive.
+Not here: what is given back, and in which order (opened).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from statehold.observe.background_log import BackgroundLog
+from statehold.process.ending import forget, remember
+from statehold.process.holders import is_only_in_tracebacks
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.save.gate import Gate
+    from statehold.ranks.preemption import Leaving
+
+__all__ = ["Keeper", "make_way", "others_of", "wait_for_dropped"]
+
+
+class Kept(Protocol):
+    """What a keeper keeps: a session."""
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether a save, or another change of the run, was asked for."""
+
+    def stop_copies(self) -> None:
+        """Let copies to other levels end unfinished. Returns at once."""
+
+    def close(self, *, flush: bool, alike: bool = True) -> None:
+        """End it, and give everything back."""
+
+
+K = TypeVar("K", bound=Kept)
+
+_keepers: list[Keeper[Any]] = []  # one operation at a time is atomic
+
+
+class Keeper(Generic[K]):
+    """Ends `opened` once. `owner`: the Checkpointer that has it, as long as it is alive."""
+
+    def __init__(self, run: str, opened: K, gate: Gate, owner: weakref.ref[Any]) -> None:
+        self.run = os.path.realpath(run)
+        self.leaving: Leaving | None = None
+        self.is_dropped = False
+        self._opened: K | None = opened
+        self._gate: Gate | None = gate  # None once it has ended
+        self._owner = owner
+        self._log = BackgroundLog()
+        self._pid = os.getpid()
+        self._error: BaseException | None = None
+        self._asked: SimpleQueue[Callable[[K], None]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="statehold-keeper", daemon=True)
+        _keepers.append(self)
+        try:
+            self._thread.start()
+        except BaseException:
+            _keepers.remove(self)
+            raise
+        remember(self)
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a fork, which has neither the threads nor the lock."""
+        return os.getpid() == self._pid
+
+    def close(self, end: Callable[[K], None]) -> None:
+        """Have `end` done, and wait; raises what it raises. Only the first call counts."""
+        self._asked.put(end)
+        try:
+            self._thread.join()
+        except BaseException:  # Ctrl-C: no patience for copies; a second one does not wait
+            opened = self._opened
+            if opened is not None:
+                opened.stop_copies()
+            self._thread.join()
+            raise
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def drop(self) -> None:
+        """End it in the background. Called by a finalizer, on any thread."""
+        if not self.is_ours:
+            return
+        self.is_dropped = True
+        self._asked.put(_end_dropped)
+
+    def wait(self) -> None:
+        """Return once it has ended."""
+        self._thread.join()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._opened is None
+
+    def has(self, opened: Kept) -> bool:
+        """Whether it keeps this."""
+        return self._opened is opened
+
+    def is_left_behind(self) -> bool:
+        """Whether nobody can use its Checkpointer any more, which is alive all the same."""
+        return is_only_in_tracebacks(self._owner)
+
+    def take(self) -> None:
+        """End it, though its Checkpointer is alive: that raises ClosedError from now on."""
+        self.drop()
+        owner = self._owner()
+        if owner is not None:
+            owner._taken_over()
+
+    def _end(self) -> None:
+        """The program ends; a Checkpointer that is alive closes itself."""
+        if self.is_dropped and self.is_ours:
+            self._thread.join()
+
+    def _serve(self) -> None:
+        end = self._asked.get()
+        opened = self._opened
+        assert opened is not None
+        try:
+            if self.is_dropped:
+                self._prepare_to_end(opened)
+            end(opened)
+        except BaseException as error:
+            self._error = error
+            if self.is_dropped:
+                self._log.error("%s: could not end a dropped Checkpointer\n%s", self.run, error)
+        finally:
+            if self.is_dropped and self._gate is not None:
+                self._gate.retire()
+            # The finalizer holds this object for as long as the Checkpointer lives. The gate knows
+            # saves, and the error of one knows functions that have the Checkpointer.
+            self._gate = self._opened = None
+            del opened, end
+            _keepers.remove(self)
+            forget(self)
+
+    def _prepare_to_end(self, opened: K) -> None:
+        if opened.has_saved:
+            self._log.info(
+                "%s: a Checkpointer was dropped without close(); its saves are finished in the "
+                "background", self.run,
+            )  # fmt: skip
+        if self.leaving is not None:
+            self.leaving.part()
+
+
+def _end_dropped(opened: Kept) -> None:
+    opened.close(flush=True, alike=False)
+
+
+def wait_for_dropped(run: str) -> None:
+    """Wait for Checkpointers of the run that were dropped."""
+    for each in _of_run(run):
+        if each.is_dropped:
+            each.wait()
+
+
+def others_of(run: str, taker: Kept) -> list[Keeper[Any]]:
+    """What else in this process has the run open, or is still ending."""
+    return [each for each in _of_run(run) if not each.has(taker)]
+
+
+def make_way(others: list[Keeper[Any]]) -> bool:
+    """End those that nobody can use any more, and wait for them; whether any has ended. One may end
+    by itself at any time, so `others` is asked for before the run is found to be busy."""
+    if not others:
+        return False
+    gc.collect()
+    ending = [each for each in others if each.is_dropped or each.has_ended]
+    for each in others:
+        if each not in ending and each.is_left_behind():
+            each.take()
+            ending.append(each)
+    for each in ending:
+        each.wait()
+    return bool(ending)
+
+
+def _of_run(run: str) -> list[Keeper[Any]]:
+    path = os.path.realpath(run)
+    return [each for each in list(_keepers) if each.is_ours and each.run == path]
+
+
+def _forget_all() -> None:
+    """In a fork."""
+    _keepers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,53 @@
+"""Whether the ranks of a job were given the same levels, and what differs if not.
+
+All of them go through the levels together, by name and in order; who has others would be waited for
+in vain. Where a level is, and how fast it may be written, may differ from host to host.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from statehold.errors import UsageError
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.levels.specs import Level
+
+__all__ = ["ROUND", "check_same", "described"]
+
+ROUND = "levels"
+_OF_HOST = {"path", "url", "options", "bytes_per_s"}
+
+
+def described(levels: Sequence[Level]) -> str:
+    """What has to be the same on all ranks."""
+    told = []
+    for level in levels:
+        fields = {name: each for name, each in asdict(level).items() if name not in _OF_HOST}
+        told.append({"kind": type(level).__name__, **fields})
+    return json.dumps(told, default=str)
+
+
+def check_same(levels: Sequence[Level], of_rank_0: str) -> None:
+    """Raises UsageError where these levels, of another rank, are not those of rank 0."""
+    found = _difference(json.loads(described(levels)), json.loads(of_rank_0))
+    if found is not None:
+        raise UsageError(
+            "the levels of this rank are not those of rank 0",
+            facts={"difference": found},
+            hint="give all ranks of a job the same levels",
+        )
+
+
+def _difference(mine: list[dict[str, object]], first: list[dict[str, object]]) -> str | None:
+    if len(mine) != len(first):
+        return f"{len(mine)} levels, and rank 0 has {len(first)}"
+    for at, (each, expected) in enumerate(zip(mine, first, strict=True)):
+        for field in {**expected, **each}:
+            if each.get(field) != expected.get(field):
+                values = f"{each.get(field)!r}, on rank 0 {expected.get(field)!r}"
+                return f"level {at + 1} ({expected['name']}): {field} is {values}"
+    return None

@@ -1,0 +1,417 @@
+"""One rank's part of a committed step, copied from one place to another and verified on the way.
+
+Owns: what a part is (data files, cut into segments with checksums, and documents), and the two ways
+a data file travels: through the engine into a file, or as a sequence of blocks to whoever takes
+them. Both read block by block: memory does not grow with the file. The ranks that copy a step may
+be more or fewer than those that saved it: together they copy all of it, each file once.
+Holds: a copy that differs from what was committed in one byte ends with ChecksumError, before the
+step is published there. Nothing is unpacked: the same files and documents are at every level.
+Not here: which step goes where and when (promoting), the commit of the target (store, objects).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from statehold import _core
+from statehold.errors import ChecksumError, CorruptionError, StateholdError, StorageError
+from statehold.format.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry
+from statehold.format.manifest import Manifest, record_name
+from statehold.format.record import Record
+from statehold.format.saved import MANIFEST_NAME, read_record
+from statehold.layout.plan import pieces
+
+if TYPE_CHECKING:
+    from statehold._core import Engine, Fill, WriteJob
+    from statehold.checkpoint.telemetry.copies import CopyWatch
+
+__all__ = [
+    "Copied",
+    "Copy",
+    "DataFile",
+    "Part",
+    "Readable",
+    "Source",
+    "blocks",
+    "part_of",
+    "viewed_blocks",
+    "write_copy",
+]
+
+BLOCK_BYTES = 16 << 20
+_FLAG_EXTERNAL = 2
+_SUM_DIGITS = 16
+
+
+class Readable(Protocol):
+    """An open data file."""
+
+    def read_into(self, memory: memoryview, offset: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Source(Protocol):
+    """Where steps, or the files of one, can be read: documents, and data files."""
+
+    def read_file(self, path: str, max_bytes: int) -> bytes: ...
+    def open_read(self, path: str) -> Readable: ...
+
+
+@runtime_checkable
+class Viewing(Protocol):
+    """A source whose files may be memory of this host."""
+
+    def open_view(self, path: str, nbytes: int, /) -> _core.File: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The bytes [begin, end) of a file; they belong to tensor `name`, or to the header ("")."""
+
+    begin: int
+    end: int
+    sums: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A data file of a step; its spans tile it, the header first."""
+
+    name: str
+    bytes: int
+    block_bytes: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank has to copy of a step: data files, and records (name, content), if it has some.
+    `manifest` is the same on all ranks."""
+
+    files: tuple[DataFile, ...]
+    records: tuple[tuple[str, bytes], ...]
+    manifest: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A rank's part on its way from `source`, where its files are by their names, to a place, as
+    `step` and `attempt` there. before: called with a number of bytes ahead of moving them; it may
+    wait, or raise. seen: is told of each file."""
+
+    step: int
+    attempt: str | None
+    part: Part
+    source: Source
+    before: Callable[[int], None]
+    seen: CopyWatch
+
+    @contextlib.contextmanager
+    def blocks(self, file: DataFile) -> Iterator[Iterator[memoryview]]:
+        """A data file of the part, block by block and verified, while it is copied: from where it
+        lies, where that is memory, else as blocks() has it."""
+        with contextlib.ExitStack() as opened:
+            view = self._view(file)
+            if view is None:
+                yield blocks(file, opened.enter_context(self.opened(file)))
+                return
+            opened.callback(view.close)
+            opened.enter_context(self.seen.file(file.name, file.bytes))
+            yield viewed_blocks(file, view)
+
+    def _view(self, file: DataFile) -> _core.File | None:
+        if isinstance(self.source, Viewing):
+            # It may not be in memory, or be damaged: whoever reads it instead finds out.
+            with contextlib.suppress(StorageError, CorruptionError):
+                return self.source.open_view(file.name, file.bytes)
+        return None
+
+    @contextlib.contextmanager
+    def opened(self, file: DataFile) -> Iterator[Readable]:
+        """A data file of the part, where it comes from, while it is copied."""
+        found = self.source.open_read(file.name)
+        try:
+            with self.seen.file(file.name, file.bytes):
+                yield _Seen(found, self.seen)
+        finally:
+            found.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A source that says how long it was read."""
+
+    source: Readable
+    seen: CopyWatch
+
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        self.seen.reading(lambda: self.source.read_into(memory, offset))
+
+    def close(self) -> None:
+        self.source.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A manifest as it was committed elsewhere."""
+
+    step: int
+    raw: bytes
+
+    def encode(self) -> bytes:
+        return self.raw
+
+
+def part_of(source: Source, where: str, share: Callable[[int], Collection[int]]) -> Part:
+    """What a rank has to copy of a step: what those wrote whom `share` names, told how many did.
+    where: the directory of the step, for messages. Raises as reading a step does."""
+    raw = source.read_file(MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+    manifest = Manifest.decode(raw, f"{where}/{MANIFEST_NAME}")
+    if isinstance(manifest, Manifest):
+        chunks = {name: entry.chunks for name, entry in manifest.tensors.items()}
+        files = _data_files(manifest.files, chunks, manifest.block_bytes)
+        return Part(files if 0 in share(1) else (), (), raw)
+    files, records = (), []
+    for writer in share(manifest.world_size):
+        documents: dict[str, bytes] = {}
+
+        def read(path: str, max_bytes: int, kept: dict[str, bytes] = documents) -> bytes:
+            name = path.rpartition("/")[2]
+            return kept.setdefault(name, source.read_file(name, max_bytes))
+
+        record: Record = read_record(read, where, manifest, writer)
+        files += _data_files(record.files, dict(record.chunks), record.block_bytes)
+        name = record_name(writer, manifest.world_size)
+        records.append((name, documents[name]))
+    return Part(files, tuple(records), raw)
+
+
+def _data_files(
+    entries: Sequence[FileEntry], chunks: dict[str, tuple[Chunk, ...]], block_bytes: int
+) -> tuple[DataFile, ...]:
+    spans = [[Span(0, entry.data_begin, entry.header_sums, "")] for entry in entries]
+    for name, found in chunks.items():
+        for chunk in found:
+            spans[chunk.file].append(Span(chunk.begin, chunk.end, chunk.sums, name))
+    return tuple(
+        DataFile(entry.name, entry.bytes, block_bytes, tuple(sorted(each, key=_order)))
+        for entry, each in zip(entries, spans, strict=True)
+    )
+
+
+def _order(span: Span) -> tuple[int, int]:
+    return span.begin, span.end
+
+
+# -- through the engine ----------------------------------------------------------------------------
+
+
+def write_copy(
+    engine: Engine,
+    file: DataFile,
+    source: Readable,
+    target: _core.File,
+    before: Callable[[int], None],
+    there: Readable | None = None,
+) -> None:
+    """D1 and D2 of a data file: copy it from `source` into `target`, durably.
+
+    before: called with a number of bytes ahead of copying them; it may wait, or raise to stop.
+    there: `target`, opened for reading, if an earlier copy has left it: what it has is verified and
+    left alone, block by block.
+    """
+    left = Left(file, there) if there is not None else None
+    before(file.spans[0].end)
+    header = bytearray(file.spans[0].end)
+    source.read_into(memoryview(header), 0)
+    job = _start(engine, file, bytes(header))
+    try:
+        job.attach(target)
+        while (fill := job.next_fill(None)) is not None:
+            with _given_back(job, fill) as told:
+                begin, end, at = _extent(file, fill)
+                before(end - begin)
+                memory = fill.view[at : at + end - begin]
+                # The first block also has the header, of which the engine takes care.
+                told.is_there = not at and left is not None and left.read_into(memory, begin)
+                if not told.is_there:
+                    source.read_into(memory, begin)
+        job.wait_written(None)
+        _compare(file, job.checksums())
+        job.finish()
+    finally:
+        job.cancel()
+
+
+def _start(engine: Engine, file: DataFile, header: bytes) -> WriteJob:
+    data = file.spans[1:]
+    return engine.write(
+        file_bytes=file.bytes,
+        block_bytes=file.block_bytes,
+        begins=array("q", [span.begin for span in data]),
+        sizes=array("q", [span.end - span.begin for span in data]),
+        addresses=array("Q", [0] * len(data)),
+        flags=bytes([_FLAG_EXTERNAL] * len(data)),
+        strided={},
+        header=header,
+        owner=None,  # all of it comes through fills
+    )
+
+
+@dataclass(slots=True)
+class Told:
+    """What is said of a buffer when it is given back."""
+
+    is_there: bool = False
+
+
+@contextlib.contextmanager
+def _given_back(job: WriteJob, fill: Fill) -> Iterator[Told]:
+    told = Told()
+    try:
+        yield told
+    except BaseException:
+        job.cancel()
+        raise
+    finally:
+        job.filled(fill, is_there=told.is_there)
+
+
+def _extent(file: DataFile, fill: Fill) -> tuple[int, int, int]:
+    """The range of the file that a buffer wants, and where in the buffer it begins. The data of a
+    file has no gaps, so the pieces of a buffer are one range."""
+    first, last = fill.pieces[0], fill.pieces[-1]
+    begin = file.spans[first[0]].begin + first[1]
+    end = file.spans[last[0]].begin + last[1] + last[3]
+    return begin, end, first[2]
+
+
+def _compare(file: DataFile, sums: bytes) -> None:
+    """The engine's checksums of all pieces, in file order, against the committed ones."""
+    got = array("Q", sums)
+    at = 0
+    for span in file.spans:
+        for begin, end, expected in _expected(file, span):
+            if got[at] != expected:
+                raise _mismatch(file, span, (begin, end), expected, got[at])
+            at += 1
+
+
+def _expected(file: DataFile, span: Span) -> Iterator[tuple[int, int, int]]:
+    """(begin, end, checksum) of each piece of a span."""
+    cuts = pieces(span.begin, span.end - span.begin, file.block_bytes)
+    for i, (begin, end) in enumerate(cuts):
+        yield begin, end, int(span.sums[_SUM_DIGITS * i : _SUM_DIGITS * (i + 1)], 16)
+
+
+def _mismatch(
+    file: DataFile, span: Span, where: tuple[int, int], expected: int, got: int
+) -> ChecksumError:
+    return ChecksumError(
+        "bytes do not match their checksum while they are copied to another level",
+        facts={
+            "tensor": span.name or "none: the header of the file",
+            "file": file.name,
+            "bytes": f"[{where[0]}, {where[1]})",
+            "xxh3-64": f"expected {expected:016x}, got {got:016x}",
+        },
+    )
+
+
+class Left:
+    """What an earlier copy has left of a file. Not trusted: a block counts if every piece of it has
+    its checksum."""
+
+    def __init__(self, file: DataFile, there: Readable) -> None:
+        self._there = there
+        self._sums = {
+            begin: (end, expected)
+            for span in file.spans
+            for begin, end, expected in _expected(file, span)
+        }
+
+    def read_into(self, memory: memoryview, begin: int) -> bool:
+        """Read what is there from `begin` on; False if it is not what it should be."""
+        try:
+            self._there.read_into(memory, begin)
+        except StateholdError:  # cut, or not readable: there is a source
+            return False
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        at = begin
+        while at < begin + len(memory):
+            end, expected = self._sums.get(at, (at, 0))
+            if not at < end <= begin + len(memory):
+                return False
+            if _core.hash_memory(address + at - begin, end - at) != expected:
+                return False
+            at = end
+        return True
+
+
+# -- as blocks -------------------------------------------------------------------------------------
+
+
+def blocks(file: DataFile, source: Readable) -> Iterator[memoryview]:
+    """The file, block by block and verified; a block is valid until the next is asked for two
+    times, so that one can be sent while the next one is read."""
+    memories = [bytearray(min(BLOCK_BYTES, file.bytes)) for _ in range(2)]
+    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
+    for number, (begin, end, cuts) in enumerate(_verified_by(file)):
+        block = memoryview(memories[number % 2])[: end - begin]
+        source.read_into(block, begin)
+        _verify(file, addresses[number % 2] - begin, cuts)
+        yield block
+
+
+def viewed_blocks(file: DataFile, view: _core.File) -> Iterator[memoryview]:
+    """blocks(), of a file that is memory: read-only, verified in place, and valid for ever.
+
+    A block is sent some time after it was verified, from the same memory: nothing may change it in
+    between. Nothing of ours does: a committed file is never written, and one that was retired or
+    replaced is not overwritten as long as anybody, here or in another process, has it mapped
+    (Store, Fs.can_reuse); the view is such a mapping, and whoever sends a block holds the view.
+    What a stranger changes in that moment arrives as damage, and is found by whoever reads it
+    there, like damage that comes later.
+    """
+    memory, address = view.view, view.address
+    for begin, end, cuts in _verified_by(file):
+        _verify(file, address, cuts)
+        yield memory[begin:end]
+
+
+Cut = tuple[Span, int, int, int]
+
+
+def _verified_by(file: DataFile) -> Iterator[tuple[int, int, list[Cut]]]:
+    """(begin, end) of each block, and what verifies it: (span, begin, end, checksum) of the pieces
+    that end in it, which is where they begin, too: blocks are whole pieces."""
+    cuts = [
+        (span, begin, end, expected)
+        for span in file.spans
+        for begin, end, expected in _expected(file, span)
+    ]
+    at = 0
+    for begin in range(0, file.bytes, BLOCK_BYTES):
+        end = min(begin + BLOCK_BYTES, file.bytes)
+        first = at
+        while at < len(cuts) and cuts[at][2] <= end:
+            at += 1
+        yield begin, end, cuts[first:at]
+
+
+def _verify(file: DataFile, address: int, cuts: Sequence[Cut]) -> None:
+    """Compare pieces with their checksums; `address` is that of the file's first byte."""
+    for span, begin, end, expected in cuts:
+        got = _core.hash_memory(address + begin, end - begin)
+        if got != expected:
+            raise _mismatch(file, span, (begin, end), expected, got)

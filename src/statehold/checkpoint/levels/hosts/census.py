@@ -1,0 +1,213 @@
+"""Where the files of a step are, on a level that lies on several hosts: which steps are whole.
+
+    own      what ranks of a host have saved, in its own store
+    copies   what it holds of what other hosts have saved, in a store beside it
+
+Pure. Holds: a step counts when each file that its manifest names lies in some host's committed
+directory, under the same manifest everywhere; anything else is no step. All ranks come to the same
+plan of who copies what, each by itself, because all know the same of where the files are.
+Not here: how the ranks tell each other (meeting), reading (views).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from statehold.format.saved import MANIFEST_NAME
+from statehold.layout.layout import Ranks
+
+__all__ = [
+    "Holder",
+    "Holding",
+    "Placed",
+    "holds_file",
+    "lacking_hosts",
+    "settled",
+    "together",
+    "writer_of",
+]
+
+_WRITTEN = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})[.-].*", re.DOTALL)
+
+
+def writer_of(name: str) -> tuple[int, int] | None:
+    """(rank, world size) of who wrote a file of a step; None for its manifest, and all else."""
+    match = _WRITTEN.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Files in the directory of a step on one host: those of the ranks `writers`. manifest: whether
+    the manifest there is that of the step; it may be damaged."""
+
+    host: int
+    is_copy: bool
+    writers: Ranks
+    manifest: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A committed directory, as its host has found it. manifest: sha256 of the manifest, "" for one
+    that cannot be read; created: as the manifest says, "" likewise."""
+
+    step: int
+    is_copy: bool
+    manifest: str
+    created: str
+    world_size: int
+    writers: Ranks
+
+    def document(self) -> list[Any]:
+        return [self.step, self.is_copy, self.manifest, self.created, self.world_size,
+                self.writers.ranges]  # fmt: skip
+
+    @classmethod
+    def of(cls, document: Sequence[Any]) -> Holding:
+        step, is_copy, manifest, created, world_size, ranges = document
+        return cls(step, is_copy, manifest, created, world_size, _ranks(ranges))
+
+    @classmethod
+    def seen(
+        cls, step: int, is_copy: bool, names: Iterable[str], manifest: tuple[str, str]
+    ) -> Holding:
+        """names: the files of the directory; manifest: (sha256, created)."""
+        found = [writer for writer in map(writer_of, names) if writer]
+        world_size = max((world for _, world in found), default=1)
+        writers = Ranks.of({rank for rank, world in found if world == world_size})
+        return cls(step, is_copy, manifest[0], manifest[1], world_size, writers)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where the files of a step are: `holders`, those that have their own first."""
+
+    world_size: int
+    holders: tuple[Holder, ...]
+
+    def document(self) -> list[Any]:
+        each = [[at.host, at.is_copy, at.writers.ranges, at.manifest] for at in self.holders]
+        return [self.world_size, each]
+
+    @classmethod
+    def of(cls, document: Sequence[Any]) -> Placed:
+        world_size, holders = document
+        return cls(world_size, tuple(Holder(h, c, _ranks(w), m) for h, c, w, m in holders))
+
+    @cached_property
+    def hosts(self) -> list[list[int]]:
+        """For each writer, the hosts that have its files, its own first."""
+        found: list[list[int]] = [[] for _ in range(self.world_size)]
+        for holder in self.holders:
+            for first, last in holder.writers.ranges:
+                for writer in range(first, last + 1):
+                    if holder.host not in found[writer]:
+                        found[writer].append(holder.host)
+        return found
+
+    def with_copies(self, copies: Mapping[int, Iterable[int]]) -> Placed:
+        """The same, with what hosts hold as copies now; what they held before is among it."""
+        kept = [at for at in self.holders if not (at.is_copy and at.host in copies)]
+        more = [Holder(host, True, Ranks.of(writers)) for host, writers in copies.items()]
+        return Placed(self.world_size, (*kept, *more))
+
+    def copied_to(self, host: int) -> set[int]:
+        """The writers of which `host` holds copies."""
+        return {
+            writer
+            for holder in self.holders
+            if holder.is_copy and holder.host == host
+            for first, last in holder.writers.ranges
+            for writer in range(first, last + 1)
+        }
+
+
+def lacking_hosts(having: Sequence[int], hosts: int, copies: int) -> list[int]:
+    """The hosts that are to get a copy of what the hosts `having` have: those after the first of
+    them, around, until there are `copies` besides one."""
+    wanted = min(copies + 1, hosts) - len(having)
+    around = ((having[0] + distance) % hosts for distance in range(1, hosts))
+    return [host for host in around if host not in having][: max(0, wanted)]
+
+
+def settled(
+    told: Iterable[tuple[int, Holding]],
+) -> tuple[dict[int, Placed], dict[int, Ranks]]:
+    """From (host, what it has): the steps that are whole, and of all others the missing writers."""
+    by_step: dict[int, list[tuple[int, Holding]]] = {}
+    for host, holding in told:
+        by_step.setdefault(holding.step, []).append((host, holding))
+    whole: dict[int, Placed] = {}
+    missing: dict[int, Ranks] = {}
+    for step, found in by_step.items():
+        saves = _saves(found)
+        best = max(saves, key=lambda save: save[0])
+        if best[0][0]:
+            whole[step] = best[1]
+        else:
+            missing[step] = _missing(best[1])
+    return whole, missing
+
+
+def together(told: Mapping[str, Sequence[tuple[int, Holding]]]) -> dict[str, dict[int, Placed]]:
+    """Of each level, by name, what it has of the steps that are whole at none, and over all of them
+    whole: one host may have lost its memory, and another one its disk."""
+    at = [(name, host, holding) for name, each in told.items() for host, holding in each]
+    whole, _ = settled((index, holding) for index, (_, _, holding) in enumerate(at))
+    alone = {step for each in told.values() for step in settled(each)[0]}
+    found: dict[str, dict[int, Placed]] = {name: {} for name in told}
+    for step in whole.keys() - alone:
+        for name, mine in found.items():
+            holders = tuple(
+                replace(holder, host=at[holder.host][1])
+                for holder in whole[step].holders
+                if at[holder.host][0] == name
+            )
+            if holders:
+                mine[step] = Placed(whole[step].world_size, holders)
+    return found
+
+
+def _saves(found: Sequence[tuple[int, Holding]]) -> list[tuple[tuple[bool, bool, str], Placed]]:
+    """The saves of a step of which there is something, with what speaks for each: it is whole;
+    without copies; it is the younger one."""
+    saves = []
+    for manifest in sorted({held.manifest for _, held in found} - {""}) or [""]:
+        world_size = max(held.world_size for _, held in found if held.manifest == manifest)
+        # A damaged manifest takes nothing from the files beside it: they have checksums.
+        here = [
+            (host, held)
+            for host, held in found
+            if held.manifest == manifest or (not held.manifest and held.world_size == world_size)
+        ]
+        holders = [
+            Holder(host, held.is_copy, held.writers, held.manifest == manifest)
+            for host, held in sorted(here, key=lambda each: (each[1].is_copy, each[0]))
+        ]
+        placed = Placed(world_size, tuple(holders))
+        own = Placed(world_size, tuple(each for each in holders if not each.is_copy))
+        created = max(held.created for _, held in here)
+        saves.append(((not _missing(placed).ranges, not _missing(own).ranges, created), placed))
+    return saves
+
+
+def _missing(placed: Placed) -> Ranks:
+    there = Ranks.union(holder.writers for holder in placed.holders)
+    return Ranks.of(rank for rank in range(placed.world_size) if rank not in there)
+
+
+def _ranks(ranges: Sequence[Sequence[int]]) -> Ranks:
+    return Ranks(tuple((first, last) for first, last in ranges))
+
+
+def holds_file(holder: Holder, name: str) -> bool:
+    """Whether a file of a step should be there."""
+    if name == MANIFEST_NAME:
+        return holder.manifest
+    writer = writer_of(name)
+    return writer is not None and writer[0] in holder.writers

@@ -1,0 +1,307 @@
+"""The hosts of a job, for levels that each of them has for itself: one meeting of all ranks.
+
+    meet     once: who sees the same files, who leads there, how each host is reached; and a census
+    census   again: which steps are whole over all hosts, and where their files are
+
+A host is where ranks see the same files of a level; the lowest rank there leads: it commits,
+retires and clears for all of them, and serves their files to other hosts. Host i has its copies on
+hosts i+1, i+2, ... around.
+Holds: no rank asks another one about its files: each leader tells rank 0, which tells all. The
+meeting waits for all ranks, so it is in no call of save(): it is on the commit thread, or in what
+all ranks call together. What it decides is the same on all, also for a rank that comes again.
+Not here: what is done with it (place), how files come (serving, remote).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from statehold.checkpoint.levels.hosts.census import Holding, Placed, settled, together
+from statehold.checkpoint.levels.hosts.place import Host, HostPlace
+from statehold.checkpoint.levels.hosts.remote import RemoteFiles
+from statehold.checkpoint.levels.hosts.serving import FileServer
+from statehold.checkpoint.levels.memory import SHARED_MEMORY
+from statehold.checkpoint.levels.near_files import NearFiles
+from statehold.errors import PeerFailedError, StateholdError, UsageError
+from statehold.layout.layout import Ranks
+from statehold.ranks.agreeing import Meeting
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.levels.hosts.views import FarSource, Nearby
+    from statehold.ranks.peers import Peers
+
+__all__ = ["Exchange", "Hosts", "HttpExchange"]
+
+logger = logging.getLogger("statehold")
+
+_MEETING = "hosts"
+CENSUS = Meeting("census")
+
+
+class Exchange(Protocol):
+    """How files get from host to host."""
+
+    def serve(self, places: Sequence[HostPlace]) -> tuple[str, str]:
+        """Serve the files of these levels, and of the copies beside them; (address, secret)."""
+
+    def reach(self, address: str, secret: str, place: str) -> FarSource:
+        """A level of the host that serves at `address`."""
+
+    def near(self, place: HostPlace) -> Nearby:
+        """Where files of a level that lie on other hosts are brought to be read."""
+
+    def stop(self) -> None:
+        """Serve no longer."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class HttpExchange:
+    """Over HTTP, between the processes of the job; `address`: of this host (serving). Files come
+    near in memory, or where there is no room in the directory `run`."""
+
+    def __init__(self, run: str, address: str | None = None) -> None:
+        self._run = run
+        self._address = address
+        self._server: FileServer | None = None
+        self._reached: list[RemoteFiles] = []
+
+    def serve(self, places: Sequence[HostPlace]) -> tuple[str, str]:
+        if self._server is None:
+            stores = [(place.name, place.store) for place in places]
+            stores += [(place.copies.name, place.copies.store) for place in places]
+            server = FileServer({name: store.root for name, store in stores}, self._address)
+            server.start()
+            self._server = server
+        return self._server.address, self._server.secret
+
+    def reach(self, address: str, secret: str, place: str) -> FarSource:
+        self._reached.append(RemoteFiles(address, secret, place))
+        return self._reached[-1]
+
+    def near(self, place: HostPlace) -> Nearby:
+        return NearFiles((SHARED_MEMORY, self._run))
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def close(self) -> None:
+        self.stop()
+        for each in self._reached:
+            each.close()
+
+
+class Hosts:
+    """The hosts, as one rank sees them. Thread-safe."""
+
+    def __init__(
+        self, places: Sequence[HostPlace], peers: Peers | None, exchange: Exchange
+    ) -> None:
+        self._places = places
+        self._peers = peers
+        self._exchange = exchange
+        self._guard = threading.Lock()
+        self._has_met = not places or peers is None
+        if peers is None:
+            only = Host(socket.gethostname(), (0,), {})
+            for place in places:
+                place.met((only,), 0, 0, exchange.near(place))
+        self._learned = False
+        self._tries = 0
+        if peers is None:
+            for place in places:
+                _say_missing(place, 1)
+
+    def meet(self) -> None:
+        """Meet the other ranks, if that has not been; raises on all of them if it fails on one."""
+        with self._guard:
+            if not self._has_met and self._peers is not None:
+                self._meet(self._peers)
+                self._has_met = self._learned = True
+
+    def give_up(self, error: StateholdError) -> None:
+        """This rank will not come to the meeting now: end it for all, where others may wait."""
+        with self._guard:
+            if self._peers is not None and not self._learned:
+                self._peers.fail(self._tries, error, _MEETING)
+                self._tries += 1
+
+    @property
+    def are_asked(self) -> bool:
+        """Whether there is a level that a host may have for itself."""
+        return bool(self._places)
+
+    def census(self, meeting: Meeting = CENSUS) -> None:
+        """All ranks together, with no save under way: see again which steps are whole. Nothing to
+        do on one host."""
+        self.meet()
+        apart = [place for place in self._places if place.is_apart]
+        if not apart or self._peers is None:
+            return
+        note = {place.name: place.holdings() for place in apart if place.leads}
+
+        def decide(told: Sequence[bytes]) -> bytes:
+            notes = [json.loads(each) for each in told]
+            told_of = {place.name: _told(place, notes) for place in apart}
+            return json.dumps(_settled(told_of, set(told_of))).encode()
+
+        found = json.loads(meeting.of(self._peers, json.dumps(note).encode(), decide))
+        for place in apart:
+            _take(place, found[place.name])
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether a level lies on several hosts, as far as is known."""
+        return any(place.is_apart for place in self._places)
+
+    def close(self) -> None:
+        self._exchange.close()
+
+    # -- the meeting -----------------------------------------------------------------------
+
+    def _meet(self, peers: Peers) -> None:
+        note = json.dumps(self._note()).encode()
+        try:
+            outcome = peers.agree(_MEETING, note, self._decide, self._tries)
+        except StateholdError:
+            # One that has ended is not met again; one whose end was missed is still to be heard.
+            if peers.has_ended(_MEETING, self._tries):
+                self._tries += 1
+            raise
+        levels, found = json.loads(outcome)
+        for place in self._places:
+            self._learn(place, levels[place.name], peers.rank)
+            _take(place, found[place.name])
+        if not any(place.is_apart and place.leads for place in self._places):
+            self._exchange.stop()
+
+    def _note(self) -> dict[str, Any]:
+        """What this rank tells the others: itself, and what lies on its host."""
+        note: dict[str, Any] = {"name": socket.gethostname(), "levels": {}}
+        for place in self._places:
+            told = {"identity": place.identity(), "holdings": place.holdings()}
+            note["levels"][place.name] = told
+        try:
+            note["address"], note["secret"] = self._exchange.serve(self._places)
+        except StateholdError as error:  # matters where there is another host
+            note["error"] = str(error)
+        return note
+
+    def _decide(self, told: Sequence[bytes]) -> bytes:
+        notes = [json.loads(each) for each in told]
+        levels = {place.name: _leaders(place, notes) for place in self._places}
+        hosts = {place.name: _hosts(place, notes, levels[place.name]) for place in self._places}
+        found = _settled(
+            {
+                name: _holdings(notes[ranks[0]]["levels"][name]["holdings"] for ranks in there)
+                for name, there in levels.items()
+            },
+            {name for name, there in levels.items() if len(there) > 1},
+        )
+        return json.dumps([hosts, found]).encode()
+
+    def _learn(self, place: HostPlace, told: Sequence[Sequence[Any]], rank: int) -> None:
+        mine, hosts = 0, []
+        for index, (name, address, secret, ranges) in enumerate(told):
+            ranks = tuple(each for first, last in ranges for each in range(first, last + 1))
+            files: dict[str, FarSource] = {}
+            if rank in ranks:
+                mine = index
+            elif len(told) > 1:
+                names = (place.name, place.copies.name)
+                files = {each: self._exchange.reach(address, secret, each) for each in names}
+            hosts.append(Host(name, ranks, files))
+        place.met(hosts, mine, rank, self._exchange.near(place))
+        if rank == 0:
+            _say_missing(place, len(hosts))
+
+
+def _say_missing(place: HostPlace, hosts: int) -> None:
+    """A warning, where there are fewer hosts than copies need."""
+    if place.wanted_copies >= hosts:
+        there = f"there are {hosts} hosts" if hosts > 1 else "this process is alone"
+        logger.warning(
+            "level %s: %d copies on other hosts were asked for, and %s: it has %d",
+            place.name, place.wanted_copies, there, hosts - 1,
+        )  # fmt: skip
+
+
+def _leaders(place: HostPlace, notes: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Rank 0: the ranks of each host of a level; the first of them leads there."""
+    ranks: dict[str, list[int]] = {}
+    for rank, note in enumerate(notes):
+        ranks.setdefault(note["levels"][place.name]["identity"], []).append(rank)
+    return list(ranks.values())
+
+
+def _hosts(
+    place: HostPlace, notes: Sequence[Mapping[str, Any]], there: Sequence[Sequence[int]]
+) -> list[list[Any]]:
+    """Rank 0: the hosts of a level, as all ranks are told of them."""
+    leaders = [notes[ranks[0]] for ranks in there]
+    if len(leaders) > 1 and place.store.keep == 1:
+        shown = sorted({leader["name"] for leader in leaders})[:8]
+        raise UsageError(
+            "a level that lies on several hosts keeps at least 2 steps",
+            facts={"level": place.name, "got": "keep=1", "hosts": ", ".join(shown)},
+        )
+    for ranks in there:
+        if len(leaders) > 1 and "error" in notes[ranks[0]]:
+            raise PeerFailedError(ranks[0], notes[ranks[0]]["error"])
+    names = [leader["name"] for leader in leaders]
+    return [
+        [
+            # Containers may all be called alike, and what they have is told apart by their names.
+            name if names.count(name) == 1 else f"{name} of rank {ranks[0]}",
+            leader.get("address"),
+            leader.get("secret"),
+            Ranks.of(ranks).ranges,
+        ]
+        for name, leader, ranks in zip(names, leaders, there, strict=True)
+    ]
+
+
+Told = list[tuple[int, Holding]]  # a host, and a directory that it has
+
+
+def _told(place: HostPlace, notes: Sequence[Mapping[str, Any]]) -> Told:
+    """Rank 0: what the ranks that lead at a level have told of it."""
+    return _holdings(notes[host.ranks[0]].get(place.name) or [] for host in place.hosts)
+
+
+def _holdings(by_host: Iterable[Sequence[Sequence[Any]]]) -> Told:
+    return [
+        (host, Holding.of(document))
+        for host, documents in enumerate(by_host)
+        for document in documents
+    ]
+
+
+def _settled(told: Mapping[str, Told], apart: Collection[str]) -> dict[str, Any]:
+    """Rank 0: for each level which steps are whole, and what it has of those that are whole only
+    over all levels of several hosts, `apart`."""
+    joint = together({name: told[name] for name in apart})
+    found = {}
+    for name, each in told.items():
+        whole, missing = settled(each)
+        found[name] = {
+            "whole": [[step, placed.document()] for step, placed in whole.items()],
+            "joint": [[step, placed.document()] for step, placed in joint.get(name, {}).items()],
+            "missing": [[step, ranks.ranges] for step, ranks in missing.items()],
+        }
+    return found
+
+
+def _take(place: HostPlace, found: Mapping[str, Any]) -> None:
+    place.take_census(
+        {step: Placed.of(document) for step, document in found["whole"]},
+        {step: Placed.of(document) for step, document in found["joint"]},
+        {step: Ranks(tuple(map(tuple, ranges))) for step, ranges in found["missing"]},
+    )

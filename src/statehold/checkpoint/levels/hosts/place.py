@@ -1,0 +1,387 @@
+"""A level that each host has for itself: all hosts together have its steps.
+
+    HostPlace     what the ranks of a host have saved, or copied from a nearer level
+    CopiesPlace   what a host holds of the steps of other hosts, so that the loss of one is survived
+
+Owns: for one level, what this rank knows of the hosts and of where files are; who copies what from
+here, or to here. Until the ranks have met (hosts) it knows of its own host alone.
+Holds: on one host it is a DirectoryPlace like any other, with the same cost. A step that not all
+hosts have published is no step: it is not offered, and is removed when a later one is there.
+Not here: the meeting (meeting), which steps are whole (census), commits in two rounds (rounds).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from statehold.checkpoint.levels.hosts.census import Holder, Holding, Placed, lacking_hosts, settled
+from statehold.checkpoint.levels.hosts.views import (
+    Far,
+    FarSource,
+    Near,
+    Nearby,
+    Reach,
+    Scattered,
+    View,
+)
+from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace
+from statehold.checkpoint.store.order import check_newest
+from statehold.errors import StateholdError, StorageError
+from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.manifest import Manifest
+from statehold.format.saved import MANIFEST_NAME
+from statehold.layout.layout import Ranks
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+    from statehold.checkpoint.levels.copying import Copy, Source
+    from statehold.checkpoint.store.store import Store
+
+__all__ = ["COPIES_SUFFIX", "CopiesAt", "CopiesPlace", "Host", "HostPlace"]
+
+# After the directory of the level.
+COPIES_SUFFIX = "-copies"
+
+logger = logging.getLogger("statehold")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host as others see it: its ranks, the first of which leads there, and how its files are
+    reached (`files`: place name -> source); empty for this one."""
+
+    name: str
+    ranks: tuple[int, ...]
+    files: Mapping[str, FarSource]
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesAt:
+    """Where copies of other hosts' files lie, and on how many hosts (`wanted`) there are to be."""
+
+    store: Store
+    engine: CopyEngine
+    wanted: int
+
+
+class HostPlace(DirectoryPlace):
+    """A level of which each host has a part. Thread-safe.
+
+    copies: those of other hosts' files that this one keeps.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: Store,
+        called: str,
+        fs: Fs,
+        engine: CopyEngine,
+        *,
+        copies: CopiesAt,
+        yields: bool = False,
+        takes_copies: bool = True,
+    ) -> None:
+        super().__init__(name, store, called, fs, engine, yields=yields, takes_copies=takes_copies)
+        self.wanted_copies = copies.wanted
+        self.hosts: tuple[Host, ...] = ()
+        self.mine = 0
+        self.copies = CopiesPlace(self, copies, f"{called}{COPIES_SUFFIX}", fs, yields=yields)
+        self._near: Nearby | None = None
+        self._knowing = threading.Lock()
+        self._placed: dict[int, Placed] = {}  # what is whole, as far as this rank knows
+        self._committed: set[int] = set()  # of it, by this job
+        self._seen: dict[int, Placed] = {}  # what was whole at the last census, the same on all
+        self._told: set[int] = set()
+
+    # -- what is known ---------------------------------------------------------------------
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether there are several hosts, of which each has a part of this level."""
+        return len(self.hosts) > 1
+
+    def met(self, hosts: Sequence[Host], mine: int, rank: int, near: Nearby) -> None:
+        """The ranks have met: these hosts have the level, this is the mine-th of them. near: where
+        files of other hosts lie while they are read."""
+        self.hosts, self.mine, self._near = tuple(hosts), mine, near
+        if hosts[mine].ranks[0] == rank and not self.store.leads:
+            self.lead()
+            self.copies.lead()
+
+    def take_census(
+        self,
+        found: Mapping[int, Placed],
+        joint: Mapping[int, Placed],
+        missing: Mapping[int, Ranks],
+    ) -> None:
+        """Over all hosts these steps are whole; these with other levels, enough to restore them; of
+        those files are missing. One that is committed meanwhile may be too late for the census."""
+        with self._knowing:
+            late = {step: self._placed[step] for step in self._committed - set(found)}
+            if not self._seen and not late:
+                self._warn({step: missing[step] for step in missing.keys() - joint.keys()})
+            self._seen, self._placed = {**joint, **found}, {**found, **late}
+
+    def _warn(self, missing: Mapping[int, Ranks]) -> None:
+        for step, ranks in missing.items():
+            if step not in self._told:
+                self._told.add(step)
+                logger.warning(
+                    "step %d is not whole at level %s: files of rank %s are on no host of this job",
+                    step, self.name, ranks,
+                )  # fmt: skip
+
+    def holdings(self) -> list[list[Any]]:
+        """What lies on this host, for a census; nothing where it cannot be read."""
+        try:
+            return [holding.document() for holding in self._holdings(identified=True)]
+        except StorageError as error:
+            logger.warning("level %s cannot be read: passed over\n%s", self.name, error)
+            return []
+
+    def _holdings(self, *, identified: bool) -> list[Holding]:
+        """What lies here; `identified`: with the manifests of it, which have to be read."""
+        found = []
+        for is_copy, store in ((False, self.store), (True, self.copies.store)):
+            for step in store.steps():
+                manifest = _manifest_of(store, step) if identified else ("", "")
+                names = store.names(step)
+                if names is not None:  # else it was retired meanwhile
+                    found.append(Holding.seen(step, is_copy, names, manifest))
+        return found
+
+    def placed(self, step: int) -> Placed | None:
+        """Where the files of a step are, if it is whole."""
+        return self.known().get(step)
+
+    def known(self) -> dict[int, Placed]:
+        """The steps that are whole, and where their files are."""
+        if self.is_apart:
+            with self._knowing:
+                return dict(self._placed)
+        # Alone on one host, there is one directory of each step.
+        holdings = self._holdings(identified=bool(self.copies.store.steps()))
+        found, missing = settled((self.mine, holding) for holding in holdings)
+        if self.hosts:  # else other hosts may have the rest
+            self._warn(missing)
+        return found
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        return sorted(self.known())
+
+    def check_order(self, step: int, newest: int | None, *, may_be_away: bool = False) -> None:
+        if not self.is_apart:
+            super().check_order(step, newest, may_be_away=may_be_away)
+            return
+        check_newest(self.store.root, step, (newest, *self.known()), self.known)
+
+    def views(self) -> list[View]:
+        """What this host has, and what others have, nearest first; as of the last census."""
+        return self._views(self._seen if self.is_apart else self.known())
+
+    def _views(self, placed: Mapping[int, Placed]) -> list[View]:
+        hosts = range(len(self.hosts) or 1)
+        around = sorted(hosts, key=lambda host: (host - self.mine) % len(hosts))
+        return [
+            View(self._called_at(host, is_copy), host, is_copy, placed, self._reach(host, is_copy))
+            for host in around
+            for is_copy in (False, True)
+        ]
+
+    def _called_at(self, host: int, is_copy: bool) -> str:
+        name = self.copies.name if is_copy else self.name
+        return name if host == self.mine else f"{name} of host {self.hosts[host].name}"
+
+    def _reach(self, host: int, is_copy: bool) -> Reach:
+        if host == self.mine or self._near is None:
+            return Near(self._fs, self.copies.store if is_copy else self.store)
+        place = self.copies.name if is_copy else self.name
+        return Far(self.hosts[host].files[place], self._near)
+
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
+        return self.source(step).read_file(name, max_bytes)
+
+    def source(self, step: int) -> Source:
+        if not self.is_apart:
+            return super().source(step)
+        return Scattered(step, self._views(self.known()))
+
+    # -- copies from here ------------------------------------------------------------------
+
+    def carriers(self, step: int, saved: int, ranks: int) -> list[int]:
+        placed = self.placed(step) if self.is_apart else None
+        if placed is None:
+            return super().carriers(step, saved, ranks)
+        return [self._carrier(writer, hosts[0], ranks) for writer, hosts in enumerate(placed.hosts)]
+
+    def _carrier(self, writer: int, host: int, ranks: int) -> int:
+        """Who copies what `writer` wrote from a host: the same rank if it is still there."""
+        there = self.hosts[host].ranks
+        return writer if writer in there else there[writer % len(there)]
+
+    # -- committing ------------------------------------------------------------------------
+
+    def prepare(self, token: str | None) -> None:
+        super().prepare(token)
+        if self.copies.takes_steps or self.copies.store.steps():  # of an earlier job, perhaps
+            self.copies.prepare(token)
+
+    def landed(self, step: int, carriers: Sequence[int]) -> None:
+        at = {rank: host for host, each in enumerate(self.hosts) for rank in each.ranks}
+        writers: list[list[int]] = [[] for _ in self.hosts]
+        for writer, rank in enumerate(carriers):
+            writers[at[rank]].append(writer)
+        own = [Holder(host, False, Ranks.of(each)) for host, each in enumerate(writers)]
+        with self._knowing:
+            # What is older than the newest `keep`, and than the newest that is copied, is retired
+            # everywhere, now or soon; what is newer was whole nowhere.
+            known = sorted(each for each in self._placed if each < step)
+            kept = set(known[-(self.store.keep - 1) :] if self.store.keep else known)
+            safe = self.copies.newest_of(self._placed)
+            self._placed = {each: self._placed[each] for each in known if each in {*kept, safe}}
+            self._placed[step] = Placed(len(carriers), tuple(own))
+            self._committed = self._committed.intersection(self._placed) | {step}
+        self._remove_halves(lambda each: each > step)
+
+    def copied(self, step: int, copies: Mapping[int, Sequence[int]]) -> None:
+        """Hosts hold these copies now."""
+        with self._knowing:
+            if step in self._placed:
+                self._placed[step] = self._placed[step].with_copies(copies)
+
+    def retain(self) -> None:
+        newest = max(self.known(), default=-1) if self.is_apart else -1
+        self._remove_halves(lambda each: each < newest)  # a newer one may just be on its way
+        # What survives the loss of a host is kept until something newer does.
+        safe = self.copies.newest_of(self.known())
+        self.store.retain(but_for=safe)
+        if self.copies.is_prepared:
+            self.copies.store.retain(but_for=safe)
+
+    def _remove_halves(self, which: Callable[[int], bool]) -> None:
+        """Of what is known to be no step; it takes the place of one that is."""
+        if not (self.is_apart and self.leads):
+            return
+        stores = [each.store for each in (self, self.copies) if each.is_prepared]
+        try:
+            for store in stores:
+                there = [step for step in store.steps() if which(step)]
+                store.give_up(set(there) - set(self.known()))
+        except StorageError as error:  # the next save tries again
+            logger.warning("level %s keeps what is no step\n%s", self.name, error)
+
+    def rewind(self, step: int) -> list[int]:
+        given_up = set(super().rewind(step))
+        if self.copies.is_prepared:
+            given_up |= set(self.copies.store.rewind(step))
+        return sorted(given_up)
+
+    def quarantine(self, step: int) -> str:
+        if self.copies.is_prepared:
+            store = self.copies.store
+            store.give_up(each for each in store.steps() if each == step)
+        return super().quarantine(step)
+
+    def forget(self, steps: Collection[int]) -> None:
+        with self._knowing:
+            self._placed = {each: at for each, at in self._placed.items() if each not in steps}
+            self._committed.difference_update(steps)
+
+    def close(self) -> None:
+        if self._near is not None:
+            self._near.close()
+        try:
+            self.copies.close()
+        finally:
+            super().close()
+
+
+class CopiesPlace(DirectoryPlace):
+    """The copies that the hosts of a level keep for each other, as a level to copy to. A step is
+    here when the loss of as many hosts as wanted is survived."""
+
+    def __init__(
+        self, level: HostPlace, at: CopiesAt, called: str, fs: Fs, *, yields: bool
+    ) -> None:
+        super().__init__(f"{level.name}.copies", at.store, called, fs, at.engine, yields=yields)
+        self._level = level
+        self._planned: dict[int, list[int]] = {}
+
+    @property
+    def is_apart(self) -> bool:
+        return self._level.is_apart
+
+    @property
+    def takes_steps(self) -> bool:
+        return self._level.is_apart and self._level.wanted_copies > 0
+
+    def steps(self) -> list[int]:
+        if not self.takes_steps:
+            return []
+        return self._whole(self._level.known())
+
+    def newest_of(self, placed: Mapping[int, Placed]) -> int | None:
+        """The newest of these steps that survives the loss of hosts."""
+        return max(self._whole(placed), default=None) if self.takes_steps else None
+
+    def _whole(self, placed: Mapping[int, Placed]) -> list[int]:
+        return [step for step in sorted(placed) if not self._lacking(placed[step].hosts)]
+
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
+        return self._level.read(step, name, max_bytes)
+
+    def share(self, step: int, carriers: Sequence[int], rank: int) -> list[int]:
+        """The writers of which this rank copies the files here. All ranks plan alike."""
+        placed = self._level.placed(step)
+        hosts = self._level.hosts
+        at = {each: host for host, there in enumerate(hosts) for each in there.ranks}
+        having = placed.hosts if placed else [[at[carrier]] for carrier in carriers]
+        self._planned = {
+            host: sorted({*writers, *(placed.copied_to(host) if placed else ())})
+            for host, writers in self._lacking(having).items()
+        }
+        mine = self._planned.get(self._level.mine, [])
+        there = hosts[self._level.mine].ranks
+        return mine[there.index(rank) :: len(there)]
+
+    def _lacking(self, having: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+        """host -> the writers of which it is to get copies."""
+        found: dict[int, list[int]] = {}
+        hosts, copies = len(self._level.hosts), self._level.wanted_copies
+        for writer, each in enumerate(having):
+            for host in lacking_hosts(each, hosts, copies):
+                found.setdefault(host, []).append(writer)
+        return found
+
+    def take(self, copy: Copy) -> None:
+        if self._level.mine in self._planned:
+            super().take(copy)
+
+    def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
+        if self._level.mine in self._planned:
+            super().commit(step, attempt, manifest)
+
+    def landed(self, step: int, carriers: Sequence[int]) -> None:
+        self._level.copied(step, self._planned)
+
+    def retain(self) -> None:
+        self._level.retain()
+
+
+def _manifest_of(store: Store, step: int) -> tuple[str, str]:
+    """(sha256, created) of the manifest of a committed step; nothing where it cannot be read, which
+    whoever opens the step finds out."""
+    try:
+        raw = store.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+        created = Manifest.decode(raw, MANIFEST_NAME).created
+    except StateholdError:
+        return "", ""
+    return hashlib.sha256(raw).hexdigest(), created

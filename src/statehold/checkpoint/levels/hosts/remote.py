@@ -1,0 +1,238 @@
+"""Files of committed steps that lie on another host, read from the server of a rank there.
+
+Owns: what is asked of that server (serving), on which connections, and what failures are called.
+Holds: a request ends within `deadline_s` with all of what was asked for, or a named error, whatever
+the other end does; a large read is many requests, each of PART_BYTES at most. A request whose
+connection breaks is made once more, on a new one. The secret is in no error and no repr.
+Not here: whether the bytes are right (copying, the engine), which host to ask (place).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+from statehold.checkpoint.levels.hosts.wire import Head, Wire, WireError
+from statehold.errors import (
+    StateholdError,
+    StorageError,
+    TruncatedFileError,
+    UnavailableError,
+    storage_error,
+)
+from statehold.io.objects.parallel import Parallel, Target
+
+__all__ = ["RemoteFiles"]
+
+DEADLINE_S = 60.0
+PART_BYTES = 8 << 20
+CONNECTIONS = 4  # of one large read, and kept for the next
+_CONTENT_RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18})")
+
+T = TypeVar("T")
+
+
+class RemoteFiles:
+    """The steps of `place` on the host that serves at `address`. Paths are "STEP/NAME". A `Source`
+    of copies. Thread-safe; connects at the first use."""
+
+    def __init__(
+        self, address: str, secret: str, place: str, *, deadline_s: float = DEADLINE_S
+    ) -> None:
+        self.url = f"http://{address}/{place}"
+        self._address = _parts(address)
+        self._place = place
+        self._fields = {"Host": address, "Authorization": f"Bearer {secret}"}
+        self._deadline_s = deadline_s
+        self._guard = threading.Lock()
+        self._pid = os.getpid()
+        self._idle: list[Wire] = []
+        self._parallel = Parallel(CONNECTIONS, "statehold-remote")
+
+    def __repr__(self) -> str:
+        return f"RemoteFiles({self.url!r})"
+
+    def read_file(self, path: str, max_bytes: int) -> bytes:
+        """All of a file of at most `max_bytes`."""
+
+        def read(wire: Wire, until: float) -> bytes:
+            _, nbytes = self._ask(wire, path, until)
+            if nbytes > max_bytes:
+                facts = {"expected": f"at most {max_bytes} bytes", "got": f"{nbytes} bytes"}
+                where = f"{self.url}/{path}"
+                raise StorageError("cannot read", errno=errno.EFBIG, path=where, facts=facts)
+            memory = bytearray(nbytes)
+            wire.read_into(memoryview(memory), until)
+            return bytes(memory)
+
+        return self._request("read", path, read)
+
+    def open_read(self, path: str) -> RemoteFile:
+        """A file, to be read in any order; nothing is asked of the host before it is."""
+        return RemoteFile(self, path)
+
+    def fetch(self, path: str, targets: Sequence[Target]) -> None:
+        """Fill memory with ranges of a file, over several connections."""
+        self._parallel.move(targets, PART_BYTES, partial(self._fetch_part, path))
+
+    def close(self) -> None:
+        """End connections and threads; the next use makes new ones."""
+        self._parallel.close()
+        with self._guard:
+            idle, self._idle = self._idle, []
+        for wire in idle:
+            wire.close()
+
+    # -- what is asked ---------------------------------------------------------------------
+
+    def _fetch_part(self, path: str, begin: int, target: memoryview) -> None:
+        self._request(
+            "read", path, lambda wire, until: self._read(wire, path, begin, target, until)
+        )
+
+    def _read(self, wire: Wire, path: str, begin: int, target: memoryview, until: float) -> None:
+        end = begin + len(target)
+        asked = {"Range": f"bytes={begin}-{end - 1}"}
+        head, nbytes = self._ask(wire, path, until, asked)
+        match = _CONTENT_RANGE.fullmatch(head.fields.get("content-range", ""))
+        if match is None or match[1] is None:
+            raise WireError("no range, where one was asked for")
+        if (int(match[1]), int(match[2]) + 1) != (begin, end) or nbytes != len(target):
+            raise WireError("another range than was asked for")
+        wire.read_into(target, until)
+
+    def _ask(
+        self, wire: Wire, path: str, until: float, fields: Mapping[str, str] = {}
+    ) -> tuple[Head, int]:
+        """The head of the answer, and how long its body is."""
+        request = Head(("GET", f"/{self._place}/{path}", "HTTP/1.1"), {**self._fields, **fields})
+        wire.send(request.encode(), until)
+        head = wire.head(until)
+        if len(head.words) < 2 or head.words[0] != "HTTP/1.1":
+            raise WireError("no answer of HTTP/1.1")
+        if head.words[1] != ("206" if "Range" in fields else "200"):
+            raise self._refusal(head, path)
+        if "content-length" not in head.fields:
+            raise WireError("a body without a length")
+        return head, head.body_bytes
+
+    def _refusal(self, head: Head, path: str) -> StateholdError:
+        """The error for an answer that is not what was asked for."""
+        status, where = head.words[1], f"{self.url}/{path}"
+        if status == "404":
+            return storage_error("read from another host", errno.ENOENT, where)
+        if status == "416":
+            match = _CONTENT_RANGE.fullmatch(head.fields.get("content-range", ""))
+            facts = {"file": where, "ends at": f"{match[3]} bytes" if match else "another place"}
+            return TruncatedFileError("a file ends before the bytes it should hold", facts=facts)
+        if status in ("401", "403"):
+            return storage_error("read from another host", errno.EACCES, where)
+        if status in ("500", "503"):
+            return _unavailable("read from another host", errno.EIO, where)
+        return self._garbage("read", path, f"the answer {status}")
+
+    # -- connections -----------------------------------------------------------------------
+
+    def _request(self, operation: str, path: str, ask: Callable[[Wire, float], T]) -> T:
+        """What `ask` makes of a connection, within the deadline; failures by their names."""
+        where = f"{self.url}/{path}"
+        until = time.monotonic() + self._deadline_s
+        try:
+            return self._twice(ask, until)
+        except StateholdError:
+            raise
+        except WireError as error:
+            raise self._garbage(operation, path, str(error)) from None
+        except TimeoutError:
+            raise _unavailable(operation, errno.ETIMEDOUT, where) from None
+        except EOFError:
+            raise _unavailable(operation, errno.ECONNRESET, where) from None
+        except OSError as error:
+            raise _unavailable(operation, error.errno or errno.EIO, where) from None
+
+    def _twice(self, ask: Callable[[Wire, float], T], until: float) -> T:
+        wire = self._take() or self._connected(until)
+        try:
+            return self._on(wire, ask, until)
+        except (EOFError, ConnectionError):  # it was kept for too long, or is lost just now
+            return self._on(self._connected(until), ask, until)
+
+    def _on(self, wire: Wire, ask: Callable[[Wire, float], T], until: float) -> T:
+        try:
+            answer = ask(wire, until)
+        except BaseException as error:
+            # After a refusal without a body, the connection is as good as before.
+            if isinstance(error, TruncatedFileError) or _is_absent(error):
+                self._keep(wire)
+            else:
+                wire.close()
+            raise
+        self._keep(wire)
+        return answer
+
+    def _connected(self, until: float) -> Wire:
+        left = max(0.001, until - time.monotonic())
+        return Wire(socket.create_connection(self._address, timeout=left))
+
+    def _take(self) -> Wire | None:
+        """A connection that is open already, if it still is."""
+        with self._guard:
+            if self._pid != os.getpid():  # they are the parent's
+                self._pid, self._idle = os.getpid(), []
+            while self._idle:
+                wire = self._idle.pop()
+                if wire.is_quiet:
+                    return wire
+                wire.close()
+        return None
+
+    def _keep(self, wire: Wire) -> None:
+        with self._guard:
+            if len(self._idle) < CONNECTIONS and wire.is_quiet:
+                self._idle.append(wire)
+                return
+        wire.close()
+
+    def _garbage(self, operation: str, path: str, what: str) -> StorageError:
+        return StorageError(
+            f"cannot {operation}",
+            errno=errno.EPROTO,
+            path=f"{self.url}/{path}",
+            facts={"got": what},
+            hint="what answers there is no host of this job, or runs another version of statehold",
+        )
+
+
+class RemoteFile:
+    """A `Readable` of copies."""
+
+    def __init__(self, files: RemoteFiles, path: str) -> None:
+        self._files = files
+        self._path = path
+
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        self._files.fetch(self._path, [(offset, memory)])
+
+    def close(self) -> None:
+        """Connections belong to all files of a host."""
+
+
+def _is_absent(error: BaseException) -> bool:
+    return isinstance(error, StorageError) and error.errno == errno.ENOENT
+
+
+def _unavailable(operation: str, number: int, where: str) -> UnavailableError:
+    hint = "the host, or the process of the rank there, may be gone"
+    return UnavailableError(f"cannot {operation}", errno=number, path=where, hint=hint)
+
+
+def _parts(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

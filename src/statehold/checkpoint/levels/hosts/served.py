@@ -1,0 +1,88 @@
+"""Which files a host serves to others: those of committed steps, below the roots that it was given.
+
+    /PLACE/step-000000000100/NAME
+
+Owns: what a path means, and how it is opened.
+Holds: a path is matched as it came, nothing in it is decoded: what these patterns do not know is
+not there. Each part is opened below the one before it, and no link is followed. A file that is open
+here is not overwritten by a save (Store); one that was retired before is found under no name.
+Not here: who may ask, and how it is sent (serving).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+
+from statehold.checkpoint.store.object_names import is_file_name
+from statehold.checkpoint.store.replacing import REPLACED
+from statehold.checkpoint.store.store import step_of
+from statehold.errors import UsageError
+
+__all__ = ["Served", "UnreadableError"]
+
+_PLACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # the latter two: a link
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO has no reader to wait
+
+
+class UnreadableError(Exception):
+    """It is there, as far as one can tell, but the storage refuses it now."""
+
+
+class Served:
+    """The committed steps of the directories `roots`, by the names of their places."""
+
+    def __init__(self, roots: Mapping[str, str]) -> None:
+        for place in roots:
+            if _PLACE.fullmatch(place) is None:
+                raise UsageError("no name for a place", facts={"got": repr(place)[:80]})
+        self._roots = {place: os.path.realpath(root) for place, root in roots.items()}
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[tuple[int, int]]:
+        """(descriptor, bytes) of a file. Raises FileNotFoundError for whatever is not one, and
+        UnreadableError."""
+        match path.split("/"):
+            case ["", place, step, name] if (
+                place in self._roots and step_of(step) is not None and is_file_name(name)
+            ):
+                with self._opened(place, step) as folder, _open(name, _FILE, folder) as descriptor:
+                    found = os.fstat(descriptor)
+                    if not stat.S_ISREG(found.st_mode):
+                        raise FileNotFoundError
+                    yield descriptor, found.st_size
+            case _:
+                raise FileNotFoundError
+
+    @contextmanager
+    def _opened(self, place: str, step: str) -> Iterator[int]:
+        with _open(self._roots[place], _FOLDER) as root, ExitStack() as opened:
+            yield _standing(step, root, opened)
+
+
+def _standing(step: str, root: int, opened: ExitStack) -> int:
+    """The directory of a step: while it is being replaced, it has another name for a moment."""
+    for name in (step, step + REPLACED):
+        with suppress(FileNotFoundError):
+            return opened.enter_context(_open(name, _FOLDER, root))
+    return opened.enter_context(_open(step, _FOLDER, root))
+
+
+@contextmanager
+def _open(path: str, flags: int, folder: int | None = None) -> Iterator[int]:
+    try:
+        descriptor = os.open(path, flags, dir_fd=folder)
+    except OSError as error:
+        if error.errno in _ABSENT:
+            raise FileNotFoundError from None
+        raise UnreadableError(os.strerror(error.errno or 0)) from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

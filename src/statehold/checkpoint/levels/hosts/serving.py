@@ -1,0 +1,252 @@
+"""The steps that lie on this host, for the other hosts of the job: a server in each rank's process.
+
+    GET /PLACE/STEP/NAME      Authorization: Bearer SECRET, and a Range if not all of it
+
+Owns: the port, the connections, and who may ask.
+Holds: read-only; whoever does not say the secret, which this job's board alone tells, learns
+nothing and is hung up on. Not encrypted: the network is trusted as far as torch.distributed trusts
+it. At most CONNECTIONS_MAX connections, the one that has been silent for longest goes first; none
+is silent for ever. Its threads keep no process from ending, and a fork of the process does not
+answer, nor hold the port.
+Not here: which files there are (served), the protocol on a connection (wire), the client (remote).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from statehold.checkpoint.levels.hosts.served import Served, UnreadableError
+from statehold.checkpoint.levels.hosts.wire import Head, Wire, WireError
+from statehold.errors import UsageError
+from statehold.process.forks import forget_in_children
+
+__all__ = ["FileServer", "reachable_address"]
+
+logger = logging.getLogger("statehold")
+
+CONNECTIONS_MAX = 64
+FIRST_S = 10.0  # until the first request of a connection is there
+IDLE_S = 120.0  # until the next one is, or until the other end has taken some more of an answer
+ROOM_S = 0.25  # how long a new connection waits for a place before a silent one goes for it
+_ELSEWHERE = "192.0.2.1"  # of RFC 5737: nobody's
+_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
+
+
+def reachable_address() -> str:
+    """The address of this host that the others reach: that of the way to MASTER_ADDR, where the
+    job has one.
+
+    Many hosts take their own name for one of their loopback addresses, where nobody else finds
+    them: such an answer counts only if MASTER_ADDR is one, too. Then the way out of here is asked.
+    """
+    master = os.environ.get("MASTER_ADDR", "")
+    if master == "localhost" or _is_loopback(master):
+        return master if _is_loopback(master) else "127.0.0.1"
+    for host in (master, socket.gethostname(), _ELSEWHERE):
+        with contextlib.suppress(OSError):
+            found = _way_to(host) if host else ""
+            if found and not _is_loopback(found):
+                return found
+    return "127.0.0.1"
+
+
+def _is_loopback(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(text).is_loopback
+    return False
+
+
+def _way_to(host: str) -> str:
+    """The address from which this host speaks to `host`; nothing is sent."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as way:
+        way.connect(target)
+        return str(way.getsockname()[0])
+
+
+class FileServer:
+    """Serves committed steps below `roots`, by the names of their places. `address`: of this host,
+    on the network of the others; None: reachable_address(). close() may be called twice."""
+
+    def __init__(self, roots: Mapping[str, str], address: str | None = None) -> None:
+        self._served = Served(roots)
+        self._asked = address
+        self.secret = secrets.token_hex(16)
+        self.address = ""
+        self._listener: socket.socket | None = None
+        self._guard = threading.Lock()
+        self._wires: dict[Wire, float | None] = {}  # silent since; None: it is being answered
+        self._free = threading.Semaphore(CONNECTIONS_MAX)
+
+    def start(self) -> None:
+        """Answer from now on; `address` ("host:port") is where. Raises UsageError for an address
+        that this host does not have."""
+        host = self._asked or reachable_address()
+        try:
+            self._listener = _listen(host)
+        except OSError as error:
+            raise UsageError(
+                "cannot serve files to other hosts at this address",
+                facts={"address": host, "cause": str(error)},
+                hint="address= takes an address of this host that the others reach",
+            ) from None
+        self.address = _text(self._listener.getsockname())
+        forget_in_children(self)
+        self._in_thread(self._accept, self._listener)
+
+    def close(self) -> None:
+        """Hang up, and give the port back."""
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept()
+        listener.close()
+        self._free.release()  # and who waits for a place
+        with self._guard:
+            for wire in self._wires:
+                wire.hang_up()
+
+    def forget(self) -> None:
+        """In a forked child."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+        for wire in self._wires:
+            wire.close()
+
+    def _in_thread(self, run: Callable[..., None], *args: object) -> None:
+        threading.Thread(target=run, args=args, name="statehold-files", daemon=True).start()
+
+    # -- connections -----------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connected, _ = listener.accept()
+            except OSError:
+                if self._listener is None:
+                    return
+                time.sleep(0.1)  # out of descriptors, for example: later there may be some
+                continue
+            while not self._free.acquire(timeout=ROOM_S):
+                self._drop_one()
+            self._begin(Wire(connected))
+
+    def _begin(self, wire: Wire) -> None:
+        with self._guard:
+            is_open = self._listener is not None
+            if is_open:
+                self._wires[wire] = time.monotonic()
+        try:
+            if is_open:
+                self._in_thread(self._converse, wire)
+                return
+        except RuntimeError:  # no more threads
+            logger.debug("cannot serve a connection", exc_info=True)
+        self._end(wire)
+
+    def _drop_one(self) -> None:
+        """Hang up on the connection that has been silent for longest; busy ones are waited for, and
+        what has only just connected is about to say something."""
+        newest = time.monotonic() - ROOM_S
+        with self._guard:
+            silent = {wire: since for wire, since in self._wires.items() if since is not None}
+            oldest = min(silent, key=lambda wire: silent[wire], default=None)
+            if oldest is not None and silent[oldest] <= newest:
+                oldest.hang_up()
+
+    def _end(self, wire: Wire) -> None:
+        with self._guard:
+            self._wires.pop(wire, None)
+        wire.close()
+        self._free.release()
+
+    def _mark(self, wire: Wire, silent_since: float | None) -> None:
+        with self._guard:
+            self._wires[wire] = silent_since
+
+    def _converse(self, wire: Wire) -> None:
+        """Answer the requests of one connection until it ends."""
+        patience_s = FIRST_S
+        try:
+            while True:
+                head = wire.head(time.monotonic() + patience_s)
+                self._mark(wire, None)
+                if not self._answer(wire, head):
+                    return
+                patience_s = IDLE_S
+                self._mark(wire, time.monotonic())
+        except (OSError, EOFError, WireError) as error:
+            logger.debug("a connection to the files of this host ended: %s", error)
+        finally:
+            self._end(wire)
+
+    # -- requests --------------------------------------------------------------------------
+
+    def _answer(self, wire: Wire, head: Head) -> bool:
+        """Answer a request; False: and hang up."""
+        if len(head.words) != 3 or head.words[2] != "HTTP/1.1" or head.body_bytes:
+            return _refuse(wire, "400 Bad Request", hang_up=True)
+        given = head.fields.get("authorization", "").encode()
+        if not hmac.compare_digest(given, f"Bearer {self.secret}".encode()):
+            return _refuse(wire, "403 Forbidden", hang_up=True)
+        method, path, _ = head.words
+        if method != "GET":
+            return _refuse(wire, "405 Method Not Allowed", hang_up=True)
+        try:
+            with self._served.open(path) as (descriptor, nbytes):
+                return _send_file(wire, head, descriptor, nbytes)
+        except FileNotFoundError:
+            return _refuse(wire, "404 Not Found")
+        except UnreadableError:
+            logger.warning("cannot serve a file of this host to another one", exc_info=True)
+            return _refuse(wire, "503 Service Unavailable")
+
+
+def _send_file(wire: Wire, head: Head, descriptor: int, nbytes: int) -> bool:
+    asked = head.fields.get("range")
+    match = _RANGE.fullmatch(asked) if asked is not None else None
+    if asked is not None and match is None:
+        return _refuse(wire, "400 Bad Request", hang_up=True)
+    begin, end = (int(match[1]), int(match[2]) + 1) if match else (0, nbytes)
+    if match and not begin < end <= nbytes:
+        return _refuse(wire, "416 Range Not Satisfiable", {"Content-Range": f"bytes */{nbytes}"})
+    fields = {"Content-Length": str(end - begin)}
+    if match:
+        fields["Content-Range"] = f"bytes {begin}-{end - 1}/{nbytes}"
+    _send_head(wire, "206 Partial Content" if match else "200 OK", fields)
+    wire.send_file(descriptor, begin, end, IDLE_S)
+    return True
+
+
+def _refuse(
+    wire: Wire, status: str, fields: Mapping[str, str] = {}, *, hang_up: bool = False
+) -> bool:
+    ending = {"Connection": "close"} if hang_up else {}
+    _send_head(wire, status, {"Content-Length": "0", **fields, **ending})
+    return not hang_up
+
+
+def _send_head(wire: Wire, status: str, fields: Mapping[str, str]) -> None:
+    wire.send(Head(("HTTP/1.1", status), fields).encode(), time.monotonic() + IDLE_S)
+
+
+def _listen(host: str) -> socket.socket:
+    family, *_, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server((target[0], 0), family=family, backlog=128)
+
+
+def _text(name: tuple[object, ...]) -> str:
+    host, port = str(name[0]), name[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

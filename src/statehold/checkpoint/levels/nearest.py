@@ -1,0 +1,291 @@
+"""The steps of a run over all its levels: each file is read from the nearest place that has it.
+
+Owns: which place serves which file of a step, and what happens when a copy turns out to be bad: it
+is not used again, and the next place is asked.
+Holds: nothing is believed because of where it is: documents are sealed and files checksummed, so
+files of one step may come from different places. A step is damaged when a file of it is intact
+nowhere; where a place cannot be read, nobody knows that, and its error is raised instead: a step is
+not given up for a disk that fails.
+All files of a restore are of one save of the step. A writer may save the step again, or retire it,
+meanwhile: a place that has changed since it was read is passed over, and is no damage.
+Not here: what is read of a step (reads), when the ranks try again (restoring), which save a place
+has (saves).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import Protocol
+
+from statehold.checkpoint.levels.saves import Saves, is_of_storage
+from statehold.checkpoint.store.replacing import missing_path
+from statehold.errors import (
+    CorruptionError,
+    MissingFileError,
+    StateholdError,
+    StepNotFoundError,
+    StorageError,
+    no_such_step,
+)
+from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
+
+__all__ = ["Nearest", "Next", "Readable"]
+
+logger = logging.getLogger("statehold")
+
+# A writer that cannot exchange names takes a step's name away for a moment at each new save of it.
+ELSEWHERE_MAX = 10
+
+
+class Next(IntEnum):
+    """What a restore does after a failed read. Of several ranks' answers the highest one counts."""
+
+    GIVE_UP = 0
+    OTHER_COPY = 1  # read the step again, without what was bad
+    OTHER_SAVE = 2  # read the step as another level has it, from an earlier or later save
+    ANEW = 3  # the step was saved again, or retired: look again which steps there are
+
+
+class Readable(Protocol):
+    """What is asked of a place: as of checkpoint/levels/places, where what each does is said."""
+
+    @property
+    def name(self) -> str: ...
+    def steps(self) -> list[int]: ...
+    def holds(self, step: int, name: str) -> bool: ...
+    def read(self, step: int, name: str, max_bytes: int) -> bytes: ...
+    def find(
+        self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
+    ) -> str: ...
+    def has_file(self, step: int, name: str) -> bool: ...
+    def protect(self, step: int) -> contextlib.AbstractContextManager[None]: ...
+
+
+class Nearest:
+    """All steps of a run, for one restore; `places` from the nearest on. Not thread-safe."""
+
+    def __init__(self, places: Sequence[Readable], run: str) -> None:
+        self._places = list(places)
+        self._run = run
+        self._bad: set[tuple[int, str, str]] = set()  # step, file, level
+        self._unreadable: dict[tuple[int, str], StorageError] = {}
+        self._served: dict[tuple[int, str], Readable] = {}
+        self._found: dict[str, set[int]] | None = None
+        self._unread: StorageError | None = None
+        self._unread_at = ""
+        self._told: set[str] = set()  # levels of which it was said that they cannot be read
+        self._said: set[tuple[int, str, str]] = set()  # bad copies of which it was said
+        self._elsewhere: Counter[tuple[int, str]] = Counter()  # how often a file was missing
+        self.saves = Saves()
+
+    def steps(self) -> list[int]:
+        """The steps that are committed anywhere, oldest first. A level that cannot be read is
+        passed over, but not where all others are empty: that would be no steps at all."""
+        self._found = None
+        found = sorted(set().union(*self._steps_by_place().values()))
+        if self._unread is not None and not found:
+            if self.has_copies:
+                hint = (
+                    f"steps may be at level {self._unread_at}: try again when it can be read. To "
+                    "train from the start again, use another run directory"
+                )
+                self._unread.hint = f"{self._unread.hint}; {hint}" if self._unread.hint else hint
+            raise self._unread
+        return found
+
+    @property
+    def run(self) -> str:
+        """The run directory."""
+        return self._run
+
+    def path(self, step: int) -> str:
+        """Where a step is called to be, for messages and errors: at the nearest place."""
+        return f"{self._run}/step-{step:012d}"
+
+    def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
+        """A committed step, as `rank` of `world_size` ranks sees it (None: one rank)."""
+        if step not in self.steps():
+            raise no_such_step(step, self._run, self.steps())
+
+        def read(path: str, max_bytes: int) -> bytes:
+            return self._document(step, os.path.basename(path), max_bytes)
+
+        return open_step(read, self.path(step), step, rank or 0, world_size)
+
+    def locate(
+        self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
+    ) -> str:
+        """The path from which to read `ranges` (None: all) of a data file. Files of an open step
+        may be located by several threads."""
+        for place in self._having(step, name):
+            try:
+                path = place.find(step, name, nbytes, ranges)
+            except (StorageError, CorruptionError, StepNotFoundError) as error:
+                self._passed_over(step, name, place, error)
+                continue
+            self._served[step, name] = place
+            return path
+        raise self._missing(step, name)
+
+    def served(self, step: int) -> set[str]:
+        """The names of the places from which files of a step were read."""
+        return {place.name for (of, _), place in self._served.items() if of == step}
+
+    @contextlib.contextmanager
+    def protect(self, step: int) -> Iterator[None]:
+        """Keep a step, wherever it is, while it is read."""
+        with contextlib.ExitStack() as kept:
+            for place in self._places:
+                kept.enter_context(place.protect(step))
+            yield
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a step may be at several places."""
+        return len(self._places) > 1
+
+    def after(self, step: int, error: Exception) -> Next:
+        """What to do after `error` in reading a step here.
+
+        Believes the error's fact "file", or its path; an error that names no file that was read
+        from here is none of a copy. OTHER_COPY also where the last copy is damaged and one before
+        could not be read: what is tried next then raises that.
+        """
+        self._found = None
+        if isinstance(error, StepNotFoundError) or self._has_changed(step, error):
+            return Next.ANEW
+        if self._was_elsewhere(step, error):
+            return Next.ANEW
+        if not self.has_copies or not isinstance(error, CorruptionError | StorageError):
+            return Next.GIVE_UP
+        return self._other(step, error)
+
+    def give_up_save(self, step: int) -> None:
+        """The save of a step that is open is damaged at every level: read another one."""
+        self.saves.give_up(step)
+        self._found = None
+
+    def forget(self, step: int) -> None:
+        """Begin a step anew: nothing is known of its copies."""
+        self._found = None
+        self._bad = {at for at in self._bad if at[0] != step}
+        self._unreadable = {at: why for at, why in self._unreadable.items() if at[0] != step}
+        self._served = {at: place for at, place in self._served.items() if at[0] != step}
+        self.saves.forget(step)
+
+    def _has_changed(self, step: int, error: Exception) -> bool:
+        """Whether a place that was asked for a step has another save of it now, or none."""
+        asked = {place.name for (of, _), place in self._served.items() if of == step}
+        asked |= {name for of, _, name in self._bad if of == step}
+        if not asked:  # the first document was not read
+            if is_of_storage(error):
+                return False
+            asked = {name for name, found in self._steps_by_place().items() if step in found}
+            if not asked:
+                return True
+        return any(
+            self.saves.has_changed(step, place) for place in self._places if place.name in asked
+        )
+
+    def _was_elsewhere(self, step: int, error: Exception) -> bool:
+        """Whether a file was missing that is there: its step had another name for a moment. A file
+        that is missing again and again is a bad copy."""
+        name = os.path.basename(missing_path(error) or "")
+        place = self._served.get((step, name))
+        if place is None or self._elsewhere[step, name] >= ELSEWHERE_MAX:
+            return False
+        self._elsewhere[step, name] += 1
+        return place.has_file(step, name)
+
+    def _other(self, step: int, error: CorruptionError | StorageError) -> Next:
+        """Whether another copy of the file that was bad, or another save, is left to try."""
+        path = getattr(error, "path", "") or error.facts.get("file", "")
+        name = os.path.basename(str(path))
+        place = self._served.get((step, name))
+        if place is None:
+            return Next.GIVE_UP
+        self._passed_over(step, name, place, error)
+        is_damaged = isinstance(error, CorruptionError)
+        if self._having(step, name) or (is_damaged and (step, name) in self._unreadable):
+            return Next.OTHER_COPY
+        if is_damaged and self.saves.has_another(step, self._having(step, MANIFEST_NAME)):
+            return Next.OTHER_SAVE
+        return Next.GIVE_UP
+
+    # -- places ----------------------------------------------------------------------------
+
+    def _steps_by_place(self) -> dict[str, set[int]]:
+        if self._found is None:
+            self._unread = None
+            self._found = {place.name: self._listed(place) for place in self._places}
+        return self._found
+
+    def _listed(self, place: Readable) -> set[int]:
+        try:
+            return set(place.steps())
+        except StorageError as error:
+            if place.name not in self._told:
+                logger.warning("level %s cannot be read: passed over\n%s", place.name, error)
+                self._told.add(place.name)
+            self._unread, self._unread_at = error, place.name
+            return set()
+
+    def _having(self, step: int, name: str) -> list[Readable]:
+        """The places to ask for a file of a step, the nearest first. What has to stand in for a bad
+        copy is of the save that is open."""
+        found, having = self._steps_by_place(), []
+        is_first = not self.saves.has_given_up(step)
+        for place in self._places:
+            if step not in found[place.name] or not place.holds(step, name):
+                continue
+            if (step, name, place.name) in self._bad:
+                is_first = False
+            elif is_first or name == MANIFEST_NAME or not self.saves.is_another(step, place):
+                having.append(place)
+        return having
+
+    def _document(self, step: int, name: str, max_bytes: int) -> bytes:
+        for place in self._having(step, name):
+            try:
+                if name == MANIFEST_NAME:
+                    raw = self.saves.open(step, place)
+                else:
+                    raw = place.read(step, name, max_bytes)
+            except (StorageError, CorruptionError, StepNotFoundError) as error:
+                if not self.has_copies:
+                    raise
+                self._passed_over(step, name, place, error)
+                continue
+            if raw is None:
+                continue
+            self._served[step, name] = place
+            return raw
+        raise self._missing(step, name)
+
+    def _passed_over(self, step: int, name: str, place: Readable, error: StateholdError) -> None:
+        self._bad.add((step, name, place.name))
+        self._served.pop((step, name), None)
+        if self.saves.has_changed(step, place):
+            logger.debug("step %d is another one at level %s by now\n%s", step, place.name, error)
+            return
+        if isinstance(error, StorageError) and error.errno != errno.ENOENT:
+            self._unreadable[step, name] = error
+        if (step, name, place.name) not in self._said:
+            self._said.add((step, name, place.name))
+            logger.warning(
+                "%s of step %d is not intact at level %s; other levels are tried\n%s",
+                name, step, place.name, error,
+            )  # fmt: skip
+
+    def _missing(self, step: int, name: str) -> StateholdError:
+        if (step, name) in self._unreadable:
+            return self._unreadable[step, name]
+        asked = ", ".join(place.name for place in self._places[:8])
+        facts = {"file": f"{self.path(step)}/{name}", "levels": asked}
+        return MissingFileError("a file of a step is intact nowhere", facts=facts)

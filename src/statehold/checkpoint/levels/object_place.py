@@ -1,0 +1,147 @@
+"""A level in an object store: steps go there as objects, and come near again before they are read.
+
+Owns: the names of attempts, which follow from what is copied.
+Not here: objects and their commit (store/objects), which step (promoting), the bytes (copying),
+where files lie that are brought near (near_files).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from statehold.checkpoint.levels.copying import Copy, DataFile, blocks
+from statehold.checkpoint.levels.near_files import NearFiles
+from statehold.checkpoint.levels.owners import Identity, OwnedPrefix
+from statehold.checkpoint.levels.places import Shared
+from statehold.errors import CorruptionError, MissingFileError
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.store.objects import ObjectSteps
+    from statehold.io.objects.parallel import Target
+
+__all__ = ["ObjectPlace"]
+
+
+class ObjectPlace(Shared):
+    """The steps of a run in an object store.
+
+    keep: committed steps to keep; None keeps all. leads: this rank clears and retires. near:
+    directories in which files that are read may lie for a while. identity: of the run.
+    yields: an agent opens it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        objects: ObjectSteps,
+        *,
+        keep: int | None,
+        leads: bool,
+        near: Sequence[str],
+        identity: Identity,
+        yields: bool = False,
+    ) -> None:
+        self.name = name
+        self._objects = objects
+        self._keep = keep
+        self.leads = leads
+        self._near = NearFiles(near)
+        self.owned = OwnedPrefix(name, objects, identity, leads=leads, yields=yields)
+        self._taken: tuple[int, str] | None = None  # what is being copied: step and attempt
+
+    @property
+    def takes_steps(self) -> bool:
+        return not self.owned.is_refused
+
+    def steps(self) -> list[int]:
+        found = self._objects.steps()
+        return [] if found and self.owned.is_anothers else found
+
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
+        return self._objects.read(step, name, max_bytes)
+
+    def find(
+        self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
+    ) -> str:
+        size = self._objects.size(step, name)
+        if size != nbytes:
+            raise MissingFileError(
+                "a file of a step is not in the object store as it was committed",
+                facts={"file": f"{self._objects.path(step)}/{name}",
+                       "expected": f"{nbytes} bytes", "got": size},
+            )  # fmt: skip
+
+        def fetch(targets: Sequence[Target]) -> None:
+            self._objects.fetch_ranges(step, name, targets)
+
+        return self._near.bring(step, name, nbytes, ranges, fetch)
+
+    def has_file(self, step: int, name: str) -> bool:
+        return False
+
+    def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
+        # Who reads a step that is replaced in the store is told, and asks again.
+        return self._near.reading(step)
+
+    def prepare(self, token: str | None) -> None:
+        pass  # what earlier jobs have left goes when another step comes
+
+    def take(self, copy: Copy) -> None:
+        step, attempt = copy.step, attempt_at(copy.part.manifest)
+        self.owned.claim()
+        if self.leads:
+            # Of this step other ranks may be copying a later save already.
+            self._objects.clear(but_for=step)
+        self._taken = step, attempt
+        for file in copy.part.files:
+            if self._is_there(copy, file, attempt):
+                continue
+            with copy.blocks(file) as verified:
+                self._objects.upload(step, attempt, file.name, file.bytes, verified, copy.before)
+        for name, raw in copy.part.records:
+            self._objects.upload(step, attempt, name, len(raw), [memoryview(raw)])
+
+    def _is_there(self, copy: Copy, file: DataFile, attempt: str) -> bool:
+        """Whether an earlier copy of this manifest has left the file whole. It is read to know."""
+        if not self._objects.has(copy.step, attempt, file.name, file.bytes):
+            return False
+        uploaded = self._objects.uploaded(copy.step, attempt, file.name)
+        try:
+            for block in blocks(file, uploaded):
+                copy.before(len(block))
+        except CorruptionError:
+            return False  # it is replaced
+        return True
+
+    def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
+        self._objects.publish(step, attempt_at(manifest), manifest)
+        self._taken = None
+
+    def retain(self) -> None:
+        for step in self.steps()[: -self._keep] if self._keep else ():
+            self._objects.retire(step)
+
+    def drop(self, attempt: str | None) -> None:
+        if self._taken is not None:
+            self._objects.abandon(*self._taken)
+            self._taken = None
+
+    def rewind(self, step: int) -> list[int]:
+        given_up = [newer for newer in self.steps() if newer > step]
+        for newer in given_up:
+            self._objects.retire(newer)
+        return given_up
+
+    def close(self) -> None:
+        self._near.close()
+        self._objects.close()
+
+
+def attempt_at(manifest: bytes) -> str:
+    """The attempt at the step with this manifest: the same whoever copies it, and when. So what one
+    copy has uploaded is found by the next; of a step that is saved again, nothing is."""
+    digest = hashlib.sha256(manifest).hexdigest()
+    return f"{digest[:8]}-{int(digest[8:20], 16) % 10**12}"

@@ -1,0 +1,176 @@
+"""From what a user says of the levels to places that can be read and written.
+
+Owns: where a level without a path is. Holds: no two levels are in one place.
+Not here: what a level may say (specs), what a place does (places).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX, CopiesAt, HostPlace
+from statehold.checkpoint.levels.memory import SHARED_MEMORY, memory_root
+from statehold.checkpoint.levels.object_place import ObjectPlace
+from statehold.checkpoint.levels.owners import Identity
+from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Place
+from statehold.checkpoint.levels.specs import Directory, Level, Memory, ObjectStore
+from statehold.checkpoint.store.objects import ObjectSteps
+from statehold.checkpoint.store.store import Store
+from statehold.errors import UsageError
+from statehold.io.mounts import mount_of
+from statehold.observe.once import say_once
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+__all__ = ["directory_of", "open_places", "storage_of"]
+
+_MEMORY_KINDS = ("tmpfs", "ramfs")
+
+
+def open_places(
+    levels: Sequence[Level],
+    run: str,
+    fs: Fs,
+    buffer_bytes: int,
+    *,
+    reuse: bool,
+    rank: int,
+    world_size: int,
+    yields: bool = False,
+    identity: Identity | None = None,
+) -> list[Place]:
+    """The levels of the run directory `run`, from the nearest on; nothing is made yet.
+
+    yields: an agent opens them. A trainer that wants them waits for it instead of giving up; and it
+    copies to one after the other, so that one engine is enough for all. identity: of the run.
+    """
+    only = CopyEngine(fs, buffer_bytes) if yields else None
+    places: list[Place] = []
+    roots: list[str] = []
+    for level in levels:
+        if isinstance(level, ObjectStore):
+            places.append(_in_objects(level, run, identity, leads=rank == 0, yields=yields))
+            continue
+        called = directory_of(level, run)
+        # It may be reached through links; below it, nothing is one.
+        root = os.path.realpath(called)
+        _check_own(level, root, roots)
+        store_at = partial(
+            Store,
+            fs,
+            keep=level.keep,
+            reuse=reuse,
+            rank=rank,
+            world_size=world_size,
+            mapped=isinstance(level, Memory) and fs.backend != "sim" and _is_memory(root),
+        )
+
+        if rank == 0 and not yields and fs.backend != "sim":
+            _say_no_memory(level, called, root)
+
+        def engine_of() -> CopyEngine:
+            return only or CopyEngine(fs, buffer_bytes)
+
+        if isinstance(level, Directory) and not level.per_host:
+            places.append(
+                DirectoryPlace(
+                    level.name,
+                    store_at(root),
+                    called,
+                    fs,
+                    engine_of(),
+                    yields=yields,
+                    takes_copies=bool(places),
+                )
+            )
+        else:
+            is_first = not places
+            places.append(
+                _on_hosts(
+                    level, root, called, store_at, engine_of, fs, yields=yields, is_first=is_first
+                )
+            )
+    return places
+
+
+def _on_hosts(
+    level: Level,
+    root: str,
+    called: str,
+    store_at: Callable[[str], Store],
+    engine_of: Callable[[], CopyEngine],
+    fs: Fs,
+    *,
+    yields: bool,
+    is_first: bool,
+) -> HostPlace:
+    wanted = level.copies if isinstance(level, Memory | Directory) else 0
+    copies = CopiesAt(store_at(root + COPIES_SUFFIX), engine_of(), wanted)
+    return HostPlace(
+        level.name,
+        store_at(root),
+        called,
+        fs,
+        engine_of(),
+        copies=copies,
+        yields=yields,
+        takes_copies=not is_first,
+    )
+
+
+def storage_of(levels: Sequence[Level], run: str) -> str:
+    """Where most of the bytes of a run go that need a disk: its nearest directory. That is the
+    storage whose profile counts: the memory before it has no queue, and asks for no buffers."""
+    return next((directory_of(level, run) for level in levels if isinstance(level, Directory)), run)
+
+
+def _in_objects(
+    level: ObjectStore, run: str, identity: Identity | None, *, leads: bool, yields: bool
+) -> ObjectPlace:
+    objects = ObjectSteps(level.url, options=level.options)
+    near = (SHARED_MEMORY, run)
+    return ObjectPlace(
+        level.name,
+        objects,
+        keep=level.keep,
+        leads=leads,
+        near=near,
+        identity=identity or Identity(run),
+        yields=yields,
+    )
+
+
+def _is_memory(path: str) -> bool:
+    return mount_of(path).kind in _MEMORY_KINDS
+
+
+def _say_no_memory(level: Level, called: str, root: str) -> None:
+    if isinstance(level, Memory) and level.path is not None and not _is_memory(root):
+        say_once(
+            f"level {level.name} is no memory: {called} is on {mount_of(root).kind}; saves take as "
+            "long as that takes. A path on a tmpfs, such as below /dev/shm, is memory; for a disk "
+            "there is Directory"
+        )
+
+
+def _check_own(level: Level, root: str, roots: list[str]) -> None:
+    """Steps of two levels in one directory would be each other's."""
+    if root in roots:
+        raise UsageError(
+            "two levels are in one directory",
+            facts={"level": level.name, "directory": root},
+            hint="give one of them a path of its own",
+        )
+    roots.append(root)
+
+
+def directory_of(level: Level, run: str) -> str:
+    """The directory of a level."""
+    path = level.path if isinstance(level, Directory | Memory) else None
+    if path is not None:
+        return os.path.abspath(os.fspath(path))
+    return memory_root(run) if isinstance(level, Memory) else run

@@ -1,0 +1,221 @@
+"""Whose steps these are: a run has an identity, and an object store says which run saves there.
+
+    RUN/run.json       who the run is: a random id, made when it first saves with an object store
+    PREFIX/run.json    which run saves below the URL, and where its directory was then
+
+    restore   a run that has no id yet (its directory is new, or old) may take what it finds in the
+              store, with a warning that names both. It goes on as the run it found, unless it has
+              steps of its own, or the directory of that run is still there: then it is another run.
+              A run with an id does not see the steps of another one.
+    save      what another run owns is refused; so is, from then on, what a copy of this directory,
+              or a restart elsewhere, has taken over.
+
+Holds: steps and stores from before there were ids are taken as they are. Nothing is written but by
+the rank that leads, when it saves. A path in a note is looked at, and never made.
+Not here: when it is asked (object_place, opened), requests (checkpoint/store/objects).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from statehold.checkpoint.levels.notes import read_note, write_note
+from statehold.encoding.strictjson import Checker
+from statehold.errors import CorruptionError, RunBusyError
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.store.objects import ObjectSteps
+
+__all__ = ["FILE_NAME", "Identity", "OwnedPrefix", "Owner"]
+
+logger = logging.getLogger("statehold")
+
+FILE_NAME = "run.json"
+FORMAT = "statehold-run"
+VERSION = 1
+_ID = re.compile(r"[0-9a-f]{16}")
+_TEXT = re.compile(r"[^\x00-\x1f\x7f]{0,4096}")
+_SUMMARY = "not a note of whose steps these are"
+_HINT = (
+    "no step is lost. Give the run a URL of its own; or, if no other run saves there, delete this "
+    "note: the next save writes it anew"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A run: its id, and where its directory was when it said so."""
+
+    id: str
+    run: str
+    host: str
+
+    def __str__(self) -> str:
+        return f"{self.run} on {self.host} (id {self.id})"
+
+    def encode(self) -> bytes:
+        about = {"id": self.id, "run": self.run, "host": self.host}
+        document = {"format": FORMAT, "version": VERSION, **about}
+        return json.dumps(document, indent=1).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, raw: bytes, path: str) -> Owner:
+        """Raises CorruptionError."""
+        check = Checker(CorruptionError, _SUMMARY, path, _HINT)
+        names = ("format", "version", "id", "run", "host")
+        found = check.members(check.parse(raw, "the file", 2), "the file", names)
+        if found["format"] != FORMAT or found["version"] != VERSION:
+            got = f"{found['format']!r}, {found['version']!r}"[:100]
+            check.fail("format and version", f"{FORMAT!r}, {VERSION}", got)
+        return cls(
+            check.text(found["id"], "id", _ID, "16 hexadecimal digits"),
+            check.text(found["run"], "run", _TEXT, "a path"),
+            check.text(found["host"], "host", _TEXT, "the name of a host"),
+        )
+
+
+class Identity:
+    """Who the run in the directory `run` is. Thread-safe."""
+
+    def __init__(self, run: str) -> None:
+        self.run = os.path.realpath(run)
+        self._host = socket.gethostname()
+        self._guard = threading.Lock()
+        self._id = _id_at(self.run)
+
+    @property
+    def own(self) -> Owner | None:
+        """This run; None as long as it has no id."""
+        with self._guard:
+            run = self.run.encode("utf-8", "replace").decode()
+            return None if self._id is None else Owner(self._id, run, self._host)
+
+    def adopt(self, owner: Owner) -> None:
+        """Go on as this run."""
+        with self._guard:
+            self._id = owner.id
+
+    def establish(self) -> None:
+        """Have an id, and note it in the run directory. Raises OSError."""
+        with self._guard:
+            self._id = self._id or secrets.token_hex(8)
+            is_noted = _id_at(self.run) == self._id
+        own = self.own
+        if own is not None and not is_noted:
+            write_note(self.run, FILE_NAME, own.encode())
+
+    def lives_elsewhere(self, owner: Owner) -> bool:
+        """Whether the directory of that run is there, and is not this one."""
+        if owner.run == self.run or _id_at(owner.run) != owner.id:
+            return False
+        try:
+            return not os.path.samefile(owner.run, self.run)
+        except OSError:  # this one is not there yet
+            return True
+
+
+class OwnedPrefix:
+    """Who saves below the URL of an object store, as the run `identity` sees it. leads: this rank
+    asks, and writes, for all. yields: an agent asks; it takes nothing from a newer trainer."""
+
+    def __init__(
+        self, level: str, objects: ObjectSteps, identity: Identity, *, leads: bool, yields: bool
+    ) -> None:
+        self._level = level
+        self._objects = objects
+        self._identity = identity
+        self._leads = leads
+        self._yields = yields
+        self._owner: Owner | None = None
+        self._is_claimed = self._was_told = False
+        self.is_refused = False
+
+    @property
+    def is_anothers(self) -> bool:
+        """Whether the steps are those of another run than this one; said once."""
+        own = self._identity.own
+        if own is not None and self._owner is None:
+            with contextlib.suppress(CorruptionError):  # the next copy says so
+                self._owner = self._read()
+        if own is None or self._owner is None or own.id == self._owner.id:
+            return False
+        if self._leads and not self._was_told:
+            self._was_told = True
+            logger.warning("level %s is passed over\n%s", self._level, self._refusal(self._owner))
+        return True
+
+    def claim(self) -> None:
+        """Before each copy: take it for this run. Raises RunBusyError where it is another's."""
+        own = self._identity.own
+        if not self._leads or own is None:
+            return
+        owner = self._read()
+        if self._yields and owner is not None and owner.id == own.id:
+            return
+        if not self._is_claimed and (owner is None or self._is_ours(owner, own)):
+            if owner != own:
+                self._objects.put_note(FILE_NAME, own.encode())
+                owner = self._read()
+            self._is_claimed = owner == own
+        if owner != own:
+            self._refuse(owner)
+
+    def restored(self, step: int, *, has_steps: bool) -> None:
+        """`step` was restored from here; has_steps: the run has some in directories of its own."""
+        owner = self._read() if self._identity.own is None else None
+        if owner is None:
+            return
+        is_same = owner.run == self._identity.run
+        if not is_same and (has_steps or self._identity.lives_elsewhere(owner)):
+            error = self._refusal(owner)
+            logger.warning("step %d was restored from another run, and is not its own\n%s", step,
+                           error)  # fmt: skip
+            return
+        self._identity.adopt(owner)
+        if not has_steps:
+            logger.warning(
+                "step %d is of the run %s, by level %s: %s. The run directory %s has no steps, and "
+                "goes on as that run. For a run of its own, give the level another URL; that run "
+                "must not be saved meanwhile",
+                step, owner, self._level, self._objects.url, self._identity.run,
+            )  # fmt: skip
+
+    def _is_ours(self, owner: Owner, own: Owner) -> bool:
+        return owner.id == own.id and not self._identity.lives_elsewhere(owner)
+
+    def _read(self) -> Owner | None:
+        raw = self._objects.note(FILE_NAME)
+        return None if raw is None else Owner.decode(raw, f"{self._objects.url}/{FILE_NAME}")
+
+    def _refuse(self, owner: Owner | None) -> NoReturn:
+        self.is_refused = True
+        raise self._refusal(owner)
+
+    def _refusal(self, owner: Owner | None) -> RunBusyError:
+        return RunBusyError(
+            "the steps in the object store are another run's",
+            facts={"level": self._level, "url": self._objects.url,
+                   "saved there by": owner or "nobody any more",
+                   "this run": self._identity.own or self._identity.run},
+            hint="give this run a URL of its own. If that run is gone for good and this one is to "
+            f"take its place: delete the object {FILE_NAME} there, but its steps are this run's "
+            "then, and are deleted as keep= of this run says",
+        )  # fmt: skip
+
+
+def _id_at(run: str) -> str | None:
+    """The id that a run directory notes; None where there is none that can be read."""
+    path = os.path.join(run, FILE_NAME)
+    with contextlib.suppress(CorruptionError, OSError, ValueError):
+        raw = read_note(path, _SUMMARY, _HINT)
+        return None if raw is None else Owner.decode(raw, path).id
+    return None

@@ -1,0 +1,524 @@
+"""Promotion: committed steps go on from the first level to the others, in the background.
+
+    decide   when a step is committed at the first level, rank 0 says which levels want it
+    start    every rank, told of that: keep the step, and copy this rank's part on a thread
+    meet     all parts are there, or one rank failed: commit at the level, or give up (rounds)
+
+Holds: at most one step is under way to a level; a level that is busy gets the next step that is
+committed once it is free. Ranks meet under the number of the copy, which rank 0 counts and tells,
+so that one that was not told of a copy fails that one and no other. Nobody who starts a copy waits
+for an earlier one: it is queued. A level that fails costs a warning: training goes on, the step
+stays where it is, and the next one is tried again. An older step is never put beside a newer one.
+Not here: when a level wants a step (cadence), the bytes (copying), a level's commit (places).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from statehold.checkpoint.levels.cadence import Cadence, parse_every
+from statehold.checkpoint.levels.copying import Copy, part_of
+from statehold.checkpoint.levels.parts import check_parts, is_resumable, part_told
+from statehold.checkpoint.levels.places import DirectoryPlace
+from statehold.checkpoint.levels.rounds import Rounds
+from statehold.checkpoint.levels.throttle import Throttle, give_way_to_training
+from statehold.errors import (
+    ClosedError,
+    CorruptionError,
+    StateholdError,
+    StepOrderError,
+    StorageError,
+    UsageError,
+    WaitTimeout,
+    named,
+    storage_error,
+)
+from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.saved import MANIFEST_NAME
+from statehold.process.tracebacks import let_go
+from statehold.ranks.agreeing import USUAL, Meeting, led
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.levels.pace import Interval
+    from statehold.checkpoint.levels.places import Place
+    from statehold.checkpoint.levels.specs import Level
+    from statehold.checkpoint.telemetry.copies import CopyWatch, LevelWatch
+    from statehold.ranks.peers import Peers
+
+__all__ = ["NO_COPIES", "Copies", "LevelStatus", "Promoter", "Promotions"]
+
+# What the copies of a level on other hosts are called, after its name.
+COPIES = ".copies"
+
+# The number of a round of copies, and the levels that get one.
+Copies = tuple[int, Sequence[str]]
+NO_COPIES: Copies = (0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class LevelStatus:
+    """How a level stands. newest: the newest step that got there since the run was opened, or was
+    there before; copying, bytes_done, bytes_total: the step under way, and this rank's part of it;
+    error: why the last copy failed, until one succeeds; interval: how often it gets a step and why,
+    where rank 0 has chosen that."""
+
+    name: str
+    newest: int | None = None
+    copying: int | None = None
+    bytes_done: int = 0
+    bytes_total: int = 0
+    error: StateholdError | None = None
+    interval: Interval | None = None
+
+
+@dataclass(slots=True)
+class _Copied:
+    """What was copied: the manifest of the step, and who had its files at hand, by writer."""
+
+    manifest: bytes = b""
+    carriers: list[int] = field(default_factory=list)
+
+
+class Promoter:
+    """Copies steps to one level, one after the other, on a thread of its own."""
+
+    def __init__(
+        self,
+        spec: Level,
+        place: Place,
+        peers: Peers | None,
+        give_way: Callable[[], None],
+        watch: LevelWatch,
+    ) -> None:
+        self.place = place
+        self._peers = peers
+        self._watch = watch
+        self._log = watch.log
+        self._rank = peers.rank if peers else 0
+        self._round = f"promote {place.name}"
+        self._throttle = Throttle(spec.rate, give_way)
+        self._guard = threading.Lock()
+        self._status = LevelStatus(place.name)
+        self._look()
+        newest = self._status.newest
+        self._cadence = Cadence(parse_every(spec.every), newest, time.monotonic())
+        if self._rank == 0 and place.is_owed(newest):
+            self._cadence.given_up(newest)  # what was due and not done stays due
+        self._thread = ThreadPoolExecutor(1, f"statehold-{place.name}", give_way_to_training)
+        self._thread.submit(lambda: None)  # starts it: while a program ends, none can be
+        self._under_way: Future[None] | None = None
+        self._told: tuple[int, type[Exception]] | None = None  # the newest failure that was logged
+        self._begun_with = b""  # the manifest of the step that is being copied
+        self.copied = 0  # copies that got there
+        self.took_s = 0.0  # the newest of them
+
+    @property
+    def status(self) -> LevelStatus:
+        return self._status
+
+    @property
+    def level(self) -> str:
+        """The level that this is about; that of copies on other hosts, theirs."""
+        return self.place.name.removesuffix(COPIES)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._under_way is not None and not self._under_way.done()
+
+    def wants(self, step: int) -> bool:
+        """Whether the level should have this step now. For rank 0, which asks for all."""
+        if not self.place.takes_steps:
+            return False
+        # A step that is saved again comes after its earlier copy, lest that one stays.
+        is_again = step in (self._status.newest, self._status.copying)
+        return (is_again or not self.is_busy) and self._cadence.is_due(step, time.monotonic())
+
+    def every(self, interval: Interval) -> None:
+        """Take steps in this interval from now on. For rank 0."""
+        self._cadence.every(interval.steps)
+        self._set(interval=interval)
+
+    def lacks(self, step: int, source: DirectoryPlace) -> bool:
+        """Whether the level has neither this step, as `source` has it, nor a newer one. For rank 0,
+        with nothing under way."""
+        if not self.place.takes_steps:
+            return False
+        newest = self._status.newest
+        if newest is None or newest < step:
+            return True
+        try:  # a step that was saved again has another manifest
+            return newest == step and _manifest(self.place, step) != _manifest(source, step)
+        except (StorageError, CorruptionError):
+            return True
+
+    def start(self, step: int, number: int, source: DirectoryPlace) -> None:
+        """Begin to copy a step, which stays at `source` until that has ended. `number` is that of
+        the copy, the same on all ranks and above those of earlier ones."""
+        kept = contextlib.ExitStack()
+        kept.enter_context(source.protect(step))
+        self._cadence.taken(step, time.monotonic())
+        if not self.is_busy:
+            self._set(copying=step, bytes_done=0, bytes_total=0)
+        try:
+            self._under_way = self._thread.submit(self._run, step, number, source, kept)
+        except RuntimeError:  # the interpreter ends, and starts no threads any more
+            kept.close()
+            self._failed(step, None, source, ClosedError("the program ends"))
+
+    def landed(self, step: int) -> None:
+        """`step` was saved into this level itself."""
+        self._cadence.taken(step, time.monotonic())
+        self._set(newest=step, error=None)
+        self._watch.landed(step)
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Return once nothing is under way. Raises WaitTimeout."""
+        if self._under_way is not None and not wait([self._under_way], timeout_s).done:
+            raise WaitTimeout(
+                f"step {self._status.copying} did not reach level {self.place.name} in time",
+                facts={"waited": f"{timeout_s} s", "copied": f"{self._status.bytes_done} bytes"},
+                hint="the copy goes on in the background",
+            )
+
+    def hurry(self) -> None:
+        """The next step is due, whatever the cadence. For rank 0."""
+        self._cadence.given_up(None)
+
+    def rewind(self, step: int) -> list[int]:
+        """Give up what is newer than `step` at the level, where this rank leads, with nothing under
+        way."""
+        if not self.place.leads:
+            return []
+        self.place.prepare(self._peers.token if self._peers else None)
+        return self.place.rewind(step)
+
+    def forget(self, steps: Collection[int]) -> None:
+        """These are at no level any more. With nothing under way."""
+        if self._status.newest in steps:
+            self._look()
+            self._cadence.given_up(self._status.newest)
+
+    def stop(self) -> None:
+        """Let what is under way, or comes, end unfinished. Returns at once."""
+        self._throttle.stop()
+
+    def close(self) -> None:
+        """End what is under way, finished or not."""
+        self.stop()
+        self._thread.shutdown(wait=True)
+
+    def look(self) -> None:
+        """Where steps may have come or gone, as by a census: see again what is at the level."""
+        if not self.is_busy:
+            self._look()
+
+    def _look(self) -> None:
+        """Rank 0, which decides: the newest step that is at the level."""
+        newest = None
+        if self._rank == 0:
+            try:
+                newest = max(self.place.steps(), default=None)
+            except StorageError as error:  # said by the restore, or the copy, that fails for it
+                self._set(error=error)
+        self._set(newest=newest)
+        if newest is not None:
+            self._watch.newest(newest)
+
+    # -- on the thread ---------------------------------------------------------------------
+
+    def _run(
+        self, step: int, number: int, source: DirectoryPlace, kept: contextlib.ExitStack
+    ) -> None:
+        self._set(copying=step, bytes_done=0, bytes_total=0)
+        self._begun_with = b""
+        attempt, begin_s = None, time.monotonic()
+        try:
+            with kept, self._watch.copy(step, self._counts) as seen:
+                attempt = self._peers.attempt(number) if self._peers else None
+                self._publish(step, number, attempt, source, seen)
+        except Exception as error:
+            self._failed(step, attempt, source, error)
+        else:
+            self._set(newest=step, copying=None, error=None)
+            self._told = None
+            self.took_s = time.monotonic() - begin_s
+            self.copied += 1
+        with self._watch.stage("retain"):
+            if self._status.error is None:  # else it would fail for the same reason
+                self._retain(self.place)
+            self._retain(source)  # it may have been the copy that held a step
+
+    def _counts(self) -> tuple[int, int]:
+        return self._status.bytes_done, self._status.bytes_total
+
+    def _retain(self, place: Place) -> None:
+        if not place.leads:
+            return
+        try:
+            place.retain()
+        except StateholdError as error:  # only old steps are left; the next copy tries again
+            self._log.warning("old steps stay at level %s\n%s", place.name, error)
+
+    def _publish(
+        self,
+        step: int,
+        number: int,
+        attempt: str | None,
+        source: DirectoryPlace,
+        seen: CopyWatch,
+    ) -> None:
+        """Copy this rank's part; when all have, commit."""
+        failure: Exception | None = None
+        copied = _Copied()
+        try:
+            self._copy(step, attempt, source, seen, copied)
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            failure = error
+
+        def commit() -> None:
+            with seen.stage("commit", step=step):
+                self.place.commit(step, attempt, copied.manifest)
+
+        def check(told: Sequence[bytes]) -> None:
+            check_parts(told, step)
+
+        rounds = Rounds(self._peers, self._round, number, f"while copying step {step}")
+        told = part_told(copied.manifest, failure, step)
+        with seen.stage("meet", step=step) if self._peers else contextlib.nullcontext():
+            rounds.meet(told, check, failure, rounds.at(self.place, commit))
+            rounds.publish(self.place, commit)
+        self.place.landed(step, copied.carriers)
+
+    def _copy(
+        self,
+        step: int,
+        attempt: str | None,
+        source: DirectoryPlace,
+        seen: CopyWatch,
+        copied: _Copied,
+    ) -> None:
+        with seen.stage("prepare", step=step):
+            self.place.prepare(self._peers.token if self._peers else None)
+            if self._rank == 0:
+                self._check_order(step)
+        ranks = self._peers.world_size if self._peers else 1
+
+        def share(saved: int) -> list[int]:
+            copied.carriers = source.carriers(step, saved, ranks)
+            return self.place.share(step, copied.carriers, self._rank)
+
+        files = source.source(step)
+        with seen.stage("plan", step=step):
+            part = part_of(files, source.store.path(step), share)
+        copied.manifest = self._begun_with = part.manifest
+        self._set(bytes_total=part.nbytes)
+        self._throttle.begin()
+        self.place.take(Copy(step, attempt, part, files, partial(self._before, seen), seen))
+
+    def _check_order(self, step: int) -> None:
+        """Where the level could not be read when the run was opened, nobody has asked before."""
+        newest = max(self.place.steps(), default=step)
+        if newest > step:
+            raise StepOrderError(
+                f"level {self.place.name} has step {newest}, which is newer than step {step}",
+                hint=f"restore(state) loads step {newest}, to go on from there. To keep both, give "
+                "this run another directory for the level",
+            )
+
+    def _before(self, seen: CopyWatch, nbytes: int) -> None:
+        seen.limiting(lambda: self._throttle(nbytes))
+        self._set(bytes_done=self._status.bytes_done + nbytes)
+
+    def _failed(
+        self, step: int, attempt: str | None, source: DirectoryPlace, error: Exception
+    ) -> None:
+        if self.place.leads and not is_resumable(error):
+            with contextlib.suppress(StateholdError):
+                self.place.drop(attempt)
+        let_go(error)
+        self._cadence.given_up(self._status.newest)
+        if self._was_saved_again(step, source):
+            error = storage_error("copy a step: it was saved again", errno.ESTALE, "")
+            self._set(copying=None, error=error)
+            self._log.info("step %d was saved again while it was copied to level %s: it is copied "
+                           "anew", step, self.place.name)  # fmt: skip
+            return
+        self._set(copying=None, error=named(error, f"while copying step {step}"))
+        told, self._told = self._told, (step, type(error))
+        if not isinstance(error, ClosedError) and told != self._told:  # flush() and close() retry
+            self._log.warning(
+                "step %d did not reach level %s; it stays at level %s, the next is tried\n%s",
+                step, self.place.name, source.name, error,
+            )  # fmt: skip
+
+    def _was_saved_again(self, step: int, source: DirectoryPlace) -> bool:
+        """Whether the source has another save of the step than the copy began with."""
+        if not self._begun_with:
+            return False
+        try:
+            return _manifest(source, step) != self._begun_with
+        except (StorageError, CorruptionError):
+            return False
+
+    def _set(self, **changes: object) -> None:
+        with self._guard:
+            self._status = replace(self._status, **changes)  # type: ignore[arg-type]
+
+
+class Promotions:
+    """All levels but the first, to which saves go (`first`)."""
+
+    def __init__(
+        self,
+        first: DirectoryPlace,
+        promoters: Sequence[Promoter],
+        peers: Peers | None,
+        watch: LevelWatch,
+    ) -> None:
+        self._first = first
+        self._watch = watch  # of the first
+        self._promoters = {promoter.place.name: promoter for promoter in promoters}
+        self._peers = peers
+        self._last = 0  # number of a copy
+        self._last_step: int | None = None
+
+    def end_with(self, step: int) -> None:
+        """Every rank: after this step there is no other, so it goes everywhere."""
+        self._last_step = step
+
+    def decide(self, step: int, at: DirectoryPlace) -> Copies:
+        """Rank 0: the levels that are to have a step that was just committed at the level `at`."""
+        others = [promoter for promoter in self._promoters.values() if promoter.place is not at]
+        if at is self._first:
+            self._watch.landed(step)
+        for promoter in self._promoters.values():
+            if promoter.place is at:
+                promoter.landed(step)
+        is_last = step == self._last_step
+        names = [
+            each.place.name
+            for each in others
+            if each.place.takes_steps and (is_last or each.wants(step))
+        ]
+        return self._next(), [name for name in names if self._is_with_its_copies(name, names)]
+
+    def _is_with_its_copies(self, name: str, names: Sequence[str]) -> bool:
+        """A level after the first and the copies of it get the same steps."""
+        level = self._promoters[name].level
+        pair = [each for each in (level, level + COPIES) if each in self._promoters]
+        return all(each in names for each in pair if self._promoters[each].place.takes_steps)
+
+    def look(self) -> None:
+        for promoter in self._promoters.values():
+            promoter.look()
+
+    def start(self, step: int, copies: Copies, source: DirectoryPlace) -> None:
+        """Every rank, with what rank 0 has decided."""
+        number, names = copies
+        for name in names:
+            if name not in self._promoters:
+                raise UsageError("this rank has no such level", facts={"level": name})
+            self._promoters[name].start(step, number, source)
+
+    def newest(self) -> int | None:
+        """The newest step that a level has."""
+        found = (promoter.status.newest for promoter in self._promoters.values())
+        return max((step for step in found if step is not None), default=None)
+
+    @property
+    def promoters(self) -> Sequence[Promoter]:
+        return tuple(self._promoters.values())
+
+    def status(self) -> list[LevelStatus]:
+        return [promoter.status for promoter in self._promoters.values()]
+
+    def is_copying(self, step: int, place: DirectoryPlace) -> bool:
+        """Whether a copy of this step to this level is under way."""
+        promoter = self._promoters.get(place.name)
+        return promoter is not None and promoter.is_busy and promoter.status.copying == step
+
+    def catch_up(self, meeting: Meeting = USUAL) -> None:
+        """All ranks together, with nothing under way: begin to copy the newest step to where it is
+        missing."""
+        step, copies, source = led(self._peers, self._lacking, meeting)
+        found = (place for place in self._sources() if place.name == source)
+        self.start(step, copies, next(found, self._first))
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Return once nothing is under way. Raises WaitTimeout."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        for promoter in self._promoters.values():
+            promoter.wait(None if until is None else max(0.0, until - time.monotonic()))
+
+    def hurry(self) -> None:
+        """Rank 0: the next step goes to every level."""
+        for promoter in self._promoters.values():
+            promoter.hurry()
+
+    def have(self, step: int) -> bool:
+        """Rank 0, with nothing under way: whether every level got this step."""
+        taking = [each for each in self._promoters.values() if each.place.takes_steps]
+        found = [promoter.status for promoter in taking]
+        return all(each.newest == step and each.error is None for each in found)
+
+    def rewind(self, step: int) -> set[int]:
+        """Give up what is newer than `step` at all levels; all ranks do, and then forget it."""
+        return {given_up for each in self._promoters.values() for given_up in each.rewind(step)}
+
+    def forget(self, steps: Collection[int]) -> None:
+        """Every rank, with nothing under way: these steps are at no level any more."""
+        for promoter in self._promoters.values():
+            promoter.forget(steps)
+
+    def stop(self) -> None:
+        """Let all copies end unfinished. Returns at once."""
+        for promoter in self._promoters.values():
+            promoter.stop()
+
+    def close(self) -> None:
+        for promoter in self._promoters.values():
+            promoter.close()
+
+    def _next(self) -> int:
+        self._last += 1
+        return self._last
+
+    def _lacking(self) -> tuple[int, Copies, str]:
+        """The newest step, where it is missing, and where it is to be copied from."""
+        newest = max((step for place in self._sources() for step in _steps(place)), default=None)
+        if newest is None:
+            return 0, NO_COPIES, self._first.name
+        source = self._nearest(newest)
+        others = [each for each in self._promoters.values() if each.place is not source]
+        names = [each.place.name for each in others if each.lacks(newest, source)]
+        return newest, (self._next(), names), source.name
+
+    def _sources(self) -> list[DirectoryPlace]:
+        """Where a step can be copied from: the first level, and directories that all ranks see."""
+        places = [promoter.place for promoter in self._promoters.values()]
+        directories = [place for place in places if isinstance(place, DirectoryPlace)]
+        return [self._first, *(place for place in directories if not place.is_apart)]
+
+    def _nearest(self, step: int) -> DirectoryPlace:
+        having = (place for place in self._sources() if step in _steps(place))
+        return next(having, self._first)
+
+
+def _steps(place: DirectoryPlace) -> list[int]:
+    """What can be copied from a level; nothing, if it cannot be read."""
+    try:
+        return place.steps()
+    except StorageError:
+        return []
+
+
+def _manifest(place: Place, step: int) -> bytes:
+    return place.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)

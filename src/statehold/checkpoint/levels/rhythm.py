@@ -1,0 +1,178 @@
+"""When a step is saved, and when it goes on to which level: what a user gave, or what was measured.
+
+Rank 0 measures on its training thread, chooses with every save that is committed, and tells: the
+other ranks what the first level gets (planners/turns), the promoters what theirs get. A process
+that is alone counts time as time; several ranks cannot, so rank 0 makes steps of it.
+
+Holds: a call that saves nothing costs microseconds, and touches no tensor, file or other rank.
+Not here: what is measured (pace), which interval is best (planners/intervals), how ranks come to
+the same turns (planners/turns) and talk (team).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from statehold.checkpoint.levels.cadence import Cadence, Every, parse_every
+from statehold.checkpoint.levels.pace import Interval, Pace
+from statehold.planners.failures import rates_by_level, rates_of
+from statehold.planners.turns import LAG, Rule, Turns
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.levels.promoting import Promotions
+    from statehold.checkpoint.levels.specs import Level
+    from statehold.checkpoint.telemetry.copies import LevelWatch
+    from statehold.options import Options
+
+__all__ = ["Rhythm"]
+
+NEVER = 1 << 62
+TOLD = 1.5
+
+
+class Rhythm:
+    """The cadences of a run. rank: None for a process that is alone."""
+
+    def __init__(
+        self,
+        levels: Sequence[Level],
+        promotions: Promotions,
+        rank: int | None,
+        options: Options,
+        watches: Sequence[LevelWatch],
+    ) -> None:
+        self._levels = levels
+        self._names = [level.name for level in levels]
+        self._every = [parse_every(level.every) for level in levels]
+        self._promoters = promotions.promoters
+        self._options = options
+        self._watches = watches
+        first, is_alone = self._every[0], rank is None
+        is_timed = first.seconds is not None and is_alone
+        self._timer = Cadence(first, None, time.monotonic()) if is_timed else None
+        # Whether the first level's interval is chosen by rank 0, and the others have to be told.
+        self.is_led = first.steps is None and not is_timed
+        steps = NEVER if is_timed else first.steps
+        self.turns = Turns(steps, lag=0 if is_alone else LAG)
+        measured = self.is_led or any(every.is_auto for every in self._every)
+        self._pace = Pace(self._names) if measured and not rank else None
+        self._copied = [0] * len(self._promoters)
+        self._copies_s: dict[str, float] = {}
+        self._intervals: dict[str, Interval] = {}
+        self._lines: dict[str, int] = {}
+
+    # -- on the training thread --------------------------------------------------------------------
+
+    def is_due(
+        self, number: int, step: int, *, wanted: bool, is_saving: bool, gate_s: float
+    ) -> bool:
+        """Whether this call of save() saves. wanted: it does in any case. is_saving: an earlier
+        save is under way. gate_s: how long the gate has held training up so far, in all."""
+        now_s = time.monotonic()
+        if self._pace is not None:
+            self._pace.called(step, now_s, gate_s, self._under_way(is_saving))
+        if self._timer is not None:
+            wanted = wanted or self._timer.is_due(step, now_s)
+        is_due = self.turns.call(number, step, wanted=wanted)
+        if is_due and self._timer is not None:
+            self._timer.taken(step, now_s)
+        return is_due
+
+    def saved(self, blocked_s: float, gate_s: float) -> None:
+        """save() has begun a save, and returns."""
+        if self._pace is not None:
+            self._pace.saved(blocked_s, gate_s)
+
+    def _under_way(self, is_saving: bool) -> frozenset[str]:
+        """What may slow the training down now, or has since the last call."""
+        found = {self._names[0]} if is_saving else set()
+        for index, promoter in enumerate(self._promoters):
+            copied = promoter.copied
+            if promoter.is_busy or copied != self._copied[index]:
+                found.add(promoter.level)
+            if copied != self._copied[index]:
+                self._copied[index] = copied
+                self._measure(promoter.level, promoter.place.name, promoter.took_s)
+        return frozenset(found)
+
+    def _measure(self, level: str, name: str, took_s: float) -> None:
+        """What a step at a level takes, with its copies on other hosts."""
+        if name != level:
+            self._copies_s[level] = took_s
+        elif self._pace is not None:
+            self._pace.took(level, took_s + self._copies_s.get(level, 0.0))
+
+    # -- on the commit thread ----------------------------------------------------------------------
+
+    def committed(self, number: int, took_s: float, hosts: int) -> None:
+        """Rank 0: the save with this number is committed. hosts: those of the job."""
+        if self._pace is None:
+            return
+        self._measure(self._names[0], self._names[0], took_s)
+        step_s = self._pace.step_s
+        if step_s is None or self.turns.told is not None:
+            return
+        rates = rates_of(self._options.nodes or hosts, self._options.node_mtbf_s)
+        needed = rates_by_level([level.survives for level in self._levels], rates)
+        fixed_s = [_fixed_s(every, step_s) for every in self._every]
+        self._set(number, self._pace.chosen(needed, fixed_s, self._intervals))
+
+    def told(self) -> list[int] | None:
+        """Rank 0, for the others: what they are to learn of a committed save."""
+        told = self.turns.told
+        return None if told is None else [told.since, told.steps]
+
+    def learn(self, told: Sequence[int] | None) -> None:
+        """The others: what the outcome of a committed save tells."""
+        if told is not None:
+            self.turns.learn(Rule(*told))
+
+    def note(self) -> list[list[int]]:
+        """Rank 0: what a rank has to find that missed what it was told."""
+        rules = (self.turns.rule, self.turns.told)
+        return [[rule.since, rule.steps] for rule in rules if rule is not None]
+
+    def catch_up(self, note: Sequence[Sequence[int]]) -> None:
+        """A rank that may have missed something, with the note of rank 0."""
+        rule, *told = [Rule(*each) for each in note]
+        self.turns.adopt(rule)
+        for each in told:
+            self.turns.learn(each)
+
+    def _set(self, number: int, intervals: Mapping[str, Interval]) -> None:
+        if not intervals:
+            return
+        first = intervals[self._names[0]]
+        if self.is_led and first.steps != self.turns.rule.steps:
+            self.turns.learn(Rule(number, first.steps))
+        for promoter in self._promoters:
+            # The copies of the first level on other hosts get what it gets.
+            interval = None if promoter.level == self._names[0] else intervals.get(promoter.level)
+            if interval is not None and self._every[self._names.index(promoter.level)].is_auto:
+                promoter.every(interval)
+        self._intervals = dict(intervals)
+        self._tell()
+
+    def _tell(self) -> None:
+        """A line for each level whose interval is not nearly what was last told of it."""
+        for name, every, watch in zip(self._names, self._every, self._watches, strict=True):
+            if not every.is_auto:
+                continue
+            interval, told = self._intervals[name], self._lines.get(name)
+            watch.interval(interval.seconds)
+            if told is None or not told / TOLD < interval.steps < told * TOLD:
+                self._lines[name] = interval.steps
+                watch.log.info("level %s gets a step %s", name, interval)
+
+    # -- seeing ------------------------------------------------------------------------------------
+
+    def interval(self, name: str) -> Interval | None:
+        """What was chosen for a level; None where nothing was, and on ranks other than 0."""
+        every = self._every[self._names.index(name)]
+        return self._intervals.get(name) if every.is_auto else None
+
+
+def _fixed_s(every: Every, step_s: float) -> float | None:
+    return every.seconds if every.steps is None else every.steps * step_s

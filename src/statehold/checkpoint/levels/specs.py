@@ -1,0 +1,250 @@
+"""What a user says of a level: where it is, how often a step goes there, how many stay, how fast.
+
+    Checkpointer("runs/llama", levels=[Memory(), Directory(every=10), ObjectStore("s3://b/llama")])
+
+Holds: a level is a value, validated when it is made, and opens nothing. Levels are in the order in
+which a restore looks at them; saves go into the first, and from there to the others.
+Not here: when a step is due (cadence), how it gets there (promoting), reading it (nearest).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from statehold.checkpoint.levels.cadence import parse_every
+from statehold.errors import UsageError
+from statehold.io.objects.address import check_url
+from statehold.options import Options, check_path
+from statehold.planners.failures import Loss
+from statehold.units import parse_bytes
+
+__all__ = ["Directory", "Level", "Memory", "ObjectStore", "check_levels", "levels_of"]
+
+KEEP_IN_MEMORY = 2
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """What all levels have in common.
+
+    every: which steps go here, of those that the level before has: a number n (each time that
+        another n steps have passed), a time ("30min", "90s"), counted from the last one, or "auto":
+        as often as is worth it, by what it costs and how often training fails. At the first level:
+        which calls of save() save.
+    keep: committed steps to keep, newest first; None keeps all.
+    bytes_per_s: what copying to this level may take of the bandwidth of the storage, on each rank;
+        an int or "500MB"; None: as fast as it goes.
+    name: for messages and figures, and what ranks call it among each other.
+    """
+
+    every: int | str = 1
+    keep: int | None = None
+    bytes_per_s: int | str | None = None
+    name: str = "level"
+
+    def __post_init__(self) -> None:
+        parse_every(self.every, self.name)
+        if not (isinstance(self.name, str) and NAME.fullmatch(self.name)):
+            raise UsageError(
+                "a level is named by up to 64 letters, digits, dots, dashes and underscores",
+                facts={"got": repr(self.name)[:80]},
+            )
+        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
+            raise UsageError(
+                "keep must be a number of steps, at least 1, or None for all",
+                facts={"level": self.name, "got": repr(self.keep)},
+            )
+        if self.bytes_per_s is not None and parse_bytes(self.bytes_per_s) < 1:
+            raise UsageError(
+                "bytes_per_s must be at least one byte a second, or None for no limit",
+                facts={"level": self.name, "got": repr(self.bytes_per_s)},
+            )
+
+    @property
+    def survives(self) -> Loss:
+        """The worst that can happen to a job without the loss of what is here."""
+        return Loss.NODE
+
+    @property
+    def rate(self) -> int | None:
+        """bytes_per_s, in bytes."""
+        return None if self.bytes_per_s is None else parse_bytes(self.bytes_per_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory(Level):
+    """Memory of this host that outlives the process: survives the trainer's death, not the host's.
+
+    Takes keep + 1 times the state: one more file is held to be overwritten by the next save, from
+    the first commit on if half of what is free has room for it. What it holds stays until the run
+    goes on, `statehold prune` or a restart of the host.
+
+    path: a directory on a memory file system (tmpfs); None: one below /dev/shm that belongs to this
+        user and this run. keep: while a step is written, one more than that takes memory; on
+        several hosts at least 2.
+    agent: where there is another level, a small process outlives the trainer, and brings its newest
+        step there if it dies without close().
+    copies: on so many other hosts a copy of what this one saves is kept, in memory as well: with
+        one, the loss of any one host is survived. It takes as much again of the memory.
+    """
+
+    keep: int | None = KEEP_IN_MEMORY
+    path: str | os.PathLike[str] | None = None
+    agent: bool = True
+    copies: int = 0
+    name: str = "memory"
+
+    def __post_init__(self) -> None:
+        Level.__post_init__(self)
+        if type(self.agent) is not bool:
+            raise UsageError("agent is True or False", facts={"got": repr(self.agent)[:80]})
+        if self.path is not None:
+            check_path(self.path, f"the path of level {self.name}")
+        _check_copies(self, self.copies)
+        if self.keep is None:
+            raise UsageError(
+                "a memory level cannot keep all steps: memory is bounded",
+                facts={"expected": "a number of steps, at least 1", "got": "None"},
+            )
+
+    @property
+    def survives(self) -> Loss:
+        return Loss.NODE if self.copies else Loss.PROCESS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Directory(Level):
+    """A directory: a local disk, or a parallel file system.
+
+    path: None: the run directory itself.
+    per_host: a disk of each host, which others do not see: what a rank saves lies on its own host,
+        and all hosts together have the step. copies: as for Memory, on disks of other hosts.
+    """
+
+    path: str | os.PathLike[str] | None = None
+    per_host: bool = False
+    copies: int = 0
+    name: str = "directory"
+
+    def __post_init__(self) -> None:
+        Level.__post_init__(self)
+        if self.path is not None:
+            check_path(self.path, f"the path of level {self.name}")
+        _check_copies(self, self.copies)
+        if self.copies and not self.per_host:
+            raise UsageError(
+                "copies on other hosts are for a directory that each host has",
+                facts={"level": self.name},
+                hint="per_host=True, if this is a local disk; else all hosts see it anyway",
+            )
+        if self.per_host and self.path is None:
+            raise UsageError(
+                "a directory that each host has needs a path: the run directory is shared",
+                facts={"level": self.name},
+            )
+        if self.per_host and self.keep == 1:
+            raise _too_few(self)
+
+    @property
+    def survives(self) -> Loss:
+        return Loss.NODE if self.copies or not self.per_host else Loss.PROCESS
+
+
+def _check_copies(level: Level, copies: object) -> None:
+    if type(copies) is not int or copies < 0:
+        raise UsageError(
+            "copies is a number of other hosts",
+            facts={"level": level.name, "expected": "0 or more", "got": repr(copies)},
+        )
+    if copies and level.keep == 1:
+        raise _too_few(level)
+
+
+def _too_few(level: Level) -> UsageError:
+    return UsageError(
+        "a level that lies on several hosts keeps at least 2 steps: when one is saved again, the "
+        "hosts replace it one after the other",
+        facts={"level": level.name, "got": f"keep={level.keep}"},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStore(Level):
+    """An object store: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix.
+
+    Credentials come from the environment, as the providers' own tools read them; they are never
+    written anywhere. options: of the client, such as {"endpoint": "http://127.0.0.1:9000"}; not
+    for secrets.
+    """
+
+    url: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    name: str = field(default="objects", kw_only=True)
+
+    def __post_init__(self) -> None:
+        Level.__post_init__(self)
+        if not isinstance(self.url, str) or "://" not in self.url:
+            raise UsageError(
+                "an object store is named by a URL",
+                facts={"level": self.name, "expected": "such as s3://bucket/prefix",
+                       "got": repr(self.url)[:80]},
+            )  # fmt: skip
+        check_url(self.url)
+
+    @property
+    def survives(self) -> Loss:
+        return Loss.CLUSTER
+
+
+def check_levels(levels: Sequence[Level]) -> tuple[Level, ...]:
+    """The levels of a run, if they make sense together."""
+    if not isinstance(levels, list | tuple):
+        raise UsageError(
+            "levels are a list, from the nearest on",
+            facts={"got": repr(levels)[:80]},
+            hint="write levels=[...]",
+        )
+    for level in levels:
+        if not isinstance(level, Memory | Directory | ObjectStore):
+            raise UsageError(
+                "a level is a Memory, a Directory or an ObjectStore",
+                facts={"expected": "for example Directory(every=10)", "got": repr(level)[:80]},
+            )
+    if not levels:
+        raise UsageError("levels must not be empty: leave it out for the run directory alone")
+    if isinstance(levels[0], ObjectStore):
+        raise UsageError(
+            "the first level must be a Memory or a Directory: saves go there, and an object store "
+            "cannot take them while they are made",
+            hint="put Memory() or Directory() before it",
+        )
+    names = [level.name for level in levels]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(
+                "two levels have one name",
+                facts={"name": name},
+                hint='give one of them another: name="..."',
+            )
+    memories = [level for level in levels if isinstance(level, Memory)]
+    if len(memories) > 1 or (memories and levels[0] is not memories[0]):
+        raise UsageError("there can be one Memory level, and it is the first")
+    return tuple(levels)
+
+
+def levels_of(levels: Sequence[Level] | None, options: Options) -> tuple[Level, ...]:
+    """The levels of a run as its user has given them; the run directory alone without any."""
+    if levels is None:
+        return (Directory(keep=options.keep),)
+    if options.keep is not None:
+        raise UsageError(
+            "with levels, each of them says how many steps it keeps",
+            facts={"got": f"keep={options.keep}"},
+            hint=f"give keep={options.keep} to the level that is meant",
+        )
+    return check_levels(levels)

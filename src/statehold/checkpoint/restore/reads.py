@@ -1,0 +1,200 @@
+"""Boxes of saved chunks, and memory that wants them -> the segments that the engine reads.
+
+Owns: which bytes a place needs of a chunk: the ranges that hold its box, widened to whole pieces;
+where they go; and the headers of the files, so that all that is read of a file is verified.
+Holds: whoever reads a step into tensors does it through here: restores, and the reader of dcp. A
+range that fills its part of the memory without gap is placed as it is; otherwise the engine places
+the box in it.
+Not here: which chunk has which box (saved), which bytes a box needs (ranges), the engine's job and
+its errors (segments), the live state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from statehold.errors import ManifestError
+from statehold.io.objects.parallel import Parallel
+from statehold.io.segments import NOWHERE, Reading, Segment, Where, start_read
+from statehold.layout.layout import Box
+from statehold.layout.ranges import Range, ranges
+from statehold.tensors.devices.placing import Place
+from statehold.tensors.dtypes import torch_box, torch_shape
+
+if TYPE_CHECKING:
+    import torch
+
+    from statehold._core import Engine
+    from statehold.format.saved import PlacedChunk, SavedStep
+    from statehold.tensors.destinations import Destination
+
+LOCATED_AT_ONCE = 8
+# (name, bytes, ranges that are read) of a file -> its path.
+Locate = Callable[[str, int, Sequence[tuple[int, int]]], str]
+_HINT = "restore() without a step takes the newest intact one"
+
+
+class ReadPlan:
+    """What to read of a step, for `destinations` and what is placed later. Planning reads no data,
+    and changes nothing.
+
+    complete: verify besides whatever else of the step is this rank's to verify. What several of the
+    `ranks` of this job read goes through the page cache, where the device is read once a node;
+    each rank begins at another place, so that all of them are busy.
+    hint: of the error for a piece that is not right.
+    """
+
+    def __init__(
+        self,
+        saved: SavedStep,
+        destinations: Iterable[Destination] = (),
+        *,
+        complete: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+        hint: str = _HINT,
+    ) -> None:
+        self._saved = saved
+        self._rank = rank
+        self._ranks = ranks
+        self._hint = hint
+        self._segments: list[Segment] = []
+        self._files: dict[str, tuple[int, int]] = {}  # name -> number, bytes
+        asked: list[PlacedChunk] = []
+        names: set[str] = set()
+        for destination in destinations:
+            names.add(destination.name)
+            asked += self._fill(destination)
+        if complete:
+            self._verify_rest(asked, names)
+
+    def place(
+        self,
+        name: str,
+        chunk: PlacedChunk,
+        box: Box,
+        target: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        external: bool = False,
+        shared: bool = False,
+    ) -> None:
+        """Read the elements `box` of a chunk of tensor `name`, counted from the chunk's first, into
+        `target`, which has their shape and the saved dtype.
+
+        external: the engine cannot reach the memory; shared: other processes want the bytes, too.
+        dtype: the saved one, where external memory has another: elements are converted as copy_()
+        does.
+        """
+        dtype = dtype or target.dtype
+        shape, item_bytes = torch_shape(dtype, chunk.box.shape), dtype.itemsize
+        if box.shape == shape:
+            found = [_all_of(chunk)]
+        else:
+            grid = self._saved.block_bytes
+            found = ranges(chunk.begin, chunk.sums, shape, box, item_bytes, grid)
+        place = Place.of(target, dtype, shape, box) if external else None
+        if place is not None and not place.is_aligned(chunk.begin):
+            raise _unaligned(name, chunk, item_bytes)
+        for part in found:
+            # Of pieces that are not wanted whole, other ranks want the rest.
+            also = shared or (self._ranks > 1 and part.box_begin is None)
+            begin, end = part.begin - chunk.begin, part.end - chunk.begin
+            if place is not None:
+                outside = place._replace(begin=begin) if begin < end else None
+                where = Where(external=outside, shared=also)
+            elif target.is_contiguous() and part.box_begin is not None:
+                where = Where(target.data_ptr() + part.box_begin, target, shared=also)
+            else:
+                inside = item_bytes, shape, box.offsets, box.shape, target.stride(), begin
+                where = Where(target.data_ptr(), target, inside, shared=also)
+            self._append(name, chunk, part, where)
+
+    def start(self, engine: Engine, locate: Locate) -> Reading:
+        """Begin to read; `locate` says where a file (name, bytes, ranges read) is; it is called by
+        several threads where there are several files."""
+        segments = sorted([*self._segments, *self._headers()], key=lambda each: each.order)
+        read: dict[int, list[tuple[int, int]]] = {number: [] for number, _ in self._files.values()}
+        for each in segments:
+            read[each.file].append((each.begin, each.end))
+        return start_read(
+            engine,
+            self._located(locate, read),
+            segments,
+            self._saved.block_bytes,
+            first_segment=len(segments) * self._rank // self._ranks,
+            hint=self._hint,
+        )
+
+    def _located(
+        self, locate: Locate, read: Mapping[int, Sequence[tuple[int, int]]]
+    ) -> dict[str, int]:
+        """Path -> bytes, of all files; those that are far come near side by side."""
+        side_by_side = Parallel(LOCATED_AT_ONCE, "statehold-located")
+        try:
+            paths = side_by_side(
+                [
+                    partial(locate, name, nbytes, read[number])
+                    for name, (number, nbytes) in self._files.items()
+                ]
+            )
+        finally:
+            side_by_side.close()
+        return dict(zip(paths, (nbytes for _, nbytes in self._files.values()), strict=True))
+
+    def _fill(self, destination: Destination) -> list[PlacedChunk]:
+        """Read what lies in the destination's box; the chunks of it."""
+        name, dtype = destination.name, destination.tensor.dtype
+        chunks = self._saved.chunks(name, destination.box, destination.among)
+        for chunk in chunks:
+            is_same = chunk.box == destination.box  # also where both are empty
+            common = chunk.box if is_same else chunk.box.intersection(destination.box)
+            if common is not None:
+                self.place(
+                    name,
+                    chunk,
+                    torch_box(dtype, common.relative_to(chunk.box)),
+                    destination.part(common),
+                    external=destination.external,
+                    shared=destination.shared,
+                )
+        return chunks
+
+    def _verify_rest(self, asked: Iterable[PlacedChunk], names: set[str]) -> None:
+        """Read, only to verify it, what else is this rank's to verify.
+
+        Of a tensor that this rank has a place for, in another layout, the other ranks ask for the
+        rest: to verify here what this rank once wrote would have the device read it twice.
+        """
+        for name, chunk in self._saved.unread(asked):
+            if name not in names:
+                self._append(name, chunk, _all_of(chunk), NOWHERE)
+
+    def _append(self, name: str, chunk: PlacedChunk, part: Range, where: Where) -> None:
+        number, _ = self._files.setdefault(chunk.file, (len(self._files), chunk.file_bytes))
+        self._segments.append(Segment(number, part.begin, part.end, part.sums, name, where))
+
+    def _headers(self) -> Iterator[Segment]:
+        """Of the files that are read."""
+        for entry in self._saved.files:
+            if entry.name in self._files:
+                number, _ = self._files[entry.name]
+                yield Segment(number, 0, entry.data_begin, entry.header_sums, "")
+
+
+def _all_of(chunk: PlacedChunk) -> Range:
+    return Range(chunk.begin, chunk.end, chunk.sums, 0)
+
+
+def _unaligned(name: str, chunk: PlacedChunk, item_bytes: int) -> ManifestError:
+    return ManifestError(
+        "a tensor of a step does not begin at a multiple of its element's size",
+        facts={
+            "tensor": name,
+            "file": chunk.file,
+            "expected": f"a multiple of {item_bytes} bytes",
+            "got": chunk.begin,
+        },
+    )

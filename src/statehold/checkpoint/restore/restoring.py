@@ -1,0 +1,345 @@
+"""Restoring: choose a step, match it with the live state, read it, and agree with the other ranks.
+
+Alone, or on each of several ranks:
+    choose    rank 0 lists the committed steps; the newest is tried first
+    match     the live state against the step; nothing is changed yet
+    read      every wanted byte, verified, into place
+    finish    the plain values
+After `match` and after `read` the ranks agree: all go on, or none does. Where a copy of a file that
+one rank reads is bad, all ranks begin again without that copy, as long as there is another one.
+Damage beyond that makes all ranks try the next older step; any other error on one rank is an error
+on all.
+
+A writer may save the step again, or retire it, while it is read; nothing keeps it from that. After
+every failure the ranks look whether the step is still the one that they opened. If it is not, they
+list the steps and begin again. Damage is believed when it is found once more under the lock of the
+run, where nobody else can change the step. Without the lock the step is passed over, and stays.
+
+A rank that is at its place again looks at its own record first, which is all it needs if the layout
+is the same. If that does not match on some rank, all ranks look at what all have saved.
+
+Holds: no rank changes a byte before all ranks have matched; a step counts as restored only when all
+ranks have read and verified it, from one and the same save of it.
+Not here: matching (tensors/restore), which bytes (reads), which copy of them (levels/nearest),
+agreeing (agreeing).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from statehold.checkpoint.levels.nearest import Next
+from statehold.checkpoint.restore.reads import ReadPlan
+from statehold.checkpoint.telemetry.watch import RestoreWatch
+from statehold.errors import (
+    CorruptionError,
+    PeerFailedError,
+    PeerLostError,
+    StateholdError,
+    StateMismatchError,
+    UsageError,
+    no_such_step,
+    storage_error,
+)
+from statehold.format.selection import Answer, RestoreReport, Selection, check_answers
+from statehold.ranks.agreeing import ROUND, MismatchElsewhere, everyone, led, pooled, together
+from statehold.tensors.restoration import Restoration, mismatch
+from statehold.tensors.restore import prepare
+
+if TYPE_CHECKING:
+    from statehold._core import Engine
+    from statehold.checkpoint.levels.nearest import Nearest
+    from statehold.format.saved import SavedStep
+    from statehold.ranks.peers import Peers
+    from statehold.tensors.devices import Devices
+
+
+# A writer that saves one step again and again must not keep a reader for ever.
+BEGINNINGS_MAX = 100
+PARTLY = "may be partly overwritten: restore another step before training on"
+
+
+class _Changed(Exception):
+    """The step is another one by now, or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """A step that fits the live state: what to do once the bytes are there."""
+
+    restoration: Restoration
+    reading: ReadPlan
+    unexpected: tuple[str, ...]
+
+
+class Restorer:
+    """One restore into one live state.
+
+    claim: takes the lock of every directory that has a step, where this rank leads; False where
+    another job has one. After newest(), `confirmed` are the steps that were found damaged under it;
+    `beginnings` counts how often a step had to be read anew because it had changed.
+    """
+
+    def __init__(
+        self,
+        steps: Nearest,
+        engine: Engine,
+        devices: Devices,
+        peers: Peers | None,
+        state: Mapping[str, Any],
+        selection: Selection,
+        watch: RestoreWatch,
+        claim: Callable[[int], bool],
+    ) -> None:
+        self._saved = steps
+        self._claim = claim
+        self.confirmed: set[int] = set()
+        self.beginnings = 0
+        self._has_begun_to_read = False
+        self._engine = engine
+        self._devices = devices
+        self._peers = peers
+        self._rank = peers.rank if peers else 0
+        self._ranks = peers.world_size if peers else 1
+        self._state = state
+        self._selection = selection
+        self._watch = watch
+
+    def newest(self) -> tuple[RestoreReport | None, dict[int, CorruptionError]]:
+        """Restore the newest intact step; the second value are the damaged ones passed over."""
+        failed: dict[int, CorruptionError] = {}
+        asked: set[int] = set()
+        while remaining := [step for step in self._steps() if step not in failed]:
+            step = remaining[-1]
+            try:
+                return self.step(step), failed
+            except _Changed as changed:
+                self._begin_anew(step, changed)
+            except CorruptionError as error:
+                if step in asked or not self._claimed(step):
+                    failed[step] = error
+                asked.add(step)
+        if failed:
+            newest = self._final(failed.pop(max(failed)))
+            raise newest.with_fact("also damaged", listed(failed)) if failed else newest
+        return None, failed
+
+    def only(self, step: int) -> tuple[RestoreReport, dict[int, CorruptionError]]:
+        """Restore this step and no other, in the form of newest()."""
+        while True:
+            try:
+                return self.step(step), {}
+            except _Changed as changed:
+                self._begin_anew(step, changed)
+                if step not in self._steps():
+                    raise no_such_step(step, self._saved.run, self._steps()) from None
+            except CorruptionError as error:
+                raise self._final(error) from None
+
+    def _final(self, error: CorruptionError) -> CorruptionError:
+        """The error that ends this restore."""
+        if self._has_begun_to_read:
+            error.with_fact("the state", PARTLY)
+        return error
+
+    def _begin_anew(self, step: int, changed: _Changed) -> None:
+        self.beginnings += 1
+        self._saved.forget(step)
+        if self.beginnings > BEGINNINGS_MAX:
+            error = storage_error("read a step", errno.ESTALE, self._saved.path(step))
+            error.with_fact("found", f"{self.beginnings} times another save of it, or none")
+            error.hint = "save the same step less often, or restore when nothing saves"
+            raise error from changed
+
+    def _claimed(self, step: int) -> bool:
+        """All ranks: whether nobody else can change the step from now on."""
+        if not all(everyone(self._peers, lambda: self._claim(step))):
+            return False
+        self.confirmed.add(step)
+        self._saved.forget(step)
+        return True
+
+    def step(self, step: int) -> RestoreReport:
+        """Restore this step."""
+        with self._saved.protect(step):
+            try:
+                matched = self._from_any_copy(step)
+                # A rank that fails here fails alone: all bytes are in place.
+                with self._watch.stage("values", step=step):
+                    matched.restoration.finish()
+            except (CorruptionError, UsageError) as error:
+                error.with_fact("step", step)
+                others = [other for other in self._saved.steps() if other != step]
+                raise error.with_fact("other steps", listed(others)) from None
+        for doubt in matched.restoration.doubts():
+            warnings.warn(doubt, RuntimeWarning, stacklevel=4)  # the caller of restore()
+        return replace(matched.restoration.report, unexpected=matched.unexpected)
+
+    def _from_any_copy(self, step: int) -> Matched:
+        while True:
+            try:
+                with self._watch.stage("plan", step=step):
+                    matched = self._match(step)
+                self._read(step, matched)
+                return matched
+            except PeerLostError:
+                raise
+            except Exception as error:
+                following = self._after(step, error)
+                if following is Next.ANEW:
+                    raise _Changed from error
+                if following is Next.GIVE_UP:
+                    raise
+                if following is Next.OTHER_SAVE:  # all ranks had opened the same one
+                    self._saved.give_up_save(step)
+
+    def _after(self, step: int, error: Exception) -> Next:
+        """What all ranks do after a failure."""
+        mine = self._saved.after(step, error)
+        if self._peers is None:
+            return mine
+        return Next(json.loads(self._peers.agree(ROUND, json.dumps(mine).encode(), _highest)))
+
+    def _steps(self) -> list[int]:
+        """The committed steps, as rank 0 sees them."""
+        with self._watch.stage("discover"):
+            return led(self._peers, self._saved.steps)
+
+    # -- matching --------------------------------------------------------------------------
+
+    def _match(self, step: int) -> Matched:
+        saved: SavedStep | None = None
+
+        def first() -> Matched:
+            nonlocal saved
+            with self._watch.stage("open", step=step):
+                saved = self._saved.open(step, self._rank, self._ranks)
+            return self._matched(saved)
+
+        try:
+            matched, answers = self._pooled(step, first)
+        except StateholdError as error:
+            if not _is_about_layouts(error) or saved is None or saved.widened() is saved:
+                raise
+            matched, saved, answers = self._in_all_records(step, saved)
+        else:
+            # What this rank's own record lacks may be in another one: all have to be looked at.
+            if any(each.lacks for each in answers) and saved is not None and saved.is_narrow:
+                matched, saved, answers = self._in_all_records(step, saved)
+        check_answers(answers)
+        return self._judged(matched, saved)
+
+    def _in_all_records(
+        self, step: int, saved: SavedStep
+    ) -> tuple[Matched, SavedStep, list[Answer]]:
+        wide = saved.widened()
+        matched, answers = self._pooled(step, lambda: self._matched(wide))
+        return matched, wide, answers
+
+    def _pooled(self, step: int, match: Callable[[], Matched]) -> tuple[Matched, list[Answer]]:
+        """What this rank has matched, and what the selection found on each rank. Raises on all
+        ranks where they have opened different saves of the step."""
+
+        def tell(matched: Matched) -> list[Any]:
+            return [self._saved.saves.opened(step), astuple(matched.restoration.answer)]
+
+        matched, told = pooled(self._peers, match, tell)
+        for rank, (save, _) in enumerate(told):
+            if save != told[0][0]:
+                raise PeerFailedError(rank, f"it opened another save of step {step} than rank 0")
+        return matched, [Answer(*answer) for _, answer in told]
+
+    def _matched(self, saved: SavedStep) -> Matched:
+        alone = self._peers is None or saved.is_narrow
+        restoration = prepare(
+            self._state,
+            saved,
+            selection=self._selection,
+            rank=self._rank if self._peers else None,
+            alone=alone,
+        )
+        reading = ReadPlan(
+            saved,
+            restoration.destinations,
+            complete=self._selection.is_everything,
+            rank=self._rank,
+            ranks=self._ranks,
+        )
+        return Matched(restoration, reading, tuple(restoration.unexpected))
+
+    def _judged(self, matched: Matched, saved: SavedStep | None) -> Matched:
+        """What in the step no rank has a place for, where no rank alone can tell."""
+        if self._peers is None or saved is None or saved.is_narrow:
+            return matched
+        names = sorted(saved.tensors)
+        unused = [name not in matched.restoration.used for name in names]
+        values = [name for name in matched.unexpected if name not in saved.tensors]
+        told = json.dumps([_bits(unused).hex(), values]).encode()
+        common, values = json.loads(self._peers.agree(ROUND, told, _in_common))
+        tensors = (
+            name
+            for name, is_unused in zip(names, _of_bits(bytes.fromhex(common)), strict=False)
+            if is_unused and self._selection.takes(self._selection.renamed(name))
+        )
+        unexpected = (*tensors, *values)
+        if unexpected and self._selection.strict:
+            problems = [(name, "no rank has a place for it") for name in unexpected]
+            raise mismatch(problems, matched.restoration)
+        return replace(matched, unexpected=unexpected)
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def _read(self, step: int, matched: Matched) -> None:
+        with self._watch.stage("read", step=step):
+            together(self._peers, lambda: self._read_here(step, matched))
+
+    def _read_here(self, step: int, matched: Matched) -> None:
+        self._has_begun_to_read = True
+        locate = partial(self._saved.locate, step)
+        reading = matched.reading.start(self._engine, locate)
+        try:
+            with self._watch.reading(step, reading.job):  # each piece is verified and placed
+                reading.finish(self._devices.load)
+        finally:  # also where it was not come to that: nothing more is put into the state
+            reading.job.cancel()
+
+
+def listed(steps: Iterable[int]) -> str:
+    """Steps for a message."""
+    shown = sorted(steps)
+    return ", ".join(map(str, shown[-8:])) + (f" ({len(shown)} in all)" if shown else "none")
+
+
+def _is_about_layouts(error: StateholdError) -> bool:
+    return isinstance(error, StateMismatchError | MismatchElsewhere)
+
+
+def _bits(flags: Sequence[bool]) -> bytes:
+    """Eight flags a byte, the first one lowest."""
+    value = sum(1 << index for index, flag in enumerate(flags) if flag)
+    return value.to_bytes(-(-len(flags) // 8), "little")
+
+
+def _of_bits(raw: bytes) -> Iterator[bool]:
+    return (bool(byte >> bit & 1) for byte in raw for bit in range(8))
+
+
+def _highest(told: Sequence[bytes]) -> bytes:
+    return json.dumps(max(json.loads(each) for each in told)).encode()
+
+
+def _in_common(told: Sequence[bytes]) -> bytes:
+    """The tensors that no rank uses, and the values for which none has a place."""
+    unused, values = zip(*map(json.loads, told), strict=True)
+    common = int.from_bytes(bytes.fromhex(unused[0]), "little")
+    for each in unused[1:]:
+        common &= int.from_bytes(bytes.fromhex(each), "little")
+    bits = common.to_bytes(len(unused[0]) // 2, "little")
+    nowhere = set(values[0]).intersection(*values[1:])
+    return json.dumps([bits.hex(), sorted(nowhere)]).encode()

@@ -1,0 +1,1 @@
+"""A save: from the call on the training thread to the committed step."""

@@ -1,0 +1,64 @@
+"""Saves into a level that each host has for itself: D3 to D7 by all ranks, in two rounds.
+
+    Across     record -> D3 sealed -> D4 arrive -> rank 0: gather, judge, conclude with the manifest
+               -> the first rank of each host: D5 to D7 in its host's store -> all meet: committed
+
+Holds: a step is committed when every host has published the same manifest. A rank that is lost
+between the rounds, or a host that cannot publish, fails the save on all by name; what is published
+on some hosts is then no step, and goes with the next one (levels/hosts/place). Older steps are
+retired after the second round only. Where the job turns out to be on one host, all is as in team.
+Not here: the second round (levels/rounds), who is on which host (levels/hosts).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from statehold.checkpoint.levels.rounds import Rounds
+from statehold.checkpoint.save.aftermath import after_commit
+from statehold.checkpoint.save.publishing import Together
+from statehold.format.manifest import Encoded
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.save.work import Work
+    from statehold.format.manifest import Commit
+
+
+class Across(Together):
+    """One of several ranks that save into a level that each host has for itself."""
+
+    def announce(self, work: Work) -> None:
+        if not work.place.is_apart:
+            super().announce(work)
+
+    def _land(self, work: Work, commit: Commit) -> None:
+        if not work.place.is_apart:
+            super()._land(work, commit)
+
+    def _landed(self, work: Work, doing: str) -> contextlib.AbstractContextManager[None]:
+        # Of a level that each host has, the second round commits.
+        return contextlib.nullcontext() if work.place.is_apart else super()._landed(work, doing)
+
+    def _tell(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:
+        super()._tell(work, commit, outcome)
+        if work.place.is_apart:
+            outcome["manifest"] = commit.encode().decode()
+            self._peers.conclude(work.number, json.dumps(outcome).encode())
+
+    def _confirm(self, work: Work, attempt: str) -> bool:
+        return not work.place.is_apart and super()._confirm(work, attempt)
+
+    def _settle(self, work: Work, outcome: Mapping[str, Any]) -> None:
+        """The second round."""
+        place, step = work.place, work.save.step
+        if not place.is_apart:
+            return
+        manifest = Encoded(step, outcome["manifest"].encode())
+        rounds = Rounds(self._peers, "save", work.number, f"while publishing step {step}")
+        with work.save._stage("publish"):
+            rounds.publish(place, lambda: place.store.commit(manifest, work.attempt))
+        with after_commit(self._log, step, "note where its files are"):
+            place.landed(step, range(self._peers.world_size))

@@ -1,0 +1,39 @@
+"""What follows a commit: it may fail, and the step stays committed.
+
+Holds: once a step is published, no error makes its save a failed one. What goes wrong afterwards is
+logged, with what is safe, and the rest goes on.
+Not here: the commit itself (checkpoint/store/publish), what follows it (pipeline, team).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from statehold.errors import StateholdError
+
+if TYPE_CHECKING:
+    from statehold.observe.background_log import BackgroundLog
+
+__all__ = ["after_commit"]
+
+
+@contextlib.contextmanager
+def after_commit(log: BackgroundLog, step: int, doing: str) -> Iterator[None]:
+    """Run what follows the commit of `step`; log its error instead of raising it.
+
+    doing: completes "could not ..." in the log.
+    """
+    try:
+        yield
+    except BaseException as error:
+        log.error("step %d is committed and safe; could not %s\n%s", step, doing, _text(error))
+
+
+def _text(error: BaseException) -> str:
+    """With the traceback, where nobody has foreseen the error."""
+    if isinstance(error, StateholdError):
+        return str(error)
+    return "".join(traceback.format_exception(error)).rstrip()

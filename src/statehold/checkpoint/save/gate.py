@@ -1,0 +1,176 @@
+"""The gate: nothing updates the state while bytes of it are still being copied.
+
+Parameters and optimizer state stay unchanged during forward and backward (DataStates-LLM,
+HPDC'24, section 4); the update is where they change. So the gate stands before every update that
+torch makes (`updates`), and waits until every save under way is staged. It stands before all torch
+optimizers, not only those in the state: a fused optimizer that the state does not name changes
+parameters without moving a version counter, so nothing else would notice. Loops whose update is not
+a torch optimizer call Checkpointer.gate() themselves.
+
+A step() that was compiled in one graph runs past the gate. Once there is one, a save keeps the
+caller until its copies are made, and the log says what to do about it.
+
+A failed save opens the gate: training goes on, and the error is raised by the checkpointer's next
+call, not out of somebody's optimizer.
+
+The gate remembers which optimizers have come through it. Memory that only those change can be
+copied lazily, also where a state has their state_dict() and not themselves. It also sees whether
+gradients wait for the next update, and warns once if a step is saved then.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from statehold.checkpoint.save.handle import Save
+from statehold.errors import WaitTimeout
+from statehold.observe.once import say_once
+from statehold.tensors import updates
+from statehold.tensors.devices.update_streams import UpdateStreams
+from statehold.tensors.gradients import Gradients
+from statehold.tensors.stepping import Stepping
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+logger = logging.getLogger("statehold")
+
+
+class Pass(Protocol):
+    """A way past the gate other than waiting on the host: a stream made to wait instead."""
+
+    def __call__(self, timeout: float | None = 0) -> bool:
+        """Order later work after the copies; False when not all copies are enqueued in time, or
+        when that cannot be done."""
+
+
+_UNSEEN = (
+    "an optimizer's step() was compiled with fullgraph=True, which lets no code run before the "
+    "update: from now on save() returns only when everything is copied. To have it return early, "
+    "compile step() without fullgraph=True, or compile only what step() calls"
+)
+
+
+class Gate:
+    """Holds the updates back until the saves under way are staged."""
+
+    def __init__(self) -> None:
+        self._saves: list[tuple[Save, Pass | None]] = []
+        self._stepping = Stepping()
+        self._streams = UpdateStreams()
+        self._gradients = Gradients()
+        self._has_warned = False
+        self.waited_s = 0.0  # in all
+
+    def stand(self) -> None:
+        """Stand before every update of torch from now on."""
+        updates.watch(self)
+
+    def before_update(self, optimizers: Iterable[Optimizer]) -> None:
+        """These optimizers are about to step."""
+        self.wait()
+        self._streams.saw()
+        for optimizer in optimizers:
+            self._stepping.saw(optimizer)
+            self._gradients.saw(optimizer)
+
+    def passed(self) -> list[Optimizer]:
+        """The optimizers that have stepped since the last call, or since the gate stands."""
+        return self._stepping.take()
+
+    def check_gradients(self, step: int) -> None:
+        """Log a warning, once, if `step` is saved between backward() and step()."""
+        if self._has_warned or not self._gradients.are_waiting():
+            return
+        self._has_warned = True
+        logger.warning(
+            "step %d is saved while gradients wait for optimizer.step(), as in the middle of an "
+            "accumulation. A step does not hold gradients: a restart from it makes the next update "
+            "without these micro-batches. Save right after optimizer.step(). If a GradScaler has "
+            "just skipped the update, nothing is missing",
+            step,
+        )
+
+    def hold_for(self, save: Save, passing: Pass | None = None) -> None:
+        """Hold updates until `save` is staged, or until `passing` lets them through."""
+        self._forget_staged()
+        self._saves.append((save, passing))
+        self.stand()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return once no save still has bytes to copy; `timeout` is in seconds."""
+        for save, passing in list(self._saves):
+            # A fork updates a copy, which nobody saves.
+            if not (
+                not save._is_of_this_process
+                or save.done("staged")
+                or (passing is not None and passing())
+            ):
+                self._wait_staged(save, timeout, passing)
+        self._forget_staged()
+
+    def before_capture(self) -> None:
+        """Return once every save is staged. The capture of an update moves version counters, and a
+        save that is under way would take that for a change. The host waits, and no stream."""
+        for save, _ in list(self._saves):
+            if save._is_of_this_process and not save.done("staged"):
+                self._wait_staged(save)
+
+    def _wait_staged(
+        self, save: Save, timeout: float | None = None, passing: Pass | None = None
+    ) -> None:
+        """On the host; with `passing` only until a stream can wait instead."""
+        started = time.perf_counter()
+        with save._stage("gate"):
+            ended = passing is not None and passing(timeout)
+            if not ended:
+                used = time.perf_counter() - started
+                left = None if timeout is None else max(0.0, timeout - used)
+                ended = save._wait_ended("staged", left)
+        waited_s = time.perf_counter() - started
+        self.waited_s += waited_s
+        save._add_gate(waited_s)
+        if not ended:
+            raise WaitTimeout(
+                f"step {save.step} was not staged in time",
+                facts={"waited": f"{timeout} s", "so far": str(save.stats)},
+                hint="do not change the state yet: its bytes are still being copied",
+            )
+
+    def join_streams(self) -> None:
+        """Order what the current streams are given next after the updates on other streams."""
+        self._streams.join()
+
+    def streams_follow(self) -> None:
+        """Order what the streams of the updates are given next after what the current ones have."""
+        self._streams.follow()
+
+    def wait_or_note(self, timeout: float | None = None) -> None:
+        """Before an update by hand: wait, or note that a CUDA graph is captured that holds it."""
+        if not updates.capture([]):
+            self._streams.saw()
+            self.wait(timeout)
+
+    def wait_if_unseen(self, save: Save) -> None:
+        """Return once `save` is staged or has failed, where an update may come that nobody sees."""
+        if updates.come_unseen():
+            say_once(_UNSEEN)
+            save._wait_ended("staged")
+
+    def remove(self) -> None:
+        """Stand no more. On the thread that trains."""
+        updates.unwatch(self)
+
+    def retire(self) -> None:
+        """Stand no more. From any thread."""
+        updates.unwatch_later(self)
+
+    def _forget_staged(self) -> None:
+        self._saves = [
+            (save, passing)
+            for save, passing in self._saves
+            if not save.done("staged") and save.error is None
+        ]

@@ -1,0 +1,194 @@
+"""Save: the handle of one save, and what can be known about it while it runs and afterwards.
+
+Three events, in this order and never confused: "staged" (the state may change), "written" (the
+bytes are durable on this rank), "committed" (durable on all ranks, and published). A save that
+fails reaches no further event, and every wait for one raises its error. A step that was not due has
+a handle, too; it reaches none.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from statehold.checkpoint.telemetry.save_stats import EVENTS, Event, SaveStats
+from statehold.checkpoint.telemetry.watch import UNWATCHED, Stage, Watch
+from statehold.errors import ClosedError, PeerFailedError, StateholdError, UsageError, WaitTimeout
+from statehold.units import check_timeout
+
+
+class Save:
+    """The handle that Checkpointer.save() returns. Thread-safe."""
+
+    def __init__(self, step: int, started: float, *, is_skipped: bool = False) -> None:
+        self._started = started
+        self._is_skipped = is_skipped
+        self._watch = UNWATCHED
+        self._is_told = False
+        self._moving_from = started
+        self._changed = threading.Condition()
+        self._pid = os.getpid()
+        self._stats = SaveStats(step)
+        self._error: StateholdError | None = None
+        self._raised = False
+
+    @property
+    def step(self) -> int:
+        """The step that is being saved."""
+        return self._stats.step
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the step was not due, so that nothing of it is saved."""
+        return self._is_skipped
+
+    @property
+    def stats(self) -> SaveStats:
+        """A snapshot of the figures so far."""
+        return self._stats
+
+    @property
+    def error(self) -> StateholdError | None:
+        """Why the save failed, or None."""
+        return self._error
+
+    def done(self, event: Event = "committed") -> bool:
+        """Whether the event has happened. False for a save that failed or was skipped before."""
+        return self._reached(_checked(event)) is not None
+
+    def wait(self, event: Event = "committed", timeout: float | None = None) -> Save:
+        """Block until the event; `timeout` is in seconds.
+
+        Raises the save's error if it failed before the event, WaitTimeout when the deadline
+        passes (the save goes on), UsageError for a step that was skipped. Returns the handle.
+        """
+        if self._is_skipped:
+            raise UsageError(
+                f"step {self.step} was not due: nothing of it was saved",
+                hint="look at is_skipped before waiting; save(step, state, force=True) saves it",
+            )
+        timeout = check_timeout(timeout)
+        attained = self._wait_ended(_checked(event), timeout)
+        if self.done(event):
+            return self
+        if attained and self._error is not None:
+            self._raised = True
+            raise self._error
+        raise WaitTimeout(
+            f"step {self.step} was not {event} in time",
+            facts={"waited": f"{timeout} s", "so far": str(self._stats)},
+            hint="the save goes on in the background; committed steps are untouched",
+        )
+
+    def __repr__(self) -> str:
+        state = f"failed: {self._error.summary}" if self._error else str(self._stats)
+        if self._is_skipped:
+            state = f"step {self.step}: not due"
+        return f"<statehold.Save {state}>"
+
+    # -- for the checkpointer --------------------------------------------------------------
+
+    def _reached(self, event: Event) -> float | None:
+        seconds: float | None = getattr(self._stats, f"{event}_s")
+        return seconds
+
+    def _wait_ended(self, event: Event, timeout: float | None = None) -> bool:
+        """Wait for the event or a failure; False when neither came in time."""
+        if self._reached(event) is not None or self._error is not None:
+            return True
+        if not self._is_of_this_process:
+            raise forked("this save", self._pid)
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._reached(event) is not None or self._error is not None, timeout
+            )
+
+    def _watched_by(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def _stage(self, name: str) -> Stage:
+        """A stage of this save, for the trace."""
+        return self._watch.stage(name, step=self.step)
+
+    @property
+    def _is_of_this_process(self) -> bool:
+        return os.getpid() == self._pid
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._started
+
+    def _record(self, **figures: object) -> None:
+        with self._changed:
+            self._stats = replace(self._stats, **figures)  # type: ignore[arg-type]
+
+    def _moving(self) -> None:
+        """The engine begins now."""
+        self._moving_from = time.perf_counter()
+
+    def _moved(self, engine: Mapping[str, int]) -> None:
+        """The engine has written all; its own figures count from when it began."""
+        self._watch.save_moved(self.step, self._moving_from, engine)
+
+    def _returned(self) -> None:
+        """save() ends now."""
+        self._record(blocked_s=self._elapsed())
+        self._watch.save_returned(self._started, self._stats)
+        self._tell_once()
+
+    def _tell_once(self) -> None:
+        """Tell of a committed save once all is known: small ones commit before save() returns."""
+        with self._changed:
+            is_known = self._stats.committed_s is not None and self._stats.blocked_s > 0
+            is_due, self._is_told = is_known and not self._is_told, self._is_told or is_known
+        if is_due:
+            self._watch.save_committed(self._started, self._stats)
+
+    def _add_gate(self, seconds: float) -> None:
+        with self._changed:
+            self._stats = replace(self._stats, gate_s=self._stats.gate_s + seconds)
+        self._watch.gate_waited(seconds)
+
+    def _reach(self, event: Event) -> None:
+        with self._changed:
+            reached = {f"{event}_s": self._elapsed()}
+            self._stats = replace(self._stats, **reached)  # type: ignore[arg-type]
+            self._changed.notify_all()
+        self._tell_once()
+
+    def _fail(self, error: StateholdError) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+        self._watch.save_failed(self._started, self._stats)
+
+    def _unraised_error(self) -> StateholdError | None:
+        """The error if nobody has been told yet; whoever calls this tells.
+
+        What follows from another rank's telling is not told: that rank would have to give up the
+        next save for it, and the ranks would fail one another's saves for ever.
+        """
+        with self._changed:
+            if self._error is None or self._raised:
+                return None
+            if isinstance(self._error, PeerFailedError) and self._error.follows:
+                return None
+            self._raised = True
+            return self._error
+
+
+def forked(what: str, owner_pid: int) -> ClosedError:
+    """The error where a fork uses what its parent has begun: nothing there would ever end."""
+    return ClosedError(
+        f"{what} belongs to the process that was forked",
+        facts={"begun by": f"process {owner_pid}", "used by": f"process {os.getpid()}"},
+        hint="open another Checkpointer here; the parent's goes on undisturbed",
+    )
+
+
+def _checked(event: Event) -> Event:
+    if event not in EVENTS:
+        raise UsageError("no such event", facts={"expected": ", ".join(EVENTS), "got": repr(event)})
+    return event

@@ -1,0 +1,347 @@
+"""The background half of a save: two threads that take each save, in order, to its three events.
+
+    stage thread    every byte copied -> nothing changed meanwhile? -> "staged"
+    commit thread   D1 open the file, attach -> writes done, D2 -> "written"
+                    -> D3..D7 -> "committed" -> retention
+
+A save's file is opened once the save before it has ended, so its staging overlaps the earlier
+save's writes while at most one step more than `keep` occupies the disk, and a retired file is
+there to be overwritten. Commits happen in the order of the calls.
+
+A failure on either thread stops the native job first (after that no thread touches the state),
+then fails the handle. A step that is committed stays so: what fails afterwards is logged
+(aftermath). The threads belong to executors that the interpreter joins at exit: saves
+under way when a script ends without close() are still committed. Neither logs by itself: a log
+that blocks must not keep a step from being committed (observe/background_log).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+from statehold.checkpoint.levels.rounds import HALF_PUBLISHED
+from statehold.checkpoint.save.aftermath import after_commit
+from statehold.checkpoint.save.handle import Save
+from statehold.checkpoint.save.stalls import Stalls
+from statehold.errors import (
+    PUBLISHED,
+    StateholdError,
+    TornSnapshot,
+    WaitTimeout,
+    named,
+    storage_error,
+)
+from statehold.process.tracebacks import let_go
+
+if TYPE_CHECKING:
+    from statehold._core import File
+    from statehold.checkpoint.levels.places import DirectoryPlace
+    from statehold.checkpoint.levels.promoting import Promotions
+    from statehold.checkpoint.save.level_choice import Landing
+    from statehold.checkpoint.save.publishing import Publisher
+    from statehold.checkpoint.save.work import Work
+    from statehold.observe.background_log import BackgroundLog
+    from statehold.tensors.captured import Capture
+
+# One save writing and one staging: more would only hold more captured state, not finish sooner.
+SAVES_IN_FLIGHT_MAX = 2
+
+# How long the file of a failed save is waited for, while transfers in flight still have it.
+FILE_CLOSES_S = 60.0
+
+
+class Pipeline:
+    """Takes saves from captured to committed, in order."""
+
+    def __init__(
+        self,
+        landing: Landing,
+        publisher: Publisher,
+        promotions: Promotions,
+        log: BackgroundLog,
+    ) -> None:
+        self._landing = landing
+        self._stalls = Stalls(log)
+        self._promotions = promotions
+        self._log = log
+        self._publisher = publisher
+        self._stager = ThreadPoolExecutor(1, thread_name_prefix="statehold-stage")
+        self._committer = ThreadPoolExecutor(1, thread_name_prefix="statehold-commit")
+        try:
+            self.drain()  # starts the threads now, not in the first save
+        except RuntimeError as error:
+            raise storage_error("start a thread", errno.EAGAIN, "") from error
+        self._saves: list[tuple[int, Save]] = []
+        self._guard = threading.Lock()
+        self._unsettled: list[int] = []  # steps whose directory in the making is in use, or may be
+        self._newest = -1  # of the commit thread: the newest save that it has taken, or given up
+
+    def ahead(self, action: Callable[[], None]) -> None:
+        """Do this before any save that is submitted after it is committed; it must not raise."""
+        self._committer.submit(action)
+
+    def submit(self, work: Work) -> None:
+        """Hand a save over; returns at once. Where this raises, take_back() is due."""
+        self._unsettled.append(work.save.step)
+        self._saves.append((work.number, work.save))
+        self._committer.submit(self._guarded, self._write_and_commit, work)
+        self._stager.submit(self._guarded, self._stage, work)
+
+    def take_back(self, work: Work, error: BaseException) -> None:
+        """End a save that could not be handed over, or perhaps only in part."""
+        self._fail(work, error)
+        work.save._raised = True  # by whoever calls this
+        assert work.error is not None
+        self._committer.submit(self._given_up, work.number, work.error, work)
+
+    def wait_eager(self, work: Work, captured: Capture) -> None:
+        """Return once all that may change before the next update is copied, or the current streams
+        of devices are after it; raises if it did change."""
+        if not any(tensor.eager for tensor in captured.tensors):
+            return
+        try:
+            if work.copies is not None:
+                work.copies.wait_eager()
+            work.job.wait_eager(None)
+            _check_unmoved(captured.moved(eager=True))
+        except StateholdError as error:
+            self._fail(work, error)
+            work.save.wait("staged")  # raises the first cause, with what is still safe
+            work.save._raised = True  # all was staged before this was known
+            raise work.error or error from None
+        except BaseException as error:  # Ctrl-C: the state changes from now on
+            self._fail(work, error)
+            work.save._raised = True  # by whoever called this
+            raise
+
+    def wait_for_room(self, settled: int) -> None:
+        """Back-pressure: return once another save may begin, and all up to the number `settled`
+        have ended."""
+        self._saves = [(number, save) for number, save in self._saves if not _ended(save)]
+        full = len(self._saves) - SAVES_IN_FLIGHT_MAX + 1
+        for index, (number, save) in enumerate(self._saves):
+            if index < full or number <= settled:
+                save._wait_ended("committed")
+
+    def give_up(self, number: int, error: BaseException) -> None:
+        """A save that was called and never began: other ranks wait for it."""
+        self._committer.submit(self._given_up, number, named(error, "before it began"), None)
+
+    def newest_step(self) -> int | None:
+        """The newest step among the saves that are under way."""
+        return max((save.step for _, save in self._saves if not _ended(save)), default=None)
+
+    def uses(self, step: int) -> bool:
+        """Whether a save of this step is under way, or not yet cleared away."""
+        return step in self._unsettled
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return any(not _ended(save) for _, save in self._saves)
+
+    def wait_staged(self) -> None:
+        """Return once no save that has begun is still being copied from the state."""
+        for _, save in list(self._saves):
+            save._wait_ended("staged")
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Return once every save has ended, one way or the other, and its cleaning up too. Raises
+        WaitTimeout."""
+        ends = [pool.submit(lambda: None) for pool in (self._stager, self._committer)]
+        if wait(ends, timeout_s).not_done:
+            raise WaitTimeout("saves did not end in time", facts={"waited": f"{timeout_s} s"})
+        self._log.flush()
+
+    def close(self) -> None:
+        """Finish what is under way and end the threads."""
+        self._stager.shutdown(wait=True)
+        self._committer.shutdown(wait=True)
+        self._log.flush()
+
+    # -- the two threads -------------------------------------------------------------------
+
+    def _guarded(self, action: Callable[[Work], None], work: Work) -> None:
+        try:
+            action(work)
+        except BaseException as error:
+            self._fail(work, error)
+            let_go(error)
+        finally:
+            del work  # the error, which the handle keeps, keeps this function's variables
+
+    def _stage(self, work: Work) -> None:
+        assert work.capture is not None
+        with work.save._stage("stage"):
+            if work.copies is not None:
+                work.copies.run()
+            work.job.wait_copied(None)
+            work.fingerprints = {name: read() for name, read in work.fingerprinting.items()}
+            if work.copies is not None:
+                work.fingerprints |= work.copies.fingerprints
+            _check_unmoved(work.capture.settle())
+            work.let_go()
+        work.save._reach("staged")
+
+    def _write_and_commit(self, work: Work) -> None:
+        self._newest = work.number
+        try:
+            self._commit(work)
+        finally:
+            self._unsettled.remove(work.save.step)
+
+    def _given_up(self, number: int, error: StateholdError, work: Work | None) -> None:
+        """A save that did not begin; nothing if it has come to this thread all the same."""
+        if number <= self._newest:
+            return
+        self._newest = number
+        self._tell(number, error)
+        if work is not None:
+            self._publisher.clean_up(work)
+            with contextlib.suppress(ValueError):  # it ended before it was noted
+                self._unsettled.remove(work.save.step)
+
+    def _commit(self, work: Work) -> None:
+        try:
+            if work.error is not None:
+                raise work.error
+            self._publish(work)
+        except BaseException as error:
+            # No thread may write into what is removed next.
+            self._stop(work, self._publisher.cause(work, error))
+            assert work.error is not None
+            self._tell(work.number, work.error)
+            self._publisher.clean_up(work)
+            raise
+        self._follow_up(work)
+
+    def _follow_up(self, work: Work) -> None:
+        """The step is committed: each of these is tried, whatever became of the others."""
+        step, place, plan = work.save.step, work.place, work.plan.save
+        with after_commit(self._log, step, "begin to copy it to other levels"):
+            self._promotions.start(step, work.promote, place)  # before retention may take it
+        if place.leads:
+            with after_commit(self._log, step, "retire older steps"), work.save._stage("retain"):
+                self._retain(place)
+        with after_commit(self._log, step, "tell the other ranks"):
+            self._publisher.announce(work)
+        with after_commit(self._log, step, "make a file for the next save"):
+            place.store.make_ready(plan.file_name, plan.file_bytes)
+
+    def _publish(self, work: Work) -> None:
+        save = work.save
+        with self._stalls.watching(work):
+            self._write(work)
+        save._moved(work.job.stats)
+        save._wait_ended("staged")
+        if work.error is not None:
+            raise work.error
+        save._reach("written")
+        self._landing.check_levels(work.number, late=True)
+        with save._stage("commit"):
+            self._publisher.publish(work, work.job.checksums())  # D3 to D7
+        work.place.store.committed(save.step)
+        save._reach("committed")
+
+    def _write(self, work: Work) -> None:
+        if work.is_attached:
+            self._write_out(work)
+            return
+        with work.save._stage("open"):
+            work.attempt = self._publisher.attempt(work.number)
+            file, reused = self._landing.open(work)
+        try:
+            work.save._record(reused=reused)
+            work.job.attach(file)
+            self._write_out(work)
+        except BaseException:
+            work.job.cancel()
+            _give_back(file)
+            raise
+
+    def _write_out(self, work: Work) -> None:
+        work.save._record(files=1)
+        with work.save._stage("write"):
+            work.job.wait_written(None)
+            work.job.finish()  # D2
+
+    def _tell(self, number: int, error: StateholdError) -> None:
+        """Let no other rank wait for a save that has failed here."""
+        self._publisher.give_up(number, error)
+        self._landing.give_up(number, error)
+
+    def _retain(self, place: DirectoryPlace) -> None:
+        try:
+            place.retain()
+        except StateholdError as error:
+            # The step is safe; only old ones could not be removed. The next save tries again.
+            self._log.warning("could not remove steps that are no longer kept\n%s", error)
+
+    def _stop(self, work: Work, error: BaseException) -> None:
+        """Stop the native job. That makes the other thread fail too: the first error counts."""
+        with self._guard:
+            work.error = work.error or named(error, f"while saving step {work.save.step}")
+        if hasattr(work, "job"):  # else it did not come to that
+            work.job.cancel()
+        work.let_go()
+
+    def _fail(self, work: Work, error: BaseException) -> None:
+        self._stop(work, error)
+        with self._guard:
+            cause = work.error
+            if cause is None or _ended(work.save):
+                return
+            cause.with_fact("failed", self._what_failed(work, cause))
+            cause.with_fact("still safe", self._still_safe(work, cause))
+            work.save._fail(cause)
+        self._log.error("%s", cause)
+
+    def _what_failed(self, work: Work, cause: StateholdError) -> str:
+        rank = self._publisher.rank
+        where = "" if rank is None else f" on rank {rank}"
+        if PUBLISHED in cause.facts:
+            outcome = "its last sync failed"
+        elif HALF_PUBLISHED in cause.facts:
+            outcome = "it is no step where not all hosts have published it"
+        elif self._publisher.is_unsure(work, cause):
+            outcome = "published only if rank 0 was lost after it committed"
+        else:
+            outcome = "nothing was published"
+        return f"the save of step {work.save.step}{where}; {outcome}"
+
+    def _still_safe(self, work: Work, cause: StateholdError) -> str:
+        try:
+            steps = work.place.steps()
+        except StateholdError:
+            return "unknown: the run directory cannot be listed"
+        if PUBLISHED in cause.facts:
+            steps = [step for step in steps if step != work.save.step]
+        return f"step {steps[-1]} and older" if steps else "no step yet"
+
+
+def _check_unmoved(moved: str | None) -> None:
+    if moved is not None:
+        raise TornSnapshot(
+            "a tensor changed while it was being copied",
+            facts={"tensor": moved},
+            hint="change state only in an optimizer that is part of the state or after gate(); "
+            "wrap what changes at other times in statehold.Volatile",
+        )
+
+
+def _give_back(file: File) -> None:
+    """Close the file of a save that has failed: its space comes back now, not with the last
+    variable that has it. One that is memory is mapped until its job is gone."""
+    if file.mapped:
+        file.close()
+    else:
+        file.close_alone(FILE_CLOSES_S)
+
+
+def _ended(save: Save) -> bool:
+    return save.error is not None or save.done("committed")

@@ -1,0 +1,354 @@
+"""From durable files to a committed step: D3 to D7, by one rank alone or by all ranks together.
+
+    Alone      manifest -> commit
+    Together   record -> D3 sealed -> D4 arrive -> rank 0: gather, judge, commit, conclude
+                                                -> the others: wait for what rank 0 concludes
+
+Holds: rank 0 commits only when the records of all ranks are durable, of one step, and planned with
+the same knowledge (claims); a rank that fails says so, and the others fail with its reason. After
+the commit nothing fails the save, on any rank: what follows is logged where it fails, and the
+others are told of the commit all the same.
+Runs on the commit thread: no collective, and the training thread waits for nothing here.
+Not here: how ranks talk (peers), what is on disk (record, manifest), the files (store).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from statehold.checkpoint.levels.promoting import NO_COPIES
+from statehold.checkpoint.save.aftermath import after_commit
+from statehold.checkpoint.save.writes import build_manifest, build_record, now, writer_name
+from statehold.errors import (
+    PUBLISHED,
+    PeerFailedError,
+    PeerLostError,
+    StateholdError,
+    StorageError,
+)
+from statehold.format.manifest import Commit, Encoded, RecordEntry, Shared, groups_of, record_name
+from statehold.layout.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
+from statehold.layout.layout import Ranks
+from statehold.layout.share import Balance, Spread, balance
+from statehold.process.garbage import uncollected
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.levels.promoting import Promotions
+    from statehold.checkpoint.levels.rhythm import Rhythm
+    from statehold.checkpoint.save.work import Work
+    from statehold.observe.background_log import BackgroundLog
+    from statehold.ranks.peers import Peers
+
+
+_TURNS = "turns"
+
+# What follows a commit, for the log.
+_CHOOSE_INTERVAL = "choose how often steps are saved"
+_CHOOSE_LEVELS = "choose the levels that it is copied to"
+_LEARN = "learn which tensors the ranks hold alike"
+
+
+class Publisher(Protocol):
+    """How a save becomes a step. `rank` is None for a process that is alone; `leads`: this one
+    commits and retires steps."""
+
+    rank: int | None
+    leads: bool
+
+    def attempt(self, number: int) -> str | None:
+        """What tells the directory of this attempt from others; None where one is at work."""
+
+    def publish(self, work: Work, sums: bytes) -> None:
+        """D3 to D7, once this rank's file is durable; `sums` are its checksums."""
+
+    def announce(self, work: Work) -> None:
+        """The step is committed, and what is no longer kept was retired."""
+
+    def give_up(self, number: int, error: StateholdError) -> None:
+        """The save has failed on this rank."""
+
+    def cause(self, work: Work, error: BaseException) -> BaseException:
+        """Why a save failed on this rank: `error`, or what another rank did before it."""
+
+    def is_unsure(self, work: Work, error: StateholdError) -> bool:
+        """Whether a save that failed with `error` may have been committed by another rank."""
+
+    def clean_up(self, work: Work) -> None:
+        """Remove what a failed save has written."""
+
+
+class Alone:
+    """One rank, which has nobody to ask or to tell."""
+
+    rank: int | None = None
+    leads = True
+
+    def __init__(self, promotions: Promotions, rhythm: Rhythm, log: BackgroundLog) -> None:
+        self._promotions = promotions
+        self._rhythm = rhythm
+        self._log = log
+
+    def attempt(self, number: int) -> str | None:
+        return None
+
+    def publish(self, work: Work, sums: bytes) -> None:
+        step = work.save.step
+        with uncollected():  # it makes some objects for each tensor, and keeps none
+            raw = build_manifest(work.plan.save, work.tree, sums).encode()
+        work.place.store.commit(Encoded(step, raw))
+        with after_commit(self._log, step, _CHOOSE_INTERVAL):
+            self._rhythm.committed(work.number, work.save._elapsed(), hosts=1)
+        with after_commit(self._log, step, _CHOOSE_LEVELS):
+            work.promote = self._promotions.decide(step, work.place)
+
+    def announce(self, work: Work) -> None: ...
+
+    def give_up(self, number: int, error: StateholdError) -> None: ...
+
+    def cause(self, work: Work, error: BaseException) -> BaseException:
+        return error
+
+    def is_unsure(self, work: Work, error: StateholdError) -> bool:
+        return False
+
+    def clean_up(self, work: Work) -> None:
+        work.place.abandon(work.save.step, None)
+
+
+class Together:
+    """One of several ranks that save into one run directory; rank 0 commits."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        claims: Claims,
+        promotions: Promotions,
+        rhythm: Rhythm,
+        log: BackgroundLog,
+    ) -> None:
+        self._rhythm = rhythm
+        self._promotions = promotions
+        self._log = log
+        self._peers = peers
+        self._claims = claims
+        self.rank: int | None = peers.rank
+        self.leads = peers.rank == 0
+        self._arrived = -1  # the newest save of which this rank's part is durable
+        self._outcome = b""
+
+    def attempt(self, number: int) -> str | None:
+        return self._peers.attempt(number)
+
+    def publish(self, work: Work, sums: bytes) -> None:
+        assert work.attempt is not None
+        with uncollected():  # the same
+            record = build_record(work.plan, work.tree, sums, work.attempt, work.fingerprints)
+            raw, said = record.encode(), record.said()
+            del record
+        name = record_name(self._peers.rank, self._peers.world_size)
+        with work.save._stage("seal"):
+            work.place.store.seal(work.save.step, work.attempt, name, raw)  # D3
+        with work.save._stage("arrive"):
+            self._peers.arrive(work.number, self._told(work, said, raw))  # D4
+        self._arrived = work.number
+        decide = self._decide if self.leads else self._wait
+        outcome = decide(work, work.attempt)
+        if outcome is not None:
+            self._settle(work, outcome)
+            self._take(work, outcome)
+
+    def announce(self, work: Work) -> None:
+        if not self.leads:
+            return
+        with after_commit(self._log, work.save.step, "leave a note of its interval"):
+            self._leave_note()
+        # Ranks that are not told look for the step themselves.
+        self._peers.conclude(work.number, self._outcome)
+
+    def give_up(self, number: int, error: StateholdError) -> None:
+        self._claims.forget(number)
+        try:
+            if self.leads:
+                self._leave_note()
+                self._peers.conclude(number, error)
+            elif number > self._arrived:
+                self._peers.fail(number, error)
+            self._look_for_note()
+        except StateholdError as fault:  # they find out when their deadline passes
+            self._log.warning("could not tell the other ranks of a failure\n%s", fault)
+
+    def _leave_note(self) -> None:
+        """Rank 0: for a rank that misses what it is told of the turns."""
+        if not self._rhythm.is_led:
+            return
+        with contextlib.suppress(StateholdError):  # the next one will do
+            self._peers.leave(_TURNS, json.dumps(self._rhythm.note()).encode())
+
+    def _look_for_note(self) -> None:
+        """The others, after a failure: it may have come of turns that are not those of rank 0."""
+        note = self._peers.left(_TURNS) if self._rhythm.is_led and not self.leads else None
+        if note is not None:
+            self._rhythm.catch_up(json.loads(note))
+
+    def cause(self, work: Work, error: BaseException) -> BaseException:
+        # Once a save has failed, rank 0 removes its directory under those who still write there.
+        if self.leads or not isinstance(error, StorageError) or error.errno != errno.ENOENT:
+            return error
+        with contextlib.suppress(StateholdError):
+            return self._peers.failure(work.number) or error
+        return error
+
+    def is_unsure(self, work: Work, error: StateholdError) -> bool:
+        if self.leads or work.number > self._arrived or isinstance(error, PeerFailedError):
+            return False
+        return not isinstance(error, PeerLostError) or 0 in error.ranks
+
+    def clean_up(self, work: Work) -> None:
+        if work.attempt is not None:
+            work.place.store.abandon(work.save.step, work.attempt)
+
+    # -- rank 0 ----------------------------------------------------------------------------
+
+    def _decide(self, work: Work, attempt: str) -> Mapping[str, Any]:
+        """D4 to D7; what the others are to know of it."""
+        with work.save._stage("gather"):
+            told = [json.loads(each) for each in self._peers.gather(work.number)]
+        _check_alike(told, "step", "a rank saves another step than rank 0")
+        _check_alike(told, "version", "a rank knows other things of earlier saves than rank 0")
+        lesson = judge([each["claims"] for each in told])
+        commit = Commit(
+            step=work.save.step,
+            world_size=len(told),
+            created=now(),
+            writer=writer_name(),
+            attempt=attempt,
+            records=tuple(
+                RecordEntry(record_name(rank, len(told)), *each["record"])
+                for rank, each in enumerate(told)
+            ),
+            state=groups_of([each["said"] for each in told]),
+            shared=_shared(lesson),
+        )
+        spread = balance([each["bytes"] for each in told], [each["host"] for each in told])
+        outcome: dict[str, Any] = {
+            "lesson": lesson_document(lesson),
+            "balance": asdict(spread),
+            "promote": NO_COPIES,
+            "turns": None,
+        }
+        self._outcome = json.dumps(outcome).encode()  # told whatever fails from here on
+        self._land(work, commit)
+        self._choose(work, outcome, hosts=len({each["host"] for each in told}))
+        self._tell(work, commit, outcome)
+        return outcome
+
+    def _choose(self, work: Work, outcome: dict[str, Any], hosts: int) -> None:
+        """What rank 0 decides about the steps to come, and where this one goes."""
+        with self._landed(work, _CHOOSE_INTERVAL):
+            self._rhythm.committed(work.number, work.save._elapsed(), hosts)
+        with self._landed(work, _CHOOSE_INTERVAL):
+            outcome["turns"] = self._rhythm.told()
+        with self._landed(work, _CHOOSE_LEVELS):
+            outcome["promote"] = self._promotions.decide(work.save.step, work.place)
+
+    def _landed(self, work: Work, doing: str) -> contextlib.AbstractContextManager[None]:
+        """What follows `_land`, which commits the step."""
+        return after_commit(self._log, work.save.step, doing)
+
+    def _land(self, work: Work, commit: Commit) -> None:
+        with work.save._stage("publish"):
+            work.place.store.commit(commit, work.attempt)
+
+    def _tell(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:
+        """Have it told to the others, when this rank has retired what is no longer kept."""
+        with self._landed(work, "encode what the other ranks are told"):
+            self._outcome = json.dumps(outcome).encode()
+
+    # -- the others ------------------------------------------------------------------------
+
+    def _wait(self, work: Work, attempt: str) -> Mapping[str, Any] | None:
+        """What rank 0 has decided; None where it did not say, and the step is committed."""
+        try:
+            with work.save._stage("wait for rank 0"):
+                outcome: dict[str, Any] = json.loads(self._peers.outcome(work.number))
+        except PeerFailedError:
+            raise
+        except Exception as error:
+            # Rank 0 may have been lost after it committed, before it could say so.
+            if not self._is_there(work, attempt, error):
+                raise
+            with after_commit(self._log, work.save.step, _LEARN):
+                self._claims.forget(work.number)
+                self._look_for_note()  # else it is found after the next failure
+            return None
+        return outcome
+
+    def _is_there(self, work: Work, attempt: str, error: Exception) -> bool:
+        """Whether the step is found committed; `error` says why this rank has to look."""
+        try:
+            return self._confirm(work, attempt)
+        except StorageError as unread:
+            if PUBLISHED in unread.facts:
+                raise
+            if isinstance(error, StateholdError):
+                error.with_fact("looked for the step", unread.summary)
+            return False
+
+    def _confirm(self, work: Work, attempt: str) -> bool:
+        return work.place.store.confirm(work.save.step, attempt)
+
+    # -- all -------------------------------------------------------------------------------
+
+    def _told(self, work: Work, said: Mapping[str, str], raw: bytes) -> bytes:
+        """What this rank tells rank 0 when its part is durable."""
+        told = {
+            "step": work.save.step,
+            "bytes": work.plan.save.file_bytes,
+            "host": socket.gethostname(),
+            "record": [len(raw), hashlib.sha256(raw).hexdigest()],
+            "said": said,
+            "version": work.version,
+            "claims": message(self._peers.rank, work.comparisons, work.fingerprints),
+        }
+        return json.dumps(told).encode()
+
+    def _settle(self, work: Work, outcome: Mapping[str, Any]) -> None:
+        """What is left to do when all know the outcome: nothing, it is committed."""
+
+    def _take(self, work: Work, outcome: Mapping[str, Any]) -> None:
+        """The step is committed on all ranks."""
+        step = work.save.step
+        with after_commit(self._log, step, _LEARN):
+            self._claims.learn(work.number, lesson_of(outcome["lesson"]))
+        with after_commit(self._log, step, _CHOOSE_LEVELS):
+            number, names = outcome["promote"]
+            work.promote = number, names
+        with after_commit(self._log, step, _CHOOSE_INTERVAL):
+            self._rhythm.learn(outcome["turns"])
+        with after_commit(self._log, step, "say how evenly the ranks write"):
+            spreads = (Spread(**outcome["balance"][which]) for which in ("ranks", "nodes"))
+            work.save._record(balance=Balance(*spreads))
+
+
+def _check_alike(told: Sequence[Mapping[str, Any]], key: str, summary: str) -> None:
+    for rank, each in enumerate(told):
+        if each[key] != told[0][key]:
+            raise PeerFailedError(rank, summary).with_fact(
+                key, f"expected {told[0][key]}, as on rank 0, got {each[key]}"
+            )
+
+
+def _shared(lesson: Lesson) -> tuple[Shared, ...]:
+    """The tensors that all siblings saved in this step, though they are equal."""
+    return tuple(
+        Shared(Ranks.of(rank for mesh in found.meshes for rank in mesh.ranks), found.equal)
+        for found in lesson.values()
+        if len(found.meshes) > 1 and found.equal
+    )

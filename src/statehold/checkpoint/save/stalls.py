@@ -1,0 +1,45 @@
+"""Saying which storage a save waits for, when it waits for long.
+
+A call that hangs in the kernel (a server that is gone) cannot be taken back, and what it may still
+do with its memory nobody knows. So a save stays with the level that has taken it, and those behind
+it wait; here it is said once for each such save, by a thread that waits for nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.save.work import Work
+    from statehold.observe.background_log import BackgroundLog
+
+STALL_S = 60.0
+
+
+class Stalls:
+    """Warns of saves that are not written after `after_s`."""
+
+    def __init__(self, log: BackgroundLog, after_s: float = STALL_S) -> None:
+        self._log = log
+        self._after_s = after_s
+
+    @contextlib.contextmanager
+    def watching(self, work: Work) -> Iterator[None]:
+        timer = threading.Timer(self._after_s, self._tell, (work,))
+        timer.daemon = True
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, or there are no threads
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _tell(self, work: Work) -> None:
+        self._log.warning(
+            "step %d is not written at level %s after %g s: %s is slow or does not answer, here "
+            "or on a rank that this one waits for; later saves wait, too",
+            work.save.step, work.place.name, self._after_s, work.place.store.root,
+        )  # fmt: skip

@@ -1,0 +1,122 @@
+"""Between the pure plans and the engine: starts the write of a rank's file, and accounts for it.
+
+Owns the order of segments, which both sides must agree on: segment 0 of a write is the file's
+header and segment i + 1 the i-th tensor in file order.
+Not here: what to write (share), where in the file (plan), what happens to the file (store).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from statehold._version import __version__
+from statehold.format.manifest import Manifest, record_file
+from statehold.format.record import Record
+from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count
+from statehold.layout.share import RankPlan
+from statehold.tensors.storable import strides_of
+
+if TYPE_CHECKING:
+    from statehold._core import Engine, File, WriteJob
+    from statehold.tensors.captured import CapturedTensor
+
+FLAG_EAGER = 1
+FLAG_EXTERNAL = 2
+
+
+def in_file_order(plan: RankPlan, captured: Sequence[CapturedTensor]) -> list[CapturedTensor]:
+    """What this rank writes, as it lies in its file: whole boxes, or some of their rows."""
+    parts = [plan.share.parts[index] for index in plan.save.source_index]
+    return [
+        captured[part.source] if part.rows is None else _rows(captured[part.source], *part.rows)
+        for part in parts
+    ]
+
+
+def _rows(captured: CapturedTensor, begin: int, end: int) -> CapturedTensor:
+    tensor = captured.tensor[begin:end]
+    return replace(captured, tensor=tensor, address=tensor.data_ptr(), strided=strides_of(tensor))
+
+
+def start_write(
+    engine: Engine, plan: SavePlan, ordered: Sequence[CapturedTensor], file: File | None = None
+) -> WriteJob:
+    """Begin to stage the tensors, in file order, as `plan` lays them out; into `file`, if it is
+    there already. The job keeps the tensors alive until they are copied."""
+    host = [None if item.external else item for item in ordered]
+    return engine.write(
+        file_bytes=plan.file_bytes,
+        block_bytes=BLOCK_BYTES,
+        begins=array("q", plan.begins),
+        sizes=array("q", [spec.nbytes for spec in plan.specs]),
+        addresses=array("Q", [item.address if item else 0 for item in host]),
+        flags=bytes([FLAG_EAGER * item.eager | FLAG_EXTERNAL * item.external for item in ordered]),
+        strided={i: item.strided for i, item in enumerate(host) if item and item.strided},
+        header=plan.header,
+        owner=tuple(item.tensor for item in host if item),
+        file=file,
+    )
+
+
+def build_manifest(plan: SavePlan, tree: Any, sums: bytes) -> Manifest:
+    """The commit record of a single-rank step, from its plan and the checksums of its bytes."""
+    file, tensors = record_file(plan, sums)
+    return Manifest(
+        step=plan.step,
+        world_size=1,
+        created=now(),
+        writer=writer_name(),
+        block_bytes=BLOCK_BYTES,
+        files=(file,),
+        tensors=tensors,
+        state=tree,
+    )
+
+
+def build_record(
+    plan: RankPlan, tree: Any, sums: bytes, attempt: str, fingerprints: Mapping[str, int]
+) -> Record:
+    """What one of several ranks says of its part of a step."""
+    file, tensors = record_file(plan.save, sums)
+    return Record(
+        step=plan.save.step,
+        world_size=plan.save.world_size,
+        rank=plan.save.rank,
+        attempt=attempt,
+        block_bytes=BLOCK_BYTES,
+        files=(file,),
+        held=plan.share.held,
+        chunks={name: entry.chunks for name, entry in tensors.items()},
+        state=tree,
+        contents={name: f"{value:016x}" for name, value in fingerprints.items()},
+    )
+
+
+def manifest_bytes(plan: SavePlan, tree: Any) -> int:
+    """The bytes of the manifest of a single-rank step, before its checksums are known."""
+    return len(build_manifest(plan, tree, _no_sums(plan)).encode())
+
+
+def record_bytes(plan: RankPlan, tree: Any, attempt: str) -> int:
+    """The bytes of a rank's record, before its checksums are known; without fingerprints."""
+    return len(build_record(plan, tree, _no_sums(plan.save), attempt, {}).encode())
+
+
+def _no_sums(plan: SavePlan) -> bytes:
+    places = zip(plan.begins, (spec.nbytes for spec in plan.specs), strict=True)
+    pieces = sum(piece_count(begin, nbytes, BLOCK_BYTES) for begin, nbytes in places)
+    return bytes(8 * (piece_count(0, plan.data_begin, BLOCK_BYTES) + pieces))
+
+
+def now() -> str:
+    """The time as a manifest records it."""
+    return datetime.now(timezone.utc).isoformat()
+
+
+def writer_name() -> str:
+    """What a manifest says of who wrote it."""
+    return f"statehold {__version__}"

@@ -1,0 +1,65 @@
+"""Directories made with durable names, and deleted with all that is in them.
+
+Not here: what they are for (store, integrations/dcp/writer).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from statehold.errors import StorageError, storage_error
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+__all__ = ["delete", "make_directories", "parent_of", "unless"]
+
+
+def make_directories(fs: Fs, path: str) -> None:
+    """Make a directory, its parents included, and make their names durable.
+
+    Also those that are there: who made them may have died before it could sync them.
+    """
+    missing = []
+    while path and not fs.is_dir(path):
+        # Another rank may make it between the two questions.
+        if fs.stat_bytes(path) is not None and not fs.is_dir(path):
+            raise storage_error("create the directory: a file is in its place", errno.ENOTDIR, path)
+        missing.append(path)
+        path = path.rpartition("/")[0]
+    # All that is above it was synced before it was made, and so was what lies in it.
+    if path:
+        with unless(errno.EACCES):  # a parent that we may not read was not made by us
+            fs.sync_dir(parent_of(path))
+    for path in reversed(missing):
+        with unless(errno.EEXIST):  # another rank made it
+            fs.mkdir(path)
+        fs.sync_dir(parent_of(path))
+
+
+def delete(fs: Fs, directory: str) -> None:
+    """Delete a directory that no name of a step leads to, with all that is in it."""
+    for name, is_dir in fs.listdir(directory):
+        if is_dir:
+            delete(fs, f"{directory}/{name}")
+        else:
+            with unless(errno.ENOENT):  # another rank took it meanwhile
+                fs.unlink(f"{directory}/{name}")
+    fs.rmdir(directory)
+
+
+@contextlib.contextmanager
+def unless(expected: int) -> Iterator[None]:
+    """Pass over a storage error with this errno."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno != expected:
+            raise
+
+
+def parent_of(path: str) -> str:
+    return path.rpartition("/")[0] or ("/" if path[:1] == "/" else ".")

@@ -1,0 +1,103 @@
+"""What the objects of a run are called, and what a commit object says.
+
+    step-000000000100.5f3a09c1-7/manifest.json     one attempt at a step: a whole step directory
+    step-000000000100.5f3a09c1-7/rank-00000-of-00001.safetensors
+    step-000000000100.commit                       names the attempt that counts
+
+Owns: these names, and the JSON of a commit object, sealed like a manifest.
+Holds: what is read is parsed strictly, and no name, given or read, leads out of the run's prefix.
+Not here: the store (object_client), the order of things (objects).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from statehold.encoding.strictjson import Checker
+from statehold.errors import InvariantError, ManifestError
+from statehold.format.entries import seal, unseal
+
+__all__ = ["COMMIT_BYTES_MAX", "CommitObject", "attempt_of", "check_file", "commit_name"]
+__all__ += ["directory_name", "is_file_name", "step_of_commit"]
+
+FORMAT = "statehold.commit"
+VERSION = 1
+COMMIT_BYTES_MAX = 4096
+
+_ATTEMPT = r"[0-9a-f]{8}-[0-9]{1,12}"
+_DIRECTORY = re.compile(rf"step-([0-9]{{12}})\.({_ATTEMPT})")
+_COMMIT = re.compile(r"step-([0-9]{12})\.commit")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MEMBERS = ("format", "version", "step", "directory", "manifest_sha256", "commit_sha256")
+
+
+def commit_name(step: int) -> str:
+    return f"step-{step:012d}.commit"
+
+
+def step_of_commit(name: str) -> int | None:
+    """The step whose commit object has this name; None for the name of anything else."""
+    match = _COMMIT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def directory_name(step: int, attempt: str) -> str:
+    name = f"step-{step:012d}.{attempt}"
+    if _DIRECTORY.fullmatch(name) is None:
+        raise InvariantError("no name for an attempt to save", facts={"got": repr(name)})
+    return name
+
+
+def attempt_of(name: str) -> tuple[int, str] | None:
+    """(step, attempt) of a directory with this name; None for the name of anything else."""
+    match = _DIRECTORY.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file of a step may be called so."""
+    return _FILE.fullmatch(name) is not None
+
+
+def check_file(name: str) -> str:
+    """`name`, the name of a file of a step."""
+    if not is_file_name(name):
+        raise InvariantError("no name for a file of a step", facts={"got": repr(name)})
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class CommitObject:
+    """Which directory is the step, and the sha256 of the manifest in it."""
+
+    step: int
+    directory: str
+    manifest_sha256: str
+
+    def encode(self) -> bytes:
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "directory": self.directory,
+            "manifest_sha256": self.manifest_sha256,
+        }
+        return seal(document, "commit")
+
+    @staticmethod
+    def decode(raw: bytes, step: int, path: str) -> CommitObject:
+        """The commit object of `step` in `raw`. Raises ManifestError, or FormatVersionError."""
+        check = Checker(ManifestError, "a commit object is not valid", path)
+        _, document = unseal(check, raw, "commit", FORMAT, VERSION)
+        check.members(document, "commit", _MEMBERS)
+        check.integer(document["step"], "step", low=step, high=step)
+        expected = f"the directory of an attempt at step {step}"
+        directory = check.text(document["directory"], "directory", _DIRECTORY, expected)
+        if not directory.startswith(f"step-{step:012d}."):
+            check.fail("directory", expected, repr(directory))
+        digest = check.text(
+            document["manifest_sha256"], "manifest_sha256", _DIGEST, "64 digits 0-9 and a-f"
+        )
+        return CommitObject(step, directory, digest)

@@ -1,0 +1,296 @@
+"""The steps of one run in an object store: the commit protocol on a store without rename.
+
+    PREFIX/step-000000000100.5f3a09c1-7/...     a step directory, manifest.json included
+    PREFIX/step-000000000100.commit             committed: this object is all that makes it so
+    PREFIX/run.json                             whose steps these are (checkpoint/levels/owners)
+
+A step is uploaded file by file into the directory of its attempt; every object there is whole or
+not there. `publish` puts the manifest, then the commit object: one request, which replaces the
+commit object of an earlier attempt, or makes one. The directory that it no longer names is deleted
+after that. `retire` deletes the commit object first. So what a listing shows is always a whole
+step, and what is deleted or uploaded was never, or is no longer, named by anything. Who reads a
+step while it is replaced gets MissingFileError, and the new one when they ask again.
+
+What a death leaves behind is directories that no commit object names: `clear`. And parts of an
+upload that were never put together, which no listing of objects shows: the store's own lifecycle
+rule takes those (docs/format.md).
+
+Holds: thread-safe; one job writes, any number may read; names never lead out of PREFIX.
+Not here: which steps are kept, what is uploaded when (levels); transfers (object_client).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from statehold.checkpoint.store.object_names import (
+    COMMIT_BYTES_MAX,
+    CommitObject,
+    attempt_of,
+    check_file,
+    commit_name,
+    directory_name,
+    step_of_commit,
+)
+from statehold.errors import (
+    CorruptionError,
+    ManifestError,
+    MissingFileError,
+    StepNotFoundError,
+    StorageError,
+    no_such_step,
+)
+from statehold.format.entries import sha256
+from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
+from statehold.io.objects.client import DEADLINE_S, PART_BYTES, ObjectClient, no_limit
+from statehold.io.objects.parallel import Target
+
+__all__ = ["ObjectSteps", "no_limit"]
+
+
+class Uploaded:
+    """An object, as a file that is read from begin to end."""
+
+    def __init__(self, client: ObjectClient, path: str) -> None:
+        self._client = client
+        self._path = path
+
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        self._client.fetch(self._path, [(offset, memory)])
+
+    def close(self) -> None: ...
+
+
+class ObjectSteps:
+    """The steps below `url`: s3://bucket/prefix, gs://..., az://..., file:///..., memory://.
+
+    options: where the store is and how it is spoken to (object_address lists them); credentials
+    come from the environment. deadline_s: how long one request may take with all its retries.
+    part_bytes: of uploads and downloads. memory:// is seen by this object alone.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        options: Mapping[str, Any] = {},
+        deadline_s: float = DEADLINE_S,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        self._client = ObjectClient(url, options, deadline_s=deadline_s, part_bytes=part_bytes)
+        self._guard = threading.Lock()
+        self._commits: dict[int, CommitObject] = {}
+
+    def __repr__(self) -> str:
+        return f"ObjectSteps({self._client.url!r})"
+
+    @property
+    def url(self) -> str:
+        """Below which the steps are."""
+        return self._client.url
+
+    def note(self, name: str) -> bytes | None:
+        """A small object beside the steps; None if there is none."""
+        with contextlib.suppress(MissingFileError):
+            return self._client.get(name, COMMIT_BYTES_MAX)
+        return None
+
+    def put_note(self, name: str, content: bytes) -> None:
+        """Make or replace a small object beside the steps."""
+        self._client.put(name, content)
+
+    def close(self) -> None:
+        """End the threads of downloads; using this again is fine."""
+        self._client.close()
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The committed steps, oldest first."""
+        names, _ = self._client.list()
+        return sorted(step for step in map(step_of_commit, names) if step is not None)
+
+    def path(self, step: int) -> str:
+        """Where a step is, for messages."""
+        return self._client.path(f"step-{step:012d}")
+
+    def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
+        """A committed step, as `rank` of `world_size` ranks sees it (None: one rank)."""
+
+        def read(path: str, max_bytes: int) -> bytes:
+            return self.read(step, path.rpartition("/")[2], max_bytes)
+
+        return open_step(read, self.path(step), step, rank or 0, world_size)
+
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
+        """The content of a file of a committed step.
+
+        Reading the manifest is where a reader begins: it asks anew which attempt is the step.
+        Raises StepNotFoundError, MissingFileError, CorruptionError or StorageError.
+        """
+        is_manifest = name == MANIFEST_NAME
+        with self._directory(step, anew=is_manifest) as commit:
+            path = f"{commit.directory}/{check_file(name)}"
+            data = self._client.get(path, max_bytes)
+        if is_manifest and sha256(data) != commit.manifest_sha256:
+            facts = {"file": self._client.path(path), "expected": commit.manifest_sha256}
+            facts["got"] = sha256(data)
+            raise ManifestError("a manifest is not the one that was committed", facts=facts)
+        return data
+
+    def size(self, step: int, name: str) -> int | None:
+        """The size of a file of a committed step; None if there is no such file, or step."""
+        with contextlib.suppress(StepNotFoundError), self._directory(step) as commit:
+            return self._client.size(f"{commit.directory}/{check_file(name)}")
+        return None
+
+    def fetch(self, step: int, name: str, begin: int, memory: memoryview) -> None:
+        """Fill `memory` with the bytes of a file of a committed step from `begin`; all or raise."""
+        self.fetch_ranges(step, name, [(begin, memory)])
+
+    def fetch_ranges(self, step: int, name: str, targets: Sequence[Target]) -> None:
+        """fetch(), for several ranges of a file: in parallel parts, with some of IN_FLIGHT_BYTES of
+        memory besides."""
+        with self._directory(step) as commit:
+            self._client.fetch(f"{commit.directory}/{check_file(name)}", targets)
+
+    @contextlib.contextmanager
+    def _directory(self, step: int, anew: bool = False) -> Iterator[CommitObject]:
+        """The commit object of a step; it is asked for again after a file was missing."""
+        with self._guard:
+            known = self._commits.get(step)
+        commit = self._commit(step) if anew or known is None else known
+        if commit is None:
+            raise no_such_step(step, self._client.url)
+        try:
+            yield commit
+        except MissingFileError:
+            self._forget(step)
+            raise
+
+    def _commit(self, step: int) -> CommitObject | None:
+        """What the commit object of a step says now; None if there is none."""
+        name = commit_name(step)
+        try:
+            raw = self._client.get(name, COMMIT_BYTES_MAX)
+        except MissingFileError:
+            self._forget(step)
+            return None
+        commit = CommitObject.decode(raw, step, self._client.path(name))
+        with self._guard:
+            self._commits[step] = commit
+        return commit
+
+    def _forget(self, step: int) -> None:
+        with self._guard:
+            self._commits.pop(step, None)
+
+    # -- writing ---------------------------------------------------------------------------
+
+    def upload(
+        self,
+        step: int,
+        attempt: str,
+        name: str,
+        size: int,
+        blocks: Iterable[memoryview],
+        before: Callable[[int], None] = no_limit,
+    ) -> None:
+        """Make a file of an attempt, `size` bytes from `blocks`; whole, or not there.
+
+        Streams: blocks are asked for as parts are sent. The memory of a block may be used again
+        when the next one is asked for: it is copied, unless it is read-only (bytes, a mapped file),
+        which is faster. `before(n)` is called before each n bytes; what it or `blocks` raises ends
+        the upload and is raised here.
+        """
+        path = f"{directory_name(step, attempt)}/{check_file(name)}"
+        self._client.upload(path, size, blocks, before)
+
+    def has(self, step: int, attempt: str, name: str, size: int) -> bool:
+        """Whether a file of an attempt was uploaded before: objects are whole or not there."""
+        return self._client.size(f"{directory_name(step, attempt)}/{check_file(name)}") == size
+
+    def uploaded(self, step: int, attempt: str, name: str) -> Uploaded:
+        """A file of an attempt that was not published, to be read."""
+        return Uploaded(self._client, f"{directory_name(step, attempt)}/{check_file(name)}")
+
+    def publish(self, step: int, attempt: str, manifest: bytes) -> None:
+        """Commit a step whose other files are uploaded. May be called again after a failure."""
+        directory = directory_name(step, attempt)
+        before = self._named_by(step)
+        self._client.put(f"{directory}/{MANIFEST_NAME}", manifest)
+        self._put_commit(CommitObject(step, directory, sha256(manifest)))
+        if before not in (None, directory):
+            with contextlib.suppress(StorageError):  # it is committed; clear() tries again
+                self._client.delete_below(str(before))
+
+    def _put_commit(self, commit: CommitObject) -> None:
+        try:
+            self._client.put(commit_name(commit.step), commit.encode())
+        except StorageError:
+            # The answer may be what was lost, and not the request.
+            if not self._confirms(commit):
+                raise
+        with self._guard:
+            self._commits[commit.step] = commit
+
+    def _confirms(self, commit: CommitObject) -> bool:
+        with contextlib.suppress(StorageError, CorruptionError):
+            return self._commit(commit.step) == commit
+        return False
+
+    def _named_by(self, step: int) -> str | None:
+        """The directory that the commit object names; None if there is none, or it is damaged."""
+        try:
+            commit = self._commit(step)
+        except CorruptionError:
+            return None  # whatever it meant to name, clear() finds
+        return commit.directory if commit else None
+
+    # -- deleting --------------------------------------------------------------------------
+
+    def retire(self, step: int) -> None:
+        """Take a step back: its commit object first, then its files. Not there: nothing happens."""
+        directory = self._named_by(step)
+        self._forget(step)
+        self._client.delete(commit_name(step))
+        if directory is not None:
+            self._client.delete_below(directory)
+
+    def abandon(self, step: int, attempt: str) -> None:
+        """Give up an attempt that was not published; what cannot be deleted now is left to clear().
+
+        One that was published after all, though nobody was told, stays.
+        """
+        directory = directory_name(step, attempt)
+        with contextlib.suppress(StorageError):
+            if self._named_by(step) != directory:
+                self._client.delete_below(directory)
+
+    def clear(self, but_for: int | None = None) -> None:
+        """Delete the directories that no commit object names, but for attempts at the step
+        `but_for`.
+
+        For the one job that writes: attempts of others that are under way go, too.
+        """
+        names, directories = self._client.list()
+        committed = {step_of_commit(name) for name in names}
+        found = {name: known for name in directories if (known := attempt_of(name))}
+        several = Counter(step for step, _ in found.values())
+        for directory, (step, _) in found.items():
+            # The only directory of a committed step is the one that is meant: it costs no request.
+            is_named = step in committed and several[step] == 1
+            if not is_named and step != but_for:
+                self._clear_one(step, directory)
+
+    def _clear_one(self, step: int, directory: str) -> None:
+        try:
+            commit = self._commit(step)
+        except CorruptionError:
+            return  # it may be the one that was meant: left for a person
+        if commit is None or commit.directory != directory:
+            self._client.delete_below(directory)

@@ -1,0 +1,45 @@
+"""How a directory of finished files becomes visible: the second half of the commit protocol.
+
+Owns: D3 and D5 to D7 of docs/durability.md, for whoever has written the files (D1, D2) and knows
+what the manifest says (D4): the steps of a run (store), or one checkpoint directory (dcp).
+Holds: a crash at any point leaves `final` as it was, or whole and new; one rename decides. What is
+replaced is exchanged in one operation, or keeps a name that counts (replacing).
+Not here: which directories there are, and when they go.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from statehold.checkpoint.store.directories import parent_of
+from statehold.checkpoint.store.replacing import Replaced, came_back, exchanged, hidden, set_aside
+from statehold.errors import PUBLISHED, named
+from statehold.format.saved import MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+
+def publish(fs: Fs, partial: str, final: str, manifest: bytes) -> Replaced:
+    """D3 and D5 to D7; what became of the directory that `final` was before."""
+    fs.sync_dir(partial)  # D3
+    fs.write_file(f"{partial}/{MANIFEST_NAME}", manifest)  # D5
+    fs.sync_dir(partial)  # D5: the manifest's name as well
+    is_there = fs.is_dir(final)
+    if is_there and exchanged(fs, partial, final):  # D6: both names change at once
+        make_durable(fs, parent_of(final))  # D7
+        return Replaced.HIDDEN
+    with came_back(fs, final):
+        is_aside = set_aside(fs, final, is_there=is_there)  # E1, E2
+        fs.rename(partial, final)  # D6
+    make_durable(fs, parent_of(final))  # D7
+    return hidden(fs, final, partial) if is_aside else Replaced.NOTHING  # E3, E4
+
+
+def make_durable(fs: Fs, directory: str) -> None:
+    """D7: sync the directory that has the name of a published step; an error says that it has."""
+    try:
+        fs.sync_dir(directory)
+    except Exception as error:
+        failed = named(error, "while the name of a published step was made durable")
+        raise failed.with_fact(PUBLISHED, "yes, and whole, but a power cut may undo it") from None

@@ -1,0 +1,134 @@
+"""A file in memory that is made ready before the next save asks for it: allocated, and mapped.
+
+    RUN/.ready/rank-00000-of-00001.safetensors
+
+To make the pages of a new file takes longer than to copy into them. So while there is no retired
+file to be overwritten, the first saves of a run, one is made in the background, and the next save
+takes it as it would take a retired one.
+Holds: one at a time, and never beyond half of the memory that is free, shared with the ranks that
+do the same; a save waits for the one that is being made, and never makes a second one beside it. A
+file that cannot be made costs a line in the log: the save makes its own. Each rank has its own.
+Not here: whether there is room for one more by what the level keeps (store).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from statehold.checkpoint.store.directories import unless
+from statehold.errors import StateholdError
+from statehold.process.host_memory import available
+
+if TYPE_CHECKING:
+    from statehold._core import File, Fs
+
+__all__ = ["READY_NAME", "Ready", "free_memory"]
+
+READY_NAME = ".ready"
+_NICENESS = 5  # as the threads that copy
+_PART_BYTES = 64 << 20
+
+logger = logging.getLogger("statehold")
+
+
+class Ready:
+    """At most one file, of the run directory `root`, made for the next save of one of `ranks`.
+
+    Not thread-safe but for the thread that makes it: the store's guard is held, or its only user,
+    the thread that commits, calls.
+    """
+
+    def __init__(self, fs: Fs, root: str, ranks: int) -> None:
+        self._fs = fs
+        self._folder = f"{root}/{READY_NAME}"
+        self._ranks = ranks
+        self._name = ""
+        self._file: File | None = None
+        self._done = threading.Event()
+        self._done.set()
+        self._is_wanted = False
+
+    def begin(self, name: str, file_bytes: int) -> None:
+        """Make a file for the next save, which will call it `name`, if there is none."""
+        if self._file is not None or not self._done.is_set():
+            return
+        self._name, self._is_wanted = name, False
+        self._done.clear()
+        try:
+            threading.Thread(target=self._run, args=(file_bytes,), name="statehold-ready").start()
+        except RuntimeError:  # no more threads, or the interpreter ends
+            self._done.set()
+
+    def wait(self) -> None:
+        """Return once nothing is being made; somebody is waiting from now on."""
+        self._is_wanted = True
+        self._done.wait()
+
+    def file(self, name: str) -> File | None:
+        """The file of this name, if it is ready."""
+        return self._file if self._done.is_set() and self._name == name else None
+
+    def path(self, name: str) -> str:
+        return f"{self._folder}/{name}"
+
+    def taken(self) -> None:
+        """The file is a save's now."""
+        self._file = None
+
+    def drop(self) -> None:
+        """Delete it, and the directory unless other ranks have files there."""
+        self.wait()
+        if not self._name:
+            return
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+            with unless(errno.ENOENT):  # rank 0 cleared the run
+                self._fs.unlink(self.path(self._name))
+        with contextlib.suppress(StateholdError):  # not empty, gone, or never made
+            self._fs.rmdir(self._folder)
+
+    # -- on the thread ---------------------------------------------------------------------
+
+    def _run(self, file_bytes: int) -> None:
+        reason = None
+        try:
+            with contextlib.suppress(OSError):  # of this thread alone
+                os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+            reason = self._make(file_bytes)
+        except (StateholdError, OSError) as error:
+            reason = str(error)
+        finally:
+            self._done.set()
+        if reason is not None:  # said once nobody waits
+            logger.info("no file in memory is made ready for the next save: %s", reason)
+
+    def _make(self, file_bytes: int) -> str | None:
+        """None, or why there is none."""
+        with unless(errno.EEXIST):  # another rank made it, or it was needed before
+            self._fs.mkdir(self._folder)
+        free = free_memory(self._folder)
+        if file_bytes * self._ranks > free // 2:
+            return f"{file_bytes} bytes for each of {self._ranks} ranks, and {free} are free"
+        path = self.path(self._name)
+        if self._fs.stat_bytes(path) is not None:  # of a job that was killed on this rank's place
+            self._fs.unlink(path)
+        file = self._fs.open_write(path, file_bytes, mapped=True)
+        for begin in range(0, file_bytes, _PART_BYTES):
+            if self._is_wanted:
+                break  # the threads that copy do the rest, all of them
+            file.populate(begin, min(_PART_BYTES, file_bytes - begin))
+        self._file = file
+        return None
+
+
+def free_memory(folder: str) -> int:
+    """Bytes of memory that a file in `folder` may still take: of its file system, and of what this
+    process may."""
+    room = os.statvfs(folder)
+    return min(room.f_bavail * room.f_frsize, available().nbytes)

@@ -1,0 +1,159 @@
+"""Replacing a directory on a file system that cannot exchange two names in one operation.
+
+Many FUSE file systems and NFS refuse RENAME_EXCHANGE. There `final` is replaced by plain renames
+(docs/durability.md has the same numbers):
+    E1 rename final to final.replaced        E2 fsync the parent
+    D6 rename the partial to final           D7 fsync the parent
+    E3 rename final.replaced to the partial  E4 fsync the parent
+
+Owns: E1 to E4, what becomes of them after an error or a crash, and where a reader looks.
+Holds: final.replaced counts as `final` while `final` is missing, and at no other time. Its files
+are whole whenever it may count. They are overwritten or deleted after E4 only; and before `final`
+goes away for any other reason, settle() makes sure that final.replaced does not come back.
+Not here: D6 and D7 (publish); which directories are steps (store).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import TYPE_CHECKING, TypeVar
+
+from statehold.checkpoint.store.beside import LOOKS_MAX
+from statehold.checkpoint.store.directories import delete, parent_of
+from statehold.errors import MissingFileError, StorageError
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+__all__ = [
+    "REPLACED",
+    "Replaced",
+    "came_back",
+    "exchanged",
+    "hidden",
+    "missing_path",
+    "read_standing",
+    "set_aside",
+    "settle",
+    "where",
+]
+
+T = TypeVar("T")
+
+REPLACED = ".replaced"
+
+
+class Replaced(Enum):
+    """What became of the directory that was `final` before."""
+
+    NOTHING = "there was none"
+    HIDDEN = "it has the name of the partial, for good"
+    LEFT = "its name is not settled: sync the parent, and settle(), before `final` goes away"
+
+
+_REFUSED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+# -- by the one that publishes -------------------------------------------------------------------
+
+
+def exchanged(fs: Fs, partial: str, final: str) -> bool:
+    """D6 in one operation; False where the file system has none."""
+    try:
+        fs.exchange(partial, final)
+    except StorageError as error:
+        if error.errno in _REFUSED:
+            return False
+        raise
+    return True
+
+
+def set_aside(fs: Fs, final: str, *, is_there: bool) -> bool:
+    """E1 and E2; False if there is nothing to replace. is_there: whether `final` is."""
+    aside = final + REPLACED
+    has_aside = fs.is_dir(aside)  # an earlier save has failed between E1 and E4
+    if not is_there and not has_aside:
+        return False
+    if is_there:
+        settle(fs, final)
+        fs.rename(final, aside)  # E1
+    fs.sync_dir(parent_of(final))  # E2
+    return True
+
+
+@contextlib.contextmanager
+def came_back(fs: Fs, final: str) -> Iterator[None]:
+    """After an error from E1 to D6 `final` is what it was. If that fails, too, readers find it at
+    its other name, and the next save or recovery tries again."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            if not fs.is_dir(final) and fs.is_dir(final + REPLACED):
+                fs.rename(final + REPLACED, final)
+        raise
+
+
+def hidden(fs: Fs, final: str, partial: str) -> Replaced:
+    """E3 and E4, after D7. `final` is committed: an error is none of the save."""
+    try:
+        fs.rename(final + REPLACED, partial)  # E3
+        fs.sync_dir(parent_of(final))  # E4
+    except StorageError:
+        return Replaced.LEFT
+    return Replaced.HIDDEN
+
+
+def settle(fs: Fs, final: str) -> None:
+    """Let nothing be at final.replaced, and let no crash bring it back. Only a writer calls this.
+
+    If `final` is missing, final.replaced is renamed back. Else it is deleted, once `final` is
+    durable: what is half deleted never counts, because `final` stays until this has succeeded.
+    """
+    aside = final + REPLACED
+    if not fs.is_dir(aside):
+        return
+    if fs.is_dir(final):
+        fs.sync_dir(parent_of(final))  # D7 may not have happened
+        delete(fs, aside)
+    else:
+        fs.rename(aside, final)
+    fs.sync_dir(parent_of(final))
+
+
+# -- by readers ----------------------------------------------------------------------------------
+
+
+def where(fs: Fs, final: str) -> str:
+    """The directory that counts as `final` now."""
+    is_aside = not fs.is_dir(final) and fs.is_dir(final + REPLACED)
+    return final + REPLACED if is_aside else final
+
+
+def read_standing(fs: Fs, final: str, look: Callable[[str], T]) -> T:
+    """What `look` returns of the directory that counts as `final`. It looks again where a file was
+    missing because the directory got another name in between. Raises as `look` does."""
+    directory = final
+    for _ in range(LOOKS_MAX):
+        try:
+            return look(directory)
+        except (StorageError, MissingFileError) as error:
+            missing = missing_path(error)
+            if missing is None:
+                raise
+            before, directory = directory, where(fs, final)
+            if directory == before and fs.stat_bytes(missing) is None:
+                raise
+    return look(directory)
+
+
+def missing_path(error: Exception) -> str | None:
+    """The file that is missing, if that is the error."""
+    if isinstance(error, StorageError):
+        return error.path if error.errno == errno.ENOENT else None
+    if isinstance(error, MissingFileError) and "expected" not in error.facts:  # else: no file
+        return str(error.facts.get("file", ""))
+    return None

@@ -1,0 +1,595 @@
+"""The steps of one run directory: the commit protocol, retention, and reuse of retired files.
+
+    RUN/step-000000000100/           committed: complete, durable, never written again
+    RUN/step-000000000110.partial/   being written, by one rank
+    RUN/step-000000000110.5f3a09c1-7.partial/     by several: the attempt is in its name
+    RUN/step-000000000090.retired/   no longer kept; its files may be overwritten
+    RUN/step-000000000100.replaced/  counts as step-n while that is missing (replacing)
+    RUN/step-000000000080.corrupt/   found corrupt by a restore that fell back; left for a person
+    RUN/step-...copy-0123456789abcdef.partial/    a copy in the making (checkpoint/store/unfinished)
+    RUN/.spare/                      retired files held back for the next save to overwrite
+    RUN/.ready/                      in memory: new files, made before the next save (ready)
+
+Commit (docs/durability.md has the same numbers). A crash after any number leaves the step or no
+step, and every older step untouched:
+    D1 write the data files under step-n.partial/     D2 fdatasync each
+    D3 fsync step-n.partial/                          D4 every rank has done D1 to D3
+    D5 write and fsync the manifest                   D6 rename step-n.partial to step-n
+    D7 fsync the run directory
+D1 and D2 are done by the engine on files that `data_file` opens; `commit` does D3 to D7.
+Where several ranks write, each calls `begin`, `data_file` and `seal`, which is D3 on its own host
+and also writes its record; D4 is peers'; one rank then commits: rank 0, or, of a store that each
+host has, the first rank there. It leads: it alone makes, hides and deletes directories, nobody else
+recovers, commits, abandons, retains or rewinds. An attempt's name is new every time, so what a rank
+of a dead job still writes is never in a step of this one.
+
+Retire: R1 rename step-n to step-n.retired; R2 fsync the run directory; only then may R3 overwrite
+or delete its files. So a name that a restore can find never leads to bytes that are being changed.
+
+Overwriting beats allocating (blocks are already mapped), so one retired step is held back and its
+files are handed to the next save. A file is reused only when the kernel confirms that nobody on
+this host has it open or mapped and no other name links to it; otherwise it is deleted, which
+leaves those readers undisturbed. With several ranks each takes the file of its own name when it
+needs it, and the one that leads deletes what is left when it has another step to hold back.
+
+Invariants: the newest committed step is never retired; what is protected is never retired.
+Not here: what the bytes mean (manifest, header), who waits for whom (pipeline).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from statehold.checkpoint.store.beside import look_beside_a_writer
+from statehold.checkpoint.store.directories import delete, make_directories, unless
+from statehold.checkpoint.store.mappings import Mappings
+from statehold.checkpoint.store.order import check_newest
+from statehold.checkpoint.store.publish import make_durable, publish
+from statehold.checkpoint.store.ready import READY_NAME, Ready
+from statehold.checkpoint.store.replacing import REPLACED, Replaced, read_standing, settle, where
+from statehold.checkpoint.store.room import Rooms
+from statehold.checkpoint.store.unfinished import COPY
+from statehold.errors import (
+    CorruptionError,
+    InvariantError,
+    StateholdError,
+    StepNotFoundError,
+    StorageError,
+    no_such_step,
+)
+from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
+
+if TYPE_CHECKING:
+    from statehold._core import File, Fs
+
+SPARE_NAME = ".spare"
+_COMMITTED = re.compile(r"step-([0-9]{12})")
+_REPLACED = re.compile(rf"step-([0-9]{{12}}){re.escape(REPLACED)}")
+_ATTEMPT = r"(?P<token>[0-9a-f]{8})-(?P<number>\d{1,12})"
+_NAMED = re.compile(rf"{_ATTEMPT}(?:{COPY})?")
+_ATTEMPTED = re.compile(rf"step-\d{{12}}\.{_ATTEMPT}\.partial")
+_LEFTOVER = re.compile(rf"{_ATTEMPTED.pattern}|step-\d{{12}}\.(?:partial|retired)")
+
+
+def step_of(name: str) -> int | None:
+    """The step whose directory has this name once it is committed; None for any other name."""
+    match = _COMMITTED.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+class CommitRecord(Protocol):
+    """What D5 writes: the manifest of any format version."""
+
+    @property
+    def step(self) -> int: ...
+
+    def encode(self) -> bytes: ...
+
+
+class Store:
+    """The steps of the run directory `root` on the file system `fs`.
+
+    keep: how many committed steps to keep; None keeps all. reuse: overwrite retired files.
+    mapped: it lies on a memory file system, and its data files are written as memory.
+    rank, world_size: of the job that saves. `attempt` names its directory of a step in the making;
+    without one, only one rank writes. Thread-safe. One job may write; any number may read.
+    """
+
+    def __init__(
+        self,
+        fs: Fs,
+        root: str,
+        *,
+        keep: int | None = None,
+        reuse: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+        mapped: bool = False,
+    ) -> None:
+        self._fs = fs
+        self._root = root.rstrip("/") or "/"
+        self._keep = keep
+        self._reuse = reuse
+        self._leads = rank == 0
+        self._shared = world_size > 1
+        self._guard = threading.RLock()
+        self._protected: dict[int, int] = {}
+        self._spare: str | None = None
+        self._is_unsettled = False  # a replaced step's name may come back
+        self._mapped = mapped
+        self._mappings = Mappings()
+        self._newest_guard = threading.Lock()  # the trainer asks, and waits for no cleaning up
+        self._remembers = False  # this job alone can change what the newest step is
+        self._is_known = False
+        self._newest: int | None = None
+        self._ready = Ready(fs, self._root, world_size)
+        self._rooms = Rooms()
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether its data files are written as memory."""
+        return self._mapped
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank commits, retires and clears, for all ranks that see these files."""
+        return self._leads
+
+    def lead(self) -> None:
+        """This rank does that: of those that see these files, it is the first."""
+        self._leads = True
+
+    # -- reading ---------------------------------------------------------------------------
+
+    @property
+    def root(self) -> str:
+        """The run directory."""
+        return self._root
+
+    @property
+    def keep(self) -> int | None:
+        """How many committed steps it keeps; None: all."""
+        return self._keep
+
+    def names(self, step: int) -> list[str] | None:
+        """The files of a committed step; None if it is none any more."""
+        try:
+            entries = read_standing(self._fs, self.path(step), self._fs.listdir)
+        except StorageError:
+            if self._fs.is_dir(self.where(step)):
+                raise
+            return None
+        return [name for name, is_dir in entries if not is_dir]
+
+    def where(self, step: int) -> str:
+        """The directory that a committed step is in now: path(step), or step-n.replaced."""
+        return where(self._fs, self.path(step))
+
+    def has_file(self, step: int, name: str) -> bool:
+        """Whether a file of a step is there now."""
+        return self._fs.stat_bytes(f"{self.where(step)}/{name}") is not None
+
+    def path(self, step: int, suffix: str = "") -> str:
+        """The directory of a step; `suffix` is "", ".partial", ".retired" or ".corrupt"."""
+        return f"{self._root}/step-{step:012d}{suffix}"
+
+    def partial(self, step: int, attempt: str | None = None) -> str:
+        """The directory of a step in the making."""
+        if attempt is None:
+            return self.path(step, ".partial")
+        if _NAMED.fullmatch(attempt) is None:
+            raise InvariantError("no name for an attempt to save", facts={"got": repr(attempt)})
+        return self.path(step, f".{attempt}.partial")
+
+    def steps(self) -> list[int]:
+        """The committed steps, oldest first."""
+        names = [name for name, is_dir in self._entries() if is_dir]
+        found = (_COMMITTED.fullmatch(name) or _REPLACED.fullmatch(name) for name in names)
+        return sorted({int(match[1]) for match in found if match})
+
+    def newest(self) -> int | None:
+        """The newest committed step, or None."""
+        return max(self.steps(), default=None)
+
+    def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
+        """A committed step, as `rank` of `world_size` ranks sees it (None: one rank)."""
+        if not self._fs.is_dir(self.where(step)):
+            raise no_such_step(step, self._root, self.steps())
+
+        def look(directory: str) -> SavedStep:
+            return open_step(self._fs.read_file, directory, step, rank or 0, world_size)
+
+        return read_standing(self._fs, self.path(step), look)
+
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
+        """A document of a step."""
+
+        def look(directory: str) -> bytes:
+            return self._fs.read_file(f"{directory}/{name}", max_bytes)
+
+        return read_standing(self._fs, self.path(step), look)
+
+    def confirm(self, step: int, attempt: str) -> bool:
+        """Whether `attempt` at a step is committed; if so, D7 is made sure of."""
+        try:
+            is_ours = self.open(step).attempt == attempt
+        except (StepNotFoundError, CorruptionError):
+            return False
+        if is_ours:
+            make_durable(self._fs, self._root)
+        return is_ours
+
+    @contextlib.contextmanager
+    def protect(self, step: int) -> Iterator[None]:
+        """Keep `step` from being retired while it is read."""
+        with self._guard:
+            self._protected[step] = self._protected.get(step, 0) + 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._protected[step] -= 1
+                if not self._protected[step]:
+                    del self._protected[step]
+
+    def _entries(self) -> list[tuple[str, bool]]:
+        entries = look_beside_a_writer(
+            lambda: self._fs.listdir(self._root),
+            lambda: self._fs.is_dir(self._root) or None,
+            self._root,
+        )
+        return entries or []
+
+    def check_there(self) -> None:
+        """Raise where the run directory could not be one: a file is in its place."""
+        if not self._fs.is_dir(self._root):
+            with unless(errno.ENOENT):
+                self._fs.listdir(self._root)
+
+    # -- opening for writing ---------------------------------------------------------------
+
+    def create(self) -> None:
+        """Make the run directory, its parents included, and make their names durable."""
+        make_directories(self._fs, self._root)
+        self._remembers = not self._leads  # who leads holds the lock, and asks itself
+
+    def was_removed(self) -> None:
+        """Nothing is left of the directory: what this process still holds of it is given back."""
+        with self._guard:
+            self._mappings.close()
+            self._spare = None
+            self._ready.drop()
+            self.look_again()
+
+    def recover(self, token: str | None = None) -> None:
+        """Clear away what a crash left behind. Call once, holding the run's lock.
+
+        Other ranks of the job `token` may be ahead: its attempts are left alone.
+        """
+        self._lead("clear a run")
+        with self._guard:
+            self._settle_names()
+            self._remembers = True
+            self.look_again()
+            self._settle_replaced()
+            for hidden in (SPARE_NAME, READY_NAME):
+                if self._fs.is_dir(f"{self._root}/{hidden}"):
+                    with contextlib.suppress(StorageError):  # no save fails for what is left behind
+                        delete(self._fs, f"{self._root}/{hidden}")
+            for name in self._leftovers():
+                attempted = _ATTEMPTED.fullmatch(name)
+                if attempted and attempted["token"] == token:
+                    continue
+                with contextlib.suppress(StorageError):
+                    self._clear(name, is_attempt=attempted is not None)
+
+    def _clear(self, name: str, *, is_attempt: bool) -> None:
+        # Where ranks on other hosts may be outliving their job, nothing they might still be
+        # writing to is used again.
+        if is_attempt:
+            delete(self._fs, f"{self._root}/{name}")
+        else:
+            self._discard(f"{self._root}/{name}")
+
+    def _settle_replaced(self) -> None:
+        """Finish, or undo, replacements that a crash or an error has cut off."""
+        for name, is_dir in self._entries():
+            if is_dir and _REPLACED.fullmatch(name):
+                # Until that succeeds a step is read where it is; _retire tries again.
+                with contextlib.suppress(StorageError):
+                    settle(self._fs, f"{self._root}/{name}".removesuffix(REPLACED))
+
+    def _leftovers(self) -> list[str]:
+        return [name for name, is_dir in self._entries() if is_dir and _LEFTOVER.fullmatch(name)]
+
+    # -- the commit protocol ---------------------------------------------------------------
+
+    def check_order(
+        self, step: int, under_way: int | None = None, *, may_be_away: bool = False
+    ) -> None:
+        """Refuse a save that would not become the newest step, those `under_way` included."""
+        try:
+            known = [self._remembered(), under_way]
+        except StorageError:
+            if not may_be_away:
+                raise
+            known = [under_way]
+        check_newest(self._root, step, known, self.steps)
+
+    def committed(self, step: int) -> None:
+        """Every rank: `step` was committed here."""
+        with self._newest_guard:
+            if self._is_known:
+                self._newest = max(step, self._newest if self._newest is not None else step)
+
+    def look_again(self) -> None:
+        """Every rank: steps may have been given up; the newest one is no longer known."""
+        with self._newest_guard:
+            self._is_known = False
+
+    def _remembered(self) -> int | None:
+        """The newest step. Once the run is this job's, the directory is listed no more for it: that
+        takes the longer the more steps there are, and the trainer waits."""
+        with self._newest_guard:
+            if not self._is_known:
+                self._newest = self.newest()
+                self._is_known = self._remembers
+            return self._newest
+
+    def begin(self, step: int, attempt: str | None = None) -> None:
+        """D1, before the first byte: an empty directory for the step. Every rank calls this."""
+        partial = self.partial(step, attempt)
+        with self._guard:
+            if attempt is None:
+                if self._fs.is_dir(partial):
+                    self._settle_names()
+                    self._discard(partial)
+                self._fs.mkdir(partial)
+                return
+            if self._leads and "." not in attempt:
+                self._clear_attempts(attempt)
+            with unless(errno.EEXIST):  # another rank made it
+                self._fs.mkdir(partial)
+
+    def reserve(self, step: int, attempt: str | None, name: str, guess: Callable[[], int]) -> None:
+        """D1, after begin(): room for a document of this rank. guess: its bytes, about, if there
+        was none of this name before. Raises StorageError."""
+        self._rooms.make(self._fs, self.partial(step, attempt), name, guess)
+
+    def data_file(
+        self, step: int, name: str, file_bytes: int, attempt: str | None = None
+    ) -> tuple[File, bool]:
+        """D1: open a data file of a partial step; the second value says if it was reused."""
+        path = f"{self.partial(step, attempt)}/{name}"
+        with self._guard:
+            kept = self._mappings.spare(name)
+            reused = self._take_spare(name, path)
+        if not reused:
+            self._ready.wait()  # it is for this save
+            with self._guard:
+                kept = self._ready.file(name)
+                reused = self._take_ready(name, path)
+        if not self._mapped:
+            return self._fs.open_write(path, file_bytes, reuse=reused), reused
+        kept = kept if reused else None
+        file = self._fs.open_write(path, file_bytes, reuse=reused, mapped=True, kept=kept)
+        if not self._shared:
+            with self._guard:
+                self._mappings.making(step, name, file)
+        return file, reused
+
+    def has_ready(self, name: str) -> bool:
+        """Whether a file of this name is mapped, and only waits to be overwritten."""
+        with self._guard:
+            return (self._mappings.spare(name) or self._ready.file(name)) is not None
+
+    def make_ready(self, name: str, file_bytes: int) -> None:
+        """After a commit, on every rank: begin to make the file of the next save, where that is
+        memory, no retired one waits, and with it there are no more than `keep` and one."""
+        if not self._mapped or not self._reuse or self._keep is None:
+            return
+        with self._guard, contextlib.suppress(StorageError):  # the save makes its own
+            has_spare = self._fs.stat_bytes(f"{self._root}/{SPARE_NAME}/{name}") is not None
+            if not has_spare and len(self.steps()) <= self._keep:
+                self._ready.begin(name, file_bytes)
+
+    def seal(self, step: int, attempt: str | None, name: str, record: bytes) -> None:
+        """D3 of one rank, on its own host: its record, and the names of all its files."""
+        partial = self.partial(step, attempt)
+        self._fs.write_file(f"{partial}/{name}", record)
+        self._rooms.written(name, len(record))
+        self._fs.sync_dir(partial)
+
+    def commit(self, manifest: CommitRecord, attempt: str | None = None) -> None:
+        """D3 to D7: publish a step whose data files, and ranks' records, are durable."""
+        self._lead("commit")
+        partial = self.partial(manifest.step, attempt)
+        with self._guard:
+            raw = manifest.encode()
+            replaced = publish(self._fs, partial, self.path(manifest.step), raw)
+            self._rooms.written(MANIFEST_NAME, len(raw))
+            self._mappings.committed(manifest.step)
+            self.committed(manifest.step)
+            if replaced is Replaced.HIDDEN:
+                self._drop_replaced(partial, manifest.step)
+            else:
+                self._is_unsettled |= replaced is Replaced.LEFT
+                self._mappings.abandoned(manifest.step)
+
+    def _drop_replaced(self, partial: str, step: int) -> None:
+        try:
+            self._discard(partial, step)
+        except StateholdError:  # the step is committed; the next save of it, or job, clears that
+            self._mappings.abandoned(step)
+
+    def abandon(self, step: int, attempt: str | None = None) -> None:
+        """Give a partial step up; what cannot be removed now is cleared by a later begin or open.
+
+        Nothing happens where another rank leads: it removes what all of them wrote.
+        """
+        with self._guard, contextlib.suppress(StorageError):
+            partial = self.partial(step, attempt)
+            self._mappings.abandoned(step)
+            if self._leads and self._fs.is_dir(partial):
+                self._settle_names()
+                delete(self._fs, partial)
+
+    def _clear_attempts(self, under_way: str) -> None:
+        """Delete attempts that have ended: those of other jobs, and older ones of this job."""
+        token, _, number = under_way.partition("-")
+
+        def has_ended(match: re.Match[str] | None) -> bool:
+            # Other ranks may be ahead, where one of them has ended an attempt by failing.
+            ahead = match and match["token"] == token and int(match["number"]) >= int(number)
+            return match is not None and not ahead
+
+        names = self._leftovers()
+        ended = [name for name in names if has_ended(_ATTEMPTED.fullmatch(name))]
+        # What cannot be deleted, where a rank still writes perhaps, is deleted next time.
+        with contextlib.suppress(StorageError):
+            if ended:
+                self._settle_names()
+            for name in ended:
+                with contextlib.suppress(StorageError):
+                    delete(self._fs, f"{self._root}/{name}")
+
+    def _lead(self, action: str) -> None:
+        if not self._leads:
+            raise InvariantError(f"only the rank that leads may {action}")
+
+    # -- retention -------------------------------------------------------------------------
+
+    def retain(self, but_for: int | None = None) -> None:
+        """Retire every step beyond the newest `keep`, except those being read, and one more."""
+        self._lead("retire steps")
+        if self._keep is None:
+            return
+        with self._guard:
+            steps = self.steps()
+            for step in steps[: -self._keep]:
+                if step == steps[-1]:
+                    raise InvariantError("retention chose the newest committed step")
+                if step not in self._protected and step != but_for:
+                    self._retire(step, ".retired")
+
+    def rewind(self, step: int) -> list[int]:
+        """Retire every committed step newer than `step`; returns them."""
+        self._lead("rewind")
+        with self._guard:
+            given_up = [newer for newer in self.steps() if newer > step]
+            for newer in given_up:
+                self._retire(newer, ".retired")
+            return given_up
+
+    def give_up(self, steps: Iterable[int]) -> None:
+        """Retire these steps, except those being read."""
+        self._lead("retire steps")
+        with self._guard:
+            for step in steps:
+                if step not in self._protected:
+                    self._retire(step, ".retired")
+
+    def quarantine(self, step: int) -> str:
+        """Take a corrupt step out of sight without deleting it; returns its new path."""
+        self._lead("set a step aside")
+        with self._guard:
+            self._retire(step, ".corrupt")
+            return self.path(step, ".corrupt")
+
+    def drop_spare(self) -> None:
+        """Delete the files held back for reuse."""
+        with self._guard:
+            self._mappings.dropped()
+            if self._spare is not None:
+                delete(self._fs, self._spare)
+                self._spare = None
+
+    def close(self) -> None:
+        """Give back what this process holds of the store: spare files, and mappings."""
+        try:
+            self._ready.drop()
+            self.drop_spare()
+        finally:
+            with self._guard:
+                self._mappings.close()
+
+    def _retire(self, step: int, suffix: str) -> None:
+        if self._is_unsettled:  # what a step has replaced must not count instead of it
+            self._settle_names()
+            self._is_unsettled = False
+        settle(self._fs, self.path(step))
+        hidden = self.path(step, suffix)
+        if self._fs.is_dir(hidden):
+            self._settle_names()
+            delete(self._fs, hidden)
+        self._fs.rename(self.path(step), hidden)  # R1
+        if step == self._newest:
+            self.look_again()
+        self._fs.sync_dir(self._root)  # R2
+        self._mappings.retired(step)
+        if suffix == ".retired":
+            self._discard(hidden, step)  # R3
+        else:
+            self._mappings.abandoned(step)
+
+    def _settle_names(self) -> None:
+        """Before a hidden directory is changed: no name of a step may come back to it.
+
+        After a failure, or the death of a process, the sync that should have made sure of that
+        (D7, R2) may not have happened.
+        """
+        self._fs.sync_dir(self._root)
+
+    def _discard(self, directory: str, step: int | None = None) -> None:
+        """Hold an invisible directory, of `step`, back for reuse, or delete it."""
+        if self._shared:
+            self.drop_spare()  # what no rank has taken until now
+        if not self._reuse or self._spare is not None:
+            if step is not None:
+                self._mappings.abandoned(step)
+            delete(self._fs, directory)
+            return
+        self._fs.rename(directory, f"{self._root}/{SPARE_NAME}")
+        self._spare = f"{self._root}/{SPARE_NAME}"
+        if step is not None:
+            self._mappings.spared(step)
+
+    def _take_spare(self, name: str, path: str) -> bool:
+        """Move the spare file `name` to `path` if there is one that nobody else can see."""
+        with self._guard:
+            if self._shared:
+                return self._reuse and self._take(f"{self._root}/{SPARE_NAME}/{name}", path)
+            if self._spare is None:
+                return False
+            taken = self._take(f"{self._spare}/{name}", path, self._mappings.spare(name))
+            if taken:
+                self._mappings.taken(name)
+            with contextlib.suppress(StorageError):  # what cannot be deleted now is, later
+                self.drop_spare()
+            return taken
+
+    def _take_ready(self, name: str, path: str) -> bool:
+        """Move the file that was made for this save to `path`, if there is one."""
+        file = self._ready.file(name)
+        if file is None:
+            return False
+        taken = self._take(self._ready.path(name), path, file)
+        if taken:
+            self._ready.taken()
+        self._ready.drop()  # where somebody else has it open: one file, not two
+        return taken
+
+    def _take(self, spare_file: str, path: str, kept: File | None = None) -> bool:
+        # Who leads may have deleted it meanwhile; and where it cannot be had, a new one is made.
+        with contextlib.suppress(StorageError):
+            if self._fs.stat_bytes(spare_file) is None:
+                return False
+            if self._fs.can_reuse(spare_file, kept):
+                self._fs.rename(spare_file, path)
+                return True
+        return False

@@ -1,0 +1,177 @@
+"""What is seen of the copies to one level: stages, figures, progress, and a line in the log.
+
+    promote   prepare, plan (which files), write or upload (a span for each data file, with the
+              seconds of it that went into reading the source and into waiting for the limit),
+              meet (with the other ranks), commit
+
+A file is copied block by block: reading, verifying and writing take turns, thousands of times in a
+long copy, so what they cost is a fact of the file's span and not a span each.
+
+Holds: nobody is told of a step at a level before it is committed there; nothing here fails a copy.
+Not here: what the stages do (checkpoint/levels/promoting, checkpoint/levels/copying).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from statehold.errors import ClosedError
+from statehold.observe.harmless import harmless
+from statehold.observe.progress import Counts, Progress
+from statehold.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from statehold.observe.background_log import BackgroundLog
+    from statehold.observe.counters import Figures
+    from statehold.observe.tracing import Trace
+
+__all__ = ["CopyWatch", "LevelWatch", "copied_text"]
+
+Stage = contextlib.AbstractContextManager[None]
+
+_UNSEEN: Stage = contextlib.nullcontext()
+
+
+class LevelWatch:
+    """One level of one Checkpointer, as one rank sees it; moving: what its files are called to do,
+    "write" or "upload"."""
+
+    def __init__(
+        self,
+        level: str,
+        rank: int,
+        trace: Trace | None,
+        figures: Figures,
+        log: BackgroundLog,
+        moving: str = "write",
+    ) -> None:
+        self.level = level
+        self.rank = rank
+        self.log = log
+        self._trace = trace
+        self._figures = figures
+        self._moving = moving
+
+    def stage(self, name: str, **facts: Any) -> Stage:
+        """A stage on this thread, while the context lasts."""
+        return _UNSEEN if self._trace is None else self._trace.span(name, level=self.level, **facts)
+
+    @contextlib.contextmanager
+    def copy(self, step: int, counts: Counts) -> Iterator[CopyWatch]:
+        """One copy of this rank's part of a step, until it is committed. counts: bytes done, and in
+        all, of the copy under way."""
+        begin_s = time.perf_counter()
+        copy = CopyWatch(self, self._moving)
+        try:
+            with Progress(f"copying step {step} to level {self.level}", counts, self._seen,
+                          self.log):  # fmt: skip
+                yield copy
+        except BaseException as error:
+            told = self._told(step, copy, begin_s)
+            self._failed(begin_s, {**told, "event": "failed copy", "error": type(error).__name__})
+            if not isinstance(error, ClosedError):  # the run ends: it was stopped
+                self._figures.add("level_copies_failed_total")
+            raise
+        self._committed(begin_s, self._told(step, copy, begin_s))
+
+    @harmless
+    def newest(self, step: int) -> None:
+        """The newest step that is at the level."""
+        self._figures.set("level_newest_step", step)
+
+    @harmless
+    def interval(self, seconds: float) -> None:
+        """How often the level gets a step now, where that was chosen."""
+        self._figures.set("level_interval_seconds", seconds)
+
+    @harmless
+    def landed(self, step: int) -> None:
+        """`step` was just committed at the level."""
+        self._figures.set("level_newest_step", step)
+        self._figures.set("level_committed_timestamp_seconds", time.time())
+
+    def _told(self, step: int, copy: CopyWatch, begin_s: float) -> dict[str, Any]:
+        return {
+            "event": "copy",
+            "rank": self.rank,
+            "step": step,
+            "level": self.level,
+            "bytes": copy.bytes,
+            "seconds": time.perf_counter() - begin_s,
+            "read_s": copy.read_s,
+            "limited_s": copy.limited_s,
+        }
+
+    @harmless
+    def _seen(self, done: int, total: int) -> None:
+        if self._trace is not None:
+            self._trace.level(f"copied to {self.level}", done=done, total=total)
+
+    @harmless
+    def _committed(self, begin_s: float, told: dict[str, Any]) -> None:
+        self._span("promote", begin_s, told)
+        self._figures.add("level_copied_bytes_total", told["bytes"])
+        self._figures.observe("level_copy_seconds", told["seconds"])
+        self.landed(told["step"])
+        self.log.figures(copied_text(told), told)
+
+    @harmless
+    def _failed(self, begin_s: float, told: dict[str, Any]) -> None:
+        self._span("failed promote", begin_s, told)
+
+    def _span(self, name: str, begin_s: float, told: dict[str, Any]) -> None:
+        if self._trace is not None:
+            self._trace.add(name, begin_s, begin_s + told["seconds"], told)
+
+
+class CopyWatch:
+    """One copy: its stages, and what became of its time. Used by the thread that copies."""
+
+    def __init__(self, level: LevelWatch, moving: str) -> None:
+        self._level = level
+        self._moving = moving
+        self.bytes = 0
+        self.read_s = 0.0
+        self.limited_s = 0.0
+
+    def stage(self, name: str, **facts: Any) -> Stage:
+        """A stage on this thread, while the context lasts."""
+        return self._level.stage(name, **facts)
+
+    @contextlib.contextmanager
+    def file(self, name: str, nbytes: int) -> Iterator[None]:
+        """A data file on its way."""
+        facts: dict[str, Any] = {"file": name, "bytes": nbytes}
+        read_s, limited_s = self.read_s, self.limited_s
+        begin_s = time.perf_counter()
+        try:
+            yield
+            self.bytes += nbytes
+        finally:
+            facts["read_s"], facts["limited_s"] = self.read_s - read_s, self.limited_s - limited_s
+            self._level._span(self._moving, begin_s,
+                              {**facts, "seconds": time.perf_counter() - begin_s})  # fmt: skip
+
+    def reading(self, read: Callable[[], None]) -> None:
+        """Call `read`, which reads from the source."""
+        begin_s = time.perf_counter()
+        read()
+        self.read_s += time.perf_counter() - begin_s
+
+    def limiting(self, wait: Callable[[], None]) -> None:
+        """Call `wait`, which waits for the limit, and for saves."""
+        begin_s = time.perf_counter()
+        wait()
+        self.limited_s += time.perf_counter() - begin_s
+
+
+def copied_text(told: dict[str, Any]) -> str:
+    """ "step 100 is committed at level objects: 4.54 GiB in 12.1 s (384 MiB/s)"."""
+    rate = format_bytes(int(told["bytes"] / max(told["seconds"], 1e-9)))
+    took = f"{format_bytes(told['bytes'])} in {format_seconds(told['seconds'])} ({rate}/s)"
+    limited = told["limited_s"]
+    waited = f", of which {format_seconds(limited)} waiting for its turn" if limited > 0.1 else ""
+    return f"step {told['step']} is committed at level {told['level']}: {took}{waited}"

@@ -1,0 +1,47 @@
+"""The figures of one save, and the events that it reaches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from statehold.layout.share import Balance
+from statehold.units import format_bytes, format_seconds
+
+Event = Literal["staged", "written", "committed"]
+EVENTS: tuple[Event, ...] = get_args(Event)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStats:
+    """Figures of one save. Seconds are counted from the call of save(); None means not yet.
+
+    blocked_s: how long save() itself took. gate_s: how long optimizers (or gate()) waited for it.
+    waited_s: the part of blocked_s spent waiting for an earlier save. reused: an earlier step's
+    file was overwritten. state_bytes and tensors: what this rank holds; eager_bytes: what of it was
+    copied before save() returned; written_bytes: what this rank writes; balance: how evenly all
+    ranks and their hosts write, known when committed.
+    """
+
+    step: int
+    state_bytes: int = 0
+    eager_bytes: int = 0
+    written_bytes: int = 0
+    tensors: int = 0
+    files: int = 0
+    reused: bool = False
+    blocked_s: float = 0.0
+    waited_s: float = 0.0
+    gate_s: float = 0.0
+    staged_s: float | None = None
+    written_s: float | None = None
+    committed_s: float | None = None
+    balance: Balance | None = None
+
+    def __str__(self) -> str:
+        text = f"step {self.step}: {format_bytes(self.state_bytes)}"
+        text += f", blocked {format_seconds(self.blocked_s + self.gate_s)}"
+        for event in EVENTS:
+            seconds = getattr(self, f"{event}_s")
+            text += f", {event} " + ("not yet" if seconds is None else format_seconds(seconds))
+        return text

@@ -1,0 +1,285 @@
+"""What a Checkpointer lets be seen: a trace if asked for, figures, and lines in the log.
+
+    save     save() (wait, capture, plan) on the trainer's thread; stage; open, write,
+             commit (of several ranks: seal, arrive, gather, publish), retain
+    restore  discover, plan (open), read (verify: each piece is checked and placed), values
+
+Each save and each restore that has ended well is one INFO line of the logger "statehold": a
+sentence for people, and its figures as `record.statehold` for programs.
+
+Holds: nobody says that a step is saved before it is committed. What fails here (a filter of
+somebody's logging, a full disk under a trace) never fails a save or a restore.
+Not here: what the stages do; the spans (tracing), names of figures (counters), progress, copies to
+other levels (copies).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sized
+from typing import TYPE_CHECKING, Any
+
+from statehold.checkpoint.telemetry.copies import LevelWatch
+from statehold.errors import StorageError, UsageError
+from statehold.observe.background_log import BackgroundLog
+from statehold.observe.counters import Figures, figures_of
+from statehold.observe.harmless import harmless
+from statehold.observe.progress import Progress
+from statehold.observe.tracing import Trace
+from statehold.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from statehold._core import ReadJob
+    from statehold.checkpoint.telemetry.save_stats import SaveStats
+    from statehold.format.selection import RestoreReport
+
+__all__ = ["UNWATCHED", "RestoreWatch", "Stage", "Watch"]
+
+Stage = contextlib.AbstractContextManager[None]
+
+_UNSEEN: Stage = contextlib.nullcontext()
+
+
+class Watch:
+    """The trace and the figures of one Checkpointer; thread-safe.
+
+    trace: the file for it; recorded: what is in it already, where several write one.
+    """
+
+    def __init__(
+        self,
+        run: str | None,
+        rank: int = 0,
+        ranks: int = 1,
+        trace: str | os.PathLike[str] | None = None,
+        log: BackgroundLog | None = None,
+        recorded: Trace | None = None,
+    ) -> None:
+        self._log = log or BackgroundLog()
+        self._figures = Figures("", 0) if run is None else figures_of(run, rank)
+        self._rank, self._ranks = rank, ranks
+        self._trace = None if trace is None else recorded or Trace(rank, ranks)
+        self._path = None if trace is None else os.path.abspath(self._named(trace))
+
+    def stage(self, name: str, **facts: Any) -> Stage:
+        """A stage on this thread, while the context lasts."""
+        return _UNSEEN if self._trace is None else self._trace.span(name, **facts)
+
+    def level(self, name: str, moving: str = "write") -> LevelWatch:
+        """A level that steps are copied to."""
+        figures = self._figures.of_level(name)
+        return LevelWatch(name, self._rank, self._trace, figures, self._log, moving)
+
+    # -- saves -----------------------------------------------------------------------------
+
+    @harmless
+    def save_began(self) -> None:
+        self._figures.add("saves_in_flight")
+
+    @harmless
+    def save_returned(self, started_s: float, stats: SaveStats) -> None:
+        self._figures.observe("save_blocked_seconds", stats.blocked_s)
+        if self._trace is not None:
+            facts = {"step": stats.step, "bytes": stats.state_bytes, "tensors": stats.tensors}
+            self._trace.add("save()", started_s, started_s + stats.blocked_s, facts)
+
+    @harmless
+    def gate_waited(self, seconds: float) -> None:
+        self._figures.add("gate_wait_seconds_total", seconds)
+
+    @harmless
+    def save_moved(self, step: int, began_s: float, engine: Mapping[str, int]) -> None:
+        """The engine's own figures of a save, in nanoseconds since it began."""
+        facts = {"step": step, "bytes": engine["bytes"], "blocks": engine["blocks"]}
+        for name, begin_ns, end_ns in (
+            ("copy", 0, engine["copy_ns"]),
+            ("transfer", engine["first_write_ns"], engine["write_ns"]),
+        ):
+            self._interval(name, began_s + begin_ns / 1e9, began_s + end_ns / 1e9, facts)
+
+    @harmless
+    def save_committed(self, started_s: float, stats: SaveStats) -> None:
+        assert stats.committed_s is not None
+        told = {"event": "save", "rank": self._rank, **_of_save(stats)}
+        self._figures.add("saves_in_flight", -1)
+        self._figures.add("saves_committed_total")
+        self._figures.add("written_bytes_total", stats.written_bytes)
+        self._figures.observe("save_seconds", stats.committed_s)
+        self._figures.set("newest_step", stats.step)
+        self._figures.set("state_bytes", stats.state_bytes)
+        self._figures.set("committed_timestamp_seconds", time.time())
+        self._interval("save", started_s, started_s + stats.committed_s, told)
+        self._log.figures(save_text(stats), told)
+
+    @harmless
+    def save_failed(self, started_s: float, stats: SaveStats) -> None:
+        self._figures.add("saves_in_flight", -1)
+        self._figures.add("saves_failed_total")
+        told = {"event": "failed save", "rank": self._rank, **_of_save(stats)}
+        self._interval("failed save", started_s, time.perf_counter(), told)
+
+    def _interval(self, name: str, begin_s: float, end_s: float, facts: Mapping[str, Any]) -> None:
+        if self._trace is not None:
+            self._trace.interval(name, begin_s, end_s, f"save {facts['step']}", facts)
+
+    # -- restores --------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def restore(self) -> Iterator[RestoreWatch]:
+        """One call of restore()."""
+        begin_s = time.perf_counter()
+        watch = RestoreWatch(self)
+        try:
+            yield watch
+        except BaseException as error:
+            self._restore_failed(begin_s, type(error).__name__)
+            raise
+        self._restored(watch, begin_s, time.perf_counter())
+
+    @harmless
+    def _restore_failed(self, begin_s: float, error: str) -> None:
+        self._figures.add("restores_failed_total")
+        if self._trace is not None:
+            facts = {"rank": self._rank, "error": error}
+            self._trace.add("failed restore", begin_s, time.perf_counter(), facts)
+
+    @harmless
+    def _restored(self, watch: RestoreWatch, begin_s: float, end_s: float) -> None:
+        self._figures.add("steps_passed_over_total", watch.passed_over)
+        seconds = end_s - begin_s
+        told = {"event": "restore", "rank": self._rank, "step": watch.restored_step,
+                "read_bytes": watch.read_bytes, "seconds": seconds,
+                "passed_over": watch.passed_over}  # fmt: skip
+        if self._trace is not None:
+            self._trace.add("restore", begin_s, end_s, told)
+        if watch.restored_step is None:  # the run has no step: nothing was restored
+            return
+        self._figures.add("restores_total")
+        self._figures.add("restored_bytes_total", watch.read_bytes)
+        self._figures.observe("restore_seconds", seconds)
+        self._figures.set("restored_step", watch.restored_step)
+        self._log.figures(restore_text(told), told)
+
+    # -- the trace -------------------------------------------------------------------------
+
+    @harmless
+    def read_so_far(self, done: int, total: int) -> None:
+        if self._trace is not None:
+            self._trace.level("restored bytes", done=done, total=total)
+
+    def write_trace(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Write the trace, whole or not at all; returns the file's name."""
+        if self._trace is None or self._path is None:
+            raise UsageError(
+                "this Checkpointer records no trace",
+                hint='open it with trace="trace.json", or the name of another file',
+            )
+        target = self._path if path is None else os.path.abspath(self._named(path))
+        temporary = f"{target}.{os.getpid()}.partial"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(self._trace.encode())
+            os.replace(temporary, target)
+        except OSError as error:
+            facts = {"cause": error.strerror}
+            raise StorageError("could not write the trace", errno=error.errno or 0, path=target,
+                               facts=facts) from error  # fmt: skip
+        return target
+
+    def close(self) -> None:
+        """Write the trace if there is one; a failure to do so is no failure of the run."""
+        if self._trace is not None:
+            try:
+                self.write_trace()
+            except StorageError as error:
+                self._log.warning("%s", error)
+
+    def _named(self, path: str | os.PathLike[str]) -> str:
+        """Of several ranks each has a file: trace.json becomes trace.rank-00003.json."""
+        text = os.fspath(path)
+        if self._ranks == 1:
+            return text
+        stem, suffix = os.path.splitext(text)
+        return f"{stem}.rank-{self._rank:05d}{suffix}"
+
+
+def check_trace(path: str | os.PathLike[str] | None, run: str) -> None:
+    """Refuse a trace in a directory that is not there, unless the run's directory will make it."""
+    if path is None:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder) and os.path.commonpath([folder, run]) != folder:
+        raise UsageError(
+            "the directory of the trace does not exist",
+            facts={"trace": os.fspath(path), "directory": folder},
+            hint="make it, or name a file elsewhere",
+        )
+    if os.path.isdir(path):
+        raise UsageError(
+            "the trace is a directory",
+            facts={"expected": "the path of a file", "got": os.fspath(path)},
+            hint=f'name a file in it: "{os.path.join(path, "trace.json")}"',
+        )
+
+
+class RestoreWatch:
+    """One restore: how much was read, and what came of it."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self.read_bytes = 0
+        self.restored_step: int | None = None
+        self.passed_over = 0
+
+    def stage(self, name: str, **facts: Any) -> Stage:
+        """A stage on this thread, while the context lasts."""
+        return self._watch.stage(name, **facts)
+
+    @contextlib.contextmanager
+    def reading(self, step: int, job: ReadJob) -> Iterator[None]:
+        """Bytes are moving: says how far they are if that takes long."""
+
+        def counts() -> tuple[int, int]:
+            stats = job.stats
+            return stats["cached_bytes"] + stats["direct_bytes"], stats["bytes"]
+
+        with self.stage("verify", step=step):
+            watch = self._watch
+            with Progress(f"restoring step {step}", counts, watch.read_so_far, watch._log):
+                yield
+            self.read_bytes += job.stats["bytes"]
+
+    def end(self, report: RestoreReport | None, passed_over: Sized) -> None:
+        """What came of it; nothing is said before the context is left."""
+        self.restored_step = None if report is None else report.step
+        self.passed_over = len(passed_over)
+
+
+UNWATCHED = Watch(None)
+
+
+def _of_save(stats: SaveStats) -> dict[str, Any]:
+    names = ("step", "state_bytes", "eager_bytes", "written_bytes", "tensors", "reused",
+             "blocked_s", "waited_s", "gate_s", "staged_s", "written_s", "committed_s")  # fmt: skip
+    return {name: getattr(stats, name) for name in names}
+
+
+def save_text(stats: SaveStats) -> str:
+    """ "step 100 committed: 4.54 GiB in 612 ms (7.41 GiB/s), training blocked 15 ms"."""
+    assert stats.committed_s is not None
+    rate = format_bytes(int(stats.written_bytes / max(stats.committed_s, 1e-9)))
+    took = f"{format_bytes(stats.written_bytes)} in {format_seconds(stats.committed_s)} ({rate}/s)"
+    blocked_s = stats.blocked_s + stats.gate_s  # 0: torch has not said
+    blocked = f", training blocked {format_seconds(blocked_s)}" if blocked_s else ""
+    return f"step {stats.step} committed: {took}{blocked}"
+
+
+def restore_text(told: Mapping[str, Any]) -> str:
+    """ "step 100 restored: 4.54 GiB read and verified in 1.2 s (3.78 GiB/s)"."""
+    rate = format_bytes(int(told["read_bytes"] / max(told["seconds"], 1e-9)))
+    took = f"{format_bytes(told['read_bytes'])} read and verified in"
+    text = f"step {told['step']} restored: {took} {format_seconds(told['seconds'])} ({rate}/s)"
+    passed = told["passed_over"]
+    return text + (f"; damaged and passed over: {passed}" if passed else "")

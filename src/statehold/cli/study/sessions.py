@@ -1,0 +1,132 @@
+"""Strategies that the native core can do: bytes that only move, and whole saves by the engine.
+
+Owns: one session for each kind, with the same shape as threads.PythonSession; `open_session`.
+Holds: what an engine saves it reads back with the checksums it took, so a restore that is timed has
+been verified, as statehold's own are.
+Not here: which operations follow each other, what the page cache has meanwhile (measure).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from typing import TYPE_CHECKING, Any, Protocol
+
+from statehold import _core
+from statehold.cli.study.memory import Memory, new
+from statehold.cli.study.strategies import Mover, Operation, State, Strategy, files_of, spans_of
+from statehold.cli.study.threads import PythonSession
+from statehold.units import MiB
+
+if TYPE_CHECKING:
+    from statehold._core import WriteJob
+
+__all__ = ["Session", "open_session"]
+
+STAGING_BYTES = 512 * MiB
+_GRID_BYTES = MiB  # of the checksums, as in data files
+_BUFFERS_MIN = 2
+
+
+class Session(Protocol):
+    """One strategy, ready to be timed."""
+
+    @property
+    def paths(self) -> list[str]: ...
+    def seconds(self, operation: Operation) -> float: ...
+    def close(self) -> None: ...
+
+
+def open_session(strategy: Strategy, state: State, memory: Memory, directory: str) -> Session:
+    if strategy.is_engine:
+        return EngineSession(strategy, state, memory, directory)
+    if strategy.mover is Mover.PYTHON:
+        return PythonSession(strategy, state, memory, directory)
+    return RawSession(strategy, state, directory)
+
+
+class RawSession:
+    """One file, direct, in equal blocks, by the core: no copy, no checksum, memory of its own."""
+
+    def __init__(self, strategy: Strategy, state: State, directory: str) -> None:
+        self._strategy = strategy
+        (plan,) = files_of(strategy, state)
+        self._nbytes = plan.nbytes
+        self.paths = [f"{directory}/{plan.name}"]
+        self._fs = _core.open_fs(strategy.mover.value, strategy.depth)
+
+    def seconds(self, operation: Operation) -> float:
+        path, how = self.paths[0], (self._strategy.block_bytes, self._strategy.depth)
+        if operation.is_write:
+            reuse = operation is Operation.OVERWRITE
+            return _core.raw_write(self._fs, path, self._nbytes, *how, reuse)
+        return _core.raw_read(self._fs, path, *how)
+
+    def close(self) -> None:
+        self._fs.close()
+
+
+class EngineSession:
+    """One file, as a Checkpointer saves and restores it, without plan and commit."""
+
+    def __init__(self, strategy: Strategy, state: State, memory: Memory, directory: str) -> None:
+        self._spans = spans_of(strategy, state)
+        self._nbytes = self._spans[-1][1]
+        self._memory = memory
+        self.paths = [f"{directory}/saved"]
+        self._sums = b""
+        self._fs = _core.open_fs(strategy.mover.value, strategy.depth)
+        buffer = strategy.block_bytes
+        wanted = min(STAGING_BYTES // buffer, self._nbytes // buffer + 1)
+        staging = max(_BUFFERS_MIN, wanted) * buffer
+        self._engine = _core.Engine(self._fs, staging, buffer, strategy.copy_threads)
+        self._warm_up(f"{directory}/first")
+
+    def _warm_up(self, path: str) -> None:
+        """The first job of an engine waits for its buffers to be faulted in: not what is asked."""
+        self._save(path, reuse=False)
+        os.unlink(path)
+
+    def seconds(self, operation: Operation) -> float:
+        begin = time.perf_counter()
+        if operation.is_write:
+            self._save(self.paths[0], reuse=operation is Operation.OVERWRITE)
+        else:
+            size = self._memory.nbytes
+            self._restore(new(size) if operation.into_new_memory else self._memory)
+        return time.perf_counter() - begin
+
+    def _save(self, path: str, *, reuse: bool) -> None:
+        job: WriteJob = self._engine.write(
+            file_bytes=self._nbytes, header=b"", **self._segments(self._memory)
+        )
+        job.attach(self._fs.open_write(path, self._nbytes, reuse))
+        job.wait_written(None)
+        job.finish()
+        self._sums = job.checksums()
+
+    def _restore(self, memory: Memory) -> None:
+        job = self._engine.read(
+            files=self.paths,
+            file_bytes=[self._nbytes],
+            file_index=array("q", bytes(8 * len(self._spans))),
+            sums=self._sums,
+            **self._segments(memory),
+        )
+        job.wait(None)
+
+    def _segments(self, memory: Memory) -> dict[str, Any]:
+        return {
+            "block_bytes": _GRID_BYTES,
+            "begins": array("q", [begin for begin, _ in self._spans]),
+            "sizes": array("q", [end - begin for begin, end in self._spans]),
+            "addresses": array("Q", [memory.address + begin for begin, _ in self._spans]),
+            "flags": bytes(len(self._spans)),
+            "strided": {},
+            "owner": memory,
+        }
+
+    def close(self) -> None:
+        self._engine.close()
+        self._fs.close()

@@ -1,0 +1,362 @@
+"""What manifests and records have in common: files, chunks, checksums, and the seal.
+
+Owns: the JSON of these parts, their validation, and how a document is sealed by its sha256.
+Holds: what is read contradicts nothing: every range lies in its file, the chunks of a file tile its
+data, sizes follow from dtypes and shapes, every piece has a checksum. A seal is checked before
+anything else is believed, so a flipped bit is always damage, and never "a newer version".
+Not here: which members a document has (manifest, record), the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from array import array
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from statehold.encoding import header, values
+from statehold.encoding.strictjson import Checker, show
+from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError
+from statehold.layout.layout import Box
+from statehold.layout.plan import BLOCK_BYTES, WORLD_MAX, SavePlan, piece_count
+from statehold.units import GiB, KiB, MiB, format_bytes
+
+__all__ = [
+    "DOCUMENT_BYTES_MAX",
+    "Chunk",
+    "EntryReader",
+    "FileEntry",
+    "TensorEntry",
+    "check_state",
+    "chunk_document",
+    "file_document",
+    "record_file",
+    "seal",
+    "sha256",
+    "sums_to_bytes",
+    "unseal",
+]
+
+DOCUMENT_BYTES_MAX = 1 * GiB
+
+# The state may nest DEPTH_MAX containers, each at most three levels of JSON ({"$dict":[[k,v]]}).
+_NEW_IN_3 = frozenset({"$complex128", "$subclass"})
+_DEPTH_MAX = 3 * values.DEPTH_MAX + 8
+_BLOCK_BYTES_MIN, _BLOCK_BYTES_MAX = 4 * KiB, 16 * MiB
+_DTYPE = re.compile("|".join(header.DTYPE_BITS))
+_SUMS = re.compile(r"(?:[0-9a-f]{16})*")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor (`offsets`, `shape`, in elements) at the bytes [begin, end) of a file.
+
+    `file` is an index into the document's files. `sums` has 16 hex digits for each piece, in order.
+    """
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: int
+    begin: int
+    end: int
+    sums: str
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor: its dtype (safetensors code), global shape and chunks."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A data file. `digest` is the sha256 of the hex sums of all its pieces, in file order."""
+
+    name: str
+    bytes: int
+    data_begin: int
+    header_sums: str
+    digest: str
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def record_file(
+    plan: SavePlan, sums: bytes, *, index: int = 0, block_bytes: int = BLOCK_BYTES
+) -> tuple[FileEntry, dict[str, TensorEntry]]:
+    """The account of a file written by `plan`, as file number `index` of its document.
+
+    `sums` holds 8 little-endian bytes a piece: those of the header, then of each tensor in file
+    order. The tensors come in file order, with global shapes.
+    """
+    text = _sums_to_hex(sums)
+    at = 16 * piece_count(0, plan.data_begin, block_bytes)
+    header_sums = text[:at]
+    tensors = {}
+    for spec, begin in zip(plan.specs, plan.begins, strict=True):
+        size = 16 * piece_count(begin, spec.nbytes, block_bytes)
+        end, shape = begin + spec.nbytes, spec.shape
+        offsets = (0,) * len(shape) if spec.offsets is None else spec.offsets
+        chunk = Chunk(offsets, shape, index, begin, end, text[at : at + size])
+        whole = shape if spec.global_shape is None else spec.global_shape
+        tensors[spec.name] = TensorEntry(spec.dtype, whole, (chunk,))
+        at += size
+    if at != len(text):
+        facts = {"file": plan.file_name, "expected": at // 16, "got": len(text) // 16}
+        raise InvariantError("a save returned another number of checksums", facts=facts)
+    digest = _digest(text, ())
+    file = FileEntry(plan.file_name, plan.file_bytes, plan.data_begin, header_sums, digest)
+    return file, tensors
+
+
+def _sums_to_hex(sums: bytes) -> str:
+    """8 little-endian bytes a checksum, as the engine has them -> 16 hex digits a checksum."""
+    swapped = array("Q", sums)
+    swapped.byteswap()  # reverses each group of eight, whatever the byte order of this machine
+    return swapped.tobytes().hex()
+
+
+def sums_to_bytes(sums: str) -> bytes:
+    """Hexadecimal sums as the engine takes them: 8 little-endian bytes each."""
+    values = array("Q", bytes.fromhex(sums))
+    values.byteswap()
+    return values.tobytes()
+
+
+def file_document(entry: FileEntry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "bytes": entry.bytes,
+        "data_begin": entry.data_begin,
+        "header_sums": entry.header_sums,
+        "digest": entry.digest,
+    }
+
+
+def chunk_document(chunk: Chunk) -> dict[str, Any]:
+    return {
+        "offsets": chunk.offsets,
+        "shape": chunk.shape,
+        "file": chunk.file,
+        "begin": chunk.begin,
+        "end": chunk.end,
+        "sums": chunk.sums,
+    }
+
+
+def seal(document: Mapping[str, Any], what: str) -> bytes:
+    """`document` as JSON whose last member, `what`_sha256, is the sha256 of all before it."""
+    try:
+        text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        body = text[:-1].encode("utf-8")
+    except (ValueError, TypeError, RecursionError) as fault:
+        raise InvariantError(f"a {what} cannot be encoded: {fault}") from fault
+    raw = body + b',"%s_sha256":"%s"}\n' % (what.encode(), sha256(body).encode())
+    if len(raw) > DOCUMENT_BYTES_MAX:
+        facts = {"expected": f"at most {format_bytes(DOCUMENT_BYTES_MAX)}", "got": len(raw)}
+        hint = "keep large collections in tensors: plain values are stored as JSON"
+        raise UsageError(f"the {what} of this state is too large", facts=facts, hint=hint)
+    return raw
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _digest(header_sums: str, sums: Iterable[str]) -> str:
+    return sha256("".join([header_sums, *sums]).encode("ascii"))
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def unseal(
+    check: Checker, raw: bytes, what: str, form: str, newest: int
+) -> tuple[int, dict[str, Any]]:
+    """(version, document) of a sealed document of format `form`, up to version `newest`."""
+    member = f"{what}_sha256"
+    if len(raw) > DOCUMENT_BYTES_MAX:
+        check.fail(what, f"at most {format_bytes(DOCUMENT_BYTES_MAX)}", f"{len(raw)} bytes")
+    size = len(f',"{member}":""}}\n') + 64
+    found = re.fullmatch(rb',"%s":"([0-9a-f]{64})"}\n' % member.encode(), raw[-size:])
+    if found is None:
+        check.fail(member, "the last member", f"the end {show(raw[-24:])}")
+    expected = sha256(raw[:-size])
+    if found[1].decode() != expected:
+        check.fail(member, expected, found[1].decode())
+    document = check.object(check.parse(raw, what, _DEPTH_MAX), what)
+    if document.get("format") != form:
+        check.fail("format", form, show(document.get("format")))
+    version = check.integer(document.get("version"), "version", low=1)
+    if version > newest:
+        expected = f"{newest} or older"
+        facts = {"file": check.file, "where": "version", "expected": expected, "got": version}
+        hint = "upgrade statehold to read this step"
+        raise FormatVersionError("a step was written by a newer statehold", facts=facts, hint=hint)
+    return version, document
+
+
+def needs_version_3(state: Any) -> bool:
+    """Whether a tree has nodes that versions 1 and 2 do not know."""
+    left = [state]
+    while left:
+        node = left.pop()
+        if type(node) is dict:
+            if not node.keys().isdisjoint(_NEW_IN_3):
+                return True
+            left += node.values()
+        elif type(node) is list:
+            left += node
+    return False
+
+
+def check_state(check: Checker, state: Any, tensors: Container[str], version: int) -> None:
+    """Decode the tree once, only to know that it can be decoded, in a document of `version`."""
+
+    def leaf(tag: str, payload: Any) -> Any:
+        if tag in ("$tensor", "$ndarray") and payload not in tensors:
+            check.fail(f"state: {tag}", "the name of a tensor in this step", show(payload))
+        if tag in _NEW_IN_3 and version < 3:
+            check.fail(f"state: {tag}", "a node of this version", f"one of version 3 in {version}")
+        return object()
+
+    try:
+        values.decode(state, leaf)
+    except ManifestError as fault:
+        if "file" not in fault.facts:
+            fault.facts = {"file": check.file, **fault.facts}
+            fault.hint = check.hint
+        raise
+
+
+class EntryReader:
+    """Reads the parts of one document; failures are those of `check`."""
+
+    def __init__(self, check: Checker, document: Mapping[str, Any]) -> None:
+        self.check = check
+        self.block_bytes = check.integer(
+            document["block_bytes"], "block_bytes", _BLOCK_BYTES_MIN, _BLOCK_BYTES_MAX
+        )
+        if self.block_bytes & (self.block_bytes - 1):
+            check.fail("block_bytes", "a power of two", str(self.block_bytes))
+        self.world_size = check.integer(document["world_size"], "world_size", 1, WORLD_MAX)
+        self.files: tuple[FileEntry, ...] = ()
+
+    def read_files(self, value: Any, is_name: Callable[[str], bool], expected: str) -> None:
+        """Set `files`; their names must satisfy `is_name`."""
+        nodes = self.check.array(value, "files")
+        files = []
+        for i, node in enumerate(nodes):
+            files.append(self._file(node, f"files[{i}]"))
+            if not is_name(files[-1].name):
+                self.check.fail(f"files[{i}].name", expected, show(files[-1].name))
+        if len({entry.name for entry in files}) != len(files):
+            self.check.fail("files", "every file once", "a name twice")
+        self.files = tuple(files)
+
+    def _file(self, node: Any, where: str) -> FileEntry:
+        check = self.check
+        names = ("name", "bytes", "data_begin", "header_sums", "digest")
+        found = check.members(node, where, names)
+        if type(found["name"]) is not str:
+            check.fail(f"{where}.name", "the name of a data file", show(found["name"]))
+        size = check.integer(found["bytes"], f"{where}.bytes", low=header.PAGE)
+        high = min(size, header.HEADER_BYTES_MAX + header.LENGTH_BYTES)
+        begin = check.integer(found["data_begin"], f"{where}.data_begin", header.PAGE, high)
+        if begin % header.PAGE:
+            check.fail(f"{where}.data_begin", f"a multiple of {header.PAGE}", str(begin))
+        sums = self._sums(found["header_sums"], f"{where}.header_sums", 0, begin)
+        digest = check.text(found["digest"], f"{where}.digest", _DIGEST, "64 hex digits")
+        return FileEntry(found["name"], size, begin, sums, digest)
+
+    def _sums(self, value: Any, where: str, begin: int, nbytes: int) -> str:
+        sums = self.check.text(value, where, _SUMS, "16 lower-case hex digits a piece")
+        count = piece_count(begin, nbytes, self.block_bytes)
+        if len(sums) != 16 * count:
+            self.check.fail(where, f"{count} checksums", f"{len(sums) / 16:g}")
+        return sums
+
+    def name(self, name: str) -> None:
+        """`name` can be that of a tensor."""
+        if name in ("", header.METADATA) or not values.well_formed(name):
+            self.check.fail("tensors", "the name of a tensor", show(name))
+
+    def dtype_and_shape(self, found: Mapping[str, Any], where: str) -> tuple[str, tuple[int, ...]]:
+        dtype = self.check.text(found["dtype"], f"{where}.dtype", _DTYPE, "a dtype of safetensors")
+        shape = self.check.shape(found["shape"], f"{where}.shape")
+        self._bytes_of(dtype, shape, f"{where}.shape")
+        return dtype, shape
+
+    def _bytes_of(self, dtype: str, shape: tuple[int, ...], where: str) -> int:
+        nbytes = header.bytes_of(dtype, shape)
+        if nbytes is None:
+            expected = "a whole number of bytes below 2**60"
+            self.check.fail(where, expected, f"{dtype} {show(shape)}")
+        return nbytes
+
+    def chunks(self, value: Any, where: str, dtype: str, boxes: Sequence[Box]) -> tuple[Chunk, ...]:
+        """The chunks of one tensor: one for each of `boxes`, in order, no two in one file."""
+        nodes = self.check.array(value, where)
+        if len(nodes) != len(boxes):
+            self.check.fail(where, f"{len(boxes)} here: chunks", f"{len(nodes)}")
+        chunks = tuple(
+            [
+                self._chunk(node, f"{where}[{i}]", dtype, box)
+                for i, (node, box) in enumerate(zip(nodes, boxes, strict=True))
+            ]
+        )
+        if len({chunk.file for chunk in chunks}) != len(chunks):
+            self.check.fail(where, "each chunk of a tensor in a file of its own", "a file twice")
+        return chunks
+
+    def _chunk(self, node: Any, where: str, dtype: str, box: Box) -> Chunk:
+        check, files = self.check, self.files
+        found = check.members(node, where, ("offsets", "shape", "file", "begin", "end", "sums"))
+        if check.shape(found["offsets"], f"{where}.offsets") != box.offsets:
+            check.fail(f"{where}.offsets", show(box.offsets), show(found["offsets"]))
+        if check.shape(found["shape"], f"{where}.shape") != box.shape:
+            check.fail(f"{where}.shape", show(box.shape), show(found["shape"]))
+        nbytes = self._bytes_of(dtype, box.shape, f"{where}.shape")
+        file = check.integer(found["file"], f"{where}.file", high=len(files) - 1)
+        low, high = files[file].data_begin, files[file].bytes
+        begin = check.integer(found["begin"], f"{where}.begin", low, high)
+        end = check.integer(found["end"], f"{where}.end", begin, high)
+        if end - begin != nbytes:
+            expected = f"begin + {nbytes}, the size of the tensor"
+            check.fail(f"{where}.end", expected, f"begin + {end - begin}")
+        sums = self._sums(found["sums"], f"{where}.sums", begin, nbytes)
+        return Chunk(box.offsets, box.shape, file, begin, end, sums)
+
+    def check_tiling(self, tensors: Iterable[tuple[str, Sequence[Chunk]]]) -> None:
+        """In each file the chunks cover [data_begin, bytes) once, and the digest is theirs."""
+        held: list[list[tuple[int, int, str, str]]] = [[] for _ in self.files]
+        for name, chunks in tensors:
+            for i, chunk in enumerate(chunks):
+                where = f"tensors.{name}.chunks[{i}].begin"
+                held[chunk.file].append((chunk.begin, chunk.end, where, chunk.sums))
+        for i, (file, ranges) in enumerate(zip(self.files, held, strict=True)):
+            ranges.sort()
+            at = file.data_begin
+            for begin, end, where, _ in ranges:
+                if begin != at:
+                    problem = "a hole" if begin > at else "an overlap"
+                    self.check.fail(where, str(at), f"{begin}: {problem} in {file.name}")
+                at = end
+            if at != file.bytes:
+                expected = f"{at}, the end of its tensors"
+                self.check.fail(f"files[{i}].bytes", expected, f"{file.bytes}")
+            digest = _digest(file.header_sums, (sums for *_, sums in ranges))
+            if file.digest != digest:
+                self.check.fail(f"files[{i}].digest", digest, file.digest)

@@ -1,0 +1,323 @@
+"""The manifest: what makes a directory a step. Versions 1 and 3 hold all, version 2 lists records.
+
+Owns: encoding, decoding and validating manifest.json (docs/format.md, "Manifest").
+Holds: what `decode` returns contradicts nothing: names cannot leave the step directory, the parts
+of version 1 hold what `entries` promises, every tensor that the state refers to exists. A damaged
+manifest is ManifestError, an intact one of a newer version FormatVersionError.
+Not here: the disk (store), what a rank says (record), whether files match (the reader, by sums).
+
+A document has the lowest version that can hold it: readers of old can read it. The manifest of one
+rank is version 1, or 3 where its state has nodes that version 1 does not know.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from statehold.encoding.strictjson import Checker, show
+from statehold.errors import ManifestError
+from statehold.format.entries import (
+    DOCUMENT_BYTES_MAX,
+    Chunk,
+    EntryReader,
+    FileEntry,
+    TensorEntry,
+    check_state,
+    chunk_document,
+    file_document,
+    needs_version_3,
+    record_file,
+    seal,
+    unseal,
+)
+from statehold.layout.layout import Box, Ranks
+from statehold.layout.plan import STEP_MAX, WORLD_MAX, file_name
+
+__all__ = [
+    "MANIFEST_BYTES_MAX",
+    "VERSION",
+    "Chunk",
+    "Commit",
+    "FileEntry",
+    "Manifest",
+    "RecordEntry",
+    "Shared",
+    "TensorEntry",
+    "check_attempt",
+    "groups_of",
+    "record_file",
+    "record_name",
+]
+
+VERSION = 3
+MANIFEST_BYTES_MAX = DOCUMENT_BYTES_MAX
+FORMAT = "statehold"
+CHECKSUM = "xxh3-64"
+
+_HEAD = ("format", "version", "step", "world_size", "created", "writer", "checksum")
+_MEMBERS = (*_HEAD, "block_bytes", "files", "tensors", "state", "manifest_sha256")
+_MEMBERS_V2 = (*_HEAD, "attempt", "records", "state", "shared", "manifest_sha256")
+_CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|\+00:00)", re.ASCII)
+_WRITER = re.compile(r"[ -~]{1,200}")
+_ATTEMPT = re.compile(r"[0-9a-f-]{1,64}")
+_FILE_NAME = re.compile(r"rank-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_HINT = "this step is damaged; an older committed step is not affected"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Versions 1 and 3: everything about a step of one rank but its tensors' bytes.
+
+    `state` is the encoded tree (values).
+    """
+
+    step: int
+    world_size: int
+    created: str
+    writer: str
+    block_bytes: int
+    files: tuple[FileEntry, ...]
+    tensors: dict[str, TensorEntry]
+    state: Any
+
+    @property
+    def version(self) -> int:
+        return 3 if needs_version_3(self.state) else 1
+
+    def encode(self) -> bytes:
+        """The bytes of manifest.json, sealed by their own sha256."""
+        document = {
+            **_head(self, self.version),
+            "block_bytes": self.block_bytes,
+            "files": [file_document(entry) for entry in self.files],
+            "tensors": {name: _tensor_document(entry) for name, entry in self.tensors.items()},
+            "state": self.state,
+        }
+        return seal(document, "manifest")
+
+    @staticmethod
+    def decode(raw: bytes, path: str) -> Manifest | Commit:
+        """The manifest in `raw`, of either version, validated in full. `path` is for messages.
+
+        Raises ManifestError (facts file, where, expected, got), or FormatVersionError.
+        """
+        check = Checker(ManifestError, "a manifest is not valid", path, _HINT)
+        version, document = unseal(check, raw, "manifest", FORMAT, VERSION)
+        if version == 2:
+            return _commit(check, document)
+        return _manifest(check, document, version)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordEntry:
+    """A rank's record: its size and sha256. The name follows from the rank."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Tensors that these ranks saved each for itself, though they are the same: any one will do."""
+
+    ranks: Ranks
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Version 2: the records of all ranks, by rank.
+
+    `state` has, for each name at the top of the state, groups of ranks whose records say the same
+    of it: the node, and the tensors in it but for where their bytes are.
+    """
+
+    step: int
+    world_size: int
+    created: str
+    writer: str
+    attempt: str
+    records: tuple[RecordEntry, ...]
+    state: Mapping[str, tuple[Ranks, ...]]
+    shared: tuple[Shared, ...] = ()
+
+    @property
+    def version(self) -> int:
+        return 2
+
+    def encode(self) -> bytes:
+        """The bytes of manifest.json, sealed by their own sha256."""
+        document = {
+            **_head(self, self.version),
+            "attempt": self.attempt,
+            "records": [
+                {"name": entry.name, "bytes": entry.bytes, "sha256": entry.sha256}
+                for entry in self.records
+            ],
+            "state": {key: [group.ranges for group in to] for key, to in self.state.items()},
+            "shared": [{"ranks": to.ranks.ranges, "names": to.names} for to in self.shared],
+        }
+        return seal(document, "manifest")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The commit record of a step, as it is written."""
+
+    step: int
+    raw: bytes
+
+    def encode(self) -> bytes:
+        return self.raw
+
+
+def record_name(rank: int, world_size: int) -> str:
+    """The file name of a rank's record."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.json"
+
+
+def groups_of(said: Sequence[Mapping[str, str]]) -> dict[str, tuple[Ranks, ...]]:
+    """Commit.state, from what each rank's record says (Record.said), by rank."""
+    ranks: dict[str, dict[str, list[int]]] = {}
+    for rank, digests in enumerate(said):
+        for key, digest in digests.items():
+            ranks.setdefault(key, {}).setdefault(digest, []).append(rank)
+    return {key: tuple(map(Ranks.of, groups.values())) for key, groups in ranks.items()}
+
+
+def check_attempt(check: Checker, value: Any) -> str:
+    return check.text(value, "attempt", _ATTEMPT, "1 to 64 characters 0-9, a-f and -")
+
+
+def _head(document: Manifest | Commit, version: int) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": version,
+        "step": document.step,
+        "world_size": document.world_size,
+        "created": document.created,
+        "writer": document.writer,
+        "checksum": CHECKSUM,
+    }
+
+
+def _tensor_document(entry: TensorEntry) -> dict[str, Any]:
+    chunks = [chunk_document(chunk) for chunk in entry.chunks]
+    return {"dtype": entry.dtype, "shape": entry.shape, "chunks": chunks}
+
+
+def _check_head(check: Checker, members: Mapping[str, Any]) -> dict[str, Any]:
+    """The members that both versions have, as arguments of their classes."""
+    if members["checksum"] != CHECKSUM:
+        check.fail("checksum", CHECKSUM, show(members["checksum"]))
+    return {
+        "step": check.integer(members["step"], "step", high=STEP_MAX),
+        "world_size": check.integer(members["world_size"], "world_size", 1, WORLD_MAX),
+        "created": check.text(members["created"], "created", _CREATED, "a UTC time, ISO 8601"),
+        "writer": check.text(members["writer"], "writer", _WRITER, "1 to 200 ASCII characters"),
+    }
+
+
+def _manifest(check: Checker, document: dict[str, Any], version: int) -> Manifest:
+    members = check.members(document, "manifest", _MEMBERS)
+    head, reader = _check_head(check, members), EntryReader(check, members)
+    expected = f"{file_name(0, reader.world_size)} or another rank of it"
+    reader.read_files(members["files"], lambda name: _is_file(name, reader.world_size), expected)
+    nodes = check.object(members["tensors"], "tensors")
+    tensors = {name: _tensor(reader, name, node) for name, node in nodes.items()}
+    reader.check_tiling((name, entry.chunks) for name, entry in tensors.items())
+    check_state(check, members["state"], tensors, version)
+    return Manifest(
+        **head,
+        block_bytes=reader.block_bytes,
+        files=reader.files,
+        tensors=tensors,
+        state=members["state"],
+    )
+
+
+def _is_file(name: str, world_size: int) -> bool:
+    found = _FILE_NAME.fullmatch(name)
+    return found is not None and int(found[1]) < world_size and int(found[2]) == world_size
+
+
+def _tensor(reader: EntryReader, name: str, node: Any) -> TensorEntry:
+    where = f"tensors.{name}"
+    reader.name(name)
+    found = reader.check.members(node, where, ("dtype", "shape", "chunks"))
+    dtype, shape = reader.dtype_and_shape(found, where)
+    chunks = reader.chunks(found["chunks"], f"{where}.chunks", dtype, [Box.whole(shape)])
+    return TensorEntry(dtype, shape, chunks)
+
+
+def _commit(check: Checker, document: dict[str, Any]) -> Commit:
+    members = check.members(document, "manifest", _MEMBERS_V2)
+    head = _check_head(check, members)
+    world_size = head["world_size"]
+    nodes = check.array(members["records"], "records")
+    if len(nodes) != world_size:
+        check.fail("records", f"one for each of {world_size} ranks", f"{len(nodes)}")
+    records = [_record(check, rank, node, world_size) for rank, node in enumerate(nodes)]
+    groups = check.object(members["state"], "state")
+    shared = check.array(members["shared"], "shared")
+    return Commit(
+        **head,
+        attempt=check_attempt(check, members["attempt"]),
+        records=tuple(records),
+        state={key: _groups(check, value, key, world_size) for key, value in groups.items()},
+        shared=tuple([_shared(check, node, i, world_size) for i, node in enumerate(shared)]),
+    )
+
+
+def _record(check: Checker, rank: int, node: Any, world_size: int) -> RecordEntry:
+    where, name = f"records[{rank}]", record_name(rank, world_size)
+    found = check.members(node, where, ("name", "bytes", "sha256"))
+    if found["name"] != name:
+        check.fail(f"{where}.name", name, show(found["name"]))
+    size = check.integer(found["bytes"], f"{where}.bytes", 1, DOCUMENT_BYTES_MAX)
+    digest = check.text(found["sha256"], f"{where}.sha256", _DIGEST, "64 hex digits")
+    return RecordEntry(name, size, digest)
+
+
+def _groups(check: Checker, value: Any, key: str, world_size: int) -> tuple[Ranks, ...]:
+    where = f"state.{key}"
+    nodes = check.array(value, where)
+    groups = [_ranks(check, node, f"{where}[{i}]", world_size) for i, node in enumerate(nodes)]
+    if not groups:
+        check.fail(where, "at least one group of ranks", "none")
+    ranges = sorted(each for group in groups for each in group.ranges)
+    for (_, last), (first, _) in itertools.pairwise(ranges):
+        if first <= last:
+            check.fail(where, "every rank in one group", f"rank {first} twice")
+    return tuple(groups)
+
+
+def _ranks(check: Checker, value: Any, where: str, world_size: int) -> Ranks:
+    """Ranges [first, last] that ascend, and have a rank between them."""
+    ranges, low = [], 0
+    for i, node in enumerate(check.array(value, where)):
+        place = f"{where}[{i}]"
+        if len(check.array(node, place)) != 2:
+            check.fail(place, "[first, last]", show(node))
+        first = check.integer(node[0], f"{place}[0]", low, world_size - 1)
+        last = check.integer(node[1], f"{place}[1]", first, world_size - 1)
+        ranges.append((first, last))
+        low = last + 2
+    if not ranges:
+        check.fail(where, "at least one range of ranks", "none")
+    return Ranks(tuple(ranges))
+
+
+def _shared(check: Checker, node: Any, index: int, world_size: int) -> Shared:
+    where = f"shared[{index}]"
+    found = check.members(node, where, ("ranks", "names"))
+    names = check.array(found["names"], f"{where}.names")
+    if not all(type(name) is str for name in names) or len(set(names)) != len(names):
+        check.fail(f"{where}.names", "names of tensors, each once", show(names))
+    return Shared(_ranks(check, found["ranks"], f"{where}.ranks", world_size), tuple(names))

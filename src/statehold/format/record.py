@@ -1,0 +1,365 @@
+"""A rank's record: what it holds of a step of several ranks, and where its bytes are.
+
+Owns: encoding, decoding and validating rank-*.json (docs/format.md, "Record").
+Holds: what `decode` returns contradicts nothing: all that `entries` promises; the chunks of a
+tensor are what its layout makes this rank write; ranks exist, and stand once in a mesh; every
+tensor that the state refers to is held. Time and memory are linear in the file: meshes, which are
+written short, are bounded before they are expanded.
+Not here: which records make a step (manifest), the other ranks' chunks (saved), the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from statehold.encoding.strictjson import Checker, show
+from statehold.errors import ManifestError, UsageError
+from statehold.format.entries import (
+    Chunk,
+    EntryReader,
+    FileEntry,
+    check_state,
+    chunk_document,
+    file_document,
+    needs_version_3,
+    seal,
+    unseal,
+)
+from statehold.format.manifest import check_attempt
+from statehold.format.trees import members_of, tensors_of
+from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Mesh
+from statehold.layout.plan import STEP_MAX
+from statehold.layout.share import Held
+
+__all__ = ["VERSION", "Record"]
+
+VERSION = 3
+FORMAT = "statehold-record"
+
+MESH_AXES_MAX = 32
+# All meshes of a record together: forty that span the largest world.
+MESH_RANKS_MAX = 1 << 22
+
+_HEAD = ("format", "version", "step", "world_size", "rank", "attempt")
+_MEMBERS = (*_HEAD, "block_bytes", "files", "meshes", "tensors", "state", "record_sha256")
+_CONTENT = re.compile(r"[0-9a-f]{16}")
+_HINT = "this step is damaged; an older committed step is not affected"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank says. `chunks` has the tensors written here; `contents` hashes (16 hex digits)
+    of tensors that are this rank's own, to find those that all ranks have alike.
+
+    `state` is this rank's encoded tree (values), an object.
+    """
+
+    step: int
+    world_size: int
+    rank: int
+    attempt: str
+    block_bytes: int
+    files: tuple[FileEntry, ...]
+    held: tuple[Held, ...]
+    chunks: Mapping[str, tuple[Chunk, ...]]
+    state: Any
+    contents: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def tensors(self) -> dict[str, Held]:
+        """What is held, by name."""
+        return {held.name: held for held in self.held}
+
+    def encode(self) -> bytes:
+        """The bytes of the record, sealed by their own sha256."""
+        meshes = _MeshTable()
+        tensors = {held.name: self._tensor_document(held, meshes) for held in self.held}
+        document = {
+            "format": FORMAT,
+            "version": 3 if needs_version_3(self.state) else 2,
+            "step": self.step,
+            "world_size": self.world_size,
+            "rank": self.rank,
+            "attempt": self.attempt,
+            "block_bytes": self.block_bytes,
+            "files": [file_document(entry) for entry in self.files],
+            "meshes": meshes.documents(),
+            "tensors": tensors,
+            "state": self.state,
+        }
+        return seal(document, "record")
+
+    def _tensor_document(self, held: Held, meshes: _MeshTable) -> dict[str, Any]:
+        document = _held_document(held, meshes)
+        if held.name in self.contents:
+            document["content"] = self.contents[held.name]
+        chunks = sorted(self.chunks.get(held.name, ()), key=lambda chunk: _box_order(chunk.box))
+        document["chunks"] = [chunk_document(chunk) for chunk in chunks]
+        return document
+
+    def said(self) -> dict[str, str]:
+        """By name at the top of the state, a digest of what this rank says of it: the node, and
+        the tensors in it but for contents and chunks. Ranks with equal digests make a group."""
+        digests = {}
+        for key, (_, node) in (members_of(self.state) or {}).items():
+            meshes = _MeshTable()  # a new one: the same numbers whatever else a rank holds
+            held = {name: _held_document(self.tensors[name], meshes) for name in tensors_of(node)}
+            digests[key] = _digest_of([node, held, meshes.documents()])
+        return digests
+
+    @classmethod
+    def decode(cls, raw: bytes, path: str) -> Record:
+        """The record in `raw`, validated in full. `path` is for messages.
+
+        Raises ManifestError (facts file, where, expected, got), or FormatVersionError.
+        """
+        check = Checker(ManifestError, "a rank's record is not valid", path, _HINT)
+        version, document = unseal(check, raw, "record", FORMAT, VERSION)
+        return _Reader(check, check.members(document, "record", _MEMBERS), version).record()
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+class _MeshTable:
+    """The meshes of a document, each once."""
+
+    def __init__(self) -> None:
+        self._places: dict[Mesh, int] = {}
+
+    def place(self, mesh: Mesh) -> int:
+        return self._places.setdefault(mesh, len(self._places))
+
+    def documents(self) -> list[dict[str, Any]]:
+        total = sum(len(mesh.ranks) for mesh in self._places)
+        axes = max((len(mesh.shape) for mesh in self._places), default=0)
+        if total > MESH_RANKS_MAX or axes > MESH_AXES_MAX:
+            facts = {
+                "expected": f"{MESH_RANKS_MAX} ranks in all meshes, {MESH_AXES_MAX} axes in each",
+                "got": f"{total} ranks in {len(self._places)} meshes, {axes} axes",
+            }
+            raise UsageError("the device meshes of this state are too many", facts=facts)
+        return [_mesh_document(mesh) for mesh in self._places]
+
+
+def _mesh_document(mesh: Mesh) -> dict[str, Any]:
+    """Ranks as first + the sum of index * stride where they are that, as they mostly are."""
+    count, first, strides = len(mesh.ranks), mesh.ranks[0], []
+    for size in mesh.shape:
+        count //= size
+        strides.append(mesh.ranks[count] - first if size > 1 else 0)
+    if min(strides, default=0) < 0 or _affine(mesh.shape, first, strides) != mesh.ranks:
+        return {"shape": mesh.shape, "ranks": mesh.ranks}
+    return {"shape": mesh.shape, "ranks": {"first": first, "strides": strides}}
+
+
+def _affine(shape: Sequence[int], first: int, strides: Sequence[int]) -> tuple[int, ...]:
+    ranks = [first]
+    for size, stride in zip(shape, strides, strict=True):
+        ranks = [rank + index * stride for rank in ranks for index in range(size)]
+    return tuple(ranks)
+
+
+def _held_document(held: Held, meshes: _MeshTable) -> dict[str, Any]:
+    layout: dict[str, Any] | None = None
+    if isinstance(held.layout, Layout):
+        layout = {"mesh": meshes.place(held.layout.mesh), "splits": held.layout.splits}
+    elif held.layout is not None:
+        boxes = sorted(held.layout.placed, key=lambda item: _box_order(item[0]))
+        layout = {
+            "boxes": [
+                {"offsets": box.offsets, "shape": box.shape, "rank": rank} for box, rank in boxes
+            ]
+        }
+    return {"dtype": held.dtype, "shape": held.shape, "layout": layout, "writer": held.writer}
+
+
+def _box_order(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return box.offsets, box.shape
+
+
+def _digest_of(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Turns the JSON document into a Record, checking each member as it goes."""
+
+    def __init__(self, check: Checker, members: dict[str, Any], version: int) -> None:
+        self.check = check
+        self.members = members
+        self.version = version
+        self.entries = EntryReader(check, members)
+        self.world_size = self.entries.world_size
+        self.rank = check.integer(members["rank"], "rank", high=self.world_size - 1)
+        self.meshes: list[Mesh] = []
+        # Tensors that are split alike share a layout, and what it has worked out.
+        self.layouts: dict[tuple[int, tuple[tuple[int, int], ...]], Layout] = {}
+        self.chunks: dict[str, tuple[Chunk, ...]] = {}
+        self.contents: dict[str, str] = {}
+
+    def record(self) -> Record:
+        check, members = self.check, self.members
+        step = check.integer(members["step"], "step", high=STEP_MAX)
+        attempt = check_attempt(check, members["attempt"])
+        self.entries.read_files(members["files"], self._is_file, f"{self._stem}.safetensors")
+        self._read_meshes()
+        nodes = check.object(members["tensors"], "tensors")
+        held = [self._tensor(name, node) for name, node in nodes.items()]
+        self.entries.check_tiling(self.chunks.items())
+        if members_of(members["state"]) is None:
+            check.fail("state", "an object", show(members["state"]))
+        check_state(check, members["state"], nodes, self.version)
+        return Record(
+            step=step,
+            world_size=self.world_size,
+            rank=self.rank,
+            attempt=attempt,
+            block_bytes=self.entries.block_bytes,
+            files=self.entries.files,
+            held=tuple(held),
+            chunks=self.chunks,
+            state=members["state"],
+            contents=self.contents,
+        )
+
+    @property
+    def _stem(self) -> str:
+        return f"rank-{self.rank:05d}-of-{self.world_size:05d}"
+
+    def _is_file(self, name: str) -> bool:
+        """rank-r-of-w.safetensors, or with -1, -2, ... behind the w."""
+        return re.fullmatch(rf"{self._stem}(-[1-9][0-9]{{0,8}})?\.safetensors", name) is not None
+
+    # -- meshes ------------------------------------------------------------------------------
+
+    def _read_meshes(self) -> None:
+        left = MESH_RANKS_MAX
+        for i, node in enumerate(self.check.array(self.members["meshes"], "meshes")):
+            mesh = self._mesh(node, f"meshes[{i}]", left)
+            left -= len(mesh.ranks)
+            self.meshes.append(mesh)
+
+    def _mesh(self, node: Any, where: str, left: int) -> Mesh:
+        check = self.check
+        found = check.members(node, where, ("shape", "ranks"))
+        shape = check.shape(found["shape"], f"{where}.shape")
+        if len(shape) > MESH_AXES_MAX or 0 in shape:
+            expected = f"at most {MESH_AXES_MAX} axes, none of size 0"
+            check.fail(f"{where}.shape", expected, show(shape))
+        count, high = math.prod(shape), min(self.world_size, left)
+        if count > high:
+            check.fail(f"{where}.shape", f"at most {high} ranks", show(shape))
+        ranks = self._ranks(found["ranks"], f"{where}.ranks", shape)
+        if len(ranks) != count or len(set(ranks)) != count:
+            check.fail(f"{where}.ranks", f"{count} ranks, each once", show(ranks))
+        return Mesh(shape, ranks)
+
+    def _ranks(self, node: Any, where: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        check, last = self.check, self.world_size - 1
+        if type(node) is list:
+            return tuple(
+                [check.integer(rank, f"{where}[{i}]", high=last) for i, rank in enumerate(node)]
+            )
+        found = check.members(node, where, ("first", "strides"))
+        first = check.integer(found["first"], f"{where}.first", high=last)
+        strides = check.shape(found["strides"], f"{where}.strides")
+        if len(strides) != len(shape):
+            check.fail(f"{where}.strides", f"{len(shape)} strides", show(strides))
+        reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if first + reach > last:
+            check.fail(where, f"ranks from 0 to {last}", f"rank {first + reach}")
+        return _affine(shape, first, strides)
+
+    # -- tensors -----------------------------------------------------------------------------
+
+    def _tensor(self, name: str, node: Any) -> Held:
+        check, where = self.check, f"tensors.{name}"
+        self.entries.name(name)
+        names = ["dtype", "shape", "layout", "writer", "chunks"]
+        if "content" in check.object(node, where):
+            names.append("content")
+        found = check.members(node, where, names)
+        dtype, shape = self.entries.dtype_and_shape(found, where)
+        layout = self._layout(found["layout"], f"{where}.layout", shape)
+        replicas = layout.replica_count if isinstance(layout, Layout) else 1
+        writer = check.integer(found["writer"], f"{where}.writer", high=replicas - 1)
+        if "content" in found:
+            self.contents[name] = check.text(
+                found["content"], f"{where}.content", _CONTENT, "16 lower-case hex digits"
+            )
+        held = Held(name, dtype, shape, layout, writer)
+        boxes = self._written(held, present=found["chunks"] != [])
+        chunks = self.entries.chunks(found["chunks"], f"{where}.chunks", dtype, boxes)
+        if chunks:
+            self.chunks[name] = chunks
+        return held
+
+    def _written(self, held: Held, present: bool) -> list[Box]:
+        """The boxes that this rank writes. An empty one may be written or not."""
+        if isinstance(held.layout, ExplicitLayout):
+            return sorted(held.layout.boxes_of(self.rank), key=_box_order)
+        if held.layout is None:
+            box = Box.whole(held.shape)
+        elif held.layout.replica_index(self.rank) == held.writer:
+            box = held.layout.box(held.shape, self.rank)
+        else:
+            return []
+        return [box] if box.numel or present else []
+
+    def _layout(self, node: Any, where: str, shape: tuple[int, ...]) -> AnyLayout | None:
+        if node is None:
+            return None
+        if "boxes" in self.check.object(node, where):
+            return self._explicit(node, where, shape)
+        check, found = self.check, self.check.members(node, where, ("mesh", "splits"))
+        place = check.integer(found["mesh"], f"{where}.mesh", high=len(self.meshes) - 1)
+        mesh = self.meshes[place]
+        if self.rank not in mesh:
+            check.fail(f"{where}.mesh", f"a mesh with rank {self.rank}", f"meshes[{place}]")
+        splits = tuple(self._splits(found["splits"], f"{where}.splits", mesh, shape))
+        if len({axis for axis, _ in splits}) != len(splits):
+            check.fail(f"{where}.splits", "every mesh axis once", show(splits))
+        return self.layouts.setdefault((place, splits), Layout(mesh, splits))
+
+    def _splits(
+        self, node: Any, where: str, mesh: Mesh, shape: tuple[int, ...]
+    ) -> Iterator[tuple[int, int]]:
+        for i, split in enumerate(self.check.array(node, where)):
+            place = f"{where}[{i}]"
+            if len(self.check.array(split, place)) != 2:
+                self.check.fail(place, "[mesh axis, tensor dim]", show(split))
+            axis = self.check.integer(split[0], f"{place}[0]", high=len(mesh.shape) - 1)
+            yield axis, self.check.integer(split[1], f"{place}[1]", high=len(shape) - 1)
+
+    def _explicit(self, node: Any, where: str, shape: tuple[int, ...]) -> ExplicitLayout:
+        found = self.check.members(node, where, ("boxes",))
+        nodes = self.check.array(found["boxes"], f"{where}.boxes")
+        placed = [self._placed(node, f"{where}.boxes[{i}]", shape) for i, node in enumerate(nodes)]
+        if len({box for box, _ in placed}) != len(placed):
+            self.check.fail(f"{where}.boxes", "every box once", "a box twice")
+        return ExplicitLayout(tuple(placed))
+
+    def _placed(self, node: Any, where: str, shape: tuple[int, ...]) -> tuple[Box, int]:
+        check = self.check
+        found = check.members(node, where, ("offsets", "shape", "rank"))
+        box = Box(
+            check.shape(found["offsets"], f"{where}.offsets"),
+            check.shape(found["shape"], f"{where}.shape"),
+        )
+        if not len(box.offsets) == len(box.shape) == len(shape):
+            check.fail(where, f"{len(shape)} dimensions", str(found))
+        if any(end > size for end, size in zip(box.ends, shape, strict=True)):
+            check.fail(where, f"a box in {show(shape)}", str(box))
+        return box, check.integer(found["rank"], f"{where}.rank", high=self.world_size - 1)

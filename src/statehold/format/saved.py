@@ -1,0 +1,542 @@
+"""A committed step as a reader sees it, whatever its version: tensors, tree, and where bytes are.
+
+Owns: which records are read, when, and whether they belong together; which chunks hold a box.
+Holds: a record is believed only if it is the one that was committed (size, sha256, step, attempt,
+rank); the chunks of a box cover it, each element once. A restore into the layout that was saved
+reads this rank's record, and those of the ranks that wrote what it holds: never all of them.
+Not here: the disk (`read` is handed in), what is done with the bytes (reads), live objects.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeGuard
+
+from statehold.encoding.strictjson import show
+from statehold.errors import (
+    CorruptionError,
+    InvariantError,
+    ManifestError,
+    MissingFileError,
+    StateMismatchError,
+    StorageError,
+)
+from statehold.format.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry, sha256
+from statehold.format.manifest import Commit, Manifest
+from statehold.format.record import Record
+from statehold.format.trees import Differs, members_of, merge, tensors_of
+from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Ranks
+from statehold.layout.share import Held
+
+__all__ = ["PlacedChunk", "Read", "SavedStep", "SavedTensor", "open_step", "read_record"]
+
+MANIFEST_NAME = "manifest.json"
+
+# With more groups than these, values of which every group has its own are not compared one by one:
+# a reader in another world would have to read the records of all ranks, only to refuse the values.
+COMPARED_MAX = 64
+
+# (path, at most so many bytes) -> the content of a file.
+Read = Callable[[str, int], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor of a step; `shape` is global, and that of the box for one rank's own tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedChunk:
+    """A box of a tensor (global coordinates) at the bytes [begin, end) of a file of the step."""
+
+    box: Box
+    file: str
+    file_bytes: int
+    begin: int
+    end: int
+    sums: str
+
+
+def open_step(read: Read, directory: str, step: int, rank: int, world_size: int) -> SavedStep:
+    """The step in `directory`, for `rank` of a job of `world_size`.
+
+    Reads the manifest; of version 2, also this rank's record, or what another world needs of the
+    others'. Raises ManifestError, MissingFileError or FormatVersionError.
+    """
+    path = f"{directory}/{MANIFEST_NAME}"
+    manifest = Manifest.decode(_read(read, path, DOCUMENT_BYTES_MAX), path)
+    if manifest.step != step:
+        facts = {"file": path, "expected": f"step {step}", "got": f"step {manifest.step}"}
+        raise ManifestError("a manifest belongs to another step", facts=facts)
+    if isinstance(manifest, Manifest):
+        return _WholeStep(manifest)
+    own = rank if world_size == manifest.world_size else None
+    return _SharedStep(_Records(read, directory, manifest), own, narrow=own is not None)
+
+
+def read_record(read: Read, directory: str, commit: Commit, rank: int) -> Record:
+    """The record of `rank`, if it is the one that was committed. Raises as `open_step` does."""
+    entry = commit.records[rank]
+    path = f"{directory}/{entry.name}"
+    raw = _read(read, path, DOCUMENT_BYTES_MAX)
+    if len(raw) != entry.bytes or sha256(raw) != entry.sha256:
+        raise _record_error(
+            path,
+            f"{entry.bytes} bytes with sha256 {entry.sha256}",
+            f"{len(raw)} bytes with sha256 {sha256(raw)}",
+        )
+    record = Record.decode(raw, path)
+    for name in ("world_size", "step", "attempt"):
+        _check_same(path, name, getattr(commit, name), getattr(record, name))
+    _check_same(path, "rank", rank, record.rank)
+    return record
+
+
+def _check_same(path: str, name: str, expected: object, got: object) -> None:
+    if got != expected:
+        raise _record_error(path, f"{name} {expected}", f"{got}")
+
+
+def _read(read: Read, path: str, max_bytes: int) -> bytes:
+    try:
+        return read(path, max_bytes)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        raise MissingFileError("a file of a step is not there", facts={"file": path}) from error
+
+
+class SavedStep:
+    """A committed step. Not for several threads at once: records are read when first needed."""
+
+    step: int
+    world_size: int
+    block_bytes: int
+    attempt: str | None = None  # which save of the job it was; None for a step of one rank
+
+    @property
+    def tensors(self) -> Mapping[str, SavedTensor]:
+        """The tensors that `state` refers to, and more."""
+        raise NotImplementedError
+
+    @property
+    def state(self) -> Any:
+        """The encoded tree; leaves on which ranks differ may be trees.Differs."""
+        raise NotImplementedError
+
+    @property
+    def files(self) -> tuple[FileEntry, ...]:
+        """The data files: all in version 1, those of the records that were read in version 2."""
+        raise NotImplementedError
+
+    @property
+    def records_read(self) -> int:
+        """How many records were read so far."""
+        return 0
+
+    def held(self, name: str) -> list[tuple[Ranks, Held]]:
+        """What was saved under a name, for people: the ranks that say so, and what they say."""
+        raise NotImplementedError
+
+    def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
+        """The chunks that meet `box` of a tensor: together they hold each element of it once.
+
+        among: the ranks of this job that hold the tensor together; None: this rank has its own.
+        Raises CorruptionError where they do not, StateMismatchError where ranks saved different
+        tensors of this name and no one of them is meant.
+        """
+        raise NotImplementedError
+
+    def unread(self, asked: Iterable[PlacedChunk]) -> list[tuple[str, PlacedChunk]]:
+        """(tensor, chunk) for what this rank has to verify though it did not ask for it, so that
+        all ranks verify all: of a step of one rank every other chunk; of several the others that
+        this rank wrote, if it is at its place again, else nothing."""
+        seen = {(chunk.file, chunk.begin) for chunk in asked}
+        return [
+            (name, chunk)
+            for name, chunks in self._own_chunks()
+            for chunk in chunks
+            if chunk.begin < chunk.end and (chunk.file, chunk.begin) not in seen
+        ]
+
+    def _own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
+        raise NotImplementedError
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether only this rank's record is looked at: what others saved besides is not here."""
+        return False
+
+    def widened(self) -> SavedStep:
+        """The same step with what all ranks saved; itself if it is not narrow."""
+        return self
+
+
+class _WholeStep(SavedStep):
+    """A step of one rank: all is in the manifest."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self.step = manifest.step
+        self.world_size = manifest.world_size
+        self.block_bytes = manifest.block_bytes
+
+    @cached_property
+    def tensors(self) -> Mapping[str, SavedTensor]:
+        entries = self._manifest.tensors.items()
+        return {name: SavedTensor(name, entry.dtype, entry.shape) for name, entry in entries}
+
+    @property
+    def state(self) -> Any:
+        return self._manifest.state
+
+    @property
+    def files(self) -> tuple[FileEntry, ...]:
+        return self._manifest.files
+
+    def held(self, name: str) -> list[tuple[Ranks, Held]]:
+        entry = self._manifest.tensors[name]
+        return [(Ranks.of([0]), Held(name, entry.dtype, entry.shape, None))]
+
+    def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
+        entry = self._manifest.tensors[name]
+        _check_inside(name, box, entry.shape)
+        return _placed(self.files, entry.chunks) if box.numel else []
+
+    def _own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
+        for name, entry in self._manifest.tensors.items():
+            yield name, _placed(self.files, entry.chunks)
+
+
+class _Records:
+    """The records of a step, read when they are needed and kept."""
+
+    def __init__(self, read: Read, directory: str, commit: Commit) -> None:
+        self.commit = commit
+        self._read = read
+        self._directory = directory
+        self._found: dict[int, Record] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._found.values())
+
+    def __getitem__(self, rank: int) -> Record:
+        if rank not in self._found:
+            self._found[rank] = self._load(rank)
+        return self._found[rank]
+
+    def path(self, rank: int) -> str:
+        return f"{self._directory}/{self.commit.records[rank].name}"
+
+    def _load(self, rank: int) -> Record:
+        record = read_record(self._read, self._directory, self.commit, rank)
+        others = next(iter(self), record)
+        block_bytes = others.block_bytes
+        _check_same(self.path(rank), "block_bytes", block_bytes, record.block_bytes)
+        return record
+
+
+def _record_error(path: str, expected: str, got: str) -> ManifestError:
+    return ManifestError(
+        "a rank's record is not the one that was committed",
+        facts={"file": path, "expected": expected, "got": got},
+        hint="this step is damaged; an older committed step is not affected",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """What a group of ranks says of a tensor, in the record of `rank`."""
+
+    held: Held
+    rank: int
+    ranks: Ranks
+
+
+class _SharedStep(SavedStep):
+    """A step of several ranks. `own`: this rank, if it is at its place again; `narrow`: look at its
+    record only, which has all that a rank of the same job needs, whatever else the others hold."""
+
+    def __init__(self, records: _Records, own: int | None, *, narrow: bool) -> None:
+        self._records = records
+        self._commit = records.commit
+        self._own = own
+        self._narrow = narrow
+        self.step = self._commit.step
+        self.world_size = self._commit.world_size
+        self.attempt = self._commit.attempt
+        # A step always has a record; an empty state has no groups that would need one.
+        self.block_bytes = records[own or 0].block_bytes
+
+    @property
+    def is_narrow(self) -> bool:
+        return self._narrow
+
+    def widened(self) -> SavedStep:
+        return _SharedStep(self._records, self._own, narrow=False) if self._narrow else self
+
+    @property
+    def records_read(self) -> int:
+        return len(self._records)
+
+    @property
+    def files(self) -> tuple[FileEntry, ...]:
+        return tuple(file for record in self._records for file in record.files)
+
+    # -- what was saved ----------------------------------------------------------------------
+
+    @cached_property
+    def _groups(self) -> dict[str, list[tuple[Ranks, int]]]:
+        """For each name at the top of the state: groups of ranks, and whose record to look at."""
+        groups: dict[str, list[tuple[Ranks, int]]] = {}
+        for key, all_ranks in self._commit.state.items():
+            for ranks in all_ranks:
+                if self._own is not None and self._own in ranks:
+                    groups.setdefault(key, []).append((ranks, self._own))
+                elif not self._narrow:
+                    groups.setdefault(key, []).append((ranks, ranks.lowest))
+        return groups
+
+    @cached_property
+    def _looked_at(self) -> dict[str, list[tuple[Ranks, int]]]:
+        """The groups whose records are read: one of those that only have values of their own."""
+        return {key: self._sampled(key, groups) for key, groups in self._groups.items()}
+
+    def _sampled(self, key: str, groups: list[tuple[Ranks, int]]) -> list[tuple[Ranks, int]]:
+        if len(groups) <= COMPARED_MAX:
+            return groups
+        sample = next((each for each in groups if each[1] == self._own), groups[0])
+        has_tensors = any(tensors_of(self._said(key, sample[1])[1]))
+        return groups if has_tensors else [sample]
+
+    def _said(self, key: str, rank: int) -> tuple[Any, Any]:
+        """(key node, node) of a name at the top of the state, as a record has it."""
+        members = members_of(self._records[rank].state) or {}
+        if key not in members:
+            path = self._records.path(rank)
+            raise _record_error(path, f"a state with {key!r}", f"one with {show(list(members))}")
+        return members[key]
+
+    @cached_property
+    def state(self) -> Any:
+        nodes, keys = {}, {}
+        for key, groups in self._looked_at.items():
+            said = [(ranks, *self._said(key, rank)) for ranks, rank in groups]
+            keys[key] = said[0][1]
+            trees = [(ranks, node) for ranks, _, node in said]
+            if len(trees) < len(self._groups[key]) and self._own is None:
+                nodes[key] = Differs((trees[0][1],), (trees[0][0],))
+            else:
+                nodes[key] = merge(trees, self._own or 0, self._own is not None)
+        if all(key == name for name, key in keys.items()):
+            return nodes
+        return {"$dict": [[keys[name], node] for name, node in nodes.items()]}
+
+    @cached_property
+    def _versions(self) -> dict[str, list[_Version]]:
+        """What was saved under each name, in the records that are looked at."""
+        found: dict[str, dict[tuple[Held, int], list[Ranks]]] = {}
+        for key, groups in self._looked_at.items():
+            for ranks, rank in groups:
+                record = self._records[rank]
+                for name in tensors_of(self._said(key, rank)[1]):
+                    said = record.tensors[name], rank
+                    found.setdefault(name, {}).setdefault(said, []).append(ranks)
+        return {
+            name: [_Version(held, rank, Ranks.union(ranks)) for (held, rank), ranks in said.items()]
+            for name, said in found.items()
+        }
+
+    @cached_property
+    def tensors(self) -> Mapping[str, SavedTensor]:
+        """Where ranks saved different tensors of one name, that of this rank, else of the first."""
+        found = {}
+        for name, versions in self._versions.items():
+            held = (self._own_version(versions) or versions[0]).held
+            found[name] = SavedTensor(name, held.dtype, held.shape)
+        return found
+
+    def _own_version(self, versions: list[_Version]) -> _Version | None:
+        return next((each for each in versions if each.rank == self._own), None)
+
+    def held(self, name: str) -> list[tuple[Ranks, Held]]:
+        return [(version.ranks, version.held) for version in self._versions[name]]
+
+    # -- where it is -------------------------------------------------------------------------
+
+    def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
+        version = self._version(name, among)
+        held = version.held
+        _check_inside(name, box, held.shape)
+        if not box.numel:
+            return []
+        if held.layout is None:
+            return self._written_by(version.rank, held)
+        chunks = [
+            chunk
+            for rank in self._writers(held, held.layout, box)
+            for chunk in self._written_by(rank, held)
+            if chunk.box.intersection(box)
+        ]
+        _check_cover(name, box, [chunk.box for chunk in chunks], isinstance(held.layout, Layout))
+        return chunks
+
+    def _version(self, name: str, among: Sequence[int] | None) -> _Version:
+        """The version of a tensor that is meant: the only one, this rank's, or any of equals.
+
+        This rank's own is meant only where the tensor is not one with ranks that saved another.
+        """
+        versions = self._versions[name]
+        own = self._own_version(versions)
+        if own is not None and (among is None or _covers(own.held.layout, among)):
+            return own
+        if self._narrow:
+            raise StateMismatchError(
+                "ranks hold a tensor together that each of them saved for itself",
+                facts={"tensor": name, "saved here": _described(versions[0].held)},
+            )
+        first, *others = versions
+        if first.held.layout is None:
+            alone = len(Ranks.union(each.ranks for each in versions)) == 1
+        else:
+            alone = all(each.held == first.held for each in others)
+        same = all(_kind(each.held) == _kind(first.held) for each in others)
+        if alone or (same and self._is_shared(name, versions)):
+            return first
+        raise _ambiguous(name, versions)
+
+    def _is_shared(self, name: str, versions: list[_Version]) -> bool:
+        return any(
+            all(shared.covers(version.ranks) for version in versions)
+            for shared in self._shared.get(name, ())
+        )
+
+    @cached_property
+    def _shared(self) -> dict[str, list[Ranks]]:
+        found: dict[str, list[Ranks]] = {}
+        for shared in self._commit.shared:
+            for name in shared.names:
+                found.setdefault(name, []).append(shared.ranks)
+        return found
+
+    def _writers(self, held: Held, layout: AnyLayout, box: Box) -> Iterable[int]:
+        """The ranks that wrote what meets `box`, each once."""
+        own = self._own
+        if own is not None and _is_box_of(layout, held.shape, own, box):
+            # The layout that was saved: one box, without a search among those of all ranks.
+            return [layout.replicas(own)[held.writer]]
+        met = layout.boxes(held.shape, within=box)
+        return dict.fromkeys(ranks[held.writer] for _, ranks in met)
+
+    def _written_by(self, rank: int, held: Held) -> list[PlacedChunk]:
+        record = self._records[rank]
+        other = record.tensors.get(held.name)
+        if other is None or not _agrees(other, held, rank):
+            got = "nothing" if other is None else _described(other)
+            expected = f"{held.name}: {_described(held)}, as other ranks say"
+            raise _record_error(self._records.path(rank), expected, got)
+        chunks = record.chunks.get(held.name, ())
+        if isinstance(held.layout, ExplicitLayout):
+            boxes = set(held.layout.boxes_of(rank))
+            chunks = tuple(chunk for chunk in chunks if chunk.box in boxes)
+        return _placed(record.files, chunks)
+
+    def _own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
+        if self._own is not None:
+            record = self._records[self._own]
+            for name, chunks in record.chunks.items():
+                yield name, _placed(record.files, chunks)
+
+
+def _is_box_of(layout: AnyLayout, shape: tuple[int, ...], rank: int, box: Box) -> TypeGuard[Layout]:
+    return isinstance(layout, Layout) and rank in layout.mesh and layout.box(shape, rank) == box
+
+
+def _covers(layout: AnyLayout | None, ranks: Sequence[int]) -> bool:
+    """Whether all of these ranks saved a tensor together."""
+    if isinstance(layout, Layout):
+        return all(rank in layout.mesh for rank in ranks)
+    return layout is not None
+
+
+def _agrees(other: Held, held: Held, rank: int) -> bool:
+    """Whether the record of `rank` says `other` where another says `held`. Of boxes that a planner
+    chose, a rank need only know its own: the list of all would be in the record of each."""
+    if not isinstance(held.layout, ExplicitLayout) or not isinstance(other.layout, ExplicitLayout):
+        return other == held
+    wrote = set(held.layout.boxes_of(rank)) <= set(other.layout.boxes_of(rank))
+    return wrote and _kind(other) == _kind(held)
+
+
+def _kind(held: Held) -> tuple[str, tuple[int, ...]]:
+    return held.dtype, held.shape
+
+
+def _described(held: Held) -> str:
+    """A tensor of a record, for a message."""
+    layout = "of one rank alone"
+    if isinstance(held.layout, Layout):
+        mesh = held.layout.mesh
+        layout = f"split {list(held.layout.splits)} over {list(mesh.shape)} ranks"
+    elif held.layout is not None:
+        layout = f"in {len(held.layout.placed)} boxes"
+    return f"{held.dtype} {show(list(held.shape))} {layout}"
+
+
+def _ambiguous(name: str, versions: list[_Version]) -> StateMismatchError:
+    facts = {"tensor": name}
+    for version in versions[:4]:
+        facts[f"ranks {version.ranks}"] = _described(version.held)
+    return StateMismatchError(
+        "several ranks saved a tensor of this name each for itself, and not the same",
+        facts=facts,
+        hint="restore it on as many ranks as saved it, where each takes its own; or leave it out, "
+        "or save it as a DTensor or in a module under DDP, which says that the ranks share it",
+    )
+
+
+def _placed(files: tuple[FileEntry, ...], chunks: Iterable[Chunk]) -> list[PlacedChunk]:
+    return [
+        PlacedChunk(
+            chunk.box,
+            files[chunk.file].name,
+            files[chunk.file].bytes,
+            chunk.begin,
+            chunk.end,
+            chunk.sums,
+        )
+        for chunk in chunks
+    ]
+
+
+def _check_inside(name: str, box: Box, shape: tuple[int, ...]) -> None:
+    if len(box.shape) != len(shape) or any(a > b for a, b in zip(box.ends, shape, strict=True)):
+        facts = {"tensor": name, "expected": f"a box in {list(shape)}", "got": str(box)}
+        raise InvariantError("a reader asked for more than a tensor has", facts=facts)
+
+
+def _check_cover(name: str, box: Box, boxes: list[Box], disjoint: bool) -> None:
+    """`boxes`, of which each meets `box`, hold every element of it once."""
+    count = sum(cut.numel for each in boxes if (cut := each.intersection(box)))
+    if disjoint and count == box.numel:
+        return
+    left = [box]
+    # In order, few parts are left at any time; in any other, as many as half of the boxes.
+    for each in sorted(boxes, key=lambda each: each.offsets):
+        left = [rest for part in left for rest in part.minus(each)]
+    if left or count != box.numel:
+        missing = ", ".join(map(str, left[:4])) if left else "nothing, but chunks overlap"
+        facts = {"tensor": name, "box": str(box), "missing": missing}
+        facts["got"] = f"{count} of {box.numel} elements in {len(boxes)} chunks"
+        hint = "this step is damaged; an older committed step is not affected"
+        raise CorruptionError("the chunks of a tensor do not cover it", facts=facts, hint=hint)

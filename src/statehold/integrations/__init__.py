@@ -1,0 +1,1 @@
+"""Other people's frameworks on top of statehold."""

@@ -1,0 +1,47 @@
+"""What a StorageReader and a StorageWriter have in common: where, with what, and who among others.
+
+Holds: a directory is absolute from when it is given; without one, the error says who may give it.
+Not here: the engine (machine), what is there (reader), what is made there (writer).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from statehold.errors import UsageError
+from statehold.integrations.dcp.machine import Machine
+
+
+class Endpoint:
+    """A directory that torch may replace, and the machine that moves bytes from or to it."""
+
+    _what: str  # needs the directory
+    _call: str  # of torch, that may give it
+
+    def __init__(self, path: str | os.PathLike[str] | None, **options: Any) -> None:
+        super().__init__()
+        self._path = None if path is None else _absolute(path)
+        self._machine = Machine(**options)
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The directory of the next call."""
+        return self._path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._path = _absolute(checkpoint_id)
+
+    def _directory(self) -> str:
+        path = self.checkpoint_id
+        if path is None:
+            raise UsageError(
+                f"{self._what} needs a directory",
+                hint=f"give {self._call}() a checkpoint_id, or the {type(self).__name__} a path",
+            )
+        return path
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    return os.path.abspath(os.fspath(path))

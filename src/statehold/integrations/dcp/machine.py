@@ -1,0 +1,72 @@
+"""What moves the bytes of one save or load: a file system and an engine, opened for it alone, and
+what sees it.
+
+Holds: nothing is open between two calls, so writers and readers can be pickled, forked around and
+thrown away without close(); the staging memory is never larger than what the call moves.
+Not here: what is moved (writing, reading).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from statehold import _core
+from statehold.checkpoint.telemetry.watch import UNWATCHED
+from statehold.integrations.dcp.watched import watch_of
+from statehold.io.profile import tuned
+from statehold.io.staging import chosen
+from statehold.observe.once import say_once
+from statehold.options import Options
+from statehold.process.host_memory import available, ranks_on_host
+
+if TYPE_CHECKING:
+    from statehold._core import Engine, Fs
+
+
+class Machine:
+    """Opens engines as `options` (fields of statehold.options.Options) say."""
+
+    watch = UNWATCHED  # not of the instance, which is pickled
+
+    def __init__(self, **options: Any) -> None:
+        self.options = Options(**options)
+        self.borrowed_fs: Fs | None = None  # for tests
+
+    def at(self, directory: str) -> Machine:
+        """The machine for the checkpoint `directory`: as the profile of its storage says where
+        nothing was given, and watched."""
+        options, note = self.options, ""
+        if self.borrowed_fs is None:  # a profile is of a real storage
+            options, note = tuned(options, directory)
+        say_once(note)
+        found = copy.copy(self)
+        found.options, found.watch = options, watch_of(directory, options.trace)
+        return found
+
+    @contextlib.contextmanager
+    def storage(self) -> Iterator[Fs]:
+        if self.borrowed_fs is not None:
+            yield self.borrowed_fs
+            return
+        fs = _core.open_fs(self.options.backend_choice, self.options.depth)
+        try:
+            yield fs
+        finally:
+            fs.close()
+
+    @contextlib.contextmanager
+    def engine(self, fs: Fs, nbytes: int) -> Iterator[Engine]:
+        """An engine for moving `nbytes`."""
+        buffer = self.options.buffer_size
+        needed = (max(0, nbytes) // buffer + 2) * buffer
+        given = self.options.staging_size
+        size = chosen(needed, available().nbytes, ranks_on_host(1)) if given is None else given
+        staging = min(size, needed)
+        engine = _core.Engine(fs, staging, buffer, self.options.copy_thread_count)
+        try:
+            yield engine
+        finally:
+            engine.close()

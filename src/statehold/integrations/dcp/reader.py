@@ -1,0 +1,238 @@
+"""StorageReader: dcp.load from a step directory, whoever wrote the step.
+
+Holds: names are those that torch's planners give to the state that was saved; a subtree can be
+loaded as one object, too; every byte that is used was verified; the records of a step are read
+when metadata is asked for, its data when they are placed. One load reads one save: if the step is
+saved again, or retired, between the two, or two ranks opened different saves, the load says so.
+Not here: what is asked for (the planner), items and chunks (contents), bytes (reading).
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from statehold.checkpoint.store.beside import look_beside_a_writer
+from statehold.checkpoint.store.replacing import REPLACED, missing_path, read_standing
+from statehold.checkpoint.telemetry.watch import RestoreWatch
+from statehold.errors import CorruptionError, StorageError, UsageError, storage_error
+from statehold.format.entries import sha256
+from statehold.format.manifest import MANIFEST_BYTES_MAX, Manifest
+from statehold.format.saved import MANIFEST_NAME, open_step
+from statehold.integrations.dcp.among import rank_and_world
+from statehold.integrations.dcp.contents import Builder, Contents
+from statehold.integrations.dcp.endpoint import Endpoint
+from statehold.integrations.dcp.machine import Machine
+from statehold.integrations.dcp.reading import Wanted, read
+from statehold.integrations.dcp.watched import traced
+from statehold.tensors.devices.graphs import refuse_in_capture
+
+
+class StorageReader(Endpoint, _StorageReader):
+    """Reads a step of statehold, by a Checkpointer or by a StorageWriter; for
+    torch.distributed.checkpoint.
+
+    path: the directory of the step; the `checkpoint_id` of a load replaces it.
+    staging_bytes, buffer_bytes, queue_depth, copy_threads, backend, profile: as for a Checkpointer.
+    trace: a file for what happened when, written at the end of each load.
+    """
+
+    _what, _call = "a load", "load"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        staging_bytes: int | str = "256MiB",
+        buffer_bytes: int | str | None = None,
+        queue_depth: int | None = None,
+        copy_threads: int | None = None,
+        backend: str | None = None,
+        profile: str | os.PathLike[str] | None = "auto",
+        trace: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(
+            path,
+            staging_bytes=staging_bytes,
+            buffer_bytes=buffer_bytes,
+            queue_depth=queue_depth,
+            copy_threads=copy_threads,
+            backend=backend,
+            profile=profile,
+            trace=trace,
+        )
+        self._step: Contents | None = None
+        self._save: str | None = None  # which save of it: the sha256 of its manifest
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        final = os.path.realpath(checkpoint_id)
+        names = (final, final + REPLACED)
+        return any(os.path.isfile(os.path.join(name, MANIFEST_NAME)) for name in names)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
+        self._step = self._save = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        self._step, self._save = self._open()
+        return Metadata(
+            state_dict_metadata=cast(Any, self._step.items),  # used as a Mapping only
+            planner_data={name: leaf.path for name, leaf in self._step.leaves.items()},
+            storage_meta=StorageMeta(checkpoint_id=self._path),
+        )
+
+    # torch passes rank and use_collectives only to a parameter of this very name.
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: read_metadata has it all."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return replace(plan, storage_data=self._save)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        saves = {plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}
+        if len(saves) > 1:
+            raise _changed(self._directory(), "ranks opened different saves of it")
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        step = self._step
+        if step is None or self._path is None or self._save is None:
+            raise UsageError("read_data() was called before read_metadata()")
+        refuse_in_capture("dcp.load()")
+        machine = self._machine.at(self._path)
+        with traced(machine.watch), machine.watch.restore() as seen:
+            self._read_items(machine, step, plan, planner, seen)
+            seen.restored_step = step.saved.step
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_items(
+        self,
+        machine: Machine,
+        step: Contents,
+        plan: LoadPlan,
+        planner: LoadPlanner,
+        seen: RestoreWatch,
+    ) -> None:
+        objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        targets = [planner.resolve_tensor(item).detach() for item in tensors]
+        wanted = [
+            step.wanted(item, target, _among(planner, item))
+            for item, target in zip(tensors, targets, strict=True)
+        ]
+        builder = Builder(step)
+        built = [builder.build(item.storage_index.fqn) for item in objects]
+        with seen.stage("read", step=step.saved.step):
+            self._read(machine, step, [*wanted, *builder.wanted], seen)
+        for item, target in zip(tensors, targets, strict=True):
+            planner.commit_tensor(item, target)
+        for item, value in zip(objects, built, strict=True):
+            planner.load_bytes(item, _pickled(value))
+
+    def _read(
+        self, machine: Machine, step: Contents, wanted: Sequence[Wanted], seen: RestoreWatch
+    ) -> None:
+        """Raises ESTALE where the step is another one by now: its bytes are not damaged."""
+
+        def look(directory: str) -> None:
+            read(machine, directory, step.saved, wanted, seen)
+
+        try:
+            with self._machine.storage() as fs:
+                read_standing(fs, self._final(), look)
+        except (CorruptionError, StorageError) as error:
+            now = self._which()
+            if now == self._save:
+                raise
+            found = "it was given up" if now is None else "it was saved again"
+            raise _changed(self._directory(), found) from error
+
+    def _open(self) -> tuple[Contents, str]:
+        """The step, and which save of it that is. Begins again where it is saved meanwhile."""
+        opened = look_beside_a_writer(self._look, self._which, self._directory())
+        return opened or self._look()
+
+    def _look(self) -> tuple[Contents, str]:
+        path = f"{self._final()}/{MANIFEST_NAME}"
+        raw = self._read_file(path, MANIFEST_BYTES_MAX)
+
+        def of_this_save(asked: str, bytes_max: int) -> bytes:
+            return raw if asked == path else self._read_file(asked, bytes_max)
+
+        step = Manifest.decode(raw, path).step
+        opened = open_step(of_this_save, self._final(), step, *rank_and_world())
+        # Looks at every tensor, and so reads the records of all ranks.
+        return Contents(opened.widened()), sha256(raw)
+
+    def _which(self) -> str | None:
+        """The save that is there now; None if there is none."""
+        try:
+            return sha256(self._read_file(f"{self._final()}/{MANIFEST_NAME}", MANIFEST_BYTES_MAX))
+        except (CorruptionError, StorageError) as error:
+            if missing_path(error) is None:
+                raise
+            return None
+
+    def _final(self) -> str:
+        """The directory, which a link may lead to."""
+        return os.path.realpath(self._directory())
+
+    def _read_file(self, path: str, bytes_max: int) -> bytes:
+        directory, _, name = path.rpartition("/")
+        with self._machine.storage() as fs:
+            return read_standing(
+                fs, directory, lambda found: fs.read_file(f"{found}/{name}", bytes_max)
+            )
+
+
+def _changed(directory: str, found: str) -> StorageError:
+    error = storage_error("load a step", errno.ESTALE, directory)
+    error.with_fact("found", found)
+    error.hint = (
+        "load it again: nothing is damaged, and nothing was changed on disk; "
+        "the state that was being loaded is incomplete"
+    )
+    return error
+
+
+def _among(planner: LoadPlanner, item: ReadItem) -> tuple[int, ...] | None:
+    """The ranks that hold the tensor that an item goes to together, as far as the planner shows it;
+    None for one that a rank has for itself."""
+    live = getattr(planner, "state_dict", {}).get(item.dest_index.fqn)
+    if isinstance(live, DTensor):
+        return _ranks_of(live.device_mesh)
+    if isinstance(live, ShardedTensor) or hasattr(live, "__create_chunk_list__"):
+        return tuple(range(rank_and_world()[1]))
+    return None
+
+
+@lru_cache(maxsize=64)
+def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    """What load planners take values as; it never leaves memory."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    return data

@@ -1,0 +1,327 @@
+"""Checkpoints that others wrote -> a live state: stock DCP, safetensors, Hugging Face, torch.save.
+
+Owns: how live parts are called there, and the report.
+Holds: everything is matched before anything is changed; a restore that would load nothing, and a
+prefix in `rename` that matches nothing, are errors.
+Not here: which kind a path is, and its bytes (stock_readers); our own steps (Checkpointer.restore,
+StorageReader); what `rename` means (selection).
+
+What goes by several names is tried in this order, for a module "model" and an optimizer "optim":
+    model.layers.0.weight         layers.0.weight
+    optim.state.<p>.exp_avg       state.<p>.exp_avg          <p>: layers.0.weight, or its index
+    optim.param_groups.0.lr       param_groups.0.lr          or by <p>, as flattened ones are
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from functools import partial
+from operator import setitem
+from typing import Any, NoReturn
+
+import torch
+from torch import distributed, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+
+from statehold.errors import StateMismatchError
+from statehold.format.selection import Answer, Names, Selection, check_answers
+from statehold.integrations.dcp.stock_readers import Planner, open_checkpoint
+from statehold.tensors import modules, optimizers
+from statehold.tensors.capture import is_stateful
+from statehold.tensors.restore import holds_state
+from statehold.tensors.storable import empty_on
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class StockReport:
+    """Live names that were loaded, live names that the checkpoint lacks, and its names that
+    nothing in the state took."""
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def restore_stock(
+    path: str | os.PathLike[str],
+    state: MutableMapping[str, Any],
+    *,
+    strict: bool = True,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+) -> StockReport:
+    """Load a checkpoint of others into `state`, in place: modules, optimizers (also fresh ones),
+    tensors, plain values; plain or sharded. With several ranks, all of them call it.
+
+    path: a directory that dcp.FileSystemWriter or dcp.HuggingFaceStorageWriter wrote, a directory
+        of safetensors or of pytorch_model.bin, with or without their index, or one file of
+        safetensors or torch.save.
+    strict: raise StateMismatchError, before anything is changed, if the state has what the
+        checkpoint lacks. What the checkpoint has beyond the state is only reported.
+    rename: prefixes of names in the checkpoint -> the live ones they become, as in
+        Checkpointer.restore; or a function from a name in the checkpoint to the live one.
+
+    Raises UsageError where no checkpoint is, and for a prefix that matches nothing;
+    StateMismatchError, also if not strict, where nothing of the state is in the checkpoint;
+    UnsupportedValueError for a pickle that holds more than data.
+    """
+    reader: Any = open_checkpoint(path)
+    matcher = _Matcher(reader.read_metadata(), rename)
+    for key, part in state.items():
+        matcher.match(state, key, part, str(key))
+    matcher.check(os.fspath(path), strict)
+    planner = Planner()
+    _load(dict(matcher.targets), reader, planner)
+    with torch.no_grad():
+        for act in matcher.acts:
+            act(planner.objects)
+    return matcher.report()
+
+
+def _load(targets: dict[str, Any], reader: StorageReader, planner: Planner) -> None:
+    try:
+        is_alone = not (distributed.is_available() and distributed.is_initialized())
+        load(targets, storage_reader=reader, planner=planner, no_dist=is_alone)
+    except CheckpointException as error:  # a BaseException, that wraps those of the ranks
+        raise next(fault for fault, _ in error.failures.values()) from error
+
+
+# -- matching -----------------------------------------------------------------------------------
+
+Act = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(slots=True)
+class _Found:
+    names: dict[str, str]  # live name -> name in the checkpoint
+    missing: list[str] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+class _Matcher:
+    """What of a state is where in a checkpoint."""
+
+    def __init__(
+        self, metadata: Metadata, rename: Mapping[str, str] | Callable[[str], str] | None
+    ) -> None:
+        self._saved = metadata.state_dict_metadata
+        self._selection = Selection(rename=None if callable(rename) else rename)
+        renamed = rename if callable(rename) else self._selection.renamed
+        self._names = {renamed(name): name for name in self._saved}
+        self._fields: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        for name in self._names:
+            base, _, last = name.rpartition(".")
+            self._fields[base][last] = name
+        self._found = _Found({})
+        self._asked: dict[str, None] = {}
+        self._parameters: dict[int, str] = {}
+        self.targets: dict[str, Any] = {}
+        self.acts: list[Act] = []
+
+    def report(self) -> StockReport:
+        used = set(self._found.names.values())
+        rest = [name for name, own in self._names.items() if own not in used]
+        return StockReport(tuple(self._found.names), tuple(self._found.missing), tuple(rest))
+
+    def check(self, path: str, strict: bool) -> None:
+        self._check_prefixes()
+        problems = dict(self._found.problems)
+        if strict:
+            problems |= dict.fromkeys(self._found.missing, "not in the checkpoint")
+        if problems:
+            self._fail(
+                path,
+                f"the state and the checkpoint differ in {len(problems)} places; nothing was "
+                "changed",
+                problems,
+                "rename= maps names; strict=False leaves what is missing as it is",
+            )
+        if not self._found.names:
+            missing = dict.fromkeys(self._found.missing, "not in the checkpoint")
+            self._fail(
+                path,
+                "nothing of the state is in the checkpoint; nothing was changed",
+                missing,
+                "rename= maps names of the checkpoint to those of the state",
+            )
+
+    def _fail(self, path: str, summary: str, problems: dict[str, str], hint: str) -> NoReturn:
+        facts = {"checkpoint": path, **dict(list(problems.items())[:_SHOWN])}
+        if len(problems) > _SHOWN:
+            facts["..."] = f"{len(problems) - _SHOWN} more"
+        rest = self.report().unexpected
+        if rest:
+            more = f", and {len(rest) - _SHOWN} more" if len(rest) > _SHOWN else ""
+            facts["only there"] = f"{', '.join(rest[:_SHOWN])}{more}"
+        raise StateMismatchError(summary, facts=facts, hint=hint)
+
+    def _check_prefixes(self) -> None:
+        """The same as for a step of our own: what matches nothing is a typing error."""
+        names = Names(taken=(), saved=list(self._saved), live=list(self._asked))
+        answer = Answer(self._selection.answers(names), loads=True, has_rest=False)
+        check_answers([answer])
+
+    def match(self, holder: Any, key: Any, live: Any, path: str) -> None:
+        if isinstance(live, torch.Tensor):
+            self._tensor(live, path, [path])
+        elif isinstance(live, nn.Module):
+            self._module(live, path)
+        elif isinstance(live, torch.optim.Optimizer):
+            self._optimizer(live, path)
+        elif is_stateful(live):
+            self._object(live, path)
+        elif isinstance(live, MutableMapping):
+            for inner, part in live.items():
+                self.match(live, inner, part, f"{path}.{inner}")
+        elif isinstance(live, list) and holds_state(live):
+            for index, part in enumerate(live):
+                self.match(live, index, part, f"{path}.{index}")
+        else:
+            self._value(path, [path], partial(setitem, holder, key))
+
+    def _name(self, path: str, candidates: list[str]) -> str | None:
+        """The name in the checkpoint; noted as loaded, or as missing."""
+        self._asked.update(dict.fromkeys((path, *candidates)))
+        found = next((name for name in candidates if name in self._names), None)
+        if found is None:
+            self._found.missing.append(path)
+            return None
+        self._found.names[path] = self._names[found]
+        return self._names[found]
+
+    def _tensor(self, live: torch.Tensor, path: str, candidates: list[str]) -> None:
+        name = self._name(path, candidates)
+        if name is None:
+            return
+        saved = self._saved[name]
+        got = list(saved.size) if isinstance(saved, TensorStorageMetadata) else "a value"
+        if got != list(live.shape):
+            self._found.problems[path] = f"expected shape {list(live.shape)}, got {got}"
+        elif name in self.targets and self.targets[name] is not live:
+            self.acts.append(partial(_copy, live, self.targets[name]))
+        else:
+            self.targets[name] = live
+
+    def _value(self, path: str, candidates: list[str], put: Callable[[Any], Any]) -> None:
+        name = self._name(path, candidates)
+        if name is None:
+            return
+        saved = self._saved[name]
+        if isinstance(saved, TensorStorageMetadata):
+            made = self.targets.setdefault(name, torch.empty(saved.size, dtype=_dtype(saved)))
+            self.acts.append(lambda _: put(made))
+        else:
+            self.targets[name] = None
+            self.acts.append(lambda objects: put(objects[name]))
+
+    def _module(self, live: nn.Module, path: str) -> None:
+        self._parameters |= modules.parameter_names([(path, live)])
+        own = modules.own_tensors(live)
+        handed: dict[str, Any] = {}
+        for name, value in modules.entries(live).items():
+            where = f"{path}.{name}"
+            if isinstance(value, torch.Tensor) and id(value) in own:
+                self._tensor(value, where, [where, name])
+            else:
+                self._value(where, [where, name], partial(setitem, handed, name))
+        self.acts.append(lambda _: modules.hand_over(live, handed) if handed else None)
+
+    def _object(self, live: Any, path: str) -> None:
+        state = live.state_dict()
+        for key, part in state.items():
+            self.match(state, key, part, f"{path}.{key}")
+        self.acts.append(lambda _: live.load_state_dict(state))
+
+    # -- optimizers ------------------------------------------------------------------------------
+
+    def _optimizer(self, live: torch.optim.Optimizer, path: str) -> None:
+        ids: dict[int, list[list[str]]] = defaultdict(list)
+        self._rename_parameters(path)
+        for running, (place, full, parameter) in enumerate(
+            optimizers.parameters(live, self._parameters)
+        ):
+            names = [full.partition(".")[2], full, str(running)]
+            ids[place].append(names)
+            self._parameter(live, live.param_groups[place], parameter, path, names)
+        for index, group in enumerate(live.param_groups):
+            places = [str(index), *(name for names in ids[index][:1] for name in names[:2])]
+            self._options(group, f"{path}.param_groups.{index}", path, places)
+
+    def _rename_parameters(self, path: str) -> None:
+        """`rename` also holds for the names of parameters within an optimizer's names."""
+        if not self._selection.rename:
+            return
+        for head in (f"{path}.state.", "state."):
+            for base in [base for base in self._fields if base.startswith(head)]:
+                new = head + self._selection.renamed(base[len(head) :])
+                self._fields.setdefault(new, self._fields[base])
+
+    def _parameter(
+        self,
+        live: torch.optim.Optimizer,
+        group: Mapping[str, Any],
+        parameter: torch.Tensor,
+        path: str,
+        names: list[str],
+    ) -> None:
+        bases = [f"{head}state.{name}" for name in names for head in (f"{path}.", "")]
+        self._asked.update(dict.fromkeys((*bases, *names)))
+        fields = next((self._fields[base] for base in bases if base in self._fields), {})
+        where, state = f"{path}.state.{names[0]}", live.state.get(parameter, {})
+        self._found.missing += [f"{where}.{key}" for key in state if key not in fields]
+        for key, name in fields.items():
+            saved = self._saved[self._names[name]]
+            if not isinstance(saved, TensorStorageMetadata):
+                put = partial(_set_state, live, parameter, key)
+                self._value(f"{where}.{key}", [name], put)
+                continue
+            tensor = state.get(key)
+            if not isinstance(tensor, torch.Tensor) or tensor.shape != saved.size:
+                tensor = _made(saved, key, group, parameter)
+                self.acts.append(partial(_set_made, live, parameter, key, tensor))
+            self._tensor(tensor, f"{where}.{key}", [name])
+
+    def _options(self, group: dict[str, Any], where: str, path: str, places: list[str]) -> None:
+        for key in group:
+            if key == optimizers.PARAMS:
+                continue
+            heads = (f"{path}.param_groups", "param_groups")
+            candidates = [f"{head}.{place}.{key}" for place in places for head in heads]
+            if any(name in self._names for name in candidates):  # other options stay as they are
+                self._value(f"{where}.{key}", candidates, partial(setitem, group, key))
+
+
+def _set_state(live: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any) -> None:
+    live.state[parameter][key] = value
+
+
+def _set_made(
+    live: torch.optim.Optimizer, parameter: torch.Tensor, key: str, made: torch.Tensor, _: object
+) -> None:
+    live.state[parameter][key] = made
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, _: object) -> None:
+    target.copy_(source)
+
+
+def _made(
+    saved: TensorStorageMetadata, key: str, group: Mapping[str, Any], parameter: torch.Tensor
+) -> torch.Tensor:
+    """A new state tensor, sharded as its parameter if it has the shape of it."""
+    if isinstance(parameter, DTensor) and saved.size == parameter.shape:
+        return torch.empty_like(parameter, dtype=_dtype(saved), requires_grad=False)
+    device = optimizers.state_device(group, key, parameter)
+    return empty_on(device, saved.size, _dtype(saved))
+
+
+def _dtype(saved: TensorStorageMetadata) -> torch.dtype:
+    return saved.properties.dtype

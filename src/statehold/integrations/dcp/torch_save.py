@@ -1,0 +1,166 @@
+"""Files of torch.save, read as a checkpoint: each nested name with its tensor or value.
+
+Holds: files are read with weights_only, so no code of theirs runs; those of today's format are
+mapped, not read whole, so that only what is restored is read. Dicts are entered, and lists that
+hold dicts or tensors; names are joined with dots, as those of a Checkpointer are. A tensor that is
+not plain and dense, such as a sparse one, counts as a value.
+Not here: which name is whose (stock).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from statehold.errors import CorruptionError, UnsupportedValueError, UsageError
+from statehold.integrations.dcp.unpickle import UnpicklingError
+
+__all__ = ["TorchSaveReader", "is_head"]
+
+_ZIP = b"PK\x03\x04"
+_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # torch's magic number, pickled
+_GLOBAL = re.compile(r"(?:GLOBAL|class|Unsupported operand) (\S+)")
+
+
+def is_head(head: bytes) -> bool:
+    """Whether a file that begins so may be of torch.save."""
+    return head.startswith((_ZIP, _LEGACY[:14]))
+
+
+class TorchSaveReader(StorageReader):
+    """Reads files of torch.save, whose names are one checkpoint together."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self._files = files
+        self._content: dict[str, Any] | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata({name: _described(value) for name, value in self._loaded().items()})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        content = self._loaded()
+        for item in plan.items:
+            value = content[item.storage_index.fqn]
+            if item.type is LoadItemType.BYTE_IO:
+                planner.objects[item.dest_index.fqn] = value  # type: ignore[attr-defined]
+                continue
+            for dim, (offset, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                value = value.narrow(dim, offset, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(value)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return os.path.isfile(checkpoint_id)
+
+    def _loaded(self) -> dict[str, Any]:
+        if self._content is None:
+            self._content = {}
+            for file in self._files:
+                for name, value in _leaves(_load(file), ""):
+                    if name in self._content:
+                        facts = {"name": name, "file": file}
+                        raise CorruptionError("a checkpoint has a name twice", facts=facts)
+                    self._content[name] = value
+        return self._content
+
+
+def _load(file: str) -> Mapping[Any, Any]:
+    """What was saved. Raises UsageError for what is no dict, or no file of torch.save."""
+    is_zip = _checked(file)
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+    except UnpicklingError as fault:
+        # torch's own text advises to trust the file: only the name in it is shown.
+        name = _GLOBAL.search(str(fault))
+        raise _untrusted(file, name[1].strip("`'\".,") if name else "more than data") from fault
+    except Exception as fault:
+        facts = {"file": file, "cause": str(fault).split("\n")[0][:200]}
+        raise CorruptionError("a file of torch.save cannot be read", facts=facts) from fault
+    if not isinstance(found, Mapping):
+        facts = {"file": file, "expected": "a dict of names", "got": type(found).__name__}
+        raise UsageError("a file of torch.save holds no names", facts=facts)
+    return found
+
+
+def _checked(file: str) -> bool:
+    """Whether a file is of today's format, which is a zip archive; else it is of the older one."""
+    with open(file, "rb") as raw:
+        if raw.read(len(_ZIP)) != _ZIP:
+            return False
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+    except zipfile.BadZipFile as fault:
+        facts = {"file": file, "cause": str(fault)}
+        raise CorruptionError("a file of torch.save is damaged, or cut", facts=facts) from fault
+    if not any(name.endswith("/data.pkl") for name in names):
+        shown = ", ".join(names[:4])
+        facts = {"file": file, "expected": "data.pkl, as torch.save writes it", "there": shown}
+        raise UsageError("this archive is no file of torch.save", facts=facts)
+    if any(name.endswith("/constants.pkl") for name in names):
+        raise _untrusted(file, "a TorchScript program")
+    return True
+
+
+def _untrusted(file: str, what: str) -> UnsupportedValueError:
+    return UnsupportedValueError(
+        "a file of torch.save holds more than tensors and plain values, and is not trusted",
+        facts={"file": file, "it holds": what},
+        hint="where the file is from, save state_dict() of its objects with torch.save",
+    )
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every tensor and value by its name."""
+    members = dict(enumerate(value)) if _is_entered(value) else value
+    if not isinstance(members, Mapping):
+        yield path, value
+        return
+    for key, item in members.items():
+        yield from _leaves(item, f"{path}.{key}" if path else str(key))
+
+
+def _is_entered(value: Any) -> bool:
+    return isinstance(value, list) and any(
+        isinstance(item, Mapping | torch.Tensor) or _is_entered(item) for item in value
+    )
+
+
+def _described(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    if not plain or value.is_quantized:
+        return BytesStorageMetadata()
+    chunk = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)
+    return TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, [chunk])

@@ -1,0 +1,94 @@
+"""What is seen of the saves and loads that torch drives: the same as of a Checkpointer's.
+
+A run is here the directory that the checkpoints lie in. A save is told of by the ranks that publish
+it: torch lets the others know nothing of its end. Nothing stays open between two calls, so what is
+recorded for a trace belongs to the process and its file is written anew at the end of each call.
+
+Holds: nothing here fails a save or a load.
+Not here: what is told (seeing), the calls (writer, reader).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+from statehold.checkpoint.telemetry.save_stats import SaveStats
+from statehold.checkpoint.telemetry.watch import Watch
+from statehold.integrations.dcp.among import rank_and_world
+from statehold.observe.tracing import Trace
+
+__all__ = ["SaveWatch", "traced", "watch_of"]
+
+TRACES_MAX = 16
+
+_traces: dict[str, Trace] = {}
+_guard = threading.Lock()
+
+
+def watch_of(directory: str, trace: str | os.PathLike[str] | None) -> Watch:
+    """What sees a call that saves or loads the checkpoint `directory`."""
+    rank, ranks = rank_and_world()
+    recorded = None if trace is None else _recorded(os.path.abspath(trace), rank, ranks)
+    return Watch(os.path.dirname(directory), rank, ranks, trace, recorded=recorded)
+
+
+def _recorded(path: str, rank: int, ranks: int) -> Trace:
+    with _guard:
+        found = _traces.pop(path, None) or Trace(rank, ranks)
+        _traces[path] = found  # now the newest
+        while len(_traces) > TRACES_MAX:
+            del _traces[next(iter(_traces))]
+        return found
+
+
+@contextlib.contextmanager
+def traced(watch: Watch) -> Iterator[None]:
+    """A call at whose end the trace is written, if there is one."""
+    try:
+        yield
+    finally:
+        with _guard:  # saves may end at the same time, on threads of their own
+            watch.close()
+
+
+class SaveWatch:
+    """A save, from its first call to the last one that this rank gets."""
+
+    def __init__(self) -> None:
+        self._begin_s = time.perf_counter()
+        self._stats = SaveStats(0)
+
+    @contextlib.contextmanager
+    def stage(self, watch: Watch, name: str, step: int, *, is_last: bool) -> Iterator[None]:
+        """A call of torch. The last one of a save, which this rank publishes, is told of."""
+        with traced(watch):
+            try:
+                with watch.stage(name, step=step):
+                    yield
+            except BaseException:
+                watch.save_began()
+                watch.save_failed(self._begin_s, self._stats_at(step))
+                raise
+            if is_last:
+                # torch does not say when a save is over that another rank has failed: of saves that
+                # begin without an end, the figure would only grow.
+                watch.save_began()
+                watch.save_committed(self._begin_s, self._stats_at(step))
+
+    def wrote(self, nbytes: int, tensors: int) -> None:
+        """This rank's part is durable."""
+        self._stats = SaveStats(0, state_bytes=nbytes, written_bytes=nbytes, tensors=tensors)
+
+    def _stats_at(self, step: int) -> SaveStats:
+        found = self._stats
+        return SaveStats(
+            step,
+            state_bytes=found.state_bytes,
+            written_bytes=found.written_bytes,
+            tensors=found.tensors,
+            committed_s=time.perf_counter() - self._begin_s,
+        )

@@ -1,0 +1,329 @@
+"""StorageWriter: dcp.save and dcp.async_save into one committed step directory.
+
+The path of a save: the coordinator makes `<checkpoint_id>.<attempt>.partial` when it has every plan
+(prepare_global_plan), and its name travels to the ranks in their plans; every rank writes its files
+there (write_data); the coordinator writes the manifest and renames (finish). So a save that fails
+on any rank, or dies, leaves what was at checkpoint_id as it was.
+
+Holds: an error on any rank reaches the caller of save through torch; nothing is pickled; a writer
+holds no memory, file or thread between two calls, so it can be pickled at any time. torch runs each
+save on one thread: a writer may be in several at once, and each goes where it was told to.
+Not here: which rank writes what (the planner), the bytes (writing), the records (commit), the
+ranks without collectives (alone), the renames (publish).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import secrets
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from statehold.checkpoint.store.directories import delete, make_directories, parent_of
+from statehold.checkpoint.store.publish import publish
+from statehold.checkpoint.store.replacing import Replaced, settle
+from statehold.errors import StateholdError, UsageError
+from statehold.integrations.dcp.alone import Meeting
+from statehold.integrations.dcp.among import rank_and_world
+from statehold.integrations.dcp.commit import Sent, complete, hand_over, is_published
+from statehold.integrations.dcp.endpoint import Endpoint
+from statehold.integrations.dcp.staging import StagingPool
+from statehold.integrations.dcp.tree import Path
+from statehold.integrations.dcp.watched import SaveWatch
+from statehold.integrations.dcp.writing import Place, write_items
+from statehold.layout.plan import STEP_MAX
+from statehold.tensors.devices.graphs import refuse_in_capture
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+logger = logging.getLogger("statehold")
+
+_PARTIAL = r"\.[0-9a-f]{16}\.partial"
+_OURS = re.compile(r"manifest\.json|rank-\d{5}-of-\d{5}(-\d+)?\.(safetensors|json)")
+_RESULT = MetadataIndex("statehold")
+_LAST_NUMBER = re.compile(r"(\d+)\D*$")
+
+
+class _Save(threading.local):
+    """The save that this thread runs."""
+
+    path: str | None = None
+    use_collectives = True
+    meeting: Meeting | None = None
+    seen: SaveWatch | None = None
+
+
+class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
+    """Writes a checkpoint as a step of statehold; for torch.distributed.checkpoint.
+
+    path: the directory of the checkpoint; the `checkpoint_id` of a save replaces it. The last
+        number in its name is the step.
+    overwrite: replace a checkpoint that is there already once the new one is complete, at no moment
+        without a whole one; False refuses.
+    staging_bytes, buffer_bytes, queue_depth, copy_threads, backend, profile: as for a Checkpointer.
+        The staging memory is allocated for each save, and never larger than what the rank writes.
+    trace: a file for what happened when, written at the end of each save.
+    timeout_s: with use_collectives=False, how long ranks wait for each other.
+
+    As `AsyncStager` of dcp.async_save it copies the state into host memory that is used again.
+    """
+
+    _what, _call = "a checkpoint", "save"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        overwrite: bool = True,
+        staging_bytes: int | str = "256MiB",
+        buffer_bytes: int | str | None = None,
+        queue_depth: int | None = None,
+        copy_threads: int | None = None,
+        backend: str | None = None,
+        profile: str | os.PathLike[str] | None = "auto",
+        trace: str | os.PathLike[str] | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__(
+            path,
+            staging_bytes=staging_bytes,
+            buffer_bytes=buffer_bytes,
+            queue_depth=queue_depth,
+            copy_threads=copy_threads,
+            backend=backend,
+            profile=profile,
+            trace=trace,
+        )
+        self._timeout_s = timeout_s
+        self._overwrite = overwrite
+        self._staging = StagingPool()
+        self._save = _Save()
+
+    # -- torch.distributed.checkpoint.StorageWriter ------------------------------------------
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The directory that the save of this thread makes, or the next one."""
+        return self._save.path or self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "://" not in os.fspath(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
+        self._save.path = self._path
+        self._save.seen = SaveWatch()
+
+    # torch passes rank and use_collectives only to a parameter of this very name.
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._save.use_collectives = kwargs.get("use_collectives", True)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if not self._save.use_collectives and rank_and_world()[1] > 1:
+            meeting = Meeting(self._directory(), self._timeout_s)
+            self._save.meeting = meeting
+            places = [meeting.begin(lambda: self._begin(meeting.world_size))]
+        else:
+            self._save.meeting = None
+            place = self._begin(len(plans))
+            places = [dataclasses.replace(place, rank=rank) for rank in range(len(plans))]
+        return [
+            dataclasses.replace(plan, storage_data=place)
+            for plan, place in zip(plans, places, strict=True)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        meeting = self._save.meeting
+        try:
+            refuse_in_capture("dcp.save()")
+            result = self._write(plan, planner, alone=meeting is not None)
+        except BaseException as error:
+            if meeting is not None:
+                meeting.failed(error)
+            raise
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        found = [each.storage_data for result in results for each in result]
+        paths = _paths(metadata)
+        machine = self._machine.at(self._directory())
+        commit = self._seen().stage(machine.watch, "commit", _step(self._directory()), is_last=True)
+        with commit, machine.storage() as fs:
+            meeting = self._save.meeting
+            if meeting is None:
+                self._publish(fs, found, paths, alone=False)
+                return
+            place, written = found[0]
+            sent = hand_over(fs, place, written, paths)
+            meeting.end(
+                sent,
+                publish=lambda sents: self._publish(fs, sents, paths, alone=True),
+                is_there=lambda: is_published(fs, place),
+            )
+
+    def _write(self, plan: SavePlan, planner: SavePlanner, *, alone: bool) -> WriteResult:
+        """The files of this rank. A rank that is alone learns only in finish() what its tree is."""
+        place = self._place_of(plan)
+        machine, seen = self._machine.at(place.final), self._seen()
+        write = seen.stage(machine.watch, "write", place.step, is_last=False)
+        with write, machine.storage() as fs:
+            written = write_items(machine, fs, place, plan, planner, alone)
+            nbytes = sum(file.bytes for file in written.files)
+            seen.wrote(nbytes, len(written.chunks))
+            sent = (place, written) if alone else hand_over(fs, place, written)
+        return WriteResult(_RESULT, nbytes, sent)
+
+    def _publish(
+        self, fs: Fs, sents: list[Sent], paths: Mapping[str, Path], *, alone: bool
+    ) -> None:
+        place = sents[0].place
+        manifest = complete(fs, sents, paths, alone=alone)
+        if publish(fs, place.partial, place.final, manifest) is Replaced.HIDDEN:
+            _drop_replaced(fs, place)
+
+    def _seen(self) -> SaveWatch:
+        """The save of this thread, as it is seen; without a reset() it begins now."""
+        self._save.seen = self._save.seen or SaveWatch()
+        return self._save.seen
+
+    # -- torch.distributed.checkpoint.staging.AsyncStager --------------------------------------
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return self._staging.stage(state_dict)
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return False
+
+    def synchronize_staging(self) -> None:
+        """Nothing: the copy is complete when `stage` returns."""
+
+    def close(self) -> None:
+        """Free the memory of staged copies. The writer can be used again."""
+        self._staging.close()
+
+    # -- pickling, for the process checkpointer ------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_path": self.checkpoint_id, "_staging": None, "_save": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._staging = StagingPool()
+        self._save = _Save()
+
+    # -- the attempt ---------------------------------------------------------------------------
+
+    def _begin(self, world_size: int) -> Place:
+        """An empty directory for the files of all ranks; clears what a failed attempt left.
+
+        A link to the checkpoint stays a link: what it leads to is replaced.
+        """
+        final = os.path.realpath(self._directory())
+        attempt = secrets.token_hex(8)
+        place = Place(final, f"{final}.{attempt}.partial", _step(final), 0, world_size, attempt)
+        with self._machine.storage() as fs:
+            settle(fs, final)
+            self._check_replaceable(fs, final)
+            make_directories(fs, parent_of(final))
+            leftovers = _partials(fs, final)
+            if leftovers:  # first, for good, they are nothing that `final` leads to
+                fs.sync_dir(parent_of(final))
+            for leftover in leftovers:
+                delete(fs, leftover)
+            fs.mkdir(place.partial)
+        return place
+
+    def _check_replaceable(self, fs: Fs, final: str) -> None:
+        """What is at `final` may go once the new checkpoint is complete."""
+        if not fs.is_dir(final):
+            return
+        names = [name for name, _ in fs.listdir(final)]
+        foreign = [name for name in names if not _OURS.fullmatch(name)]
+        if foreign:
+            raise UsageError(
+                "the directory of a checkpoint holds files that are not of a checkpoint",
+                facts={"directory": final, "for example": foreign[0]},
+                hint="a checkpoint replaces the whole directory: save it into one of its own",
+            )
+        if names and not self._overwrite:
+            raise UsageError(
+                "there is a checkpoint already, and overwrite is False", facts={"directory": final}
+            )
+
+    def _place_of(self, plan: SavePlan) -> Place:
+        """Where this rank writes. A plan that the planner cached tells of an earlier attempt."""
+        place = plan.storage_data
+        if not isinstance(place, Place):
+            raise UsageError(
+                "a planner dropped the storage_data of a plan",
+                facts={"got": type(place).__name__},
+                hint="keep it in finish_plan: dataclasses.replace(plan, items=...)",
+            )
+        final = os.path.realpath(self._directory())
+        with self._machine.storage() as fs:
+            # What a failed save to another directory left is still there.
+            if place.final == final and fs.is_dir(place.partial):
+                return place
+            found = _partials(fs, final)
+        if len(found) != 1:
+            facts = {"checkpoint": final, "expected": "one", "got": len(found)}
+            raise UsageError("the directory of the save under way is not there", facts=facts)
+        attempt = found[0].split(".")[-2]
+        return dataclasses.replace(
+            place, final=final, partial=found[0], step=_step(final), attempt=attempt
+        )
+
+
+def _drop_replaced(fs: Fs, place: Place) -> None:
+    """The checkpoint is committed: what it has replaced may stay until the next save."""
+    try:
+        delete(fs, place.partial)
+    except StateholdError as error:
+        logger.warning("the checkpoint at %s is committed; what it replaced was not removed\n%s",
+                       place.final, error)  # fmt: skip
+
+
+def _step(path: str) -> int:
+    """The last number in the name of a directory; 0 without one."""
+    found = _LAST_NUMBER.search(os.path.basename(path))
+    return min(int(found[1]), STEP_MAX) if found else 0
+
+
+def _partials(fs: Fs, final: str) -> list[str]:
+    parent, _, name = final.rpartition("/")
+    pattern = re.compile(re.escape(name) + _PARTIAL)
+    return [
+        f"{parent}/{entry}"
+        for entry, is_dir in fs.listdir(parent_of(final))
+        if is_dir and pattern.fullmatch(entry)
+    ]
+
+
+def _paths(metadata: Metadata) -> Mapping[str, Path]:
+    """Where in the state dict the names of the items were, as far as the planner says so."""
+    data = metadata.planner_data
+    if not isinstance(data, Mapping):
+        return {}
+    return {name: path for name, path in data.items() if type(path) is tuple and path}

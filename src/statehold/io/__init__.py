@@ -1,0 +1,1 @@
+"""The Python face of the native core: staging memory, reads, object stores, profiles."""

@@ -1,0 +1,1 @@
+"""Object stores: addresses, clients, and their errors by name."""

@@ -1,0 +1,238 @@
+"""Objects below one prefix of an object store: whole or not there, moved in parallel parts.
+
+Owns: what is asked of `obstore`, into what parts a transfer is cut, and how many are under way.
+Holds: an object appears whole or not at all. A transfer has at most IN_FLIGHT_BYTES (or two parts)
+in memory, whatever its size. A request, its retries included, ends within `deadline_s`; a transfer
+is many of them, so it ends when the store stops to answer, and not because it is large. A block
+that could be written to is copied, so whoever made it may use its memory again at once; one that
+is read-only is sent from where it is, and stays alive until then.
+Not here: which objects make a step (objects), addresses and credentials (object_address), what
+failures are called (object_errors).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from statehold.errors import InvariantError, MissingFileError, StateholdError
+from statehold.io.objects.address import check_options, check_url, open_store
+from statehold.io.objects.errors import (
+    is_past_end,
+    naming,
+    too_large,
+    truncated,
+)
+from statehold.io.objects.parallel import Parallel, Target
+from statehold.units import MiB
+
+if TYPE_CHECKING:
+    from obstore import Bytes
+    from obstore.store import ObjectStore
+
+__all__ = ["ObjectClient", "no_limit"]
+
+PART_BYTES = 5 * MiB  # the least that S3 takes; twelve of them are under way
+PARTS_MAX = 9_000  # of the 10,000 that S3 takes
+IN_FLIGHT_BYTES = 64 * MiB
+PIECE_BYTES = 4 * MiB  # handed on at once, and what a throttle is asked for
+COPY_BYTES = 1 * MiB  # copied at once: so long no other Python thread runs
+DEADLINE_S = 120.0
+
+T = TypeVar("T")
+
+
+def no_limit(_: int) -> None:
+    """A throttle that holds nothing up."""
+
+
+class ObjectClient:
+    """The objects below `url`. Thread-safe; connects at the first use.
+
+    part_bytes: of uploads and downloads; S3 takes 5 MiB or more.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any],
+        *,
+        deadline_s: float = DEADLINE_S,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        self.url = check_url(url)
+        self._options = check_options(options)
+        self._deadline_s = deadline_s
+        self._part_bytes = part_bytes
+        self._guard = threading.Lock()
+        self._opened: ObjectStore | None = None
+        threads = max(2, IN_FLIGHT_BYTES // part_bytes)
+        self._parallel = Parallel(threads, "statehold-objects")
+
+    def path(self, name: str) -> str:
+        """The object `name`, for messages."""
+        return f"{self.url}/{name}" if name else self.url
+
+    def close(self) -> None:
+        """End the threads; the next use starts new ones."""
+        self._parallel.close()
+
+    # -- objects ---------------------------------------------------------------------------
+
+    def get(self, name: str, bytes_max: int) -> bytes:
+        """The content of an object of at most `bytes_max`."""
+
+        def get(store: ObjectStore) -> bytes:
+            found = store.get(name)
+            if found.meta["size"] > bytes_max:
+                raise too_large("read", self.path(name), bytes_max)
+            return found.bytes().to_bytes()
+
+        return self._ask("read", name, get)
+
+    def size(self, name: str) -> int | None:
+        """The size of an object; None if there is none."""
+        with contextlib.suppress(MissingFileError):
+            return self._ask("look at", name, lambda store: store.head(name)["size"])
+        return None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Make an object, or replace it, by one request."""
+        self._ask("write", name, lambda store: store.put(name, data, use_multipart=False))
+
+    def list(self) -> tuple[list[str], list[str]]:
+        """The names of objects, and of directories, directly below the URL."""
+        found = self._ask("list", "", lambda store: store.list_with_delimiter())
+        return [entry["path"] for entry in found["objects"]], [*found["common_prefixes"]]
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if it is there."""
+        with contextlib.suppress(MissingFileError):
+            self._ask("delete", name, lambda store: store.delete(name))
+
+    def delete_below(self, directory: str) -> None:
+        """Delete all objects of a directory."""
+
+        def delete(store: ObjectStore) -> None:
+            for entries in store.list(directory):
+                store.delete([entry["path"] for entry in entries])
+
+        with contextlib.suppress(MissingFileError):  # somebody else deletes it, too
+            self._ask("delete", directory, delete)
+
+    # -- uploads ---------------------------------------------------------------------------
+
+    def upload(
+        self, name: str, size: int, blocks: Iterable[memoryview], before: Callable[[int], None]
+    ) -> None:
+        """Make an object of the `size` bytes of `blocks`, in parts. See ObjectSteps.upload."""
+        source = _Source(blocks, size, before)
+        part_bytes, in_flight = parts_of(size, self._part_bytes)
+        is_small = size <= part_bytes
+
+        def put(store: ObjectStore) -> None:
+            store.put(
+                name,
+                b"".join(source) if is_small else iter(source),
+                use_multipart=not is_small,
+                chunk_size=part_bytes,
+                max_concurrency=in_flight,
+            )
+
+        try:
+            self._ask("write", name, put)
+        except StateholdError:
+            if source.failure is None:
+                raise
+        if source.failure is not None:
+            raise source.failure
+
+    # -- downloads -------------------------------------------------------------------------
+
+    def fetch(self, name: str, targets: Sequence[Target]) -> None:
+        """Fill memory with ranges of an object, in parallel parts."""
+        self._parallel.move(targets, self._part_bytes, partial(self._fetch_part, name))
+
+    def _fetch_part(self, name: str, begin: int, target: memoryview) -> None:
+        end = begin + len(target)
+
+        def get(store: ObjectStore) -> Bytes | None:
+            try:
+                return store.get_range(name, start=begin, end=end)
+            except Exception as fault:
+                if not is_past_end(fault):
+                    raise
+                return None
+
+        data = self._ask("read", name, get)
+        if data is None or len(data) != len(target):
+            raise truncated("read", self.path(name), end)
+        target[:] = memoryview(data)
+
+    def _ask(self, operation: str, name: str, action: Callable[[ObjectStore], T]) -> T:
+        return naming(operation, self.path(name), lambda: action(self._store()))
+
+    def _store(self) -> ObjectStore:
+        with self._guard:
+            if self._opened is None:
+                self._opened = open_store(self.url, self._options, self._deadline_s)
+            return self._opened
+
+
+def parts_of(size: int, part_bytes: int) -> tuple[int, int]:
+    """(bytes of a part, parts in flight) for an upload of `size` bytes."""
+    part_bytes = max(part_bytes, -(-size // PARTS_MAX))
+    return part_bytes, max(2, IN_FLIGHT_BYTES // part_bytes)
+
+
+class _Source:
+    """The bytes of `blocks` in pieces that do not change: exactly `size` of them, or a failure.
+
+    `failure` is what was raised while they were made: that, and not what the store makes of it.
+    """
+
+    def __init__(
+        self, blocks: Iterable[memoryview], size: int, before: Callable[[int], None]
+    ) -> None:
+        self._blocks = blocks
+        self._size = size
+        self._before = before
+        self._spare: deque[bytearray] = deque()
+        self.failure: Exception | None = None
+
+    def __iter__(self) -> Iterator[memoryview]:
+        try:
+            yield from self._pieces()
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _pieces(self) -> Iterator[memoryview]:
+        left = self._size
+        for block in self._blocks:
+            view = memoryview(block).cast("B")
+            left -= len(view)
+            if left < 0:
+                break
+            step = PIECE_BYTES if view.readonly else COPY_BYTES
+            for begin in range(0, len(view), step):
+                piece = view[begin : begin + step]
+                self._before(len(piece))
+                yield piece if piece.readonly else self._copied(piece)
+        if left:
+            what = "more" if left < 0 else f"{self._size - left}"
+            facts = {"expected": f"{self._size} bytes", "got": what}
+            raise InvariantError("a file has another size than was said", facts=facts)
+
+    def _copied(self, piece: memoryview) -> memoryview:
+        """A copy in memory that is used again once it was sent: fresh memory costs three copies."""
+        buffer = self._spare.popleft() if self._spare else bytearray(COPY_BYTES)
+        copy = memoryview(buffer)[: len(piece)]
+        copy[:] = piece
+        weakref.finalize(copy, self._spare.append, buffer).atexit = False
+        return copy

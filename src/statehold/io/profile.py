@@ -1,0 +1,214 @@
+"""The profile of a storage: how bytes move best on it, as `statehold bench io` has measured.
+
+Owns: the file (strict JSON, versioned), where it lies, and when a Checkpointer believes it.
+Holds: a profile is advice. One that is broken, of another version, or of another storage is passed
+over with a note, and never makes anything fail that works without it.
+Not here: how it is found out (measure, choose).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from statehold.encoding.strictjson import Checker
+from statehold.errors import CorruptionError, StateholdError
+from statehold.io.mounts import Mount, mount_of
+from statehold.options import BUFFER_BYTES_MIN, Moving, Options
+from statehold.units import GiB, format_bytes
+
+__all__ = ["Profile", "Rates", "described", "find", "path_for", "rates_of", "save", "tuned"]
+
+FORMAT = "statehold-io-profile"
+VERSION = 2
+# Version 1 says nothing of rates.
+VERSIONS = (1, VERSION)
+_RATE_MAX = 1 << 60
+_BYTES_MAX = 64 * 1024
+_DEPTH_MAX = 4
+_THREADS_MAX = 4096
+_TEXT = re.compile(r"[^\x00-\x1f\x7f]{0,1000}")
+_BACKEND = re.compile(r"io_uring|threads")
+_SUMMARY = "not a profile that statehold can use"
+_HINT = "delete it, or measure again: statehold bench io PATH"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the storage can take and give, in bytes a second: the most that any strategy of the
+    study has reached, writing until durable, and reading what no memory holds."""
+
+    write_bytes_per_s: int
+    read_bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How bytes move best on the storage `mount`, when that was measured, why it is so, and how
+    fast that storage is, as far as the profile says it."""
+
+    mount: Mount
+    moving: Moving
+    measured: str
+    why: tuple[str, ...] = ()
+    rates: Rates | None = None
+
+    def encode(self) -> bytes:
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "storage": asdict(self.mount),
+            "settings": asdict(self.moving),
+            "rates": None if self.rates is None else asdict(self.rates),
+            "measured": self.measured,
+            "why": list(self.why),
+        }
+        return json.dumps(document, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def decode(text: bytes, file: str) -> Profile:
+    """A profile from its file. Raises CorruptionError that says what is wrong with it."""
+    check = Checker(CorruptionError, _SUMMARY, file, _HINT)
+    document = check.object(check.parse(text, "the file", _DEPTH_MAX), "the file")
+    version = document.get("version")
+    if document.get("format") != FORMAT or type(version) is not int or version not in VERSIONS:
+        got = f"{document.get('format')!r}, {version!r}"[:100]
+        check.fail("format and version", f"{FORMAT!r}, up to {VERSION}", got)
+    names = ("format", "version", "storage", "settings", "measured", "why")
+    check.members(document, "the file", names if version == 1 else (*names, "rates"))
+    why = [
+        check.text(line, "why", _TEXT, "one line of text")
+        for line in check.array(document["why"], "why")
+    ]
+    return Profile(
+        mount=_mount(check, document["storage"]),
+        moving=_moving(check, document["settings"]),
+        measured=check.text(document["measured"], "measured", _TEXT, "a time"),
+        why=tuple(why),
+        rates=_rates(check, document.get("rates")),
+    )
+
+
+def _mount(check: Checker, value: Any) -> Mount:
+    found = check.members(value, "storage", ("device", "point", "kind"))
+    return Mount(**{k: check.text(v, f"storage.{k}", _TEXT, "a name") for k, v in found.items()})
+
+
+def _moving(check: Checker, value: Any) -> Moving:
+    where = "settings"
+    found = check.members(value, where, ("buffer_bytes", "queue_depth", "backend", "copy_threads"))
+    at = f"{where}.buffer_bytes"
+    buffer_bytes = check.integer(found["buffer_bytes"], at, BUFFER_BYTES_MIN, GiB)
+    if buffer_bytes % BUFFER_BYTES_MIN:
+        check.fail(at, "a multiple of 1 MiB", str(buffer_bytes))
+    most = _THREADS_MAX
+    return Moving(
+        buffer_bytes=buffer_bytes,
+        queue_depth=check.integer(found["queue_depth"], f"{where}.queue_depth", 1, most),
+        backend=check.text(found["backend"], f"{where}.backend", _BACKEND, "io_uring or threads"),
+        copy_threads=check.integer(found["copy_threads"], f"{where}.copy_threads", 1, most),
+    )
+
+
+def _rates(check: Checker, value: Any) -> Rates | None:
+    if value is None:
+        return None
+    found = check.members(value, "rates", ("write_bytes_per_s", "read_bytes_per_s"))
+    return Rates(**{k: check.integer(v, f"rates.{k}", 1, _RATE_MAX) for k, v in found.items()})
+
+
+# -- where it lies ---------------------------------------------------------------------------------
+
+
+def path_for(path: str) -> Path:
+    """Where the profile of the storage that `path` lies on is looked for, and written."""
+    home = os.path.expanduser("~")
+    return Path(home, ".config", "statehold", "io", f"{mount_of(path).key}.json")
+
+
+def save(profile: Profile, file: Path) -> None:
+    """Write a profile; a reader sees the old one or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    try:
+        with open(descriptor, "wb") as out:
+            out.write(profile.encode())
+        os.replace(name, file)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def find(chosen: str | os.PathLike[str] | None, path: str) -> Profile | None:
+    """The profile that Options.profile = `chosen` means for a run at `path`, or None.
+
+    Raises CorruptionError for one that cannot be used.
+    """
+    if chosen is None:
+        return None
+    is_auto = chosen == "auto"
+    file = path_for(path) if is_auto else Path(chosen)
+    text = _read(file, is_needed=not is_auto)
+    if text is None:
+        return None
+    profile = decode(text, str(file))
+    here = mount_of(path)
+    if is_auto and profile.mount != here:
+        facts = {"file": str(file), "expected": here.device, "got": profile.mount.device}
+        raise CorruptionError("the profile is of another storage", facts=facts, hint=_HINT)
+    return profile
+
+
+def _read(file: Path, *, is_needed: bool) -> bytes | None:
+    try:
+        with open(file, "rb") as opened:
+            return opened.read(_BYTES_MAX)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not is_needed:
+            return None
+        facts = {"file": str(file), "why": os.strerror(error.errno or 0)}
+        raise CorruptionError("the profile cannot be read", facts=facts) from error
+
+
+def tuned(options: Options, path: str) -> tuple[Options, str]:
+    """The options of a run at `path` with its profile in place of what they leave open, and what
+    has to be said about a profile that was passed over ("": nothing)."""
+    try:
+        profile = find(options.profile, path)
+    except StateholdError as error:
+        return options, f"moving bytes as without a profile: {error}"
+    return (options.filled(believed(profile.moving)), "") if profile else (options, "")
+
+
+def rates_of(path: str) -> Rates | None:
+    """How fast the storage that `path` lies on is, if its profile says so."""
+    try:
+        profile = find("auto", path)
+    except StateholdError:
+        return None
+    return profile.rates if profile else None
+
+
+def believed(moving: Moving) -> Moving:
+    """io_uring only where it is allowed: the kernel may have been configured since."""
+    backend = "auto" if moving.backend == "io_uring" else moving.backend
+    return Moving(
+        buffer_bytes=moving.buffer_bytes,
+        queue_depth=moving.queue_depth,
+        backend=backend,
+        copy_threads=moving.copy_threads,
+    )
+
+
+def described(moving: Moving) -> str:
+    """The settings in words."""
+    threads = f"{moving.copy_threads} copy thread{'s' * (moving.copy_threads != 1)}"
+    size = format_bytes(moving.buffer_bytes)
+    return f"buffers of {size}, {moving.queue_depth} in flight, {moving.backend}, {threads}"

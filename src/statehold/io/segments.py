@@ -1,0 +1,153 @@
+"""Segments of files -> a read job of the engine, and what a segment number means when it answers.
+
+Owns: the one call of Engine.read; whose bytes a bad piece has.
+Holds: every byte of a segment is verified, whether it has a place or not.
+Not here: which segments, and where their bytes go (reads); all of a step, fast (cli/reading).
+Does not import torch: the commands use this, too.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from statehold import _core
+from statehold.errors import ChecksumError, UsageError
+from statehold.format.entries import sums_to_bytes
+from statehold.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from statehold._core import BoxTarget, Engine, Mismatch, ReadJob
+    from statehold.tensors.devices.placing import Place
+
+_FLAG_EXTERNAL = 2
+_FLAG_SHARED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where bytes go: to `address`, dense or as `box` says, or to `external`, a place that the
+    engine cannot reach. `owner`: the tensor that keeps the memory at `address` alive. `shared`:
+    other processes read them, too."""
+
+    address: int = 0
+    owner: torch.Tensor | None = None
+    box: BoxTarget | None = None
+    external: Place | None = None
+    shared: bool = False
+
+    @property
+    def flags(self) -> int:
+        return _FLAG_EXTERNAL * (self.external is not None) | _FLAG_SHARED * self.shared
+
+
+NOWHERE = Where()  # only verified
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The bytes [begin, end) of a file, which belong to one tensor (`name`), or to the header
+    (""), the checksums of their pieces, and where they go."""
+
+    file: int
+    begin: int
+    end: int
+    sums: str
+    name: str
+    where: Where = NOWHERE
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return self.file, self.begin, self.end
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A read under way."""
+
+    job: ReadJob
+    segments: Sequence[Segment]
+    files: Sequence[str]
+    hint: str  # for who meets a bad piece
+
+    def finish(self, fill: Callable[[ReadJob, Mapping[int, Place]], None] | None = None) -> None:
+        """Return once every byte is in place and verified; else ChecksumError, with the tensor.
+
+        fill: moves what the job hands out to the places that the engine cannot reach.
+        """
+        try:
+            if fill is not None:
+                fill(self.job, self.external())
+            self.job.wait(None)
+        except _core.Mismatch as found:
+            raise self._mismatch(found) from None
+        finally:
+            self.job.cancel()
+
+    def external(self) -> dict[int, Place]:
+        """The places that the engine cannot reach, by segment."""
+        places = enumerate(each.where.external for each in self.segments)
+        return {index: place for index, place in places if place is not None}
+
+    def _mismatch(self, found: Mismatch) -> ChecksumError:
+        segment = self.segments[found.segment]
+        return ChecksumError(
+            "bytes on disk do not match their checksum",
+            facts={
+                "tensor": segment.name or "none: the header of the file",
+                "file": self.files[segment.file],
+                "bytes": f"[{found.begin}, {found.end})",
+                "xxh3-64": f"expected {found.expected:016x}, got {found.got:016x}",
+            },
+            hint=self.hint,
+        )
+
+
+def start_read(
+    engine: Engine,
+    files: Mapping[str, int],
+    segments: Sequence[Segment],
+    block_bytes: int,
+    *,
+    first_segment: int = 0,
+    hint: str = "",
+) -> Reading:
+    """Begin to read `segments`, which are in order, of `files`: path -> bytes, by their numbers.
+
+    first_segment: where to begin if others read these files, too.
+    """
+    _check_blocks(block_bytes, engine.buffer_bytes)
+    places = [each.where for each in segments]
+    job = engine.read(
+        files=list(files),
+        file_bytes=list(files.values()),
+        block_bytes=block_bytes,
+        file_index=array("q", [each.file for each in segments]),
+        begins=array("q", [each.begin for each in segments]),
+        sizes=array("q", [each.end - each.begin for each in segments]),
+        addresses=array("Q", [where.address for where in places]),
+        flags=bytes([where.flags for where in places]),
+        strided={},  # what is not dense is a box
+        boxes={index: where.box for index, where in enumerate(places) if where.box is not None},
+        sums=sums_to_bytes("".join([each.sums for each in segments])),
+        owner=[where.owner for where in places],
+        first_segment=first_segment if any(where.shared for where in places) else 0,
+    )
+    return Reading(job, segments, list(files), hint)
+
+
+def _check_blocks(block_bytes: int, buffer_bytes: int) -> None:
+    """A piece is verified in one buffer: the grid of the step has to divide it."""
+    if buffer_bytes % block_bytes:
+        raise UsageError(
+            "the checksums of this step do not fit the buffers",
+            facts={
+                "block_bytes of the step": format_bytes(block_bytes),
+                "buffer_bytes": format_bytes(buffer_bytes),
+            },
+            hint=f"open it with buffer_bytes={block_bytes} or a multiple",
+        )

@@ -1,0 +1,113 @@
+"""The staging memory of a run: how large it is, and the engine and the devices that use it.
+
+    staging_bytes is given    so large, from the opening on
+    it is not                 FIRST_BYTES from the opening on: a restore needs no more. Where what
+                              this rank writes of a step is larger, that and a quarter of it,
+                              but at most the share of this rank in the memory that is available
+
+Holds: the size is chosen before a byte of such a step is copied, while nothing is under way. It is
+chosen again only for a step that has outgrown that quarter: an optimizer has no state before its
+first step. In between nothing grows. There are always two buffers.
+Not here: what memory is available (memory), how buffers are used (the engine).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from statehold import _core
+from statehold.errors import StorageError
+from statehold.process import host_memory as memory
+from statehold.tensors.devices import Devices
+from statehold.units import GiB, format_bytes
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+    from statehold.options import Options
+    from statehold.process.host_memory import Room
+
+__all__ = ["FIRST_BYTES", "SHARE", "Staging", "chosen"]
+
+FIRST_BYTES = GiB
+# One part in so many of the memory that is available goes to the ranks of a host. The rest is for
+# what training takes after its first save: activations, data loaders, page cache.
+SHARE = 3
+
+logger = logging.getLogger("statehold")
+
+
+def chosen(step_bytes: int, available_bytes: int, ranks: int) -> int:
+    """The staging memory for steps of which this rank writes `step_bytes`.
+
+    A quarter more than the step, so that a state may grow a little, and the next save find
+    buffers while the last ones of this save are written.
+    """
+    wanted = max(FIRST_BYTES, step_bytes + step_bytes // 4)
+    return min(wanted, available_bytes // SHARE // ranks)
+
+
+class Staging:
+    """The engine of an open Checkpointer, and its devices. `ranks` is how many share the host."""
+
+    engine: _core.Engine
+    devices: Devices
+
+    def __init__(self, fs: Fs, options: Options, ranks: int) -> None:
+        self._fs = fs
+        self._options = options
+        self._ranks = ranks
+        self._fits = 0  # bytes of the largest step for which a size was chosen
+        self._copied = 0  # bytes of the largest step so far
+        size = options.staging_size
+        self._open(chosen(0, memory.available().nbytes, ranks) if size is None else size)
+
+    def fit(self, step_bytes: int, drain: Callable[[], None]) -> None:
+        """See that there is memory for copying `step_bytes`. `drain` ends what is under way."""
+        if self._options.staging_size is not None:
+            return
+        if step_bytes > max(self._fits, self.engine.staging.nbytes):
+            self._choose(step_bytes, drain)
+        self._copied = max(self._copied, step_bytes)
+
+    def close(self) -> None:
+        """Give the memory back; every job has ended."""
+        self.devices.close()
+        self.engine.close()
+
+    def _choose(self, step_bytes: int, drain: Callable[[], None]) -> None:
+        before = self.engine.staging.nbytes
+        drain()
+        room = memory.available()
+        # What is there already comes back before more is taken.
+        size = chosen(step_bytes, room.nbytes + min(before, self._copied), self._ranks)
+        if size > before:
+            self._reopen(size, before)
+        self._fits = step_bytes + step_bytes // 4
+        self._tell(step_bytes, room)
+
+    def _reopen(self, size: int, before: int) -> None:
+        self.close()
+        try:
+            self._open(size)
+        except StorageError as error:
+            logger.warning("no more staging memory than before: %s", error)
+            self._open(before)
+
+    def _open(self, size: int) -> None:
+        buffer = self._options.buffer_size
+        whole = max(2, size // buffer) * buffer
+        self.engine = _core.Engine(self._fs, whole, buffer, self._options.copy_thread_count)
+        self.devices = Devices()
+
+    def _tell(self, step_bytes: int, room: Room) -> None:
+        size = self.engine.staging.nbytes
+        shared = f", shared by {self._ranks} ranks" if self._ranks > 1 else ""
+        text = (
+            f"staging memory of {format_bytes(size)} for {format_bytes(step_bytes)} of a step: at "
+            f"most a third of {format_bytes(room.nbytes)} {room.limit}{shared}"
+        )
+        if size < step_bytes:
+            text += "; updates also wait for writes, and staging_bytes=... overrides this"
+        logger.info("%s", text)

@@ -1,0 +1,297 @@
+"""Which tensors that several ranks hold under one name are one tensor: learned, and verified.
+
+A DTensor on a mesh of all ranks says by itself who holds what. But under tensor parallelism a norm
+is a DTensor on the data-parallel mesh alone, once for each tensor-parallel rank, and a buffer is a
+plain tensor everywhere: one tensor to the model, several to us. Experts that every rank keeps
+under the same name look exactly alike, and are not one tensor. Trusting the name loses experts,
+trusting nothing writes everything many times. So:
+
+    first save      every claimant writes its own version; the ranks compare fingerprints of the
+                    contents, and those that are equal on all claimants are learned
+    later saves     learned tensors are laid out as replicas and written once; the fingerprints
+                    are still compared: a difference fails the save, and all is learned anew
+
+A claim is the tensors of one rank on one mesh that is not the whole world (a plain tensor's mesh is
+its rank). Claims with the same tensors in the same shape, on meshes of the same shape that do not
+overlap, are siblings.
+
+Holds: all ranks use, for a save, what the last one but one before it taught (no more saves than
+that are under way), so they plan alike; a rank that missed an outcome has another `version` than
+the others, and the committer fails the save for it.
+Not here: fingerprints (tensors/fingerprints), messages between ranks (peers), who writes (share).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from statehold.errors import ReplicasDifferError
+from statehold.layout.layout import Layout, Mesh
+from statehold.layout.plan import TensorSpec
+
+__all__ = [
+    "Claim",
+    "Claims",
+    "Comparison",
+    "Lesson",
+    "Resolved",
+    "Siblings",
+    "judge",
+    "lesson_document",
+    "lesson_of",
+    "message",
+]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The tensors `names` of one rank on `mesh`. `key` is equal for siblings."""
+
+    key: str
+    mesh: Mesh
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Siblings:
+    """Claims on `meshes` that are the same for the tensors `equal`, and not for the others."""
+
+    meshes: tuple[Mesh, ...]
+    equal: tuple[str, ...]
+
+
+Lesson = Mapping[str, Siblings]  # by the key of the claims
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The tensors of a claim whose contents have to be compared.
+
+    learned: among how many siblings they were found equal and have to stay so; 0 when unknown.
+    """
+
+    claim: Claim
+    names: tuple[str, ...]
+    learned: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The specs with the layouts that are known, and what is to be compared for them."""
+
+    specs: list[TensorSpec]
+    comparisons: tuple[Comparison, ...]
+
+
+class Claims:
+    """What one rank knows. `learn` and `forget` may be called from another thread."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._due: dict[int, Lesson | None] = {}
+        self._known: dict[str, Siblings] = {}
+        self._specs: list[TensorSpec] | None = None
+        self._resolved = Resolved([], ())
+
+    def learn(self, save: int, lesson: Lesson) -> None:
+        """What the committed save number `save` has taught; may be nothing."""
+        self._due[save] = lesson
+
+    def forget(self, save: int) -> None:
+        """The save failed, here or everywhere: start anew."""
+        self._due[save] = None
+
+    @property
+    def version(self) -> str:
+        """Equal on all ranks that know the same, which is what planning alike needs."""
+        return _digest(lesson_document(self._known))
+
+    def resolve(self, specs: Sequence[TensorSpec], settled: int) -> Resolved:
+        """What holds for a save, by the saves up to the number `settled`, which have ended; cheap
+        while the specs stay equal."""
+        changed = self._absorb(settled)
+        specs = list(specs)
+        if changed or specs != self._specs:
+            self._specs = specs
+            self._resolved = self._resolve(specs)
+        return self._resolved
+
+    def _absorb(self, upto: int) -> bool:
+        before = self._known
+        for save in sorted(save for save in list(self._due) if save <= upto):
+            lesson = self._due.pop(save)
+            self._known = {} if lesson is None else {**self._known, **lesson}
+        return self._known != before
+
+    def _resolve(self, specs: list[TensorSpec]) -> Resolved:
+        comparisons = []
+        joined: dict[tuple[Mesh, str], Mesh] = {}
+        for claim in self._claims(specs):
+            known = self._known.get(claim.key)
+            if known is None:
+                comparisons.append(Comparison(claim, claim.names, 0))
+            elif len(known.meshes) > 1 and known.equal and claim.mesh in known.meshes:
+                comparisons.append(Comparison(claim, known.equal, len(known.meshes)))
+                mesh = _joined(known.meshes)  # once: meshes are long, and known by identity
+                joined.update({(claim.mesh, name): mesh for name in known.equal})
+        if not joined:
+            return Resolved(specs, tuple(comparisons))
+        found = [joined.get((self._mesh_of(spec), spec.name)) for spec in specs]
+        return Resolved(
+            [
+                replace(spec, layout=_layout_on(mesh, spec)) if mesh else spec
+                for spec, mesh in zip(specs, found, strict=True)
+            ],
+            tuple(comparisons),
+        )
+
+    def _claims(self, specs: Sequence[TensorSpec]) -> list[Claim]:
+        members: defaultdict[Mesh, list[TensorSpec]] = defaultdict(list)
+        for spec in specs:
+            mesh = self._mesh_of(spec)
+            if len(mesh.ranks) < self._world_size:
+                members[mesh].append(spec)
+        return [_claim(mesh, group) for mesh, group in members.items()]
+
+    def _mesh_of(self, spec: TensorSpec) -> Mesh:
+        return spec.layout.mesh if spec.layout else Mesh((1,), (self._rank,))
+
+
+def _claim(mesh: Mesh, specs: Sequence[TensorSpec]) -> Claim:
+    ordered = sorted(specs, key=lambda spec: spec.name)
+    tensors = [
+        (spec.name, spec.dtype, spec.global_shape or spec.shape, _splits(spec)) for spec in ordered
+    ]
+    return Claim(_digest([mesh.shape, tensors]), mesh, tuple(spec.name for spec in ordered))
+
+
+def _splits(spec: TensorSpec) -> tuple[tuple[int, int], ...]:
+    return spec.layout.splits if spec.layout else ()
+
+
+def _joined(meshes: Sequence[Mesh]) -> Mesh:
+    """All siblings' meshes as one: a new axis in front, along which they replicate."""
+    ranks = tuple(rank for mesh in meshes for rank in mesh.ranks)
+    return Mesh((len(meshes), *meshes[0].shape), ranks)
+
+
+def _layout_on(mesh: Mesh, spec: TensorSpec) -> Layout:
+    return Layout(mesh, tuple((axis + 1, dim) for axis, dim in _splits(spec)))
+
+
+# -- what the ranks tell each other --------------------------------------------------------
+
+
+def message(
+    rank: int, comparisons: Iterable[Comparison], fingerprints: Mapping[str, int]
+) -> dict[str, Any]:
+    """What `rank` tells the committer, as plain values.
+
+    A mesh is told by its first rank alone. Contents that should be equal are told as one digest, so
+    that the messages of steady saves do not grow with the tensors.
+    """
+    told = {}
+    for comparison in comparisons:
+        claim, names = comparison.claim, list(comparison.names)
+        contents = [f"{fingerprints[name]:016x}" for name in names]
+        if comparison.learned:
+            names, contents = [f"{names[0]} or one of {len(names)} like it"], [_digest(contents)]
+        told[claim.key] = {
+            "mesh": _mesh_document(claim.mesh) if rank == claim.mesh.ranks[0] else None,
+            "learned": comparison.learned,
+            "names": names,
+            "contents": contents,
+        }
+    return told
+
+
+def judge(messages: Sequence[Mapping[str, Any]]) -> Lesson:
+    """What the messages of all ranks, in order, teach.
+
+    Raises ReplicasDifferError where what had been learned is no longer so.
+    """
+    by_key: defaultdict[str, dict[int, Any]] = defaultdict(dict)
+    for rank, told in enumerate(messages):
+        for key, entry in told.items():
+            by_key[key][rank] = entry
+    lesson = {}
+    for key, entries in by_key.items():
+        siblings = _compared(entries)
+        learned = max(entry["learned"] for entry in entries.values())
+        if not learned:
+            lesson[key] = siblings
+        elif len(siblings.meshes) != learned or not siblings.equal:
+            raise _no_longer_equal(entries)
+    return lesson
+
+
+def _compared(entries: Mapping[int, Any]) -> Siblings:
+    """The meshes all of whose ranks claim, and what is equal on all of them."""
+    told = [_mesh_of_document(entry["mesh"]) for entry in entries.values() if entry["mesh"]]
+    meshes = tuple(mesh for mesh in told if all(rank in entries for rank in mesh.ranks))
+    ranks = [rank for mesh in meshes for rank in mesh.ranks]
+    if len(set(ranks)) != len(ranks):
+        return Siblings(meshes, ())  # meshes that overlap: nothing can be said
+    names = next(iter(entries.values()))["names"]
+    same = [True] * len(names)
+    for alike in zip(*(mesh.ranks for mesh in meshes), strict=True):
+        first = entries[alike[0]]["contents"]
+        for contents in {tuple(entries[rank]["contents"]) for rank in alike[1:]} - {tuple(first)}:
+            same = [s and a == b for s, a, b in zip(same, contents, first, strict=True)]
+    return Siblings(
+        meshes, tuple(name for name, is_same in zip(names, same, strict=True) if is_same)
+    )
+
+
+def _no_longer_equal(entries: Mapping[int, Any]) -> ReplicasDifferError:
+    ranks = sorted(entries)
+    return ReplicasDifferError(
+        "a tensor that was the same on several ranks no longer is",
+        facts={
+            "tensor": entries[ranks[0]]["names"][0],
+            "ranks": ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else ""),
+        },
+        hint="if these should be equal, the ranks have drifted apart; "
+        "the next saves keep every rank's own version",
+    )
+
+
+# -- as plain values -----------------------------------------------------------------------
+
+
+def lesson_document(lesson: Lesson) -> dict[str, Any]:
+    """A lesson as plain values."""
+    return {
+        key: {"meshes": [_mesh_document(mesh) for mesh in found.meshes], "equal": [*found.equal]}
+        for key, found in sorted(lesson.items())
+    }
+
+
+def lesson_of(document: Mapping[str, Any]) -> Lesson:
+    """The lesson that `lesson_document` described."""
+    return {
+        key: Siblings(
+            tuple(_mesh_of_document(mesh) for mesh in found["meshes"]), tuple(found["equal"])
+        )
+        for key, found in document.items()
+    }
+
+
+def _mesh_document(mesh: Mesh) -> list[list[int]]:
+    return [list(mesh.shape), list(mesh.ranks)]
+
+
+def _mesh_of_document(document: Sequence[Sequence[int]]) -> Mesh:
+    shape, ranks = document
+    return Mesh(tuple(shape), tuple(ranks))
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:32]

@@ -1,0 +1,43 @@
+"""Runs of elements as boxes: what a range of a tensor's bytes is in its rows and columns.
+
+Owns: the cutting of elements [begin, end), counted in C order, into boxes.
+Holds: the boxes are disjoint, in the order of their elements, each dense in that order, and few: at
+most one fewer than twice the dims.
+Not here: which bytes are read or written (ranges, plan), who moves them (devices).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from statehold.layout.layout import Box
+
+__all__ = ["boxes_of_run"]
+
+
+def boxes_of_run(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
+    """The elements [begin, end) of a tensor of `shape`."""
+    if begin >= end:
+        return
+    if not shape or (begin, end) == (0, math.prod(shape)):
+        yield Box.whole(shape)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # whole rows: [first, last)
+    if first > last:  # inside one row
+        yield from _in_row(shape, last, begin - last * row, end - last * row)
+        return
+    yield from _in_row(shape, first - 1, begin - (first - 1) * row, row)
+    if first < last:
+        rest = (0,) * (len(shape) - 1)
+        yield Box((first, *rest), (last - first, *shape[1:]))
+    yield from _in_row(shape, last, 0, end - last * row)
+
+
+def _in_row(shape: Sequence[int], index: int, begin: int, end: int) -> Iterator[Box]:
+    row = math.prod(shape[1:])
+    if (begin, end) == (row, row) or index < 0:
+        return
+    for box in boxes_of_run(shape[1:], begin, end):
+        yield Box((index, *box.offsets), (1, *box.shape))

@@ -1,0 +1,208 @@
+"""Where every byte of a data file goes: pure arithmetic.
+
+Owns: the order of tensors in a data file, their offsets, the header with the step in it, and the
+grid of checksummed pieces.
+Holds: the same specs give the same plan; tensors tile [data_begin, file_bytes) in file order, each
+aligned to its dtype; two plans that differ only in the step have the same size and offsets; a
+piece lies in one tensor (or the header) and in one grid block.
+Not here: who writes what (share), the bytes, the disk, the checksums' values (manifest), what to
+read (reads).
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from statehold.encoding import header
+from statehold.errors import InvariantError, UsageError
+from statehold.layout.layout import Layout
+from statehold.units import MiB
+
+__all__ = [
+    "BLOCK_BYTES",
+    "STEP_MAX",
+    "SavePlan",
+    "TensorSpec",
+    "file_name",
+    "piece_count",
+    "pieces",
+    "plan_save",
+    "step_of",
+]
+
+BLOCK_BYTES = 1 * MiB
+# The step has twelve digits in directory names and in headers, so that a name or a header never
+# changes its size, and names sort as numbers do.
+STEP_DIGITS = 12
+STEP_MAX = 10**STEP_DIGITS - 1
+WORLD_MAX = 99_999
+# The step is the first thing in every header: its place needs no search in names that users chose.
+_STEP_KEY = "statehold.step"
+_STEP_AT = header.LENGTH_BYTES + len(f'{{"{header.METADATA}":{{"{_STEP_KEY}":"')
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor to save, or the box of one. `eager`: it may change soon, so it is copied first.
+
+    `shape` and `nbytes` are those of the box; `layout` is None for a tensor of this rank alone,
+    `global_shape` None for `shape`, `offsets` None for zeros.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    eager: bool = False
+    layout: Layout | None = None
+    global_shape: tuple[int, ...] | None = None
+    offsets: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """One data file. `specs` and `begins` (absolute offsets) are in file order;
+    `source_index[i]` is where `specs[i]` was in the input."""
+
+    step: int
+    world_size: int
+    rank: int
+    specs: tuple[TensorSpec, ...]
+    source_index: tuple[int, ...]
+    begins: tuple[int, ...]
+    header: bytes
+    data_begin: int
+    file_bytes: int
+    part: int = 0  # of a rank with several files
+
+    @property
+    def file_name(self) -> str:
+        return file_name(self.rank, self.world_size, self.part)
+
+    def header_for(self, step: int) -> bytes:
+        """The header of the same plan at another step: only twelve digits differ."""
+        end = _STEP_AT + STEP_DIGITS
+        return self.header[:_STEP_AT] + _digits(step).encode("ascii") + self.header[end:]
+
+    def at_step(self, step: int) -> SavePlan:
+        return replace(self, step=step, header=self.header_for(step))
+
+
+def file_name(rank: int, world_size: int, part: int = 0) -> str:
+    """A file holds a name once: a rank with several boxes of one tensor has more, with a number."""
+    number = f"-{part}" if part else ""
+    return f"rank-{rank:05d}-of-{world_size:05d}{number}.safetensors"
+
+
+def piece_count(begin: int, nbytes: int, block_bytes: int) -> int:
+    """How many grid blocks the bytes [begin, begin + nbytes) of a file touch."""
+    if nbytes == 0:
+        return 0
+    return (begin + nbytes - 1) // block_bytes - begin // block_bytes + 1
+
+
+def pieces(begin: int, nbytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """[begin, begin + nbytes) cut at every multiple of `block_bytes`, as (begin, end)."""
+    end = begin + nbytes
+    while begin < end:
+        cut = min(end, (begin // block_bytes + 1) * block_bytes)
+        yield begin, cut
+        begin = cut
+
+
+def plan_save(
+    specs: Sequence[TensorSpec], *, step: int, world_size: int = 1, rank: int = 0, part: int = 0
+) -> SavePlan:
+    """Plan the data file of `rank`, or number `part` of its files.
+
+    Widest dtypes first, so that every tensor is aligned to its dtype without holes; among equals
+    the eager ones, so that they share blocks; then the order of the input. Raises UsageError for a
+    step out of range, InvariantError for specs that contradict themselves.
+    """
+    _check_specs(specs)
+    bits = header.DTYPE_BITS
+    order = sorted(range(len(specs)), key=lambda i: (-bits[specs[i].dtype], not specs[i].eager))
+    placed = tuple([specs[i] for i in order])
+    entries, at = [], 0
+    for spec in placed:
+        entries.append(header.Entry(spec.name, spec.dtype, spec.shape, at, at + spec.nbytes))
+        at += spec.nbytes
+    raw = header.encode(entries, _metadata(placed, step, world_size))
+    return SavePlan(
+        step=step,
+        world_size=world_size,
+        rank=rank,
+        specs=placed,
+        source_index=tuple(order),
+        begins=tuple([len(raw) + entry.begin for entry in entries]),
+        header=raw,
+        data_begin=len(raw),
+        file_bytes=len(raw) + at,
+        part=part,
+    )
+
+
+def _check_specs(specs: Sequence[TensorSpec]) -> None:
+    names = {spec.name for spec in specs}
+    if len(names) != len(specs) or header.METADATA in names or "" in names:
+        raise InvariantError("tensor names must be distinct, not empty and not __metadata__")
+    for spec in specs:
+        if spec.dtype not in header.DTYPE_BITS:
+            facts = {"tensor": spec.name, "dtype": spec.dtype}
+            raise InvariantError("safetensors cannot hold this dtype", facts=facts)
+        expected = header.bytes_of(spec.dtype, spec.shape)
+        if expected != spec.nbytes:
+            facts = {"tensor": spec.name, "expected": str(expected), "got": str(spec.nbytes)}
+            raise InvariantError("the size of a tensor contradicts its shape", facts=facts)
+
+
+def step_of(given: Any) -> int:
+    """A step that a user gave: an int, or what stands for one exactly, such as a NumPy integer."""
+    is_bool = isinstance(given, bool) or str(getattr(given, "dtype", "")).endswith("bool")
+    try:
+        step = -1 if is_bool else operator.index(given)
+    except (TypeError, ValueError):  # a float, a text, a tensor of several numbers
+        step = -1
+    if not 0 <= step <= STEP_MAX:
+        raise UsageError(
+            "a step is a whole number",
+            facts={"expected": f"0 to {STEP_MAX}", "got": repr(given)[:80]},
+            hint="the step comes first in save(step, state), and second in restore(state, step)",
+        )
+    return step
+
+
+def _digits(step: int) -> str:
+    if type(step) is not int or not 0 <= step <= STEP_MAX:
+        facts = {"expected": f"an int from 0 to {STEP_MAX}", "got": repr(step)[:80]}
+        raise UsageError("a step number is out of range", facts=facts)
+    return f"{step:0{STEP_DIGITS}d}"
+
+
+def _metadata(specs: Sequence[TensorSpec], step: int, world_size: int) -> dict[str, str]:
+    """The strings of `__metadata__`: ours, and those that the stock DCP reader asks for.
+
+    DCP takes the box of a chunk from `saved_offsets` and the shape in the header; the global
+    shape it guesses from the files that are there, which is why we also record it.
+    """
+    offsets, shapes = {}, {}
+    for spec in specs:
+        at = (0,) * len(spec.shape) if spec.offsets is None else spec.offsets
+        offsets[spec.name] = {"saved_offsets": at}
+        shapes[spec.name] = spec.shape if spec.global_shape is None else spec.global_shape
+    return {
+        _STEP_KEY: _digits(step),
+        "statehold.world_size": str(world_size),
+        "statehold.global_shapes": _compact(shapes),
+        "DCP_SHARDING_INFO": _compact(offsets),
+        "DCP_VERSION": "1.0",
+        "format": "pt",
+    }
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

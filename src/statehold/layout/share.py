@@ -1,0 +1,344 @@
+"""Which rank writes which part of a state that many ranks hold: pure arithmetic, no talking.
+
+Owns: the choice of the writer of every box that several ranks hold, the cutting of large ones, and
+the cache that keeps a rank's share with the plan of its data file.
+Holds: every element of a tensor with a layout is written by exactly one rank, a tensor without one
+by each rank that has it. All ranks of a mesh choose alike: they see the same tensors, and choose by
+global shapes and names alone, never by the size of their own box. Counting every box as the
+largest of its tensor, no replica writes more than the mean of the replicas and one item (a piece,
+or a tensor that is not cut). The time depends on a rank's own tensors, hardly on how many ranks
+there are.
+Not here: boxes (layout), the file (plan), what is on disk (record).
+
+A box that R replicas hold can be cut into P pieces for each P of a ladder of divisors of R, along
+dim 0: neighbouring replicas take one piece each, and the R / P groups of neighbours are the
+choices. Items go to the group with the fewest bytes, finest cuts first, then the largest, which is
+longest-processing-time scheduling. Splitting everything over all replicas was rejected: over
+thousands of them a piece would be a few hundred bytes, and a restore as many reads.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from statehold.encoding import header
+from statehold.errors import InvariantError
+from statehold.layout.layout import AnyLayout, Box, Layout, Mesh
+from statehold.layout.plan import SavePlan, TensorSpec, plan_save
+from statehold.units import MiB
+
+__all__ = [
+    "PIECE_BYTES",
+    "SPLIT_BYTES",
+    "Balance",
+    "Held",
+    "Part",
+    "PlanCache",
+    "RankPlan",
+    "Share",
+    "Spread",
+    "balance",
+    "share",
+]
+
+SPLIT_BYTES = 8 * MiB  # a replicated box from this size on is cut
+PIECE_BYTES = 1 * MiB  # no piece of the largest box is cut smaller
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a record says of a tensor that its rank holds, written there or not.
+
+    `shape` is global. `layout` is the one written (a large replicated tensor is split over its
+    replicas), None for a tensor that is this rank's own. `writer` is the replica that writes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: AnyLayout | None
+    writer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What this rank writes: `rows` (of dim 0; None: all) of the captured spec number `source`."""
+
+    spec: TensorSpec
+    source: int
+    rows: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of one rank in a save."""
+
+    parts: tuple[Part, ...]
+    held: tuple[Held, ...]
+
+
+def share(specs: Sequence[TensorSpec], rank: int) -> Share:
+    """What `rank`, which holds `specs`, writes; `held` is in the order of `specs`.
+
+    Raises InvariantError for a spec whose box is not the one that its layout gives this rank.
+    """
+    written = [(spec.layout, 0) for spec in specs]
+    for members in _replicated(specs):
+        for index, choice in zip(members, _choose([specs[i] for i in members]), strict=True):
+            written[index] = choice
+    held, parts = [], []
+    for index, (spec, (layout, writer)) in enumerate(zip(specs, written, strict=True)):
+        held.append(Held(spec.name, spec.dtype, _global_shape(spec), layout, writer))
+        part = _part(spec, index, layout, writer, rank)
+        if part is not None:
+            parts.append(part)
+    return Share(tuple(parts), tuple(held))
+
+
+def _global_shape(spec: TensorSpec) -> tuple[int, ...]:
+    return spec.shape if spec.global_shape is None else spec.global_shape
+
+
+# -- what a rank writes ------------------------------------------------------------------------
+
+
+def _part(
+    spec: TensorSpec, source: int, layout: Layout | None, writer: int, rank: int
+) -> Part | None:
+    if layout is None or spec.layout is None:
+        return Part(spec, source, None)
+    own = _own_box(spec, spec.layout, rank)
+    if layout.replica_count > 1 and layout.replica_index(rank) != writer:
+        return None
+    box = own if layout is spec.layout else layout.box(_global_shape(spec), rank)
+    # On a mesh of one rank nobody else could tell that an empty tensor exists.
+    if not box.numel and len(layout.mesh.ranks) > 1:
+        return None
+    if box == own:
+        return Part(spec, source, None)
+    begin = box.offsets[0] - own.offsets[0]
+    return Part(_spec_of(spec, box), source, (begin, begin + box.shape[0]))
+
+
+def _own_box(spec: TensorSpec, layout: Layout, rank: int) -> Box:
+    offsets = (0,) * len(spec.shape) if spec.offsets is None else spec.offsets
+    got = Box(offsets, spec.shape)
+    if rank in layout.mesh:
+        expected = layout.box(_global_shape(spec), rank)
+        if got == expected:
+            return expected
+    wanted = str(expected) if rank in layout.mesh else "nothing: it is not in the mesh"
+    facts = {"tensor": spec.name, "rank": str(rank), "expected": wanted, "got": str(got)}
+    raise InvariantError("a rank holds another box than its layout says", facts=facts)
+
+
+def _spec_of(spec: TensorSpec, box: Box) -> TensorSpec:
+    nbytes = header.DTYPE_BITS[spec.dtype] * box.numel // 8  # _item cuts no byte
+    return replace(spec, shape=box.shape, nbytes=nbytes, offsets=box.offsets)
+
+
+# -- who writes a replicated box ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A way to cut: each run of `parts` neighbouring replicas shares a box, a piece each.
+
+    Axis `refined` of the old mesh is two axes in `mesh`, unless it is beyond the last one.
+    """
+
+    parts: int
+    mesh: Mesh
+    refined: int
+    axes: tuple[int, ...]  # of `mesh`, that hold the neighbours
+
+    def layout(self, of: Layout) -> Layout:
+        """The layout as written: the pieces are cut after, and out of, the boxes of `of`."""
+        kept = [(axis + (axis > self.refined), dim) for axis, dim in of.splits]
+        return Layout(self.mesh, (*kept, *[(axis, 0) for axis in self.axes]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One tensor's demand on each replica that takes part in writing it."""
+
+    cut: int  # in the ladder
+    nbytes: int
+    name: str
+    member: int
+
+    @property
+    def key(self) -> tuple[int, int, str]:
+        return -self.cut, -self.nbytes, self.name
+
+
+def _replicated(specs: Sequence[TensorSpec]) -> Iterable[list[int]]:
+    """The tensors that several ranks hold, by the mesh and the axes along which they do."""
+    groups: defaultdict[tuple[Mesh, tuple[int, ...]], list[int]] = defaultdict(list)
+    for index, spec in enumerate(specs):
+        layout = spec.layout
+        # Eager tensors stay with the first replica: DistributedDataParallel takes the buffers of
+        # rank 0 for the true ones, whatever the others have computed meanwhile.
+        if layout is not None and layout.replica_count > 1 and not spec.eager:
+            groups[layout.mesh, layout.replica_axes].append(index)
+    return groups.values()
+
+
+def _choose(specs: Sequence[TensorSpec]) -> list[tuple[Layout | None, int]]:
+    """(layout as written, writer) of each of `specs`, which have one mesh and replica axes."""
+    layouts = [spec.layout for spec in specs if spec.layout is not None]
+    ladder = _ladder(layouts[0].mesh, layouts[0].replica_axes)
+    items = [_item(spec, member, ladder) for member, spec in enumerate(specs)]
+    chosen: list[tuple[Layout | None, int]] = [(None, 0)] * len(specs)
+    known: dict[tuple[int, Layout], Layout] = {}
+    for item, writer in _schedule(items, [cut.parts for cut in ladder]):
+        key = item.cut, layouts[item.member]
+        if key not in known:
+            known[key] = ladder[item.cut].layout(key[1]) if item.cut else key[1]
+        chosen[item.member] = known[key], writer
+    return chosen
+
+
+def _ladder(mesh: Mesh, axes: Sequence[int]) -> list[_Cut]:
+    """The cuts of a mesh, from none to one piece a replica; each divides the next."""
+    parts, ladder = 1, [_cut(mesh, axes, 1)]
+    for axis in reversed(axes):
+        for prime in _primes(mesh.shape[axis]):
+            parts *= prime
+            ladder.append(_cut(mesh, axes, parts))
+    return ladder
+
+
+def _primes(n: int) -> Iterator[int]:
+    divisor = 2
+    while divisor * divisor <= n:
+        while n % divisor == 0:
+            yield divisor
+            n //= divisor
+        divisor += 1
+    if n > 1:
+        yield n
+
+
+def _cut(mesh: Mesh, axes: Sequence[int], parts: int) -> _Cut:
+    """Cut over the last replica axes; an axis that `parts` does not use up becomes two."""
+    shape, refined, cut, left = list(mesh.shape), len(mesh.shape), [], parts
+    for axis in reversed(axes):
+        size = mesh.shape[axis]
+        inner = min(size, left)
+        left //= inner
+        if 1 < inner < size:
+            shape[axis : axis + 1] = [size // inner, inner]
+            refined = axis
+        if inner > 1:
+            cut.append(axis)
+    if refined == len(mesh.shape):
+        return _Cut(parts, mesh, refined, tuple(sorted(cut)))
+    moved = sorted(axis + (axis >= refined) for axis in cut)
+    return _Cut(parts, Mesh(tuple(shape), mesh.ranks), refined, tuple(moved))
+
+
+def _item(spec: TensorSpec, member: int, ladder: Sequence[_Cut]) -> _Item:
+    """The finest cut that pays, by the nominal size: that of the largest box."""
+    assert spec.layout is not None
+    shape = spec.layout.largest_box(_global_shape(spec)).shape
+    nbytes = -(-header.DTYPE_BITS[spec.dtype] * math.prod(shape) // 8)
+    if nbytes < SPLIT_BYTES or header.DTYPE_BITS[spec.dtype] * math.prod(shape[1:]) % 8:
+        return _Item(0, nbytes, spec.name, member)
+    rows, row_bytes = shape[0], nbytes // shape[0]
+    for cut in reversed(range(len(ladder))):
+        parts = ladder[cut].parts
+        most = -(-rows // parts)
+        # Pieces of very different sizes would not balance: 9 rows in 8 pieces are 2, 2, 2, 2, 1.
+        if parts * PIECE_BYTES <= nbytes and 8 * most * parts <= 9 * rows:
+            return _Item(cut, most * row_bytes, spec.name, member)
+    return _Item(0, nbytes, spec.name, member)
+
+
+def _schedule(items: Sequence[_Item], parts: Sequence[int]) -> Iterator[tuple[_Item, int]]:
+    """Each item and the group of neighbours that writes it; `parts` is the ladder.
+
+    A heap entry is a run of groups with equal load: there are at most twice as many as items,
+    however many groups. The longest run is taken first, and in its middle, so that a few items go
+    to groups far apart: to other hosts.
+    """
+    heap = [(0, -1, 0)]  # bytes, minus the length of the run, its first group
+    size = parts[-1]
+    for item in sorted(items, key=lambda item: item.key):
+        if (finer := size // parts[item.cut]) > 1:
+            heap = [(load, length * finer, first * finer) for load, length, first in heap]
+            size = parts[item.cut]
+        load, length, first = heapq.heappop(heap)
+        chosen, end = first + (-length - 1) // 2, first - length
+        for low, high in ((first, chosen), (chosen + 1, end)):
+            if low < high:
+                heapq.heappush(heap, (load, low - high, low))
+        heapq.heappush(heap, (load + item.nbytes, -1, chosen))
+        yield item, chosen
+
+
+# -- the cache ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What a rank writes, and where in its data file: `save` plans the specs of `share.parts`,
+    whose places `save.source_index` gives in file order."""
+
+    save: SavePlan
+    share: Share
+
+
+class PlanCache:
+    """The plan of the last save, for the next one: a training run saves the same structure."""
+
+    def __init__(self, *, world_size: int = 1, rank: int = 0) -> None:
+        self._world_size = world_size
+        self._rank = rank
+        self._specs: list[TensorSpec] | None = None
+        self._plan: RankPlan | None = None
+
+    def get(self, specs: Sequence[TensorSpec], step: int) -> RankPlan:
+        """The plan of `specs` at `step`; cheap while the specs stay equal."""
+        specs = list(specs)
+        if self._plan is not None and specs == self._specs:
+            return RankPlan(self._plan.save.at_step(step), self._plan.share)
+        found = share(specs, self._rank)
+        parts = [part.spec for part in found.parts]
+        save = plan_save(parts, step=step, world_size=self._world_size, rank=self._rank)
+        self._specs, self._plan = specs, RankPlan(save, found)
+        return self._plan
+
+
+# -- reporting ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of bytes written."""
+
+    min: int
+    mean: float
+    max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    ranks: Spread
+    nodes: Spread
+
+
+def balance(rank_bytes: Sequence[int], hosts: Sequence[str]) -> Balance:
+    """How evenly ranks, and the hosts they run on, write: one entry a rank in both."""
+    node_bytes: defaultdict[str, int] = defaultdict(int)
+    for nbytes, host in zip(rank_bytes, hosts, strict=True):
+        node_bytes[host] += nbytes
+    return Balance(_spread(rank_bytes), _spread(list(node_bytes.values())))
+
+
+def _spread(values: Sequence[int]) -> Spread:
+    return Spread(min(values), sum(values) / len(values), max(values))

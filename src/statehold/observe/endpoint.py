@@ -1,0 +1,126 @@
+"""An endpoint for Prometheus: `statehold.metrics.serve(9400)`.
+
+A function, and no option of the Checkpointer: the figures are those of all Checkpointers of the
+process, and options are the same on all ranks, while two ranks of a host cannot share a port.
+
+Holds: one thread, which serves one request at a time and gives up on a peer that stalls; nothing
+is printed; a forked child does not serve, and does not keep the port either; close() gives it back.
+Not here: what is counted (counters).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import socketserver
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+from statehold.errors import PortInUseError, UsageError
+from statehold.observe.counters import exposition
+from statehold.process.forks import forget_in_children
+
+__all__ = ["Endpoint", "serve"]
+
+logger = logging.getLogger("statehold")
+
+# How long a peer may take to say what it wants; meanwhile no other is served.
+REQUEST_S_MAX = 5.0
+
+
+def serve(port: int, host: str = "127.0.0.1") -> Endpoint:
+    """Serve the figures of this process at http://HOST:PORT/metrics until close().
+
+    Port 0 takes a free one. Several ranks of a host need a port each: `9400 + local_rank`. There
+    is no password: give another host than this one only where everybody may read paths of runs.
+    Raises PortInUseError, and UsageError for what is no port or no address of this machine.
+    """
+    if type(port) is not int or not 0 <= port <= 65535:
+        raise UsageError("a port is 0 to 65535", facts={"got": repr(port)})
+    try:
+        return Endpoint(host, port)
+    except OSError as error:
+        kind = PortInUseError if error.errno == errno.EADDRINUSE else UsageError
+        hint = "with several ranks on a host: a port each" if kind is PortInUseError else None
+        facts = {"address": f"{host}:{port}", "cause": str(error)}
+        raise kind("cannot serve metrics at this address", facts=facts, hint=hint) from None
+
+
+class Endpoint:
+    """A port that answers. Usable as a context manager; close() may be called twice."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._server = _Server(host, port)
+        self._is_open = True
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="statehold-metrics", daemon=True
+        )
+        self._thread.start()
+        forget_in_children(self)
+
+    @property
+    def port(self) -> int:
+        """The port, also where 0 was asked for."""
+        return int(self._server.server_address[1])
+
+    def close(self) -> None:
+        """Stop serving, and give the port back."""
+        if self._is_open:
+            self._is_open = False
+            self._server.shutdown()
+            self._thread.join()
+            self._server.server_close()
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def forget(self) -> None:
+        """In a forked child, which has the socket but not the thread."""
+        self._is_open = False
+        self._server.server_close()
+
+
+class _Server(HTTPServer):
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        # HTTPServer would ask the resolver for this host's name, which can take seconds.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = "statehold", self.server_address[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a request for metrics failed", exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = REQUEST_S_MAX
+    server_version = "statehold"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        self._answer(is_head=False)
+
+    def do_HEAD(self) -> None:
+        self._answer(is_head=True)
+
+    def _answer(self, is_head: bool) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(404, "look at /metrics")
+            return
+        body = exposition().encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if not is_head:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug("metrics: " + format, *args)

@@ -1,0 +1,85 @@
+"""How far a long transfer is, in the log: done, of how much, how fast, how long still.
+
+Holds: silent for FIRST_S; then at most a line a second, and of a long transfer fewer, so that a
+restore of hours writes a hundred lines and not ten thousand. Never raises into the transfer.
+Not here: what is transferred, and how its bytes are counted (those that use this).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+from statehold.observe.background_log import BackgroundLog
+from statehold.units import format_bytes, format_seconds
+
+__all__ = ["Counts", "Progress"]
+
+FIRST_S = 5.0
+PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 60.0
+_PAUSE_SHARE = 0.05  # of the time so far
+
+Counts = Callable[[], tuple[int, int]]
+
+
+class Progress:
+    """Says every now and then how far `what` is, from a thread of its own, until left.
+
+    counts: bytes done and in all, from any thread. seen: told the same whenever a line is written.
+    log: where lines go, so that one that blocks does not hold up who leaves.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        counts: Counts,
+        seen: Callable[[int, int], None] = lambda *_: None,
+        log: BackgroundLog | None = None,
+    ) -> None:
+        self._log = log or BackgroundLog()
+        self._what = what
+        self._counts = counts
+        self._seen = seen
+        self._ended = threading.Event()
+        self._begin_s = time.perf_counter()
+        self._thread = threading.Thread(target=self._run, name="statehold-progress", daemon=True)
+
+    def __enter__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # no more threads: then nothing is said
+            self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        pause_s = FIRST_S
+        while not self._ended.wait(pause_s):
+            elapsed_s = time.perf_counter() - self._begin_s
+            done, total = self._counts()
+            self._say(min(done, total), total, elapsed_s)
+            pause_s = pause_after(elapsed_s)
+
+    def _say(self, done: int, total: int, elapsed_s: float) -> None:
+        figures = {"event": "progress", "what": self._what, "done_bytes": done,
+                   "total_bytes": total, "elapsed_s": elapsed_s}  # fmt: skip
+        text = f"{self._what}: {progress_text(done, total, elapsed_s)}"
+        self._log.figures(text, figures)
+        self._seen(done, total)
+
+
+def pause_after(elapsed_s: float) -> float:
+    """How long to be silent, so long after the beginning."""
+    return min(max(elapsed_s * _PAUSE_SHARE, PAUSE_S_MIN), PAUSE_S_MAX)
+
+
+def progress_text(done: int, total: int, elapsed_s: float) -> str:
+    """ "1.5 GiB of 4.5 GiB (33%), 300 MiB/s, 10.2 s left"."""
+    share = done / total if total else 1.0
+    rate = done / max(elapsed_s, 1e-9)
+    left = f", {format_seconds((total - done) / rate)} left" if done else ""
+    of = f"{format_bytes(done)} of {format_bytes(total)} ({share:.0%})"
+    return f"{of}, {format_bytes(int(rate))}/s{left}"

@@ -1,0 +1,1 @@
+"""How often to save, from measured costs and rates of failure. Pure arithmetic."""

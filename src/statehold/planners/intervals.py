@@ -1,0 +1,140 @@
+"""How often a step should go to each level: the intervals that waste the least time.
+
+A level costs `cost_s` each time a step goes there, and a failure that needs it costs, on average,
+half of its interval once more. For one level, Young (1974): the best interval is sqrt(2 cost mtbf);
+Daly (2006, equation 37) adds the terms that matter where a save is not short against the time
+between failures. For several, Benoit, Cavelan, Le Fevre, Robert and Sun ("Towards Optimal
+Multi-Level Checkpointing", IEEE TC 66(7), 2017): to first order each level has its own such
+interval, by its own cost and the rate of the failures that need it, and the waste is the sum of
+sqrt(2 cost rate).
+
+What is added here, all of it exact for that sum of convex terms:
+- a level gets only what the one before it has. Where a farther one wants more, the two go together,
+  as one level with the sum of their costs and rates, until the intervals grow from level to level;
+- intervals are whole steps, and each a multiple of the one before it;
+- a level is not asked for more than it can take (`busy_s`), nor for less than once in a day;
+- a level with a cadence of its own is not touched, and the intervals of the nearer ones do not
+  exceed its own.
+Restarts and the time until a step is committed cost the same at all intervals: they count in the
+waste, and not in the choice. Pure.
+Not here: what a save costs (checkpoint/levels/pace), how often training fails (failures).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["LevelCost", "best_s", "choose", "loss", "waste", "young_s"]
+
+INTERVAL_S_MAX = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class LevelCost:
+    """A level, as far as it matters here. cost_s: what training loses each time; rate: failures a
+    second that need it; busy_s: how long it takes; restart_s: how long a restart from it takes;
+    fixed_s: the interval, if it is not to be chosen."""
+
+    cost_s: float
+    rate: float
+    busy_s: float = 0.0
+    restart_s: float = 0.0
+    fixed_s: float | None = None
+
+
+def young_s(cost_s: float, rate: float) -> float:
+    """The best interval to first order; infinite without failures."""
+    return math.sqrt(2 * cost_s / rate) if rate > 0 else math.inf
+
+
+def best_s(cost_s: float, rate: float) -> float:
+    """The best interval, without what the save itself takes: Daly's equation 37."""
+    if rate <= 0:
+        return math.inf if cost_s > 0 else 0.0
+    share = cost_s * rate / 2  # of the time between failures
+    if share >= 1:
+        return 1 / rate
+    return young_s(cost_s, rate) * (1 + math.sqrt(share) / 3 + share / 9) - cost_s
+
+
+def waste(level: LevelCost, interval_s: float) -> float:
+    """The share of the time that is lost to a level with this interval: in saving to it, and in
+    doing once more what was not there yet when it was needed."""
+    return loss(level, interval_s) + level.rate * (level.busy_s + level.restart_s)
+
+
+def loss(level: LevelCost | _Group, interval_s: float) -> float:
+    """The part of the waste that depends on the interval."""
+    return level.cost_s / interval_s + level.rate * interval_s / 2
+
+
+def choose(levels: Sequence[LevelCost], step_s: float) -> list[int]:
+    """The interval of each level, in steps of `step_s` seconds."""
+    intervals: list[int] = []
+    begin = 0
+    while begin < len(levels):
+        fixed_s = levels[begin].fixed_s
+        if fixed_s is not None:
+            intervals.append(max(1, round(fixed_s / step_s)))
+            begin += 1
+            continue
+        end = _end_of_run(levels, begin)
+        limit_s = next((each.fixed_s for each in levels[end:] if each.fixed_s), INTERVAL_S_MAX)
+        for group in _groups(levels[begin:end]):
+            below = max(intervals, default=1)
+            steps = _steps(group, step_s, below, limit_s)
+            intervals += [steps] * group.levels
+        begin = end
+    return intervals
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Levels that get the same steps."""
+
+    levels: int
+    cost_s: float
+    rate: float
+    busy_s: float
+
+    @property
+    def best_s(self) -> float:
+        return max(best_s(self.cost_s, self.rate), self.busy_s)
+
+    def joined(self, other: _Group) -> _Group:
+        return _Group(
+            self.levels + other.levels,
+            self.cost_s + other.cost_s,
+            self.rate + other.rate,
+            max(self.busy_s, other.busy_s),
+        )
+
+
+def _end_of_run(levels: Sequence[LevelCost], begin: int) -> int:
+    """Where the levels from `begin` on that are to be chosen end."""
+    found = (i for i in range(begin, len(levels)) if levels[i].fixed_s is not None)
+    return next(found, len(levels))
+
+
+def _groups(levels: Sequence[LevelCost]) -> list[_Group]:
+    """Levels joined until the best intervals grow with the distance (pool adjacent violators)."""
+    groups: list[_Group] = []
+    for level in levels:
+        groups.append(_Group(1, level.cost_s, level.rate, level.busy_s))
+        while len(groups) > 1 and groups[-1].best_s <= groups[-2].best_s:
+            last = groups.pop()
+            groups.append(groups.pop().joined(last))
+    return groups
+
+
+def _steps(group: _Group, step_s: float, below: int, limit_s: float) -> int:
+    """The best multiple of `below` steps, the interval of the level before."""
+    unit_s = below * step_s
+    wanted_s = min(group.best_s, limit_s)
+    low = max(1, int(wanted_s / unit_s))
+    times = min(low, low + 1, key=lambda n: loss(group, n * unit_s))
+    if times * unit_s > limit_s:
+        times = low
+    return below * max(times, math.ceil(group.busy_s / unit_s))

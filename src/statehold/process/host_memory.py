@@ -1,0 +1,122 @@
+"""How much memory this process may still take, and who shares it.
+
+Owns: reading /proc, the control groups and the limits of the process.
+Holds: the smallest of all limits counts; one that cannot be read is none.
+Not here: what the memory is for (staging, checkpoint/store/ready).
+
+Facts about Linux that decide what is here:
+- MemAvailable counts page cache that can be given up. It knows nothing of control groups.
+- The usage of a group counts page cache as well; `active_file` and `inactive_file` can be given up.
+- A limit of a group holds for every group inside it. /proc/self/cgroup names the group of a process
+  from the root of the hierarchy. A container may not see that path: then the group is what it sees
+  as the root.
+- With vm.overcommit_memory = 2, and against ulimit -v, what is mapped counts, used or not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+__all__ = ["Room", "available", "ranks_on_host"]
+
+_PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
+_NEVER_OVERCOMMIT = "2"
+_CACHE = ("active_file", "inactive_file")
+# As torchrun, Open MPI, MPICH and SLURM say it, the one that starts the ranks first.
+_RANKS = (
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_TASKS_PER_NODE",
+)
+_TASKS = re.compile(r"(\d{1,6})(?:\(x\d{1,6}\))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that can still be taken, and what limits them."""
+
+    nbytes: int
+    limit: str
+
+
+def available(proc: Path = _PROC, groups: Path = _GROUPS) -> Room:
+    """The memory that this process may still take. Where nothing can be read, none."""
+    rooms = [*_of_host(proc), *_of_groups(proc, groups), *_of_process(proc)]
+    least = min(rooms, key=lambda room: room.nbytes, default=Room(0, "unknown"))
+    return Room(max(0, least.nbytes), least.limit)
+
+
+def ranks_on_host(world_size: int, environ: Mapping[str, str] = os.environ) -> int:
+    """How many ranks share the memory of this host: as the launcher says, else all of them."""
+    for name in _RANKS:
+        found = _TASKS.findall(environ.get(name, ""))
+        if found:
+            return max(1, *map(int, found))
+    return world_size
+
+
+def _of_host(proc: Path) -> Iterator[Room]:
+    known = _numbers(proc / "meminfo")
+    if "MemAvailable" in known:
+        yield Room(known["MemAvailable"] * 1024, "available on this host")
+    if _text(proc / "sys/vm/overcommit_memory") != _NEVER_OVERCOMMIT:
+        return
+    if "CommitLimit" in known and "Committed_AS" in known:
+        left = known["CommitLimit"] - known["Committed_AS"]
+        yield Room(left * 1024, "left to be committed on this host")
+
+
+def _of_groups(proc: Path, groups: Path) -> Iterator[Room]:
+    for line in _text(proc / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            root = groups / controllers
+            for name in (path, *map(str, PurePosixPath(path).parents)):
+                yield from _of_group(root / name.lstrip("/"), name)
+
+
+def _of_group(group: Path, name: str) -> Iterator[Room]:
+    stat = _numbers(group / "memory.stat")
+    # Version 1 counts what is inside the group under names of their own.
+    cached = sum(stat.get(f"total_{key}", stat.get(key, 0)) for key in _CACHE)
+    for used, limits in (
+        ("memory.current", ("memory.max", "memory.high")),
+        ("memory.usage_in_bytes", ("memory.limit_in_bytes",)),
+    ):
+        for limit in limits:
+            at_most, now = _text(group / limit), _text(group / used)
+            if at_most.isdecimal() and now.isdecimal():  # "max": no limit
+                yield Room(int(at_most) - int(now) + cached, f"left to the control group {name}")
+
+
+def _of_process(proc: Path) -> Iterator[Room]:
+    pages = _text(proc / "self/statm").split()
+    for kind, index, name in (
+        (resource.RLIMIT_AS, 0, "ulimit -v"),
+        (resource.RLIMIT_DATA, 5, "ulimit -d"),
+    ):
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY and len(pages) > index:
+            used = int(pages[index]) * resource.getpagesize()
+            yield Room(limit - used, f"left to this process ({name})")
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """The lines of a file that are a name and a number, with a unit or without."""
+    lines = (line.replace(":", " ").split() for line in _text(file).splitlines())
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}
+
+
+def _text(file: Path) -> str:
+    """What a file of the kernel says; "" for one that is not there or cannot be read."""
+    try:
+        return file.read_text().strip()
+    except (OSError, ValueError):
+        return ""

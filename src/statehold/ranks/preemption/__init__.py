@@ -1,0 +1,19 @@
+"""Leaving in time: a scheduler's warning becomes one last save, and an end before the deadline.
+
+    deadline    signals, and the end of this process
+    last_step   which step is the last, the same on all ranks
+    hearing     how the ranks tell one another: a thread, which training never waits for
+    leaving     the three together, as the Checkpointer uses them
+
+The warning itself changes nothing: the state may be half an update old. It makes one of the next
+steps the last, and the save of that one ends the process. Exit codes: LEFT, the last save is
+committed; LATE, it is not known to be, and what was committed before is safe. LEFT is the
+EX_TEMPFAIL of sysexits.h: run it again.
+"""
+
+from __future__ import annotations
+
+from statehold.ranks.preemption.deadline import LATE, LEFT
+from statehold.ranks.preemption.preemption import Leaving
+
+__all__ = ["LATE", "LEFT", "Leaving"]

@@ -1,0 +1,184 @@
+"""Hearing: ranks tell one another that they leave, though the warning has reached only some.
+
+    whoever is asked    posts `asked`, with the seconds that are left
+    every rank          looks for it; then stops at its step (last_step) and posts that
+    rank 0              reads them all, posts the newest of them, and the least time of all
+    every rank          reads that, and its training goes on: to the last step, the same on all
+
+No collective, and nothing that training waits for: this is a thread, which is why nobody can wait
+for ever. A rank that waits for the decision (in is_last) waits for threads of this kind only; each
+posts without asking its training thread for anything; so a decision comes as soon as all ranks live
+and their stores answer, also while their training threads wait for one another in a collective.
+A rank that is dead or silent is waited for until the deadline, and that ends the process: no last
+save would be committed without that rank.
+
+Cheap: while nobody leaves, one key is looked for, `INTERVAL_S` apart, and on large jobs so rarely
+that all ranks together ask QUESTIONS_PER_S at most. A blocking wait would be cheaper still, but
+could not be ended when the process ends.
+
+Whoever closes says where it has come to, lest the others wait for that. Where the store is gone,
+which is where rank 0 is gone, each rank leaves by itself.
+Not here: which step follows from what was told (last_step), the deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from statehold.errors import StateholdError, StorageError
+
+if TYPE_CHECKING:
+    from statehold.ranks.peers import Peers
+    from statehold.ranks.preemption.deadline import Deadline
+    from statehold.ranks.preemption.last_step import LastStep
+
+__all__ = ["Hearing"]
+
+T = TypeVar("T")
+
+INTERVAL_S = 0.25
+QUESTIONS_PER_S = 2000
+# Once somebody leaves, answers are looked for more often.
+HURRY = 10
+
+ASKED, DECIDED = "leave/asked", "leave/decided"
+
+
+class _Over(Exception):
+    """Nobody needs this thread any more."""
+
+
+class Hearing:
+    """One rank's ear, and its voice."""
+
+    def __init__(self, peers: Peers, deadline: Deadline, last: LastStep) -> None:
+        self._peers = peers
+        self._deadline = deadline
+        self._last = last
+        self._interval_s = max(INTERVAL_S, peers.world_size / QUESTIONS_PER_S)
+        self._woken = threading.Event()
+        self._is_over = False
+        self._has_told = self._has_decided = False
+        self.is_deaf = False
+        # No daemon: a thread inside a call of the store must not be there when the process ends.
+        self._thread = threading.Thread(target=self._run, name="statehold-hear")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look at once: this process was asked to leave, or ends."""
+        self._woken.set()
+
+    def stop(self) -> None:
+        """Say where this rank has come to, and end."""
+        self._is_over = True
+        self.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def part(self, until_s: float) -> None:
+        """All is done here. Rank 0 stays until that is so everywhere: its end may be the end of the
+        store."""
+        self._peers.post(f"leave/done-{self._peers.rank}", b"")
+        others = range(1, self._peers.world_size) if self._peers.rank == 0 else ()
+        for rank in others:
+            while self._peers.peek(f"leave/done-{rank}") is None and time.monotonic() < until_s:
+                time.sleep(self._interval_s / HURRY)
+
+    # -- on the thread ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._await_asked()
+            self._agree()
+        except _Over:
+            with contextlib.suppress(StateholdError):
+                self._say_goodbye()
+        except StateholdError:  # said by the save that fails for the same reason
+            self.is_deaf = True
+            if self._deadline.is_asked:
+                self._last.decide(self._last.freeze())
+
+    def _await_asked(self) -> None:
+        while self._peers.token is None and not self._last.has_begun:
+            self._pause(self._interval_s)  # nobody is kept waiting who has only just been opened
+        self._talk(self._peers.open)
+        looked_s = time.monotonic()
+        while not self._deadline.is_asked:
+            note, now_s = self._talk(lambda: self._peers.peek(ASKED)), time.monotonic()
+            if note is not None:
+                return self._deadline.end_in(_left_s(note, now_s - looked_s))
+            looked_s = now_s
+            self._pause(self._interval_s)
+        note = json.dumps([self._deadline.remaining_s(), time.time()]).encode()
+        return self._talk(lambda: self._peers.post(ASKED, note))
+
+    def _agree(self) -> None:
+        self._tell_seen()
+        if self._peers.rank == 0:
+            told = [self._await(f"leave/{rank}") for rank in range(self._peers.world_size)]
+            self._decide([json.loads(each) for each in told])
+        passed, left_s = json.loads(self._await(DECIDED))
+        if left_s is not None:
+            self._deadline.end_in(left_s)
+        self._last.decide(tuple(passed))
+
+    def _tell_seen(self) -> None:
+        left_s = self._deadline.remaining_s() if self._deadline.is_asked else None
+        told = json.dumps([self._last.freeze(), left_s]).encode()
+        self._talk(lambda: self._peers.post(f"leave/{self._peers.rank}", told))
+        self._has_told = True
+
+    def _decide(self, told: list[tuple[list[int], float | None]]) -> None:
+        times = [left_s for _, left_s in told if left_s is not None]
+        decision = [max(seen for seen, _ in told), min(times, default=None)]
+        self._talk(lambda: self._peers.post(DECIDED, json.dumps(decision).encode()))
+        self._has_decided = True
+
+    def _say_goodbye(self) -> None:
+        """The others may be asked to leave yet, or are about to be told where this rank is."""
+        if self._peers.token is None:
+            return
+        seen = self._last.freeze()
+        here = json.dumps([seen, None]).encode()
+        if not self._has_told:
+            self._peers.post(f"leave/{self._peers.rank}", here)
+        if self._peers.rank == 0 and not self._has_decided:
+            self._peers.post(DECIDED, here)
+        self._last.decide(seen)
+
+    # -- talking ---------------------------------------------------------------------------
+
+    def _await(self, name: str) -> bytes:
+        while True:
+            note = self._talk(lambda: self._peers.peek(name))
+            if note is not None:
+                return note
+            self._pause(self._interval_s / HURRY)
+
+    def _talk(self, action: Callable[[], T]) -> T:
+        """Call the board, again for as long as a shared directory does not answer."""
+        while True:
+            try:
+                return action()
+            except StorageError:
+                self._pause(self._interval_s)
+
+    def _pause(self, seconds: float) -> None:
+        self._woken.wait(seconds)
+        self._woken.clear()
+        if self._is_over or not threading.main_thread().is_alive():
+            raise _Over
+
+
+def _left_s(note: bytes, unseen_s: float) -> float:
+    """What is left of the time that another rank has posted, no longer than `unseen_s` ago. Within
+    that its clock is believed, which may be another host's."""
+    left_s, at_s = json.loads(note)
+    return float(left_s - min(max(0.0, time.time() - at_s), unseen_s))

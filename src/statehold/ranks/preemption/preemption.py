@@ -1,0 +1,116 @@
+"""Leaving: what the Checkpointer asks at each step, and how it ends the process with the last save.
+
+Holds: a process that is alone takes the next save; of several ranks all take the same one. The last
+save goes to the first level, which is the nearest and so the fastest that can take it, and from
+there to all others at once, for as long as there is time.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from statehold.errors import StateholdError
+from statehold.observe.background_log import BackgroundLog, logger
+from statehold.ranks.preemption.deadline import Deadline
+from statehold.ranks.preemption.exchange import Hearing
+from statehold.ranks.preemption.last_step import LastStep
+
+if TYPE_CHECKING:
+    from statehold.ranks.peers import Peers
+
+__all__ = ["Leaving"]
+
+Wait = Callable[[float], object]  # returns, or raises, within so many seconds
+
+
+class Leaving:
+    """From the warning to the end, on one rank."""
+
+    def __init__(self, within_s: float, peers: Peers | None) -> None:
+        self._has_ended = self._was_told = False
+        self._log = BackgroundLog()  # no line may keep the process
+        self._last = LastStep()
+        self._deadline = Deadline(within_s, self._asked)
+        self._hearing = Hearing(peers, self._deadline, self._last) if peers else None
+
+    def install(self, *signals: signal.Signals) -> None:
+        """Begin to watch. In the main thread only."""
+        self._deadline.install(*signals)
+        if self._hearing is not None:
+            self._hearing.start()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this process was asked to leave, or has heard that another rank was."""
+        return self._deadline.is_asked
+
+    def ask(self, within_s: float | None) -> None:
+        """Leave as if a signal had come. From any thread."""
+        self._deadline.ask(within_s)
+
+    def is_last(self, step: int) -> bool:
+        """Whether the save of `step` is the last. Of several ranks, all ask for the same steps."""
+        if self._hearing is None or self._hearing.is_deaf:
+            return self._deadline.is_asked
+        return self._last.is_last(step)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last save is behind us, and all was done that there was time for."""
+        return self._has_ended
+
+    def begin_anew(self) -> None:
+        """The run is restored or rewound: smaller steps may follow."""
+        self._last.begin_anew()
+
+    def end(self, committed: Wait, copied: Wait, told: Callable[[], str]) -> NoReturn:
+        """Wait until the last save is committed, then until all levels have it; leave. told: what
+        is committed where, for the log."""
+        deadline, is_safe = self._deadline, False
+        try:
+            committed(deadline.remaining_s())
+            deadline.safe()
+            is_safe = True
+            copied(deadline.remaining_s())
+        except StateholdError as error:
+            self._log.error("leaving, with less than was wanted\n%s", error)
+        try:
+            if self._hearing is not None:
+                self._hearing.part(time.monotonic() + deadline.remaining_s())
+        except StateholdError:  # the store went before us
+            pass
+        self._has_ended = True
+        left = deadline.left()
+        if is_safe:
+            self._log.warning("%s; leaving with exit code %s", told(), left.code)
+        raise left
+
+    def failed(self, error: BaseException | None) -> None:
+        """Training ended with `error`. While a job leaves, that is most often the end of another
+        rank, in a collective: logged, and this rank ends as the others do."""
+        if self.is_asked and isinstance(error, Exception):
+            logger.error("an exception while leaving", exc_info=error)
+            raise self._deadline.left() from error
+
+    def part(self) -> None:
+        """This rank has no more steps: the others are not to wait for it."""
+        if self._hearing is not None:
+            self._hearing.stop()
+
+    def remove(self) -> None:
+        """Stop watching, if nobody has asked; give the signals back. In the main thread only."""
+        self._deadline.remove()
+
+    def _asked(self, why: str) -> None:
+        """On whatever thread: nothing here waits."""
+        if not self._was_told:
+            self._was_told = True
+            self._log.warning(
+                "asked to leave by %s: the next save is the last; this process ends in %.3g s", why,
+                self._deadline.remaining_s(),
+            )  # fmt: skip
+        if self._hearing is not None:
+            self._hearing.wake()

@@ -1,0 +1,428 @@
+"""Flatten a state into tensors with names and a tree of plain values; no tensor's bytes move here.
+
+Owns: which tensors a step holds, what they are called, and which must be copied at once (eager)
+and which may be copied until the next update (lazy):
+    lazy    parameters of modules; parameters and state tensors of optimizers in the state, and
+            tensors that share their storage; state tensors of optimizers that step through the
+            gate, wherever they are found; what is wrapped in Gated
+    eager   everything else: buffers, other tensors, tensors inside state_dict() of objects, tensors
+            in param_groups; and whatever is wrapped in Volatile, which wins
+Random generators are read last of all: other objects may draw while they give their state, as a
+loader does that was not iterated yet.
+Holds: a captured tensor is an alias that keeps the memory alive at the address it had at capture,
+with the version counter of then; the tree shares no container with the live state.
+In a job of several ranks a tensor is this rank's box, and its spec says of what: DTensors by their
+placements, what DistributedDataParallel replicates, and the optimizer state of both. All else is
+this rank's own.
+Not here: the copying (engine, devices), the layout of the file (plan), layouts (placements), what
+is copied at once in here (captured), ties and what is recognised from the capture before (found).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from statehold.encoding import values
+from statehold.errors import UnsupportedValueError, UsageError, noting
+from statehold.layout.plan import TensorSpec
+from statehold.tensors import (
+    adapters,
+    dtypes,
+    foreign,
+    loaders,
+    modules,
+    optimizers,
+    placements,
+    scalers,
+    subclasses,
+)
+from statehold.tensors.captured import (
+    Capture,
+    CapturedTensor,
+    clone_eager_device_tensors,
+    clone_small_host_tensors,
+)
+from statehold.tensors.composed import COMPLEX, SUBCLASS, as_real
+from statehold.tensors.found import Found, Kind
+from statehold.tensors.marks import Gated, Mark, Volatile
+from statehold.tensors.placements import OWN, Placed
+from statehold.tensors.recognition import Seen
+from statehold.tensors.rng import Rng
+from statehold.tensors.stepping import Storages, storages
+from statehold.tensors.storable import (
+    ORDINARY,
+    check_storable,
+    is_dtensor,
+    is_storable,
+    local_of,
+    storage_of,
+)
+from statehold.units import format_bytes
+
+# Parameters handed over without their module are worth a line in the log from here on.
+TOLD_BYTES_MIN = 64 << 20
+_NOTHING = object()
+_PARTLESS = {bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter}
+
+
+def capture(
+    state: Mapping[str, Any],
+    rank: int | None = None,
+    stepping: Iterable[torch.optim.Optimizer] = (),
+    seen: Seen | None = None,
+) -> Capture:
+    """Capture a state, or `rank`'s part of one that several ranks save (None: it is alone).
+
+    stepping: optimizers whose every step() waits at the gate, whether the state has them or not.
+    seen: what the capture before saw; it makes this one faster, and changes nothing else.
+    Raises UnsupportedValueError, with the path, for what no step can hold.
+    """
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            "a state is a mapping of names to what is to be saved",
+            facts={"expected": "a dict", "got": type(state).__name__},
+            hint='give the parts names: save(step, {"model": model, "optimizer": optimizer})',
+        )
+    capturer = _Capturer(state, rank, stepping, seen or Seen())
+    tree = values.encode(dict(state), "", capturer.leaf)
+    capturer.read_generators()
+    if any(tensor.external for tensor in capturer.tensors):
+        clone_small_host_tensors(capturer.tensors)
+        clone_eager_device_tensors(capturer.tensors)
+    return Capture(capturer.tensors, tree, capturer.note(), capturer.doubts, capturer.numbers)
+
+
+def parts(state: Any) -> Iterator[tuple[str, Any]]:
+    """(path, object) of the modules and optimizers in dicts, lists and tuples, in their order; of a
+    wrapper around an optimizer the optimizer.
+
+    Visits a container once, however often and however deep it is held: what is too deep, or holds
+    itself, is for `values` to refuse.
+    """
+    seen: set[int] = set()
+    left = [("", state)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, nn.Module):
+            yield path, value
+        elif (optimizer := optimizers.behind(value)) is not None:
+            yield path, optimizer
+        elif isinstance(value, Mark | Mapping | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, Mark):
+                left.append((path, value.value))
+                continue
+            members = value.items() if isinstance(value, Mapping) else enumerate(value)
+            left += [
+                (f"{path}.{key}" if path else str(key), item)
+                for key, item in members
+                if type(item) not in _PARTLESS  # long lists of numbers should cost little
+            ][::-1]
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether `value` can give and take its state itself. A class is not an object with state."""
+    return (
+        callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+        and not isinstance(value, type)
+    )
+
+
+def _holds_itself(value: Any, path: str) -> UnsupportedValueError:
+    return UnsupportedValueError(
+        "a container in the state holds itself",
+        facts={"path": path, "type": type(value).__name__},
+        hint="store each object once",
+    )
+
+
+class _Capturer:
+    """One capture: what was found so far."""
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        rank: int | None,
+        stepping: Iterable[torch.optim.Optimizer],
+        seen: Seen,
+    ) -> None:
+        found = list(parts(state))
+        self._rank = rank
+        self.optimizers = [part for _, part in found if isinstance(part, torch.optim.Optimizer)]
+        self._names = modules.parameter_names(
+            (path, part) for path, part in found if isinstance(part, nn.Module)
+        )
+        self._found = Found(seen)
+        self._replicas = placements.replicas_in(
+            (part for _, part in found if isinstance(part, nn.Module)), self._rank
+        )
+        self._gated_storages: set[int] | None = None
+        self._stepping = stepping
+        self._known: Storages | None = None
+        self._parameters: list[TensorSpec] = []  # plain tensors that are those of an optimizer
+        self._mark: type[Mark[Any]] | None = None
+        self._active: set[int] = set()
+        self._generators: list[tuple[Rng, str, dict[str, Any]]] = []
+        self.numbers: list[scalers.Number] = []
+        self.doubts: list[str] = []
+
+    @property
+    def tensors(self) -> list[CapturedTensor]:
+        return self._found.tensors
+
+    # -- the hook of values.encode ---------------------------------------------------------
+
+    def leaf(self, value: Any, path: str) -> Any | None:
+        """The node of what is not a plain value; None for what nobody can store."""
+        if isinstance(value, torch.Tensor):
+            return self._plain_tensor(value, path)
+        if isinstance(value, Mark):
+            return self._marked(value, path)
+        if isinstance(value, nn.Module):
+            return self._module(value, path)
+        optimizer = optimizers.behind(value)
+        if optimizer is not None and optimizers.is_standard(optimizer):
+            return self._optimizer(optimizer, path)
+        if isinstance(value, Rng):
+            return self._later(value, path)
+        if scalers.waits_for_device(value):
+            return self._scaler(value, path)
+        if (refusal := loaders.refusal(value, path)) is not None:
+            raise refusal
+        if is_stateful(value):
+            return self._inside(value, lambda: loaders.state_of(value, self._tell(path)), path)
+        return self._foreign(value, path)
+
+    def _tell(self, path: str) -> Callable[[str], None]:
+        return lambda doubt: self.doubts.append(
+            f'a restart may go on differently in "{path}": {doubt}'
+        )
+
+    def _later(self, rng: Rng, path: str) -> dict[str, Any]:
+        """A node that is empty until read_generators()."""
+        node: dict[str, Any] = {}
+        self._generators.append((rng, path, node))
+        return node
+
+    def _scaler(self, scaler: Any, path: str) -> Any:
+        node = self._encode(scalers.known(scaler), path)
+        self.numbers += scalers.numbers(scaler, node)
+        return node
+
+    def read_generators(self) -> None:
+        for rng, path, node in self._generators:
+            node.update(self._encode(rng.state_dict(), path))
+
+    def _inside(self, value: Any, content: Callable[[], Any], path: str) -> Any:
+        # values.encode sees cycles among containers, but not those that lead through an object.
+        if id(value) in self._active:
+            raise _holds_itself(value, path)
+        self._active.add(id(value))
+        try:
+            with noting(f'while the state of "{path}" was taken; nothing of the step is saved'):
+                inside = content()
+            return self._encode(inside, path)
+        finally:
+            self._active.discard(id(value))
+
+    def _encode(self, value: Any, path: str) -> Any:
+        return values.encode(value, path, self.leaf)
+
+    def _marked(self, value: Mark[Any], path: str) -> Any:
+        outer = self._mark
+        if outer is not Volatile:
+            self._mark = type(value)
+        try:
+            return self._inside(value, lambda: value.value, path)
+        finally:
+            self._mark = outer
+
+    def _module(self, module: nn.Module, path: str) -> Any:
+        def other(value: Any, where: str) -> Any:
+            if isinstance(value, torch.Tensor):
+                return self._tensor(value, where, lazy=isinstance(value, nn.Parameter))
+            return self._encode(value, where)
+
+        place_of = partial(self._place, path=path) if self._replicas else None
+        kind = Kind.EAGER if self._mark is Volatile else Kind.OF_MODULE
+        return values.mapping_of(
+            self._found.nodes(modules.entries(module), path, kind, place_of, other)
+        )
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> Any:
+        state: dict[str, Any] = {}
+        groups: list[Any] = [{optimizers.PARAMS: []} for _ in optimizer.param_groups]
+        for index, name, parameter in optimizers.parameters(optimizer, self._names):
+            groups[index][optimizers.PARAMS].append(name)
+            held = optimizer.state.get(parameter, _NOTHING)  # hashing a tensor takes long
+            if held is not _NOTHING:
+                state[name] = self._parameter_state(held, f"{path}.state.{name}", parameter)
+        for index, group in enumerate(optimizer.param_groups):
+            options = {key: item for key, item in group.items() if key != optimizers.PARAMS}
+            groups[index] |= self._members(options, f"{path}.param_groups.{index}")
+        node = {
+            "state": values.mapping_of(state),
+            "param_groups": [values.mapping_of(group) for group in groups],
+        }
+        if others := optimizers.other_state(optimizer):
+            node["other"] = self._encode(others, f"{path}.other")
+        return node
+
+    def _members(self, members: Mapping[Any, Any], path: str) -> dict[Any, Any]:
+        return {key: self._encode(item, f"{path}.{key}") for key, item in members.items()}
+
+    def _parameter_state(self, state: Any, path: str, parameter: torch.Tensor) -> Any:
+        place = self._place(parameter, path)
+
+        def place_of(value: torch.Tensor) -> Placed:
+            return placements.beside(value, parameter, place)
+
+        def other(value: Any, where: str) -> Any:
+            if isinstance(value, torch.Tensor):
+                beside = None if is_dtensor(value) else place_of(value)
+                return self._tensor(value, where, lazy=True, place=beside)
+            return self._encode(value, where)
+
+        kind = Kind.EAGER if self._mark is Volatile else Kind.LAZY
+        given = None if place.layout is None else place_of
+        return values.mapping_of(self._found.nodes(state, path, kind, given, other))
+
+    def _foreign(self, value: Any, path: str) -> Any | None:
+        if (node := foreign.torch_node(value)) is not None:
+            return node
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+            return self._numpy(value, path)
+        return None
+
+    def _numpy(self, value: Any, path: str) -> Any | None:
+        name = value.dtype.name
+        if isinstance(value, sys.modules["numpy"].generic):
+            return foreign.scalar_node(value)
+        if type(value).__name__ != "ndarray":
+            return None
+        known = name == "complex128" or name in dtypes.NUMPY_TO_TORCH
+        if not known or not value.dtype.isnative:
+            raise UnsupportedValueError(
+                "a NumPy array has a dtype that no step can hold",
+                facts={"path": path, "dtype": str(value.dtype)},
+                hint="convert it with astype() to a number type in native byte order",
+            )
+        # A private copy: a tensor cannot borrow read-only arrays or those with negative strides.
+        array = torch.from_numpy(value.copy(order="C"))
+        is_complex = array.dtype == torch.complex128
+        pairs = torch.view_as_real(array) if is_complex else array
+        node = {"$ndarray": self._found.add(pairs, path, False, owned=True)}
+        return {COMPLEX: node} if is_complex else node
+
+    # -- tensors ---------------------------------------------------------------------------
+
+    def _place(self, tensor: torch.Tensor, path: str) -> Placed:
+        if not self._replicas and type(tensor) in ORDINARY:
+            return OWN
+        return placements.place_of(tensor, path, self._rank, self._replicas)
+
+    def _is_gated(self, tensor: torch.Tensor) -> bool:
+        if self._mark is Gated:
+            return True
+        if not self.optimizers or not is_storable(tensor):
+            return False
+        if self._gated_storages is None:
+            self._gated_storages = storages(
+                owned
+                for optimizer in self.optimizers
+                for owned in optimizers.owned_tensors(optimizer)
+            )
+        return storage_of(local_of(tensor)) in self._gated_storages
+
+    def _plain_tensor(self, tensor: torch.Tensor, path: str) -> Any:
+        """A tensor that comes without its module or optimizer, such as one of a state_dict().
+
+        What an optimizer keeps for itself nobody else changes. Parameters are another matter: many
+        programs swap them for averages, through `.data`, as soon as save() has returned.
+        """
+        if self._is_gated(tensor):
+            return self._tensor(tensor, path, lazy=True)
+        if self._mark is Volatile or not is_storable(tensor):
+            return self._tensor(tensor, path, lazy=False)
+        if self._known is None:
+            self._known = Storages.of(self._stepping)
+        storage = storage_of(local_of(tensor))
+        count = len(self.tensors)
+        node = self._tensor(tensor, path, lazy=False, is_gated=storage in self._known.state)
+        if storage in self._known.parameters:
+            self._parameters += [each.spec for each in self.tensors[count:]]
+        return node
+
+    def note(self) -> str:
+        """See Capture."""
+        nbytes = sum(spec.nbytes for spec in self._parameters)
+        if nbytes < TOLD_BYTES_MIN:
+            return ""
+        first = self._parameters[0].name
+        return (
+            f"{format_bytes(nbytes)} of parameters, such as {first}, are copied before save() "
+            "returns, because the state has tensors of a state_dict(): hand over the module itself "
+            "to have them copied while training goes on"
+        )
+
+    def _tensor(
+        self,
+        tensor: torch.Tensor,
+        path: str,
+        *,
+        lazy: bool,
+        place: Placed | None = None,
+        is_gated: bool = False,
+    ) -> Any:
+        local = local_of(tensor)
+        if subclasses.is_allowed(local):
+            return self._subclass(tensor, path, lazy, place or self._place(tensor, path))
+        check_storable(tensor, path)
+        place = place or self._place(tensor, path)
+        wrapper = None if local is tensor else tensor
+        eager = self._mark is Volatile or not lazy
+        alias, is_complex = local.detach(), tensor.dtype == torch.complex128
+        if is_complex:
+            alias, place = torch.view_as_real(alias.resolve_conj()), as_real(place)
+        added = self._found.add(alias, path, eager, place=place, wrapper=wrapper, is_gated=is_gated)
+        if is_complex:
+            return {COMPLEX: {"$tensor": added}}
+        return {"$tensor": added}
+
+    def _subclass(self, tensor: torch.Tensor, path: str, lazy: bool, place: Placed) -> Any:
+        """A tensor that is made of others: these, and how to put them together."""
+        local = local_of(tensor)
+        form = subclasses.form_of(local, path)
+        places = subclasses.places(form, place)
+        part = None
+        if places is None and place.box is not None and place.shape is not None:
+            part = {"offsets": list(place.box.offsets), "of": list(place.shape)}
+        whole = local if part else tensor
+        inner = {
+            name: self._tensor(
+                each,
+                adapters.inner_path(path, name),
+                lazy=lazy or self._is_gated(each),
+                place=None if is_dtensor(each) else (places or {}).get(name, OWN),
+            )
+            for name, each in form.tensors.items()
+        }
+        shape = place.shape if place.shape and not part else tuple(whole.shape)
+        return {
+            SUBCLASS: {
+                "class": form.kind,
+                "context": form.context,
+                "shape": list(shape),
+                "stride": list(whole.stride()),
+                "part": part,
+                "tensors": inner,
+            }
+        }

@@ -1,0 +1,204 @@
+"""Live memory for saved tensors: what fits, what is filled where it is, and what has to be made.
+
+Owns: the comparison of shapes and dtypes, ties, new tensors.
+Holds: nothing live changes here. A DTensor is compared by its global shape and filled in its local
+tensor; no collective is called. What is made for a sharded parameter is sharded as it is.
+Not here: names and trees (restore), who reads the bytes (engine).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from statehold.errors import InvariantError
+from statehold.format.saved import SavedStep, SavedTensor
+from statehold.layout.layout import Box, Layout
+from statehold.tensors import dtypes, placements
+from statehold.tensors.placements import Placed
+from statehold.tensors.storable import (
+    Memory,
+    empty_on,
+    is_dtensor,
+    is_external,
+    is_storable,
+    is_view_of_other_values,
+    local_of,
+    memory_of,
+    overlaps_itself,
+    part_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Memory that takes the elements `box` (global coordinates) of the saved tensor `name`.
+
+    `shared`: other ranks of this job may want the same bytes. `among`: the ranks that hold the
+    tensor together; None for a rank's own.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    external: bool
+    box: Box
+    shared: bool
+    among: tuple[int, ...] | None = None
+
+    def part(self, box: Box) -> torch.Tensor:
+        """The memory that takes `box`, which lies in the destination's."""
+        if box == self.box:
+            return self.tensor
+        return part_of(self.tensor, dtypes.torch_box(self.tensor.dtype, box.relative_to(self.box)))
+
+
+class Destinations:
+    """The destinations of one restore. `acts` are left to do once their bytes have arrived."""
+
+    def __init__(self, saved: SavedStep, replicas: Mapping[int, Layout], rank: int | None) -> None:
+        self.found: list[Destination] = []
+        self.acts: list[Callable[[], Any]] = []
+        self.used: set[str] = set()
+        self.made_plain: set[str] = set()  # what had to be made, and is no DTensor
+        self._saved = saved
+        self._rank = rank
+        self._replicas = replicas
+        self._filled: dict[Memory, str] = {}
+        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def place(self, live: torch.Tensor, path: str) -> Placed:
+        """Where a live tensor lies. Raises UnsupportedValueError for what has no layout."""
+        return placements.place_of(live, path, self._rank, self._replicas)
+
+    def fits(self, live: torch.Tensor, name: str, place: Placed) -> bool:
+        """Whether the saved tensor has the dtype and the global shape of a live one."""
+        saved = self._saved.tensors[name]
+        dtype = dtypes.dtype_of(saved.dtype, name)
+        shape = tuple(local_of(live).shape) if place.shape is None else place.shape
+        return live.dtype == dtype and shape == dtypes.torch_shape(dtype, saved.shape)
+
+    def fill(self, live: torch.Tensor, name: str, place: Placed) -> str | None:
+        """Make `live` a destination; the name of another tensor that already goes there."""
+        local = local_of(live)
+        target = local.detach()
+        if is_view_of_other_values(local) and not is_external(target):
+            staged = torch.empty(local.shape, dtype=local.dtype)
+            self.acts.append(lambda: local.detach().copy_(staged))
+            target = staged
+        memory = memory_of(target)
+        other = self._filled.get(memory) if target.numel() else None
+        if other is not None and other != name and not self._same_bytes(name, other):
+            return other
+        self.used.add(name)
+        if other is None:
+            self._filled[memory] = name
+            self.found.append(self._destination(name, target, place))
+        return None
+
+    def usable(self, live: torch.Tensor, name: str, place: Placed | None = None) -> bool:
+        """Whether `live` can take the saved tensor; if so, it will."""
+        if not is_storable(live) or overlaps_itself(local_of(live)):
+            return False
+        place = place or self.place(live, name)
+        return self.fits(live, name, place) and self.fill(live, name, place) is None
+
+    @torch.inference_mode(False)  # training changes it in place, whoever restores
+    def make(self, name: str, device: torch.device, beside: torch.Tensor | None = None) -> Any:
+        """A new tensor for `name`; one for all places that were tied. beside: the parameter whose
+        state it is; one of the same shape gives it its strides, a DTensor its placements, too."""
+        if beside is not None and not self.has_shape_of(beside, name):
+            beside = None
+        like = beside if beside is not None and is_dtensor(beside) else None
+        key = name, device, None if like is None else like._spec  # type: ignore[attr-defined]
+        if key not in self._made:
+            dtype = dtypes.dtype_of(self._saved.tensors[name].dtype, name)
+            if like is None:
+                shape = dtypes.torch_shape(dtype, self._saved.tensors[name].shape)
+                strides = None if beside is None else _strides_of_state(beside)
+                made = empty_on(device, shape, dtype, strides)
+                self.made_plain.add(name)
+            else:
+                made = _sharded_like(like, dtype)
+            self._made[key] = made
+            self.fill(made, name, self.place(made, name))
+        return self._made[key]
+
+    @torch.inference_mode(False)
+    def make_at(self, name: str, place: Placed, device: torch.device) -> torch.Tensor:
+        """A new plain tensor for what lies at `place` of `name`; the same for the same place."""
+        key = name, device, place
+        if key not in self._made:
+            dtype = dtypes.dtype_of(self._saved.tensors[name].dtype, name)
+            shape = self.shape_of(name) if place.box is None else place.box.shape
+            self._made[key] = empty_on(device, shape, dtype)
+            self.fill(self._made[key], name, place)
+        return self._made[key]
+
+    def described(self, name: str) -> str:
+        saved = self._saved.tensors[name]
+        return f"{saved.dtype} {list(saved.shape)} in the step"
+
+    def has_shape_of(self, parameter: torch.Tensor, name: str) -> bool:
+        """Whether the saved tensor has the shape of a parameter, and is no scalar."""
+        shape = self.shape_of(name)
+        return bool(shape) and shape == tuple(parameter.shape)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of a saved tensor."""
+        return dtypes.dtype_of(self._saved.tensors[name].dtype, name)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The global shape of a saved tensor, in elements of torch."""
+        saved = self._saved.tensors[name]
+        return dtypes.torch_shape(dtypes.dtype_of(saved.dtype, name), saved.shape)
+
+    def _destination(self, name: str, target: torch.Tensor, place: Placed) -> Destination:
+        stored = self._saved.tensors[name].shape
+        box = Box.whole(stored)
+        if place.box is not None:
+            offsets = dtypes.stored_shape(target.dtype, place.box.offsets, name)
+            box = Box(offsets, dtypes.stored_shape(target.dtype, place.box.shape, name))
+        # Ranks that hold a tensor of the same name without a layout may well read the same bytes.
+        alone = place.layout is not None and place.layout.replica_count == 1
+        shared = self._rank is not None and not alone
+        among = place.layout.mesh.ranks if place.layout else None
+        return Destination(name, target, is_external(target), box, shared, among)
+
+    def _same_bytes(self, name: str, other: str) -> bool:
+        one, two = self._saved.tensors[name], self._saved.tensors[other]
+        return (one.dtype, one.shape) == (two.dtype, two.shape) and (
+            self._sums(one) == self._sums(two)
+        )
+
+    def _sums(self, saved: SavedTensor) -> list[tuple[Box, str]]:
+        chunks = self._saved.chunks(saved.name, Box.whole(saved.shape))
+        return sorted(((chunk.box, chunk.sums) for chunk in chunks), key=lambda each: str(each[0]))
+
+
+def _strides_of_state(parameter: torch.Tensor) -> tuple[int, ...]:
+    """As optimizers make the state of a parameter. Fused ones walk through the memory of both at
+    once: with other strides they mix up the elements, or refuse to step."""
+    alike = torch.empty_strided(parameter.shape, parameter.stride(), device="meta")
+    return torch.empty_like(alike).stride()
+
+
+def _sharded_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A new DTensor with the mesh and the placements of `parameter`, without a collective."""
+    if not is_dtensor(parameter):
+        raise InvariantError("a plain tensor has no placements")
+    local = local_of(parameter)
+    dtensor = sys.modules["torch.distributed.tensor"].DTensor
+    with torch.no_grad():
+        made: torch.Tensor = dtensor.from_local(
+            torch.empty_like(local, dtype=dtype, requires_grad=False),
+            parameter.device_mesh,  # type: ignore[attr-defined]
+            parameter.placements,  # type: ignore[attr-defined]
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return made

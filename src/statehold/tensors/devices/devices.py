@@ -1,0 +1,75 @@
+"""The devices' side of one engine. Does nothing until a state has tensors on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from statehold.tensors.captured import Capture, CapturedTensor
+from statehold.tensors.devices.backends import BlockingBackend, StreamBackend
+from statehold.tensors.devices.copying import DeviceCopies
+from statehold.tensors.devices.cuda import CudaBackend
+from statehold.tensors.devices.jobs import FillJob, LentT, ReadyJob
+from statehold.tensors.devices.loading import load
+from statehold.tensors.devices.mover import Mover
+from statehold.tensors.devices.pinning import Pinning
+from statehold.tensors.devices.placing import Place
+from statehold.tensors.devices.relay import named_failures
+from statehold.tensors.storable import device_of
+
+__all__ = ["Devices", "backend_for"]
+
+
+def backend_for(device: torch.device) -> StreamBackend:
+    """The backend for devices of this type; a process has one type of accelerator."""
+    return CudaBackend() if device.type == "cuda" else BlockingBackend()
+
+
+class Devices:
+    """What copies between devices and the buffers of one engine."""
+
+    def __init__(self) -> None:
+        self._backend: StreamBackend | None = None
+        self._pinning: Pinning | None = None
+
+    def copies(
+        self,
+        job: FillJob[LentT],
+        captured: Capture,
+        ordered: Sequence[CapturedTensor],
+        compared: Iterable[CapturedTensor] = (),
+    ) -> DeviceCopies | None:
+        """The device copies of a save; None when all is host memory. Call it inside save().
+
+        Segment i + 1 of the job is ordered[i]. compared: what fingerprints are wanted of. Numbers
+        of the tree, and some of what is compared, belong to no segment.
+        """
+        external = {segment: each for segment, each in enumerate(ordered, 1) if each.external}
+        there = [each for each in compared if each.external]
+        others = [each.tensor for each in there] + [each.tensor for each in captured.numbers]
+        if not external and not others:
+            return None
+        tensors = {segment: each.tensor for segment, each in external.items()}
+        return DeviceCopies(job, captured, external, there, self._mover(tensors, others))
+
+    def load(self, job: ReadyJob[LentT], places: Mapping[int, Place]) -> None:
+        """Empty every buffer of a read into the places on devices, by segment. The calling thread's
+        current device and streams are the same after it."""
+        if places:
+            load(job, places, self._mover({each: place.target for each, place in places.items()}))
+
+    def close(self) -> None:
+        """Unpin; every job has ended."""
+        if self._pinning is not None:
+            self._pinning.close()
+
+    def _mover(
+        self, external: Mapping[int, torch.Tensor], others: Sequence[torch.Tensor] = ()
+    ) -> Mover:
+        if self._backend is None or self._pinning is None:
+            device = device_of(next(iter([*external.values(), *others])))
+            self._backend = backend_for(device)
+            self._pinning = Pinning(self._backend, device)
+        with named_failures():
+            return Mover(self._backend, external, self._pinning, others)

@@ -1,0 +1,104 @@
+"""The side streams of one save or restore, and the newest work on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+
+import torch
+
+from statehold.tensors.devices.backends import Event, Stream, StreamBackend
+from statehold.tensors.devices.jobs import Lent, Piece
+from statehold.tensors.devices.pinning import Pinning
+from statehold.tensors.scalers import Number
+from statehold.tensors.storable import device_of
+
+__all__ = ["Mover"]
+
+# Enqueues the work between a buffer and tensors of one device, on its stream.
+Enqueue = Callable[[torch.Tensor, Sequence[Piece]], object]
+
+
+class Mover:
+    """Work between lent buffers and device tensors, on one side stream a device. `tensors` go by
+    segment; there is a stream for the devices of `others`, too."""
+
+    def __init__(
+        self,
+        backend: StreamBackend,
+        tensors: Mapping[int, torch.Tensor],
+        pinning: Pinning,
+        others: Iterable[torch.Tensor] = (),
+    ) -> None:
+        self.backend = backend
+        self._pinning = pinning
+        self._device_of = dict(zip(tensors, map(device_of, tensors.values()), strict=True))
+        devices = [*self._device_of.values(), *map(device_of, others)]
+        self._streams: dict[torch.device, Stream] = dict.fromkeys(devices)
+        with self.using():
+            self._streams = {device: backend.fork(device) for device in self._streams}
+        self._newest: dict[torch.device, Event] = {}
+
+    def using(self) -> AbstractContextManager[None]:
+        """Inside, the calling thread works for these devices; see StreamBackend."""
+        return self.backend.using(next(iter(self._streams)))
+
+    def newest(self) -> list[Event]:
+        """The events that complete with all that was enqueued so far."""
+        return list(self._newest.values())
+
+    def _finish(self) -> None:
+        """Return once the side streams have done all that they were given, or have failed."""
+        for stream in self._streams.values():
+            with suppress(RuntimeError):  # that of the device, which is on its way to the caller
+                self.backend.synchronize(self.backend.record(stream))
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Inside, work is enqueued. What raises there comes out once that has been done: until then
+        nobody may give memory back that it touches. Inside using()."""
+        try:
+            yield
+        except BaseException:
+            self._finish()
+            raise
+
+    def make_current_wait(self, events: Iterable[Event] | None = None) -> None:
+        """Order the current streams after the events; None: after all that was moved."""
+        with self.using():
+            for event in self.newest() if events is None else events:
+                self.backend.make_current_wait(event)
+
+    def move(self, lent: Lent, enqueue: Enqueue) -> list[Event]:
+        """Enqueue the work on a buffer: for each device on its stream. The events that complete
+        with it."""
+        host = torch.frombuffer(lent.view, dtype=torch.uint8)
+        self._pinning.pin(host)
+        by_device: dict[torch.device, list[Piece]] = {}
+        for piece in lent.pieces:
+            by_device.setdefault(self._device_of[piece[0]], []).append(piece)
+        return [self._enqueue(device, host, by_device[device], enqueue) for device in by_device]
+
+    def read(self, numbers: Iterable[Number]) -> None:
+        """Fill in what these tensors hold; returns when that is done."""
+        with self.using():
+            for number in numbers:
+                with self.on(device_of(number.tensor)):
+                    number.fill_in(number.tensor.item())
+
+    def _enqueue(
+        self, device: torch.device, host: torch.Tensor, pieces: list[Piece], enqueue: Enqueue
+    ) -> Event:
+        with self.on(device):
+            enqueue(host, pieces)
+        return self._newest[device]
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Inside, what the calling thread does on the device is work of its side stream."""
+        stream = self._streams[device]
+        try:
+            with self.backend.on(stream):
+                yield
+        finally:  # part of it may be under way
+            self._newest[device] = self.backend.record(stream)

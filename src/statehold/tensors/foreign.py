@@ -1,0 +1,61 @@
+"""Values of torch and NumPy that are no tensors, as nodes and back: sizes, dtypes, scalars.
+
+Not here: plain Python values (encoding.values), tensors and arrays (capture, matching).
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+from typing import Any
+
+import torch
+
+from statehold.errors import ManifestError
+from statehold.tensors import dtypes
+
+
+def torch_node(value: Any) -> Any | None:
+    """The node of a torch.Size, dtype or device; None for anything else."""
+    if isinstance(value, torch.Size):
+        return {"$torch": {"size": list(value)}}
+    if isinstance(value, torch.dtype):
+        return {"$torch": {"dtype": str(value).removeprefix("torch.")}}
+    if isinstance(value, torch.device):
+        return {"$torch": {"device": str(value)}}
+    return None
+
+
+def scalar_node(value: Any) -> Any | None:
+    """The node of a NumPy scalar; None where its dtype cannot be stored."""
+    name = value.dtype.name
+    if not dtypes.is_numpy_scalar(name):
+        return None
+    little = value.astype(value.dtype.newbyteorder("<"))
+    data = base64.b64encode(little.tobytes()).decode("ascii")
+    return {"$npscalar": {"dtype": name, "bytes": data}}
+
+
+def value_of(tag: str, payload: Any) -> Any:
+    """The value of a node of NumPy or torch that is not a tensor. Raises ManifestError."""
+    if tag == "$npscalar":
+        return _numpy_scalar(payload["dtype"], base64.b64decode(payload["bytes"]))
+    if "size" in payload:
+        return torch.Size(payload["size"])
+    if "device" in payload:
+        return torch.device(payload["device"])
+    dtype = getattr(torch, payload["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ManifestError("no such torch dtype", facts={"got": payload["dtype"]})
+    return dtype
+
+
+def _numpy_scalar(name: str, raw: bytes) -> Any:
+    numpy = importlib.import_module("numpy")
+    expected = numpy.dtype(name).itemsize if dtypes.is_numpy_scalar(name) else None
+    if len(raw) != expected:
+        raise ManifestError(
+            "no such NumPy scalar",
+            facts={"dtype": name, "expected": f"{expected} bytes", "got": f"{len(raw)} bytes"},
+        )
+    return numpy.frombuffer(raw, dtype=numpy.dtype(name).newbyteorder("<")).astype(name)[0]

@@ -1,0 +1,159 @@
+"""The tensors that one capture has found: their names, their order, and which of them are one.
+
+Owns: ties; that no name is taken twice; which tensors are recognised from the capture before, and
+added without asking again what follows from what they show.
+Holds: a recognised tensor is added as it would be in full: the same spec, at the same place of the
+order, with the memory and the version that it has now. A tensor at whose address another one was
+found, or of which anything is out of the ordinary, is never recognised.
+Not here: which tensors a state has, where they lie, and which of them are eager (capture).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from statehold.errors import UnsupportedValueError
+from statehold.tensors.captured import CapturedTensor, captured
+from statehold.tensors.placements import OWN, Placed
+from statehold.tensors.recognition import Seen, Sight
+from statehold.tensors.storable import ORDINARY, is_external, memory_of
+
+__all__ = ["Found", "Kind"]
+
+PlaceOf = Callable[[torch.Tensor], Placed]
+# (value, its name) -> its node.
+NodeOf = Callable[[Any, str], Any]
+
+
+class Kind(Enum):
+    """Which tensors of a container are eager: none, all but parameters, all."""
+
+    LAZY = 0
+    OF_MODULE = 1
+    EAGER = 2
+
+
+class Found:
+    """What one capture has found so far. `seen`: what the one before saw."""
+
+    def __init__(self, seen: Seen) -> None:
+        seen.begin()
+        self._seen = seen
+        self.tensors: list[CapturedTensor] = []
+        # By address, or by the id of a DTensor: all ranks have to find the same ties, also those
+        # whose box is empty. With the tensors: memory of a temporary that state_dict() made must
+        # not be used again while its address stands for it here.
+        self._held: defaultdict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+        self._taken: set[str] = set()
+
+    def nodes(
+        self,
+        members: Mapping[Any, Any],
+        path: str,
+        kind: Kind,
+        place_of: PlaceOf | None,
+        node_of: NodeOf,
+    ) -> dict[Any, Any]:
+        """The nodes of the members of a container, by key, in their order. Adds the tensors that
+        are recognised; of any other value `node_of` makes the node.
+
+        place_of: where a plain tensor of the container lies; None: all are this rank's own.
+        """
+        # One loop that calls little Python: a state has tens of thousands of tensors, and each
+        # microsecond is one of the trainer's.
+        tensors, held, taken = self.tensors, self._held, self._taken
+        before, now = self._seen.before, self._seen.now
+        nodes: dict[Any, Any] = {}
+        place, eager = OWN, kind is Kind.EAGER
+        for key, value in members.items():
+            name = f"{path}.{key}"
+            sight = before.get(name)
+            if sight is not None and type(value) in ORDINARY and name not in taken:
+                if kind is Kind.OF_MODULE:
+                    eager = not isinstance(value, nn.Parameter)
+                try:
+                    address = value.data_ptr()
+                    if place_of is not None:
+                        place = place_of(value)
+                    is_known = (
+                        address != 0  # that of a meta tensor
+                        and address not in held
+                        and value.shape == sight.shape
+                        and value.stride() == sight.stride
+                        and value.dtype is sight.dtype
+                        and eager is sight.eager
+                        and (place is sight.place or place == sight.place)
+                        and sight.is_usual
+                        and not value.is_neg()
+                        and not value.is_inference()
+                    )
+                except RuntimeError:  # it has no memory, or no shape: a sparse or nested tensor
+                    is_known = False
+                if is_known:
+                    now[name] = sight
+                    taken.add(name)
+                    alias = value.detach()
+                    held[address] = [(len(tensors), alias)]
+                    tensors.append(_recognised(sight, alias, address))
+                    nodes[key] = {"$tensor": name}
+                    continue
+            nodes[key] = node_of(value, name)
+        return nodes
+
+    def add(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        eager: bool,
+        *,
+        owned: bool = False,
+        place: Placed = OWN,
+        wrapper: torch.Tensor | None = None,
+        is_gated: bool = False,
+    ) -> str:
+        """Add a tensor that lies at `place`; the name under which it is found, which is that of
+        the first one where it is tied. Raises UnsupportedValueError."""
+        place_id = id(wrapper) if wrapper is not None else tensor.data_ptr()
+        index = self._index_of(place_id, tensor, wrapper)
+        if index is not None:
+            first = self.tensors[index]
+            is_gated = is_gated and not first.eager
+            if eager and not first.owned and (first.spec.eager, first.is_gated) != (True, is_gated):
+                self.tensors[index] = captured(
+                    first.tensor, first.spec, True, wrapper=wrapper, is_gated=is_gated
+                )
+            return first.spec.name
+        if name in self._taken or not name:
+            raise UnsupportedValueError(
+                "two tensors of the state have the same name, or one has none",
+                facts={"path": name},
+                hint="names are joined with dots: rename a key of the dicts on the way",
+            )
+        if wrapper is not None:
+            self._held[place_id].append((len(self.tensors), wrapper))
+        elif place_id and tensor.numel():
+            self._held[place_id].append((len(self.tensors), tensor))
+        self._taken.add(name)
+        spec = self._seen.spec_of(tensor, name, eager, place)
+        self.tensors.append(captured(tensor, spec, eager, owned, wrapper, is_gated))
+        return name
+
+    def _index_of(
+        self, place_id: int, tensor: torch.Tensor, wrapper: torch.Tensor | None
+    ) -> int | None:
+        """Where the same DTensor, or the same elements of memory, were found before."""
+        for index, held in self._held.get(place_id, ()):
+            if held is wrapper or (wrapper is None and memory_of(held) == memory_of(tensor)):
+                return index
+        return None
+
+
+def _recognised(sight: Sight, alias: torch.Tensor, address: int) -> CapturedTensor:
+    version, external = alias._version, is_external(alias)
+    return CapturedTensor(sight.spec, alias, version, address, sight.strided, external, False, None)

@@ -1,0 +1,202 @@
+"""Data loaders in a state, themselves or inside other objects: torch's, torchdata's, Accelerate's.
+
+Owns: finding them; what their state_dict() leaves out, which is the generator that a user gave to
+the loader; putting both back; what cannot be put back, in words for the user.
+Holds: loaders are found by walking the attributes of an object, with a limit. Nothing is called and
+no property is read on the way, and datasets are not looked into.
+Not here: the draws of the first iterator (first_iterator).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from statehold.errors import UnsupportedValueError
+from statehold.tensors import first_iterator
+from statehold.tensors.rng import get_state, set_state
+
+# A member that is added to a loader's state: {path of the loader: state of its generator}.
+GENERATORS = "statehold.generators"
+# A wrapper holds its loader near: `self.loader`, `self.loaders["train"]`, `self.data.loader`.
+DEPTH_MAX = 3
+OBJECTS_MAX = 256
+_OPAQUE = (
+    type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Tensor, nn.Module,
+    torch.optim.Optimizer, torch.Generator, Dataset, _BaseDataLoaderIter,
+    str, bytes, int, float, type(None),
+)  # fmt: skip
+_FORGETFUL = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def is_loader(value: Any) -> bool:
+    # By its real type: Accelerate's wrappers claim to be of the class of the loader inside.
+    return issubclass(type(value), DataLoader)
+
+
+def found_in(value: Any) -> list[tuple[str, Any]]:
+    """The loaders of an object by the path of attributes that leads to them, nearest first."""
+    found: list[tuple[str, Any]] = []
+    if issubclass(type(value), _OPAQUE):
+        return found
+    seen: set[int] = set()
+    left = deque([("", value, 0)])
+    while left and len(seen) < OBJECTS_MAX:
+        path, value, depth = left.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if is_loader(value):
+            found.append((path, value))
+        elif depth < DEPTH_MAX:
+            left += [(f"{path}.{key}".lstrip("."), each, depth + 1) for key, each in _held(value)]
+    return found
+
+
+def _held(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What an object or a container holds, as far as a loader may be there."""
+    if type(value) in (list, tuple):
+        members: Any = enumerate(value[:OBJECTS_MAX])
+    else:
+        held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        members = islice(list(held.items()), OBJECTS_MAX)
+    return ((key, each) for key, each in members if _may_hold(key, each))
+
+
+def _may_hold(key: Any, value: Any) -> bool:
+    # A key becomes a part of a path. Others may be costly to print: optimizers have tensors there.
+    return type(key) in (str, int) and not issubclass(type(value), _OPAQUE)
+
+
+def state_of(value: Any, tell: Callable[[str], None] = lambda _: None) -> Any:
+    """`value.state_dict()`, and the states of the generators that its loaders were given.
+
+    tell: is given what will not come back, and what to do about it.
+    torchdata saves a generator as it was when the epoch began. A seed is drawn after that, and the
+    next epoch's order begins with what comes then.
+    """
+    state = value.state_dict()
+    found = found_in(value)
+    own = {
+        path: get_state(loader.generator, path)
+        for path, loader in found
+        if _has_own_generator(loader)
+    }
+    for _, loader in found:
+        if first_iterator.is_supported(loader) and (name := _forgetful_sampler(loader)):
+            tell(_OTHER_ORDER.format(name))
+    if not own or not isinstance(state, dict) or GENERATORS in state:
+        return state
+    return {**state, GENERATORS: own}
+
+
+def _has_own_generator(loader: Any) -> bool:
+    # What sits around a loader of another kind may have its own way with the generator.
+    generator = loader.generator
+    is_own = isinstance(generator, torch.Generator) and generator is not torch.default_generator
+    return is_own and first_iterator.is_supported(loader)
+
+
+def load(value: Any, state: Any) -> None:
+    """Give an object what state_of() gave. The first iterator of its loaders leaves no trace."""
+    own = {}
+    if isinstance(state, dict) and GENERATORS in state:
+        own = state[GENERATORS]
+        state = {key: each for key, each in state.items() if key != GENERATORS}
+    value.load_state_dict(state)
+    for path, loader in found_in(value):
+        if first_iterator.is_due(loader):
+            is_known = path in own and _has_own_generator(loader)
+            if is_known:
+                set_state(loader.generator, path, own[path])
+            first_iterator.leave_no_trace(loader, own=is_known)
+
+
+# -- what cannot be put back ---------------------------------------------------------------------
+
+
+def doubts(value: Any, *, has_rng: bool) -> Iterator[str]:
+    """What may not go on as it was after load(), and what to do about it.
+
+    has_rng: generators were restored, too, so somebody counts on them.
+    """
+    found = found_in(value)
+    for path, loader in found:
+        if first_iterator.is_supported(loader):
+            if first_iterator.is_due(loader) and (name := _forgetful_sampler(loader)):
+                yield _OTHER_ORDER.format(name)
+        elif has_rng:
+            yield _MAY_DRAW.format(f"the {type(loader).__name__} in it" if path else "it")
+    is_iterable = hasattr(type(value), "__iter__") and not isinstance(value, DistributedSampler)
+    if has_rng and is_iterable and not found:
+        yield _MAY_DRAW.format("it")
+
+
+_MAY_DRAW = (
+    "statehold cannot tell whether {} draws random numbers when its first iterator is made. If it "
+    "does, training does not go on bit for bit. Then restore the Rng again after iter(loader), "
+    'before the first batch: ckpt.restore({{"rng": rng}}, step=step, only=["rng"])'
+)
+_OTHER_ORDER = (
+    "its {} has no state, so the samples that are left of the epoch may come in another order. "
+    "Pass shuffle=True to StatefulDataLoader, or a sampler with state_dict() and "
+    "load_state_dict(). With Accelerate, give such a StatefulDataLoader to prepare()"
+)
+
+
+def _forgetful_sampler(loader: Any) -> str | None:
+    """The name of a sampler that draws a new order each time that it is iterated."""
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, _FORGETFUL) and not hasattr(sampler, "load_state_dict"):
+            return type(sampler).__name__
+    return None
+
+
+# -- what no step can hold -----------------------------------------------------------------------
+
+
+def refusal(value: Any, path: str) -> UnsupportedValueError | None:
+    """The error for a loader, or an iterator of one, that does not know how far it has come."""
+    kind = type(value)
+    held = getattr(value, "__dict__", {})
+    inside = held.get("base_dataloader")
+    if is_loader(inside) and not hasattr(inside, "state_dict"):
+        hint = "pass DataLoaderConfiguration(use_stateful_dataloader=True) to the Accelerator"
+    elif hasattr(kind, "load_state_dict"):
+        return None
+    elif is_loader(held.get("_dataloader")):
+        hint = f"put the loader in it into the state, {path}._dataloader"
+        if not hasattr(held["_dataloader"], "load_state_dict"):
+            hint = f"{hint}, and let that be stateful: {_STATEFUL}"
+    elif is_loader(value):
+        hint = _STATEFUL
+    elif issubclass(kind, _BaseDataLoaderIter):
+        hint = f"put the loader itself into the state, and let it be stateful: {_STATEFUL}"
+    else:
+        return None
+    return UnsupportedValueError(
+        "a DataLoader that does not know how far it has come cannot be stored",
+        facts={"path": path, "type": f"{kind.__module__}.{kind.__qualname__}"},
+        hint=hint,
+    )
+
+
+_STATEFUL = (
+    "torchdata's loader takes the same arguments and can be stored (pip install torchdata): "
+    "from torchdata.stateful_dataloader import StatefulDataLoader as DataLoader"
+)

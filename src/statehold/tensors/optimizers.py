@@ -1,0 +1,157 @@
+"""How torch optimizers keep their state: by parameter, in groups, under running indices.
+
+An optimizer is saved by the names of its parameters, so that neither the order of groups in
+memory nor the index that Optimizer.state_dict() would give matters to a restore:
+    {"state": {parameter name: {key: value}}, "param_groups": [{option: value, "params": [name]}],
+     "other": {key: value}}
+"other" is what the optimizer keeps in its state under keys that are no parameters, if anything.
+A parameter that no module in the state holds is named by its running index, as torch does.
+An optimizer whose class or hooks change what state_dict() means is saved through that instead.
+A wrapper around an optimizer, such as those of Accelerate and Lightning Fabric, is looked through:
+names are the same with and without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from statehold.tensors.storable import device_of, local_of
+
+PARAMS = "params"
+STATE, GROUPS = "state", "param_groups"
+# Where wrappers keep the optimizer that they wrap.
+_WRAPPED = ("optimizer", "_optimizer")
+_HOOKS = tuple(
+    f"_optimizer_{action}_{when}_hooks"
+    for action in ("state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+
+
+def behind(value: Any) -> torch.optim.Optimizer | None:
+    """The optimizer that `value` is, or around which it is a wrapper; None for anything else."""
+    while (inner := _wrapped(value)) is not None:
+        value = inner
+    return value if isinstance(value, torch.optim.Optimizer) else None
+
+
+def _wrapped(value: Any) -> torch.optim.Optimizer | None:
+    """The optimizer to which `value` passes everything on, if it does."""
+    for name in _WRAPPED:
+        inner = getattr(value, "__dict__", {}).get(name)
+        if isinstance(inner, torch.optim.Optimizer) and _passes_on(value, inner):
+            return inner
+    return None
+
+
+def _passes_on(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
+    """Whether a wrapper has no state of its own: groups and state are those of `inner`, the same
+    objects, and its state_dict() shows nothing else."""
+    if getattr(wrapper, GROUPS, None) is not inner.param_groups:
+        return False
+    if getattr(wrapper, STATE, None) is not inner.state:
+        return False
+    shown, expected = wrapper.state_dict(), inner.state_dict()
+    return shown.keys() == expected.keys() and _same_entries(shown[STATE], expected[STATE])
+
+
+def _same_entries(shown: Mapping[Any, Any], expected: Mapping[Any, Any]) -> bool:
+    """Whether two parts of state_dict() hold the same objects."""
+    if shown.keys() != expected.keys():
+        return False
+    return all(
+        _same_entries(shown[key], value) if isinstance(value, dict) else shown[key] is value
+        for key, value in expected.items()
+    )
+
+
+def is_state_dict(value: Any) -> bool:
+    """Whether a value, or the members of a node, have the form of Optimizer.state_dict()."""
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get(STATE), Mapping)
+        and isinstance(value.get(GROUPS), list)
+        and all(isinstance(group, Mapping) for group in value[GROUPS])
+    )
+
+
+def is_by_name(shown: Any) -> bool:
+    """Whether a state_dict() calls parameters by names; torch's own calls them by numbers."""
+    return is_state_dict(shown) and all(
+        type(name) is str for group in shown[GROUPS] for name in group.get(PARAMS, ())
+    )
+
+
+def keys_by_parameter(
+    optimizer: torch.optim.Optimizer, shown: Any
+) -> dict[torch.Tensor, Any] | None:
+    """What its state_dict() calls each parameter, in their order; None where that cannot be told
+    from the places in the groups."""
+    if not is_state_dict(shown):
+        return None
+    live = [group[PARAMS] for group in optimizer.param_groups]
+    keys = [group.get(PARAMS) for group in shown[GROUPS]]
+    if not all(isinstance(each, list) for each in keys) or [*map(len, keys)] != [*map(len, live)]:
+        return None
+    return {
+        parameter: key
+        for parameters, names in zip(live, keys, strict=True)
+        for parameter, key in zip(parameters, names, strict=True)
+    }
+
+
+def is_standard(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the state lies where torch.optim.Optimizer keeps it."""
+    kind = type(optimizer)
+    return (
+        kind.state_dict is torch.optim.Optimizer.state_dict
+        and kind.load_state_dict is torch.optim.Optimizer.load_state_dict
+        and not any(getattr(optimizer, hooks, None) for hooks in _HOOKS)
+    )
+
+
+def parameters(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """(group index, name, parameter) of every parameter, in the order of the groups."""
+    running = 0
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group[PARAMS]:
+            yield index, names.get(id(parameter), str(running)), parameter
+            running += 1
+
+
+def owned_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors that only step() changes: the parameters and the state at its top level."""
+    for group in optimizer.param_groups:
+        yield from group[PARAMS]
+    yield from state_tensors(optimizer)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors at the top level of the state of each parameter."""
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def other_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """The entries of the state whose keys are no parameters, such as a common step."""
+    return {
+        key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)
+    }
+
+
+def state_device(group: Mapping[str, Any], key: str, parameter: torch.Tensor) -> torch.device:
+    """Where a state tensor lives that has to be made: with its parameter.
+
+    Only `step` stays on the host, unless the update reads it on the device (torch.optim.Optimizer
+    .load_state_dict has the same rule).
+    """
+    on_device = group.get("capturable") or group.get("fused")
+    if key == "step" and not on_device:
+        return torch.device("cpu")
+    return device_of(local_of(parameter))

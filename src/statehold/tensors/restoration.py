@@ -1,0 +1,124 @@
+"""What a comparison of a state with a step found: what is left to do, or how the two differ.
+
+Owns: the acts of the last part of a restore, in their order; the error for a state that differs.
+Holds: `finish` is called only when every byte has arrived and was verified. Random generators are
+put back last. What other objects draw while they load leaves no trace, so a state may be restored
+in parts, the generators first or last.
+Not here: the comparison (restore).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from statehold.errors import StateMismatchError
+from statehold.format.selection import Answer, RestoreReport, suggested
+from statehold.tensors import loaders
+from statehold.tensors.destinations import Destination
+from statehold.tensors.rng import unchanged
+
+PROBLEMS_SHOWN = 20
+# A parameter that no module in the state has.
+_BY_PLACE = re.compile(r"\.state\.\d+$")
+_HINT = "build the state as it was when the step was saved, or restore another step"
+
+
+@dataclass(slots=True)
+class Restoration:
+    """Where the bytes go, and what is left to do once they have arrived.
+
+    `used`: the saved tensors that this rank takes. `patterns`: see Answer. `has_own`: whether a
+    generator goes on, because every rank had its own. `plain`: which of the missing and unexpected
+    entries hold values only. `stateful`: the objects that take their
+    state themselves, by path. The other lists are of a RestoreReport.
+    """
+
+    step: int = 0
+    destinations: list[Destination] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    live: list[torch.Tensor] = field(default_factory=list)
+    containers: list[Callable[[], Any]] = field(default_factory=list)
+    objects: list[Callable[[], Any]] = field(default_factory=list)
+    generators: list[Callable[[], Any]] = field(default_factory=list)
+    stateful: list[tuple[str, Any]] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    patterns: Mapping[str, list[str] | None] = field(default_factory=dict)
+    has_own: bool = False
+    plain: set[str] = field(default_factory=set)
+
+    @property
+    def answer(self) -> Answer:
+        """What the selection found here."""
+        return Answer(
+            self.patterns,
+            loads=bool(self.loaded) or self.has_own,
+            has_rest=bool(self.missing or self.unexpected or self.kept),
+            lacks=bool(self.missing),
+        )
+
+    @property
+    def report(self) -> RestoreReport:
+        names = self.loaded, self.missing, self.unexpected, self.kept
+        return RestoreReport(self.step, *map(tuple, names))
+
+    def doubts(self) -> Iterator[str]:
+        """After finish(): what may not go on as it was, and what the user can do."""
+        for path, live in self.stateful:
+            for doubt in loaders.doubts(live, has_rng=bool(self.generators)):
+                yield f'step {self.step} is restored, but "{path}" may go on differently: {doubt}'
+
+    def finish(self) -> None:
+        """Apply everything that is not tensor bytes."""
+        with torch.no_grad():
+            with unchanged():
+                for act in (*self.containers, *self.objects):
+                    act()
+            for act in self.generators:
+                act()
+        # Memory was written behind autograd's back: tell whoever saved these for a backward.
+        torch.autograd.graph.increment_version(
+            [tensor for tensor in self.live if not tensor.is_inference()]
+        )
+
+
+def mismatch(problems: list[tuple[str, str]], found: Restoration) -> StateMismatchError:
+    """The error for a state and a step that differ; found: what was found out until then."""
+    facts = dict(problems[:PROBLEMS_SHOWN])
+    if len(problems) > PROBLEMS_SHOWN:
+        facts["..."] = f"{len(problems) - PROBLEMS_SHOWN} more"
+    for given, near in found.patterns.items():
+        if near is not None:
+            facts[given] = f"matches nothing on this rank: {suggested(near)}"
+    return StateMismatchError(
+        f"the state and the step differ in {len(problems)} places; nothing was changed",
+        facts=facts,
+        hint=_advice([name for name, _ in problems], found),
+    )
+
+
+def _advice(names: list[str], found: Restoration) -> str:
+    """What is most likely meant by a state that differs from the step."""
+    tops = dict.fromkeys(name.split(".")[0] for name in found.loaded)
+    whole = {name for name in names if "." not in name} - found.plain
+    here, there = ([name for name in those if name in whole]
+                   for those in (found.missing, found.unexpected))  # fmt: skip
+    if len(here) == len(there) == 1:
+        rename = f'rename={{"{there[0]}": "{here[0]}"}}'
+        return f'if "{there[0]}" of the step is "{here[0]}" now: {rename}'
+    if any(map(_BY_PLACE.search, found.missing)):
+        return (
+            "an optimizer calls parameters by the modules of the state: put the model that it "
+            "updates into the state, and not another copy of it"
+        )
+    if tops and not found.missing and all(name.split(".")[0] not in tops for name in names):
+        part = ", ".join(f'"{name}"' for name in tops)
+        return f"to restore this part of the step alone: restore(state, only=[{part}])"
+    return _HINT

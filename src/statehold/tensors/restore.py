@@ -1,0 +1,343 @@
+"""Match a step with the live state, say where its bytes go, and apply the plain values afterwards.
+
+Owns: the comparison of names, all of it before anything changes; what is restored of it; the order
+of the last act: containers and optimizers, then load_state_dict() of other objects, then random
+generators (restoration).
+Holds: `prepare` changes nothing that is live. Destinations are live storages wherever there is a
+tensor of the saved shape and dtype; only what is missing (a fresh optimizer's state, new dict
+entries) is allocated. `finish` is called only when every byte has arrived and was verified.
+Not here: optimizers (restore_optimizers), memory (destinations), reading (engine), choosing the
+step (checkpointer).
+
+A live dict takes the content of the saved one; entries that the step lacks are missing. Objects
+with load_state_dict() decide themselves what they accept. Optimizers know their parameters by name.
+In a job of several ranks what this rank has no place for may be another's: the caller judges.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, MutableMapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from statehold.encoding import values
+from statehold.errors import ManifestError, UsageError, noting
+from statehold.format.saved import SavedStep
+from statehold.format.selection import EVERYTHING, Answer, Selection, check_answers
+from statehold.format.trees import tensors_of
+from statehold.tensors import dtypes, loaders, modules, nodes, optimizers
+from statehold.tensors.capture import is_stateful
+from statehold.tensors.composed import is_composed, refuse
+from statehold.tensors.marks import Mark
+from statehold.tensors.matching import ABSENT, missing_of, replace_content
+from statehold.tensors.names import below, names_of
+from statehold.tensors.placements import Placed
+from statehold.tensors.restoration import Restoration, mismatch
+from statehold.tensors.restore_optimizers import OptimizerMatching
+from statehold.tensors.rng import Rng, unchanged
+from statehold.tensors.storable import device_of, local_of, name_of, overlaps_itself
+from statehold.tensors.subclasses import is_allowed, parts_of, remark_of
+
+
+def prepare(
+    state: Mapping[str, Any],
+    saved: SavedStep,
+    *,
+    selection: Selection = EVERYTHING,
+    rank: int | None = None,
+    alone: bool = True,
+) -> Restoration:
+    """Match `state`, of `rank` of several ranks or of one (None), with a step.
+
+    alone: what this rank has no place for is no other rank's. Raises StateMismatchError that lists
+    every difference, UsageError for a pattern that matches nothing. Of several ranks, another one
+    may match it: the caller judges their answers together.
+    """
+    with unchanged():  # state_dict() of live objects may draw
+        matcher = _Matcher(state, saved, selection, rank, alone)
+        matcher.top(state, saved.state)
+    restoration = matcher.restoration
+    if rank is None:
+        check_answers([Answer(restoration.patterns, loads=True, has_rest=False)])
+    if matcher.problems:
+        raise mismatch(matcher.problems, restoration)
+    if rank is None:
+        check_answers([restoration.answer])
+    return restoration
+
+
+def check_takes_values(state: object) -> MutableMapping[Any, Any]:
+    """A state that is restored. Raises UsageError for what cannot be one."""
+    if not isinstance(state, MutableMapping):
+        raise UsageError(
+            "a state that is restored has to take values",
+            facts={"expected": "a dict", "got": type(state).__name__},
+            hint='give the parts names: restore({"model": model, "optimizer": optimizer})',
+        )
+    return state
+
+
+class _Matcher(OptimizerMatching):
+    """One comparison of a live state with a saved tree."""
+
+    def top(self, state: Mapping[str, Any], node: Any) -> None:
+        """The state itself: its names are the step's, no more and no fewer."""
+        saved = nodes.members(node)
+        if saved is None:
+            raise ManifestError("the state of the manifest is not an object")
+        saved = nodes.renamed(saved, state, self._selection)
+        for key in missing_of(saved, state):
+            if self._selection.reaches(str(key)):
+                self.unexpected(str(key), "an entry of the step")
+                self._note_plain(str(key), any(tensors_of(saved[key])))
+        present = {key: item for key, item in saved.items() if key in state}
+        self._mapping(check_takes_values(state), present, "")
+        if self._selection.has_patterns:
+            names = names_of(state, node, self._selection, self._names)
+            self.restoration.patterns = self._selection.answers(names)
+
+    # -- live objects, by kind -------------------------------------------------------------
+
+    def match(self, live: Any, node: Any, path: str) -> Any:
+        """What belongs in the place of `live`: itself where it is restored in place."""
+        if not self._selection.reaches(path):
+            self.restoration.kept.append(path)
+            return live
+        if isinstance(live, Mark):
+            return self._marked(live, node, path)
+        if isinstance(live, torch.Tensor):
+            return self._tensor(live, node, path)
+        if isinstance(live, nn.Module):
+            return self._module(live, node, path)
+        if (optimizer := optimizers.behind(live)) is not None:
+            self._optimizer(optimizer, node, path)
+            return live
+        if is_stateful(live):
+            return self._object(live, node, path)
+        if type(live) in (dict, OrderedDict) and (saved := nodes.members(node)) is not None:
+            return self._mapping(live, saved, path)
+        if type(live) is list and type(node) is list:
+            return self._list(live, node, path)
+        if type(live) is tuple and (items := nodes.payload(node, "$tuple")) is not None:
+            return self._tuple(live, items, path)
+        return self._plain(live, node, path)
+
+    def _note_plain(self, path: str, has_tensors: bool) -> None:
+        if not has_tensors:
+            self.restoration.plain.add(path)
+
+    def _marked(self, live: Mark[Any], node: Any, path: str) -> Mark[Any]:
+        value = self.match(live.value, node, path)
+        if value is not live.value:
+            self.restoration.containers.append(lambda: setattr(live, "value", value))
+        return live
+
+    def _mapping(self, live: MutableMapping[Any, Any], saved: Mapping[Any, Any], path: str) -> Any:
+        content = {}
+        for key, node in saved.items():
+            where = below(path, key)
+            if key in live:
+                content[key] = self.match(live[key], node, where)
+            elif self._selection.takes(where):
+                content[key] = self._new(node, where)
+        for key in missing_of(live, saved):
+            where = below(path, key)
+            if self._selection.reaches(where):
+                self.missing(where, "an entry of the step", "nothing")
+                self._note_plain(where, holds_state(live[key]))
+            else:
+                self.restoration.kept.append(where)
+            content[key] = live[key]
+        self.restoration.containers.append(lambda: replace_content(live, content))
+        return live
+
+    def _list(self, live: list[Any], items: list[Any], path: str) -> list[Any]:
+        content = self._items(live, items, path)
+        self.restoration.containers.append(lambda: live.__setitem__(slice(None), content))
+        return live
+
+    def _tuple(self, live: tuple[Any, ...], items: list[Any], path: str) -> tuple[Any, ...]:
+        content = self._items(live, items, path)
+        unchanged = len(live) == len(content) and all(map(_is, live, content))
+        return live if unchanged else tuple(content)
+
+    def _items(self, live: list[Any] | tuple[Any, ...], items: list[Any], path: str) -> list[Any]:
+        content = [
+            self.match(live[index], node, f"{path}.{index}")
+            if index < len(live)
+            else self._new(node, f"{path}.{index}")
+            for index, node in enumerate(items)
+        ]
+        for index in range(len(items), len(live)):
+            if holds_state(live[index]):
+                self.missing(f"{path}.{index}", "an entry of the step", "nothing")
+                content.append(live[index])
+        return content
+
+    def _plain(self, live: Any, node: Any, path: str) -> Any:
+        if not self._takes(path) or self._differs(node, path):
+            return live
+        if (refusal := loaders.refusal(live, path)) is not None:
+            raise refusal
+        if holds_state(live):
+            self.problem(path, f"state of a {type(live).__name__}", "a value of another kind")
+            return live
+        if not is_storable_kind(live):  # a class, a generator: somebody meant another object
+            self.problem(path, "a live value that a step can hold", f"a {type(live).__name__}")
+            return live
+        if live is not None and (is_composed(node) or nodes.payload(node, "$tensor") is not None):
+            self.problem(path, "a plain value", "a tensor")
+            return live
+        return self.rebuild(live, node)
+
+    def _new(self, node: Any, path: str) -> Any:
+        """The saved value for a place where nothing is."""
+        self.restoration.loaded.append(path)
+        return None if self._differs(node, path) else self.rebuild(ABSENT, node)
+
+    def _module(self, live: nn.Module, node: Any, path: str) -> nn.Module:
+        saved = nodes.members(node)
+        if saved is None:
+            self.problem(path, "the state of a module", "a value of another kind")
+            return live
+        entries, own = modules.entries(live), modules.own_tensors(live)
+        for name in missing_of(saved, entries):
+            self.unexpected(f"{path}.{name}", self._described(saved[name]))
+        handed: dict[str, Any] = {}
+        for name, value in entries.items():
+            where = f"{path}.{name}"
+            if name not in saved:
+                if self._selection.takes(where):
+                    self.missing(where, _describe(value))
+                else:
+                    self.restoration.kept.append(where)
+            elif id(value) in own:
+                self._tensor(value, saved[name], where)
+            elif self._takes(where) and not self._differs(saved[name], where):
+                handed[name] = self.rebuild(ABSENT, saved[name])
+        if handed:
+            self.restoration.objects.append(lambda: modules.hand_over(live, handed))
+        return live
+
+    def _object(self, live: Any, node: Any, path: str) -> Any:
+        if isinstance(live, Rng) and nodes.differing(node) is not None:
+            self.restoration.kept.append(path)  # a generator that goes on is as good as another
+            self.restoration.has_own = True
+            return live
+        if not self._takes(path) or self._differs(node, path):
+            return live
+        if isinstance(live, Rng):
+            state = self.rebuild(ABSENT, node)
+            self.restoration.generators.append(lambda: live.load_state_dict(state))
+            return live
+        # A loader that is asked for its state makes an iterator, and starts its workers.
+        value = self.rebuild(ABSENT if loaders.found_in(live) else live.state_dict(), node)
+        self.restoration.objects.append(partial(_load, live, value, path))
+        self.restoration.stateful.append((path, live))
+        return live
+
+    # -- tensors ---------------------------------------------------------------------------
+
+    def _tensor(self, live: torch.Tensor, node: Any, path: str) -> torch.Tensor:
+        if not self._takes(path) or self._differs(node, path):
+            return live
+        name = nodes.payload(node, "$tensor")
+        if name is None and not is_composed(node):
+            self.problem(path, _describe(live), "a plain value")
+            return live
+        if is_lazy(live):
+            self._materialize(live, node, path)
+            return live
+        refuse(live, path)
+        place = self._memory.place(live, path)
+        if name is None or is_allowed(local_of(live)):
+            self._compose_in_place(live, node, place, path)
+        elif not self._memory.fits(live, name, place):
+            self.problem(path, _describe(live), self._described(node))
+        elif overlaps_itself(local_of(live)):
+            self.problem(path, "a tensor that can be written", "an expanded one")
+        elif (other := self._memory.fill(live, name, place)) is not None:
+            self.problem(path, "one tensor, as it is tied", f"other values than {other}")
+        else:
+            self.restoration.live += [live] if (local := local_of(live)) is live else [live, local]
+        return live
+
+    def _materialize(self, live: Any, node: Any, path: str) -> None:
+        """Give an uninitialized parameter or buffer its saved shape, once its bytes are there."""
+        name = nodes.payload(node, "$tensor")
+        if name is None or live.dtype != self._memory.dtype_of(name):
+            expected = f"{_dtype(live)} of any shape, as it is uninitialized"
+            self.problem(path, expected, self._described(node))
+            return
+        made = self._memory.make(name, device_of(live))
+
+        def act() -> None:
+            if is_lazy(live):  # else it is tied, and has its shape
+                live.materialize(made.shape)
+                live.data = made
+
+        self.restoration.containers.append(act)
+
+    def _compose_in_place(self, live: torch.Tensor, node: Any, place: Placed, path: str) -> None:
+        """Fill what a complex tensor, or one of a class of its own, is made of."""
+        if (got := self._composed.take(live, node, place, path)) is not None:
+            self.problem(path, _describe(live), got)
+        else:
+            self.restoration.live += map(local_of, parts_of(live))
+
+    def _described(self, node: Any) -> str:
+        if is_composed(node):
+            return self._composed.described(node)
+        name = nodes.payload(node, "$tensor")
+        return "a plain value in the step" if name is None else self._memory.described(name)
+
+
+def _load(live: Any, value: Any, path: str) -> None:
+    with noting(f'while "{path}" was restored; other parts may be restored already'):
+        loaders.load(live, value)
+
+
+def is_storable_kind(value: Any) -> bool:
+    """Whether a value that has no state of its own is of a type that a step can hold."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+        return True
+    return values.is_plain(value) or isinstance(value, torch.Size | torch.dtype | torch.device)
+
+
+def holds_state(value: Any) -> bool:
+    """Whether a live value has something that only a step's tensors or objects can restore."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor | nn.Module | Mark) or is_stateful(value):
+            return True
+        if isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+    return False
+
+
+def _dtype(value: torch.Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    if is_lazy(value):
+        return f"an uninitialized tensor of {_dtype(value)}"
+    if is_allowed(local := local_of(value)):
+        return f"{name_of(type(local))} {list(value.shape)}{remark_of(local)}"
+    return dtypes.described(value.dtype, tuple(value.shape))
+
+
+def _is(left: Any, right: Any) -> bool:
+    return left is right

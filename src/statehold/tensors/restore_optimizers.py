@@ -1,0 +1,311 @@
+"""Match an optimizer of the live state with a saved one, parameter by parameter.
+
+Owns: which saved entries a parameter gets, which options a group gets, and in what kind of tensors;
+the translation between the two forms in which an optimizer is saved, by name and as its own
+state_dict().
+Holds: parameters are known by their names where these were saved, else by their places as in torch;
+what is made for a sharded parameter is sharded as it is; nothing live changes before
+Restoration.finish().
+Not here: how an optimizer keeps its state (optimizers), which saved group is meant (groups).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from statehold.tensors import groups, nodes, optimizers, placements
+from statehold.tensors.composed import is_composed
+from statehold.tensors.groups import Group, Owners
+from statehold.tensors.matching import ABSENT, HOST, Matching, missing_of, replace_content
+from statehold.tensors.optimizers import GROUPS, PARAMS, STATE
+from statehold.tensors.placements import Placed
+from statehold.tensors.storable import device_of, is_dtensor, local_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """An optimizer of the step by the names of its parameters, which are the live ones."""
+
+    states: Mapping[str, Any]
+    groups: Sequence[Group]
+    owners: Owners
+    other: Any
+
+
+class OptimizerMatching(Matching):
+    """The part of a comparison that is about optimizers."""
+
+    def _optimizer(self, live: torch.optim.Optimizer, node: Any, path: str) -> None:
+        saved = self._named(node)
+        if not optimizers.is_standard(live):
+            shown = live.state_dict()
+            if saved is not None and not optimizers.is_by_name(shown):
+                self._translated(live, shown, saved, path)
+            else:
+                self._handed_over(live, shown, node, path)
+        elif saved is not None:
+            self._in_place(live, saved, path)
+        elif None not in _parts_of(node):
+            self._handed_over(live, live.state_dict(), node, path)
+        else:
+            self.problem(path, "the state of an optimizer", "a value of another kind")
+
+    def _named(self, node: Any) -> _Named | None:
+        """What was saved by the names of parameters; None for a state_dict()."""
+        states, found = _parts_of(node)
+        if states is None or found is None or not groups.is_by_name(found):
+            return None
+        renamed = self._selection.renamed
+        saved = [{**group, PARAMS: list(map(renamed, group.get(PARAMS, [])))} for group in found]
+        states = {renamed(name): each for name, each in states.items()}
+        other = (nodes.members(node) or {}).get("other", {})
+        return _Named(states, saved, groups.owners_of(saved), other)
+
+    def _in_place(self, live: torch.optim.Optimizer, saved: _Named, path: str) -> None:
+        """Fill the tensors of a live optimizer, and put what is missing beside them."""
+        options = self._options(live, saved, path)
+        for index, group in enumerate(live.param_groups):
+            values = self._group(group, options[index], f"{path}.{GROUPS}.{index}")
+            self.restoration.containers.append(partial(group.update, values))
+        content = self._content(live, live.state, saved, options, path)
+        others = self._others(optimizers.other_state(live), saved, path)
+        self.restoration.containers.append(lambda: _set_optimizer_state(live, content, others))
+
+    # -- by name -----------------------------------------------------------------------------
+
+    def _options(
+        self, live: torch.optim.Optimizer, saved: _Named, path: str
+    ) -> list[Mapping[str, Any]]:
+        """The saved options for each live group, which they will replace."""
+        names: list[list[str]] = [[] for _ in live.param_groups]
+        for index, name, _ in optimizers.parameters(live, self._names):
+            names[index].append(name)
+        found: list[Mapping[str, Any]] = []
+        for index in range(len(live.param_groups)):
+            options = groups.options_for(names[index], index, saved.owners, saved.groups)
+            if options is None:
+                differing = ", ".join(groups.differing_options(names[index], saved.owners))
+                got = f"parameters of several groups, which differ in {differing}"
+                where = f"{path}.{GROUPS}.{index}"
+                self.problem(where, "the options of one group of the step", got)
+            self._check_options(live, index, options or {}, f"{path}.{GROUPS}.{index}")
+            found.append(options or {})
+        return found
+
+    def _check_options(
+        self, live: torch.optim.Optimizer, index: int, saved: Mapping[str, Any], path: str
+    ) -> None:
+        """Refuse a saved group of another kind of optimizer: each side has options of its own.
+
+        Options of one side alone are no sign of that: another version of torch added them, or a
+        scheduler. A step that holds none says nothing.
+        """
+        group = live.param_groups[index]
+        takes = self._selection.takes
+        unknown = [key for key in missing_of(saved, group) if takes(f"{path}.{key}")]
+        lacking = [key for key in missing_of(live.defaults, saved) if key in group]
+        if saved and unknown and lacking:
+            for key in lacking:
+                self.missing(f"{path}.{key}", f"an option of {type(live).__name__}")
+            for key in unknown:
+                self.unexpected(f"{path}.{key}", "an option of another kind of optimizer")
+
+    def _group(
+        self, live: Mapping[str, Any], saved: Mapping[str, Any], path: str
+    ) -> dict[str, Any]:
+        """The saved options that replace the live ones; those the step lacks stay."""
+        options = {}
+        for key, node in saved.items():
+            where = f"{path}.{key}"
+            if key == PARAMS or not self._takes(where) or self._differs(node, where):
+                continue
+            options[key] = self.rebuild(live.get(key, ABSENT), node)
+        return options
+
+    def _content(
+        self,
+        live: torch.optim.Optimizer,
+        current: Mapping[torch.Tensor, Any],
+        saved: _Named,
+        options: list[Mapping[str, Any]],
+        path: str,
+    ) -> dict[torch.Tensor, dict[str, Any]]:
+        """The entries for each parameter that is restored; `current` are those that it has."""
+        content: dict[torch.Tensor, dict[str, Any]] = {}
+        ours = set()
+        for index, name, parameter in optimizers.parameters(live, self._names):
+            where = f"{path}.{STATE}.{name}"
+            ours.add(name)
+            if not self._selection.reaches(where):
+                self.restoration.kept.append(where)
+            elif name not in saved.owners:
+                self.missing(where, "a parameter of the step's optimizer", "nothing")
+            elif not self._differs(saved.states.get(name), where):
+                known = nodes.members(saved.states.get(name)) or {}
+                merged = {**live.param_groups[index], **options[index]}
+                has = current.get(parameter, {})
+                content[parameter] = self._parameter_state(has, merged, parameter, known, where)
+        for name in missing_of(saved.owners, ours):
+            self.unexpected(f"{path}.{STATE}.{name}", "a parameter of the step's optimizer")
+        return content
+
+    def _others(self, live: dict[Any, Any], saved: _Named, path: str) -> dict[Any, Any]:
+        """The entries whose keys are no parameters."""
+        if self._differs(saved.other, f"{path}.other") or not self._selection.takes(path):
+            return live
+        others: dict[Any, Any] = self.rebuild(live, saved.other)
+        return others
+
+    def _parameter_state(
+        self,
+        current: Mapping[str, Any],
+        options: Mapping[str, Any],
+        parameter: torch.Tensor,
+        saved: Mapping[str, Any],
+        path: str,
+    ) -> dict[str, Any]:
+        beside = self._memory.place(parameter, path)
+        content = {}
+        for key in dict.fromkeys((*saved, *current)):
+            where = f"{path}.{key}"
+            if not self._selection.takes(where):
+                self.restoration.kept.append(where)
+                if key in current:
+                    content[key] = current[key]
+            elif key in saved:
+                self.restoration.loaded.append(where)
+                device = optimizers.state_device(options, key, parameter)
+                value = current.get(key, ABSENT)
+                content[key] = self._beside(value, saved[key], parameter, beside, key, device)
+        return content
+
+    def _beside(
+        self,
+        live: Any,
+        node: Any,
+        parameter: torch.Tensor,
+        beside: Placed,
+        key: str,
+        device: torch.device,
+    ) -> Any:
+        """One entry of the state of a parameter, which lies where `beside` says."""
+        name = nodes.payload(node, "$tensor")
+        if name is None:
+            if not is_composed(node) or not isinstance(live, torch.Tensor):
+                return self.rebuild(live, node, device, parameter)
+            where = None if is_dtensor(live) else placements.beside(live, parameter, beside)
+            return self._compose(live, node, device, parameter, where)
+        if isinstance(live, torch.Tensor) and not (
+            key == "step" and device_of(local_of(live)) != device
+        ):
+            place = None if is_dtensor(live) else placements.beside(live, parameter, beside)
+            if self._memory.usable(live, name, place):
+                return live
+        return self._memory.make(name, device, parameter)
+
+    # -- through load_state_dict() -----------------------------------------------------------
+
+    def _translated(
+        self, live: torch.optim.Optimizer, shown: Any, saved: _Named, path: str
+    ) -> None:
+        """Hand what was saved by name to an optimizer with a state_dict() of its own."""
+        keys = optimizers.keys_by_parameter(live, shown)
+        if keys is None:
+            got = "the state of an optimizer by the names of its parameters"
+            self.problem(path, f"what the state_dict() of {type(live).__name__} returns", got)
+            return
+        options = self._options(live, saved, path)
+        states = dict(shown[STATE])
+        current = {parameter: states.pop(key, {}) for parameter, key in keys.items()}
+        found = [
+            {**group, **self._group(group, options[index], f"{path}.{GROUPS}.{index}")}
+            for index, group in enumerate(shown[GROUPS])
+        ]
+        content = {**current, **self._content(live, current, saved, options, path)}
+        states = self._others(states, saved, path)
+        states |= {keys[parameter]: entries for parameter, entries in content.items() if entries}
+        for key in missing_of(shown, (STATE, GROUPS)):
+            if self._selection.takes(f"{path}.{key}"):
+                self.missing(f"{path}.{key}", "an entry of the step", "nothing")
+        value = {**shown, STATE: states, GROUPS: found}
+        self.restoration.objects.append(lambda: live.load_state_dict(value))
+
+    def _handed_over(self, live: torch.optim.Optimizer, shown: Any, node: Any, path: str) -> None:
+        """Hand what its state_dict() returned to an optimizer, in tensors as its parameters are."""
+        if not self._takes(path) or self._differs(node, path):
+            return
+        rest = dict(nodes.members(node) or {})
+        owners = self._owners(live, shown, rest, path)
+        has = shown if isinstance(shown, Mapping) else {}
+        value: Any = {}
+        if owners:
+            current = has[STATE]
+            value[STATE] = {
+                key: self.rebuild(current.get(key, ABSENT), entries, HOST, owners.get(key))
+                for key, entries in (nodes.members(rest.pop(STATE)) or {}).items()
+            }
+        known = set(self._memory.made_plain)
+        if nodes.members(node) is None:
+            value = self.rebuild(shown, node)
+        for key, each in rest.items():
+            value[key] = self.rebuild(has.get(key, ABSENT), each)
+        self._check_kinds(live, self._memory.made_plain - known, path)
+        self.restoration.objects.append(lambda: live.load_state_dict(value))
+
+    def _owners(
+        self, live: torch.optim.Optimizer, shown: Any, saved: Mapping[str, Any], path: str
+    ) -> dict[Any, torch.Tensor]:
+        """The parameters by the keys of their saved state; none where these say nothing."""
+        keys = optimizers.keys_by_parameter(live, shown)
+        if keys is None or not optimizers.is_state_dict(saved):
+            return {}
+        if optimizers.is_by_name(shown):
+            return {key: parameter for parameter, key in keys.items()}
+        sizes = [len(group[PARAMS]) for group in live.param_groups]
+        places = [(nodes.members(group) or {}).get(PARAMS, []) for group in saved[GROUPS]]
+        if list(map(len, places)) == sizes:
+            return dict(zip(itertools.chain(*places), keys, strict=True))
+        if optimizers.is_standard(live):
+            got = f"groups of {', '.join(str(len(each)) for each in places)} in the step"
+            self.problem(f"{path}.{GROUPS}", f"groups of {', '.join(map(str, sizes))}", got)
+        return {}
+
+    def _check_kinds(self, live: torch.optim.Optimizer, made: set[str], path: str) -> None:
+        """Refuse plain tensors where they may well stand for pieces of sharded parameters."""
+        sharded = [each for group in live.param_groups for each in group[PARAMS]]
+        sharded = [each for each in sharded if is_dtensor(each)]
+        for name in sorted(made):
+            if any(self._memory.has_shape_of(parameter, name) for parameter in sharded):
+                expected = (
+                    f"a live DTensor in what the state_dict() of {type(live).__name__} returns"
+                )
+                got = "none, and nothing says which parameter it belongs to: take one step before "
+                self.problem(name, expected, f"{got}restoring, so that the optimizer has its state")
+
+
+def _parts_of(node: Any) -> tuple[dict[Any, Any] | None, list[Group] | None]:
+    """The states and the groups of a saved optimizer, None for what it lacks."""
+    whole = nodes.members(node) or {}
+    return nodes.members(whole.get(STATE)), groups.saved_groups(whole.get(GROUPS))
+
+
+def _set_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[torch.Tensor, dict[str, Any]],
+    others: Mapping[Any, Any],
+) -> None:
+    """Give every parameter exactly the saved entries, in the dicts that are already there."""
+    for key in optimizers.other_state(optimizer).keys() - others.keys():
+        del optimizer.state[key]
+    optimizer.state.update(others)
+    for parameter, saved in state.items():
+        if not saved:
+            optimizer.state.pop(parameter, None)
+            continue
+        replace_content(optimizer.state[parameter], saved)

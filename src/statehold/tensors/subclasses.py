@@ -1,0 +1,286 @@
+"""Tensor subclasses: tensors that are made of other tensors, such as quantized ones.
+
+Owns: the list of classes that a step may hold, and how each takes itself apart and is put together
+(`__tensor_flatten__` and `__tensor_unflatten__`, or an adapter); how its inner tensors are sharded.
+Holds: no class is imported or called because a file names it: its name must be in the list here,
+or a user has allowed it. What a class keeps besides tensors (its context) is stored as plain
+values.
+Not here: classes without these methods (adapters), names and nodes of the inner tensors (capture,
+composed).
+
+The names in the list are those of the modules that define the classes. A class that its library has
+moved is not found there, and refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from statehold.encoding import values
+from statehold.errors import StateMismatchError, UnsupportedValueError, UsageError
+from statehold.layout.layout import Box, Layout
+from statehold.tensors import adapters, foreign, placements
+from statehold.tensors.placements import OWN, Placed
+from statehold.tensors.storable import PROTOCOL, local_of, name_of, says_what_it_is_made_of
+
+_CACHED_MAX = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is known of the inner tensors of a DTensor's local one, by name.
+
+    rowwise: the first dimension follows that of the whole tensor, in order, so it can be cut
+    wherever the whole is; shared: equal on all ranks. Of any other nothing is known.
+    """
+
+    rowwise: frozenset[str] = frozenset()
+    shared: frozenset[str] = frozenset()
+
+
+_UNKNOWN = Rule()
+_QUANTIZED = "torchao.quantization"
+_KNOWN: dict[str, Rule] = {
+    "torchao.optim.subclass_8bit.OptimState8bit": Rule(
+        frozenset({"codes", "scale"}), frozenset({"qmap"})
+    ),
+    "torchao.optim.subclass_fp8.OptimStateFp8": Rule(frozenset({"codes", "scale"})),
+    # The context of these holds the shape of the local tensor: another layout has another one.
+    "torchao.optim.subclass_4bit.OptimState4bit": _UNKNOWN,
+    f"{_QUANTIZED}.Int8Tensor": _UNKNOWN,
+    f"{_QUANTIZED}.Int4Tensor": _UNKNOWN,
+    f"{_QUANTIZED}.Int4PlainInt32Tensor": _UNKNOWN,
+    f"{_QUANTIZED}.Int4TilePackedTo4dTensor": _UNKNOWN,
+    f"{_QUANTIZED}.IntxUnpackedToInt8Tensor": _UNKNOWN,
+    f"{_QUANTIZED}.Float8Tensor": _UNKNOWN,
+    f"{_QUANTIZED}.quantize_.workflows.nf4.nf4_tensor.NF4Tensor": _UNKNOWN,
+    "torchao.prototype.quantized_training.int8.Int8QuantizedTrainingLinearWeight": _UNKNOWN,
+    "torchao.prototype.quantized_training.bitnet.BitNetTrainingLinearWeight": _UNKNOWN,
+    **dict.fromkeys(adapters.ADAPTERS, _UNKNOWN),
+}
+_allowed: dict[str, tuple[Any, Rule]] = {}
+
+
+def allow_tensor_class(
+    cls: type[torch.Tensor], *, rowwise: Iterable[str] = (), shared: Iterable[str] = ()
+) -> None:
+    """Let steps hold tensors of `cls`, which has `__tensor_flatten__` and `__tensor_unflatten__`.
+
+    Call it in every process that saves or restores such tensors. Steps name the class by module and
+    qualified name. What the class keeps besides tensors has to be plain values.
+
+    rowwise: the inner tensors whose first dimension follows that of the whole, in order, so that
+    a sharded tensor can be restored into another layout; shared: those that are equal on all ranks.
+    If some inner tensor is in neither, a sharded tensor is restored in the same layout only.
+
+    Raises UsageError for a class that cannot be taken apart.
+    """
+    if not isinstance(cls, type) or not says_what_it_is_made_of(cls):
+        raise UsageError(
+            "a tensor class cannot be taken apart",
+            facts={"expected": f"a class with {' and '.join(PROTOCOL)}", "got": repr(cls)[:200]},
+        )
+    _allowed[name_of(cls)] = cls, Rule(frozenset(rowwise), frozenset(shared))
+
+
+def is_allowed(tensor: torch.Tensor) -> bool:
+    """Whether a step can hold tensors of this class, taken apart."""
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return False
+    name = name_of(kind)
+    if name in _allowed:
+        return _allowed[name][0] is kind
+    return name in adapters.ADAPTERS or (name in _KNOWN and hasattr(tensor, PROTOCOL[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A tensor taken apart: its class, its context as a node, its inner tensors by name."""
+
+    kind: str
+    context: Any
+    tensors: Mapping[str, torch.Tensor]
+
+
+def form_of(tensor: Any, path: str) -> Form:
+    """Take a tensor apart; its inner tensors share its memory.
+
+    Raises UnsupportedValueError, with the path, for a context that is not made of plain values.
+    """
+    kind = name_of(type(tensor))
+    tensors, context = _apart(tensor, path)
+    try:
+        node = values.encode(context, f"{path}.<context>", lambda each, _: foreign.torch_node(each))
+    except UnsupportedValueError as error:
+        error.hint = f"{kind} keeps this besides its tensors, and no step can hold it; {error.hint}"
+        raise error.with_fact("class", kind) from None
+    return Form(kind, node, tensors)
+
+
+def _apart(tensor: Any, path: str) -> tuple[dict[str, torch.Tensor], Any]:
+    """The inner tensors by name, and the context."""
+    adapter = adapters.adapter_of(type(tensor))
+    if adapter is not None:
+        return adapter.apart(tensor, path)
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context
+
+
+def parts_of(tensor: torch.Tensor, path: str = "") -> list[torch.Tensor]:
+    """The tensors with memory of their own that a tensor is made of; itself where it is plain."""
+    local = local_of(tensor)
+    if not is_allowed(local):
+        return [tensor]
+    inner, _ = _apart(local, path)
+    return [part for each in inner.values() for part in parts_of(each, path)]
+
+
+def remark_of(tensor: torch.Tensor) -> str:
+    """What a person who reads of the tensor has to know besides its class and shape, or ""."""
+    adapter = adapters.adapter_of(type(tensor))
+    return "" if adapter is None else adapter.remark(tensor)
+
+
+def build(
+    kind: str,
+    context: Any,
+    tensors: Mapping[str, torch.Tensor],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    path: str,
+) -> torch.Tensor:
+    """Put a tensor together around `tensors`, whose memory it shares; `context` is the value.
+
+    Raises UnsupportedValueError for a class that is not allowed, StateMismatchError for one that
+    copies what it is given.
+    """
+    cls = _class_of(kind, path)
+    adapter = adapters.ADAPTERS.get(kind)
+    made: Any = (
+        adapter.together(cls, tensors, context)
+        if adapter is not None
+        else cls.__tensor_unflatten__(dict(tensors), context, torch.Size(shape), tuple(stride))
+    )
+    inner, _ = _apart(made, path)
+    same = all(inner[name] is tensor or _shares(inner[name], tensor)
+               for name, tensor in tensors.items())  # fmt: skip
+    if not same or tuple(made.shape) != tuple(shape):
+        raise StateMismatchError(
+            "a tensor class does not put its tensors together as they were",
+            facts={"path": path, "class": kind, "expected": f"the shape {list(shape)}, no copies",
+                   "got": f"the shape {list(made.shape)}{'' if same else ', and copies'}"},
+            hint="restore into a state that has the tensor already: it is filled in place",
+        )  # fmt: skip
+    return made  # type: ignore[no-any-return]
+
+
+def build_saved(saved: Mapping[str, Any]) -> torch.Tensor:
+    """A whole tensor from a decoded node. Raises as `build` does."""
+    parts = saved["tensors"], saved["shape"], saved["stride"]
+    return build(saved["class"], saved["context"], *parts, next(iter(saved["tensors"])))
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+
+
+def _class_of(kind: str, path: str) -> Any:
+    if kind in _allowed:
+        return _allowed[kind][0]
+    cls, hint = None, "install the library of it, or call statehold.allow_tensor_class(the class)"
+    module, _, name = kind.rpartition(".")
+    if kind in adapters.ADAPTERS:
+        cls, hint = getattr(sys.modules.get(module), name, None), f"import {module} first"
+    elif kind in _KNOWN:
+        with suppress(ImportError):
+            cls = getattr(importlib.import_module(module), name, None)
+    if cls is None:
+        raise UnsupportedValueError(
+            "a tensor of the step is of a class that is not here",
+            facts={"path": path, "class": kind},
+            hint=hint,
+        )
+    return cls
+
+
+# -- sharded ---------------------------------------------------------------------------------------
+
+
+def places(form: Form, place: Placed) -> dict[str, Placed] | None:
+    """Where the inner tensors of a local tensor lie, which itself lies at `place`.
+
+    None where only this layout can put them together again: each rank has its own then.
+    """
+    layout = place.layout
+    if layout is None:
+        return dict.fromkeys(form.tensors, OWN)
+    rule, found = _rule_of(form.kind), {}
+    for name, tensor in form.tensors.items():
+        if not layout.splits or name in rule.shared:
+            found[name] = placements.replicated(tuple(tensor.shape), layout)
+        elif name in rule.rowwise and tensor.ndim and place.shape and place.box:
+            cut = rowwise(layout, place.shape, place.box.shape[0], tuple(tensor.shape))
+            if cut is None:
+                return None
+            found[name] = Placed(layout, cut, _rows_of(place.shape, place.box, cut))
+        else:
+            return None
+    return found
+
+
+def inner_place(kind: str, name: str, place: Placed, shape: tuple[int, ...]) -> Placed | None:
+    """Where an inner tensor of the global `shape` lies in the layout of `place`; None: nowhere."""
+    layout, rule = place.layout, _rule_of(kind)
+    if layout is None:
+        return OWN
+    if not layout.splits or name in rule.shared:
+        return placements.replicated(shape, layout)
+    if name not in rule.rowwise or not shape or not place.shape or not place.box:
+        return None
+    rows = shape[0] * place.box.shape[0]
+    if not place.shape[0] or rows % place.shape[0]:
+        return None
+    local = (rows // place.shape[0], *shape[1:])
+    if rowwise(layout, place.shape, place.box.shape[0], local) != shape:
+        return None
+    return Placed(layout, shape, _rows_of(place.shape, place.box, shape))
+
+
+def _rule_of(kind: str) -> Rule:
+    return _allowed[kind][1] if kind in _allowed else _KNOWN.get(kind, _UNKNOWN)
+
+
+def _rows_of(whole: tuple[int, ...], box: Box, inner: tuple[int, ...]) -> Box:
+    """The rows of an inner tensor that go with a box of the whole."""
+    offset, size = (rows * inner[0] // whole[0] for rows in (box.offsets[0], box.shape[0]))
+    return Box((offset, *(0 for _ in inner[1:])), (size, *inner[1:]))
+
+
+@lru_cache(_CACHED_MAX)
+def rowwise(
+    layout: Layout, whole: tuple[int, ...], rows: int, local: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The global shape of an inner tensor: of it a rank with `rows` rows of the whole has `local`.
+
+    None unless the layout cuts both alike, on every rank: then all ranks say the same.
+    """
+    if any(dim for _, dim in layout.splits) or not rows or whole[0] * local[0] % rows:
+        return None
+    inner = (whole[0] * local[0] // rows, *local[1:])
+    for rank in layout.mesh.ranks:
+        box, cut = layout.box(whole, rank), layout.box(inner, rank)
+        for outer, own in ((box.offsets[0], cut.offsets[0]), (box.shape[0], cut.shape[0])):
+            if outer * local[0] != own * rows:
+                return None
+        if not box.shape[0]:
+            return None
+    return inner

@@ -1,0 +1,91 @@
+"""Every update that torch makes in this process, seen before it runs: the step() of an optimizer,
+and the replay of a CUDA graph that holds one.
+
+Watchers are held weakly, and asked in the order in which they came. The first watcher puts the
+hooks on, and the last one takes them off. While a graph is captured an update does not run, and yet
+torch moves the version counters: watchers are asked to let that happen (`before_capture`).
+Not seen: a step() that was compiled in one graph (`come_unseen`), and updates that are no step().
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from statehold.tensors import step_hook
+from statehold.tensors.devices import graphs
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = ["Watcher", "capture", "come_unseen", "unwatch", "unwatch_later", "watch"]
+
+come_unseen = step_hook.runs_blind
+
+
+class Watcher(Protocol):
+    """Who wants to be asked before an update."""
+
+    def before_update(self, optimizers: Iterable[Optimizer]) -> None:
+        """These are about to step; none, where it is not known which."""
+
+    def before_capture(self) -> None:
+        """An update is about to be captured. What is enqueued here would be captured, too."""
+
+
+_guard = threading.RLock()  # the collector may end a Checkpointer inside
+_watchers: tuple[weakref.ref[Watcher], ...] = ()
+
+
+def watch(watcher: Watcher) -> None:
+    """Ask `watcher` before every update from now on. On the thread that trains."""
+    global _watchers
+    with _guard:
+        if watcher not in _living():
+            _watchers = (*_watchers, weakref.ref(watcher))
+    step_hook.put_on(_before_step)
+    graphs.put_on(_ask)
+
+
+def unwatch(watcher: Watcher) -> None:
+    """Ask it no more. On the thread that trains."""
+    unwatch_later(watcher)
+    if not _living():
+        step_hook.take_off()
+        graphs.take_off()
+
+
+def unwatch_later(watcher: Watcher) -> None:
+    """Ask it no more. From any thread: the hooks stay until the next call of the others, because
+    an optimizer may be going through its hooks now."""
+    global _watchers
+    with _guard:
+        _watchers = tuple(each for each in _watchers if each() not in (None, watcher))
+
+
+def _living() -> list[Watcher]:
+    found = (each() for each in _watchers)
+    return [watcher for watcher in found if watcher is not None]
+
+
+def capture(optimizers: Iterable[Optimizer]) -> bool:
+    """Note that the graph that is captured now gets an update; False if none is captured."""
+    if not graphs.is_capturing():
+        return False
+    for watcher in _living():
+        watcher.before_capture()
+    graphs.note_update(optimizers)
+    return True
+
+
+def _before_step(optimizer: Optimizer | None) -> None:
+    optimizers = [] if optimizer is None else [optimizer]
+    if not capture(optimizers):
+        _ask(optimizers)
+
+
+def _ask(optimizers: Iterable[Optimizer]) -> None:
+    for watcher in _living():
+        watcher.before_update(optimizers)

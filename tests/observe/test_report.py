@@ -1,0 +1,271 @@
+"""`statehold report`: what is in its data and on its page, and that the page is well-formed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from observe.conftest import Asked, Seen
+from observe.hostile import HOSTILE, hostile_run, hostile_trace
+from statehold.cli import main
+from statehold.cli.markup import Markup, tag
+from statehold.cli.traces import MARKS_MAX, read_traces
+from statehold.io import profile as profiles
+from statehold.io.mounts import mount_of
+from statehold.io.profile import Profile, Rates
+from statehold.options import Moving
+from statehold.units import MiB
+
+VOID = {"meta", "rect", "line"}
+
+
+class Strict(HTMLParser):
+    """Refuses elements that are not closed in order; keeps texts, elements and attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        assert len(dict(attributes)) == len(attributes), (name, attributes)
+        self.elements.append((name, dict(attributes)))
+        if name != "meta":
+            self.open.append(name)
+
+    def handle_endtag(self, name: str) -> None:
+        assert self.open
+        assert self.open.pop() == name
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.texts.append(data)
+
+
+def page_of(tmp_path: Path, *words: object, code: int = 0) -> tuple[str, Strict]:
+    path = tmp_path / "report.html"
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        ended = main(["report", *map(str, words), "-o", str(path)])
+    assert said.getvalue() == f"{path}\n"
+    assert ended == code
+    text = path.read_text("utf-8")
+    return text, Strict(text)
+
+
+def test_the_page_says_what_the_run_holds(seen: Seen, tmp_path: Path) -> None:
+    _, page = page_of(tmp_path, seen.run, "--trace", seen.trace)
+    assert page.texts[0] == f"statehold: {seen.run}"
+    for text in ("Steps", "Timeline", "Saves", "Restores", "Levels", "In step 3", "not verified"):
+        assert text in page.texts, text
+    assert "model.embed.weight" in page.texts
+    assert "Damage" not in page.texts
+
+
+def test_verify_says_intact_and_where_not(
+    run: Path,
+    tmp_path: Path,
+    ask: Asked,
+) -> None:
+    _, page = page_of(tmp_path, run, "--verify")
+    assert "2 steps intact" in page.texts
+    data = run / "step-000000000001" / "rank-00000-of-00001.safetensors"
+    raw = bytearray(data.read_bytes())
+    raw[-1] ^= 1
+    data.write_bytes(bytes(raw))
+    _, page = page_of(tmp_path, run, code=0)
+    assert "not verified" in page.texts
+    _, page = page_of(tmp_path, run, "--verify", code=1)
+    assert "1 damaged" in page.texts
+    assert {"Damage", "checksum", data.name} <= set(page.texts)
+    code, told = ask("report", run, "--verify")
+    assert code == 1
+    assert [step["state"] for step in told["steps"]] == ["damaged", "committed"]
+    assert [step["integrity"]["intact"] for step in told["steps"]] == [False, True]
+
+
+def test_the_data_as_json(seen: Seen, ask: Asked) -> None:
+    code, told = ask("report", seen.run, "--trace", seen.trace, "--limit", "1 MB")
+    assert code == 0
+    assert [step["step"] for step in told["steps"]] == [2, 3]
+    assert [save["step"] for save in told["saves"]] == [1, 2, 3]
+    assert [each["step"] for each in told["restores"]] == [3]
+    for save in told["saves"]:
+        assert 0 < save["staged_s"] <= save["written_s"] <= save["committed_s"]
+        assert save["bytes_per_s"] == pytest.approx(save["written_bytes"] / save["committed_s"])
+        assert not save["failed"]
+    assert told["limit_bytes_per_s"] == 10**6
+    (level,) = told["levels"]
+    assert (level["steps"], level["path"]) == ([2, 3], str(seen.run))
+    assert level["bytes"] == sum(step["bytes"] for step in told["steps"])
+    assert told["left_out_events"] == 0
+
+
+def test_ranks_of_a_save_are_one_row(seen: Seen, tmp_path: Path, ask: Asked) -> None:
+    document = json.loads(seen.trace.read_text())
+    for event in document["traceEvents"]:
+        event["pid"] = 1
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(document))
+    _, alone = ask("report", seen.run, "--trace", seen.trace)
+    _, both = ask("report", seen.run, "--trace", seen.trace, other)
+    assert [save["ranks"] for save in both["saves"]] == [2, 2, 2]
+    for one, two in zip(alone["saves"], both["saves"], strict=True):
+        assert two["written_bytes"] == 2 * one["written_bytes"]
+        assert two["committed_s"] == one["committed_s"]
+    _, page = page_of(tmp_path, seen.run, "--trace", seen.trace, other, "--limit", "1 GB")
+    assert {"of limit", "3"} <= set(page.texts)
+    assert {"rank 0 · engine", "rank 1 · engine"} <= set(page.texts)
+
+
+def test_what_was_reached_is_compared_with_the_profile(
+    seen: Seen, copied: Path, tmp_path: Path, ask: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    moving = Moving(buffer_bytes=MiB, queue_depth=4, backend="threads", copy_threads=1)
+    rates = Rates(write_bytes_per_s=2 * 10**9, read_bytes_per_s=3 * 10**9)
+    found = Profile(mount_of(str(seen.run)), moving, "today", (), rates)
+    profiles.save(found, profiles.path_for(str(seen.run)))
+    _, told = ask("report", seen.run, "--trace", seen.trace)
+    assert told["limit_bytes_per_s"] == 2 * 10**9
+    (level,) = told["levels"]
+    assert level["read_limit_bytes_per_s"] == 3 * 10**9
+    _, page = page_of(tmp_path, seen.run, "--trace", seen.trace)
+    assert page.texts.count("of limit") == 2  # saves, and restores
+    _, page = page_of(tmp_path, copied / "run", "--trace", copied / "trace.json")
+    assert page.texts.count("of limit") == 2  # saves, and copies
+    assert "1.86 GiB/s, reading 2.79 GiB/s" in page.texts
+
+
+def test_several_ranks_a_golden_run_and_an_empty_one(
+    shared: Path,
+    golden: Path,
+    tmp_path: Path,
+) -> None:
+    _, page = page_of(tmp_path, shared)
+    assert "In step 7" in page.texts
+    page_of(tmp_path, golden, "--verify")
+    (tmp_path / "empty").mkdir()
+    _, page = page_of(tmp_path, tmp_path / "empty", "--verify")
+    assert "No step is committed in this run." in page.texts
+    assert "not verified" in page.texts
+
+
+def test_a_damaged_manifest_is_on_the_page(run: Path, tmp_path: Path) -> None:
+    (run / "step-000000000002" / "manifest.json").write_text("{")
+    _, page = page_of(tmp_path, run, code=1)
+    assert {"1 damaged", "Damage", "manifest", "In step 1"} <= set(page.texts)
+
+
+# -- what must not get in ------------------------------------------------------------------
+
+
+def test_the_page_needs_nothing_else(seen: Seen, tmp_path: Path) -> None:
+    text, page = page_of(tmp_path, seen.run, "--trace", seen.trace, "--verify")
+    allowed = text.replace("http://www.w3.org/2000/svg", "")  # a name, which nobody fetches
+    assert re.findall(r"(?i)https?:|//[a-z]|url\(|@import|\bsrc=|\bhref=", allowed) == []
+    policy = next(a["content"] for n, a in page.elements if "http-equiv" in a) or ""
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    assert sum(name == "script" for name, _ in page.elements) == 1
+
+
+def test_hostile_names_are_text(tmp_path: Path) -> None:
+    run, trace = hostile_run(tmp_path), hostile_trace(tmp_path)
+    _, clean = page_of(tmp_path, hostile_run(tmp_path / "other"), "--verify", code=1)
+    _, page = page_of(tmp_path, run, "--trace", trace, "--verify", code=1)
+    for name in HOSTILE[:-1]:
+        assert name in page.texts, name
+    assert {name for name, _ in page.elements} - {"button", "output", "ul", "li", "text"} <= {
+        name for name, _ in clean.elements
+    }
+    events = {a for _, attributes in page.elements for a in attributes if a.startswith("on")}
+    assert events == set()
+    assert not any("\u202e" in text or "\x1b" in text for text in page.texts)
+    assert f"statehold: {run}" in page.texts
+
+
+def test_text_cannot_become_markup() -> None:
+    made = tag("td", "<b>", Markup("<i></i>"), 3, title="\"'<>&", data_x=None)
+    assert made == '<td title="&quot;&#x27;&lt;&gt;&amp;">&lt;b&gt;<i></i>3</td>'
+
+
+# -- traces --------------------------------------------------------------------------------
+
+
+def test_events_that_are_not_well_formed_are_counted(tmp_path: Path) -> None:
+    found = read_traces([str(hostile_trace(tmp_path))])
+    assert found.left_out == 8
+    assert found.saves == []
+    assert found.restores == []
+
+
+@pytest.mark.parametrize("text", ["", "{}", "7", '{"traceEvents": 7}', "[" * 100_000, "\x00"])
+def test_what_is_no_trace_is_refused(
+    text: str,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    code = main(["report", str(run), "--json", "--trace", str(path)])
+    assert code == 2
+    assert "not a trace" in capsys.readouterr().err
+
+
+def test_a_long_trace_shows_its_end(tmp_path: Path) -> None:
+    count = MARKS_MAX + 100
+    about = {"ph": "X", "pid": 0, "tid": 1, "name": "stage", "dur": 1}
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps([{**about, "ts": 10 * index} for index in range(count)]))
+    found = read_traces([str(path)])
+    (lane,) = found.lanes
+    assert len(lane.marks) == MARKS_MAX
+    assert lane.marks[-1].begin == 10 * (count - 1)
+    assert found.left_out == 100
+
+
+# -- the command ---------------------------------------------------------------------------
+
+
+def test_it_has_to_know_where_to(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["report", str(run)])
+    assert code == 2
+    assert "-o report.html" in capsys.readouterr().err
+    code = main(["report", str(run.parent / "nowhere"), "--json"])
+    assert code == 3
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = tmp_path / "report.html"
+    page.write_text("old")
+    code = main(["report", str(run), "-o", str(tmp_path / "nowhere" / "report.html")])
+    assert code == 4
+    assert page.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir() if each.is_file()] == ["report.html"]
+
+
+def test_no_torch(run: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from statehold.cli import main; "
+        f"code = main(['report', {str(run)!r}, '-o', {str(tmp_path / 'r.html')!r}, '--verify']); "
+        "sys.exit(code or bool({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
