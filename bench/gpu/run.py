@@ -27,10 +27,11 @@ import torch
 from bench import harness
 from bench.gpu import figures
 from bench.gpu.checks import CHECKS, Entry
+from bench.gpu.child import run_task
 from bench.gpu.facts import host_facts
 from bench.gpu.figures import FAILED, MEASURED, Figure
 from bench.gpu.report import Report
-from bench.gpu.task import Task, run_task
+from bench.gpu.task import Task
 
 GIGABYTES, SMOKE_BYTES = 12.0, 2 << 20
 # Of what is free, as multiples of the state: retired files beside the newest step and a partial
@@ -142,7 +143,7 @@ class Runner:
         with (self._options.out / "checks.log").open("a") as log:
             print(f"== {task.check}", file=log, flush=True)
             with subprocess.Popen(
-                [sys.executable, "-m", "bench.gpu.task", str(spec), str(result)],
+                [sys.executable, "-m", "bench.gpu.child", str(spec), str(result)],
                 cwd=harness.ROOT,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
                 stdout=log,

@@ -1,27 +1,17 @@
-"""One check in one process, so that no check inherits another one's memory, pins or device errors.
-
-Owns: `Task` (what a check is given) and `run_task`, which runs a check and writes a line for each
-figure as soon as it is found. `python -m bench.gpu.task SPEC RESULT` is what run.py starts.
-Holds: what was found before a check raised, or was stopped, is in the file.
-"""
+"""What a check is given, and what it gives back."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
-import json
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
 from bench.gpu import figures
 from bench.gpu.figures import Figure
 
-__all__ = ["Check", "Skipped", "Task", "run_task"]
+__all__ = ["Check", "Skipped", "Task"]
 
 
 class Skipped(Exception):
@@ -69,33 +59,3 @@ class Task:
 
 
 Check = Callable[[Task], Iterator[Figure]]
-
-
-def run_task(task: Task, check: Check, result: Path) -> None:
-    """Run `check`, and append to `result` what it finds. Raises nothing that a check raises."""
-    with result.open("a") as file:
-        try:
-            for figure in check(task):
-                _write(figure, file)
-        except Skipped as reason:
-            _write(figures.skipped(task.check, str(reason)), file)
-        except Exception as error:  # the next check must go on
-            traceback.print_exc()
-            _write(figures.failed(task.check, f"{type(error).__name__}: {error}"), file)
-    gc.collect()
-
-
-def _write(figure: Figure, file: TextIO) -> None:
-    file.write(json.dumps(dataclasses.asdict(figure)) + "\n")
-    file.flush()
-
-
-def main() -> None:
-    from bench.gpu.checks import CHECKS
-
-    task = Task(**json.loads(Path(sys.argv[1]).read_text()))
-    run_task(task, CHECKS[task.check].run, Path(sys.argv[2]))
-
-
-if __name__ == "__main__":
-    main()
