@@ -2,7 +2,8 @@
 
 Owns: `Case` (what to measure), and `run_case` which measures it in this process and returns a
 plain record. `python -m bench.case SPEC RESULT` is what run.py starts for every case.
-Holds: a record is always written: "ok", "unavailable" or "failed", the latter two with the reason.
+Invariants: a record is always written: "ok", "unavailable" or "failed", the latter two with the
+reason.
 """
 
 from __future__ import annotations

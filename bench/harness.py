@@ -1,6 +1,6 @@
 """What every benchmark shares: the facts of the machine, the page cache, medians, durable files.
 
-Holds: a run records everything needed to repeat or to doubt it (machine, kernel, file system,
+Invariants: a run records everything needed to repeat or to doubt it (machine, kernel, file system,
 device, versions, commit, how the page cache was dropped).
 Not here: what is measured (save.py, train.py, restore.py, limit.py), how it is shown (report.py).
 """

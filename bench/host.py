@@ -3,8 +3,8 @@
 Owns: the milliseconds of save() on the trainer's thread, and those of enqueueing small pieces on
 the stage thread, for states of 800 and 20,000 tensors. Tensors with dimensions are taken for those
 of a device whose every call returns at once, so the figures are those of the library's own Python.
-Holds: seconds are those of the processor and of the thread that is asked; medians of several saves,
-without the first two of a run, which learn the structure of the state.
+Invariants: seconds are those of the processor and of the thread that is asked; medians of several
+saves, without the first two of a run, which learn the structure of the state.
 Not here: what a device adds to it (gpu), other sizes of tensors (save).
 """
 

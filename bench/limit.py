@@ -1,10 +1,10 @@
 """Limit: what the storage and the memory of this machine can do, with nothing in the way.
 
-Holds: O_DIRECT, 16 MiB blocks, 32 in flight, as many bytes as the state has: writing a new file
-(preallocated), overwriting an allocated one, reading; fsync included in the writes. By the engine's
-own raw mode where it is built and by fio where it is installed: the denominators are the better of
-the two. Memory copy between warm pages with one and two threads.
-Also calibrates the compute of a training step.
+Invariants: O_DIRECT, 16 MiB blocks, 32 in flight, as many bytes as the state has: writing a new
+file (preallocated), overwriting an allocated one, reading; fsync included in the writes. By the
+engine's own raw mode where it is built and by fio where it is installed: the denominators are the
+better of the two. Memory copy between warm pages with one and two threads. Also calibrates the
+compute of a training step.
 """
 
 from __future__ import annotations

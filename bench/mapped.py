@@ -11,10 +11,10 @@ threads of the same niceness, the same bytes are copied from memory to memory wi
     buffered    a retired file, through staging buffers and pwrite: what a mapping saves
     restored    not a save: the file of `reused`, read and verified into tensors
 
-Holds: every save's file is compared with its source by checksums of all of it, taken from memory
-after the clock has stopped; each figure is the median of ratios within a round, because the machine
-is not ours alone. The plain copy is the faster of one memcpy a thread (which the C library does
-past the caches) and one a tensor.
+Invariants: every save's file is compared with its source by checksums of all of it, taken from
+memory after the clock has stopped; each figure is the median of ratios within a round, because the
+machine is not ours alone. The plain copy is the faster of one memcpy a thread (which the C library
+does past the caches) and one a tensor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Peak extra memory of a section: this process and its children, sampled by a thread.
 
-Holds: `extra_bytes` counts anonymous memory of the whole process tree plus shared memory once (the
-largest mapping of any one process: the peers map the same segments in parent and child). Mapped
-files are left out: they are page cache, which the kernel takes back.
+Invariants: `extra_bytes` counts anonymous memory of the whole process tree plus shared memory once
+(the largest mapping of any one process: the peers map the same segments in parent and child).
+Mapped files are left out: they are page cache, which the kernel takes back.
 Facts: /proc/<pid>/status is read from counters in 0.03 ms. smaps_rollup, the exact alternative,
 walks the page tables: 10 ms per GB of the state here, which would disturb what is being timed. It
 is read once at the start of the section to say what the two disagree by.

@@ -3,11 +3,11 @@
 Owns: the states (a Llama of 405e9 parameters in four dimensions of parallelism; synthetic ones of
 10,000 tensors a rank), described as a rank would capture them, and the table. Pure arithmetic: no
 torch, no device, no storage, no other ranks.
-Holds: "cold" starts with meshes that were never used, as the first save of a job does; "cached" is
-the next step with equal specs that are other objects, as a capture makes them. Records and the
-manifest are encoded for real, with checksums of the right number; store operations are counted by
-a round of all ranks over a store in memory. Seconds are of the processor: planning waits for
-nothing.
+Invariants: "cold" starts with meshes that were never used, as the first save of a job does;
+"cached" is the next step with equal specs that are other objects, as a capture makes them. Records
+and the manifest are encoded for real, with checksums of the right number; store operations are
+counted by a round of all ranks over a store in memory. Seconds are of the processor: planning waits
+for nothing.
 Not here: what the bytes cost (save.py).
 """
 

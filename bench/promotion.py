@@ -8,10 +8,10 @@ of what the disk took in the same run, and a copy is under way nearly all of the
     alone       [Memory()]
     promoting   [Memory(), Directory(bytes_per_s=limit)]
 
-Holds: "of limit" is the bandwidth of whole copies, from the first byte to the last, as the level's
-own status tells it; "x alone" the time of the loop over that of the loop alone in the same round.
-The loop begins once the memory level has all its files. What reached the disk is restored and
-compared bit for bit after the clock has stopped.
+Invariants: "of limit" is the bandwidth of whole copies, from the first byte to the last, as the
+level's own status tells it; "x alone" the time of the loop over that of the loop alone in the same
+round. The loop begins once the memory level has all its files. What reached the disk is restored
+and compared bit for bit after the clock has stopped.
 """
 
 from __future__ import annotations

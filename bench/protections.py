@@ -9,7 +9,7 @@ benchmarks, in turns with the original.
     versions    tensors that change while they are copied are not noticed
     all         none of these
 
-Holds: a replacement that does not apply fails the run; every copy's last save is restored and
+Invariants: a replacement that does not apply fails the run; every copy's last save is restored and
 compared bit for bit, as ever. Whether a difference is noise is to be seen from the spread of the
 original's own rounds, which stands beside it.
 """

@@ -1,7 +1,7 @@
 """From records to a summary, a text table and a plot.
 
-Holds: every throughput stands beside the limit measured in the same run, and names its denominator.
-The limit is the median over the run of the better of its two measurements (limit.py).
+Invariants: every throughput stands beside the limit measured in the same run, and names its
+denominator. The limit is the median over the run of the better of its two measurements (limit.py).
 """
 
 from __future__ import annotations

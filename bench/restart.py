@@ -8,11 +8,11 @@ turns, each time in a new process into tensors that exist already:
     disk      the memory level was taken away, and the page cache dropped: another host, or a reboot
     warm      the same with the file in the page cache: a disk that would cost nothing
 
-Holds: "restore" is from opening the library to the last byte in place, verified; "process" from the
-start of the process, imports and the making of its state included. Every restore begins with a
-wiped state and is compared bit for bit after the clock has stopped. "copy" is what the same process
-then takes to copy as many bytes from memory to memory, on as many threads as the engine has. Each
-figure is a median; the ratio to the disk that of the rounds' own ratios.
+Invariants: "restore" is from opening the library to the last byte in place, verified; "process"
+from the start of the process, imports and the making of its state included. Every restore begins
+with a wiped state and is compared bit for bit after the clock has stopped. "copy" is what the same
+process then takes to copy as many bytes from memory to memory, on as many threads as the engine
+has. Each figure is a median; the ratio to the disk that of the rounds' own ratios.
 """
 
 from __future__ import annotations

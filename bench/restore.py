@@ -1,6 +1,6 @@
 """Restore: how fast a saved step comes back into tensors that exist already, cold and warm.
 
-Holds: the clock covers opening the library and the restore, as after a crash; the destination
+Invariants: the clock covers opening the library and the restore, as after a crash; the destination
 tensors are allocated and touched before; imports and other first-use costs of every library are
 paid before on a tiny state. Cold: page cache dropped. Warm: every file read once through the page
 cache. Each restore starts from a wiped state and is compared bit for bit afterwards.

@@ -3,8 +3,8 @@
 Owns: the options, the order, the processes. One run measures everything that its ratios compare:
 the limits before, between and after the benchmarks, and in each round every peer once, so that slow
 drift of a shared machine touches all of them alike.
-Holds: every case gets an empty directory that is removed afterwards, starts after a sync and with
-the page cache dropped, and is skipped with its reason when memory does not suffice.
+Invariants: every case gets an empty directory that is removed afterwards, starts after a sync and
+with the page cache dropped, and is skipped with its reason when memory does not suffice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Save: how long the trainer is blocked, when the state is staged, when it is durable.
 
-Holds: saves follow each other with nothing in the background, the state changed by one optimizer
-step in between; the first one starts right after the library is opened, so it pays for its
-warm-up. The last one is restored over a wiped state and compared bit for bit.
+Invariants: saves follow each other with nothing in the background, the state changed by one
+optimizer step in between; the first one starts right after the library is opened, so it pays for
+its warm-up. The last one is restored over a wiped state and compared bit for bit.
 """
 
 from __future__ import annotations

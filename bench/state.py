@@ -2,8 +2,9 @@
 
 Owns: a Llama-shaped model in bf16, `MasterAdamW` with fp32 master weights and both moments, and
 the deterministic content of all of it.
-Holds: the content of every tensor is a pure function of (seed, tensor index, number of optimizer
-steps), so a restored state is compared with its source bit for bit without a second copy in memory.
+Invariants: the content of every tensor is a pure function of (seed, tensor index, number of
+optimizer steps), so a restored state is compared with its source bit for bit without a second copy
+in memory.
 Not here: how the state is saved (peers/), how long a step takes (train.py).
 """
 

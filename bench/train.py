@@ -1,11 +1,11 @@
 """Train: what saving costs a CPU training loop in wall time.
 
-Holds: a step is a fixed number of single-threaded matrix products (calibrated once per run, the
-same for everyone) and then one optimizer step; after every `interval`-th step the state is saved.
-The optimizer steps only when the library allows (its gate). The clock stops when the last save is
-durable. The peer "none" is the same loop without saves.
-The state is changed once more after the last save has begun, and that save is then restored and
-compared bit for bit with what the state was when `save` was called: a torn copy fails here.
+Invariants: a step is a fixed number of single-threaded matrix products (calibrated once per run,
+the same for everyone) and then one optimizer step; after every `interval`-th step the state is
+saved. The optimizer steps only when the library allows (its gate). The clock stops when the last
+save is durable. The peer "none" is the same loop without saves. The state is changed once more
+after the last save has begun, and that save is then restored and compared bit for bit with what the
+state was when `save` was called: a torn copy fails here.
 """
 
 from __future__ import annotations

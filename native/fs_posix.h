@@ -1,8 +1,8 @@
 // fs_posix: files and names through system calls, for both real implementations of Fs.
-// Holds: a descriptor is closed, and a mapping undone, with the last owner of its file. A child of
-// fork() has neither: it would keep the space of deleted files from being freed, and files from
-// being reused, for as long as it lives. Leaves the data plane (submit, close) to fs_uring.h and
-// fs_threads.h.
+// Invariants: a descriptor is closed, and a mapping undone, with the last owner of its file. A
+// child of fork() has neither: it would keep the space of deleted files from being freed, and files
+// from being reused, for as long as it lives. Leaves the data plane (submit, close) to fs_uring.h
+// and fs_threads.h.
 #pragma once
 
 #include <atomic>

@@ -1,6 +1,6 @@
 // module: what Python sees of the native core; declarations only (details in bindings.h).
-// Holds: the GIL is released in everything that can block, and native threads never touch Python.
-// The one place where a failed Status becomes a Python exception is raise_status.
+// Invariants: the GIL is released in everything that can block, and native threads never touch
+// Python. The one place where a failed Status becomes a Python exception is raise_status.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>

@@ -15,6 +15,6 @@
     order       several streams, a busy device
     memory      device memory of saves and restores, pinned memory, contexts
 
-Holds: a check stands alone. If it raises, hangs or kills its process, its figures so far and the
-reason are recorded, and the next check goes on.
+Invariants: a check stands alone. If it raises, hangs or kills its process, its figures so far and
+the reason are recorded, and the next check goes on.
 """

@@ -1,6 +1,6 @@
 """Ceilings: what the device, the bus and the disk do with nothing in the way.
 
-Holds: bytes move in pieces as large as the engine's buffers, between memory that was touched
+Invariants: bytes move in pieces as large as the engine's buffers, between memory that was touched
 before; each rate is the best of a few rounds. On the CPU, host memory stands in for the device's.
 """
 

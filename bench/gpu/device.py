@@ -1,7 +1,7 @@
 """What the checks ask of a device. On the CPU everything has happened when a call returns, and
 device memory is the anonymous memory of the process.
 
-Holds: nothing here makes a CUDA context before a check asks for the device.
+Invariants: nothing here makes a CUDA context before a check asks for the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a check finds: figures, each with what was expected of it and a verdict.
 
-Holds: only a value that was found is reached or missed. A value without an expectation is measured.
-A check that cannot run here is skipped, one that raised or was stopped has failed; both say why.
+Invariants: only a value that was found is reached or missed. A value without an expectation is
+measured. A check that cannot run here is skipped, one that raised or was stopped has failed; both
+say why.
 """
 
 from __future__ import annotations

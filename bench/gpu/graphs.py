@@ -1,7 +1,8 @@
 """CUDA graphs: an update that is replayed, and a capture, while a save is under way.
 
-Holds: the staging memory is a small part of the state, so that copies are under way for as long as
-the disk writes: a replay or a capture right after save() finds the save in the middle of its work.
+Invariants: the staging memory is a small part of the state, so that copies are under way for as
+long as the disk writes: a replay or a capture right after save() finds the save in the middle of
+its work.
 """
 
 from __future__ import annotations

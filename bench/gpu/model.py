@@ -1,6 +1,6 @@
 """A model and AdamW of any number of tensors, whose content follows from a seed.
 
-Holds: after `fill(seed)` every tensor is a function of the seed, so what a restore brought is
+Invariants: after `fill(seed)` every tensor is a function of the seed, so what a restore brought is
 compared bit for bit without a second copy of the state.
 """
 

@@ -1,7 +1,7 @@
 """The table: gpu.md to read and gpu.json to compare, written again after every check.
 
-Holds: each check of the run is in the table from the beginning, those that did not run yet as "not
-run"; a reader never sees half a file.
+Invariants: each check of the run is in the table from the beginning, those that did not run yet as
+"not run"; a reader never sees half a file.
 """
 
 from __future__ import annotations

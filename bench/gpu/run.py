@@ -3,8 +3,8 @@ table after each.
 
 Owns: the options, the size of the state, the time. The state is made smaller where the device, the
 host or the disk could not hold it, and that is said.
-Holds: a check that raises, dies or does not end is recorded, and the next one runs. When the time
-of the run is up, the checks that are left are recorded as not run.
+Invariants: a check that raises, dies or does not end is recorded, and the next one runs. When the
+time of the run is up, the checks that are left are recorded as not run.
 """
 
 from __future__ import annotations

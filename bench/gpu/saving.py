@@ -1,8 +1,8 @@
 """save() of a state on the device: how long it blocks, how fast it stages and commits, and how long
 the optimizer waits at the gate. And a restore, cold and warm, which is compared bit for bit.
 
-Holds: rates are over the ceilings of the same run. The first save pins staging memory and writes a
-new file; figures with a target are medians of the later ones.
+Invariants: rates are over the ceilings of the same run. The first save pins staging memory and
+writes a new file; figures with a target are medians of the later ones.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A step is work on the device and an update. Steps with and without a save alternate, and a save
 begins only when the last one is durable. Each library saves the same state in its own process.
-Holds: the slow-down is the ratio of medians; it holds all that the trainer's thread loses, the call
-of save and the wait before the update included.
+Invariants: the slow-down is the ratio of medians; it holds all that the trainer's thread loses, the
+call of save and the wait before the update included.
 """
 
 from __future__ import annotations

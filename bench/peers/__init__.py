@@ -1,7 +1,7 @@
 """One adapter per checkpoint library, behind the same five calls (base.py).
 
-Holds: `PEERS` names them all. Importing this package imports no checkpoint library: an adapter is
-imported when it is opened, so that no peer pays for another's imports or memory.
+Invariants: `PEERS` names them all. Importing this package imports no checkpoint library: an adapter
+is imported when it is opened, so that no peer pays for another's imports or memory.
 """
 
 from __future__ import annotations

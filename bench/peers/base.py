@@ -1,11 +1,11 @@
 """What a benchmark asks of a checkpoint library, and the durable directory protocol of the peers.
 
-Holds: `save` returns when the trainer may go on with forward and backward; `wait_mutable` when the
-optimizer may change the state; `wait_durable` when the newest save survives a power cut. Everyone
-is durable: `FilePeer` writes into a `.partial` directory, fsyncs every file and directory in it,
-renames it and fsyncs the parent, which none of the libraries does by itself. Generous to the peers:
-that work and the deletion of the previous step run in a background thread, so the trainer pays for
-them only when the next save comes before they are done.
+Invariants: `save` returns when the trainer may go on with forward and backward; `wait_mutable` when
+the optimizer may change the state; `wait_durable` when the newest save survives a power cut.
+Everyone is durable: `FilePeer` writes into a `.partial` directory, fsyncs every file and directory
+in it, renames it and fsyncs the parent, which none of the libraries does by itself. Generous to the
+peers: that work and the deletion of the previous step run in a background thread, so the trainer
+pays for them only when the next save comes before they are done.
 Not here: timing.
 """
 

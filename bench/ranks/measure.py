@@ -1,6 +1,6 @@
 """The measurements, as each rank of a job makes them; all ranks make the same calls.
 
-Holds: every clock is the machine's monotonic one, so that readings of different ranks may be
+Invariants: every clock is the machine's monotonic one, so that readings of different ranks may be
 compared; report.py takes the last rank's. Ranks meet before each save, each training step and each
 restore, as synchronous training does. What was saved is restored and compared bit for bit.
 Not here: what is done with the figures (report.py).

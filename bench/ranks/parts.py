@@ -1,7 +1,7 @@
 """Where the time of a call goes, and what a restore reads: by wrapping names inside statehold.
 
-Holds: nothing is wrapped before `install`; a wrapper costs two readings of the clock. Names that
-are not there any more are left out, so that the benchmark outlives a change of the inside.
+Invariants: nothing is wrapped before `install`; a wrapper costs two readings of the clock. Names
+that are not there any more are left out, so that the benchmark outlives a change of the inside.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """From the records of the ranks to a summary, a text table and a plot.
 
-Holds: a save is blocked, durable, a restore done, when the last rank is; clocks of one machine are
-compared. Rates are bytes of the whole state over that, beside the limits of the same run: of one
-process (fio or raw mode, the better) and of the raw mode in four processes at once. Restores are
-compared with the same library's restore into the layout that was saved, of the same round.
-No path of this machine gets into a report.
+Invariants: a save is blocked, durable, a restore done, when the last rank is; clocks of one machine
+are compared. Rates are bytes of the whole state over that, beside the limits of the same run: of
+one process (fio or raw mode, the better) and of the raw mode in four processes at once. Restores
+are compared with the same library's restore into the layout that was saved, of the same round. No
+path of this machine gets into a report.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Owns: the options and the order. One run measures everything that its ratios compare: the limits of
 the storage before and after each round, and in each round every library once.
-Holds: outside smoke runs each task has processes of its own, that start after a sync and with the
-page cache dropped; smoke runs put tasks of as many ranks into one job.
+Invariants: outside smoke runs each task has processes of its own, that start after a sync and with
+the page cache dropped; smoke runs put tasks of as many ranks into one job.
 """
 
 from __future__ import annotations

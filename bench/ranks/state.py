@@ -2,9 +2,9 @@
 
 Owns: the layouts of task.py as PyTorch makes them (fully_shard, parallelize_module), and the
 content of every tensor.
-Holds: an element's content is a function of (seed, tensor, its place in the whole tensor), so that
-what comes back in another layout is compared bit for bit without the saved one. An optimizer step
-marks the first elements of each local tensor and counts AdamW's own `step` tensors.
+Invariants: an element's content is a function of (seed, tensor, its place in the whole tensor), so
+that what comes back in another layout is compared bit for bit without the saved one. An optimizer
+step marks the first elements of each local tensor and counts AdamW's own `step` tensors.
 """
 
 from __future__ import annotations

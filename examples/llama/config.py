@@ -1,6 +1,6 @@
 """What a run is: its settings, from the command line and from the run directory.
 
-Owns RunConfig and RUN/config.json. Holds: a run keeps the settings that its numbers depend on
+Owns RunConfig and RUN/config.json. Invariants: a run keeps the settings that its numbers depend on
 from its first start to its last, and a start that contradicts them is refused. So resuming needs
 no option but --run, and a resumed run computes what an uninterrupted one would.
 """

@@ -1,8 +1,8 @@
 """Real text as bytes, and a shuffled batch loader that resumes exactly where it was.
 
 Owns the corpus (which files, in which order, the split into windows) and the position in it.
-Holds: the batches after load_state_dict(state_dict()) are those that would have come next, and a
-position is never applied to other text than it was taken from. Leaves devices to the caller.
+Invariants: the batches after load_state_dict(state_dict()) are those that would have come next, and
+a position is never applied to other text than it was taken from. Leaves devices to the caller.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     demo.py                 one process (story_alone.py)
     demo.py --ranks 4       four processes, one dies; resumed on 4, 3 and 1 (story_ranks.py)
 
-Owns the command line and the verdict. Holds: it ends with 0 only when the story showed all that
-it claims. Options it does not know go to train.py: demo.py --dim 128 --data ~/books.
+Owns the command line and the verdict. Invariants: it ends with 0 only when the story showed all
+that it claims. Options it does not know go to train.py: demo.py --dim 128 --data ~/books.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How far runs that were resumed on other ranks are from the reference: by step, as table and plot.
 
-Owns the comparison of losses that need not be equal. Holds: only what was trained after the restore
-is compared, and equal means equal bits. Reads logs only.
+Owns the comparison of losses that need not be equal. Invariants: only what was trained after the
+restore is compared, and equal means equal bits. Reads logs only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The progress display: one updating line on a terminal, one plain line a step elsewhere.
 
-Owns what is printed while a run trains. Holds: whatever else is printed goes through `note`, so
-the updating line never swallows it.
+Owns what is printed while a run trains. Invariants: whatever else is printed goes through `note`,
+so the updating line never swallows it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Starts the ranks of a job on this machine, as torchrun would, and waits until all have ended.
 
-Owns the processes and the store through which they meet. Holds: nothing is left running; a rank
-that dies ends nobody else, because who is left shall say so itself. The ranks are forked by a
+Owns the processes and the store through which they meet. Invariants: nothing is left running; a
+rank that dies ends nobody else, because who is left shall say so itself. The ranks are forked by a
 server that has imported torch, so a job starts in a fraction of a second.
 """
 

@@ -1,7 +1,7 @@
 """A small Llama-style decoder in plain PyTorch: RMSNorm, RoPE, SwiGLU, grouped-query attention.
 
-Owns the network and its initial values. Holds: the same config and the same torch seed give the
-same initial parameters. Leaves the data, the optimizer and every checkpoint to others.
+Owns the network and its initial values. Invariants: the same config and the same torch seed give
+the same initial parameters. Leaves the data, the optimizer and every checkpoint to others.
 
 Tensor names end in their shape, one letter a dimension:
     B batch    L length (tokens)    D model dim    F feed-forward dim    V vocabulary

@@ -1,10 +1,10 @@
 """The ranks that train one model together: FSDP2 over the rows of a mesh, tensor parallel along it.
 
-Owns the mesh, who holds which part of the model, and who takes which sequences of a batch. Holds:
-all ranks together take every sequence of a global batch once, so the same batches are trained on
-whatever the number of ranks; every parameter lies on the whole mesh, so all of them clip together.
-A process that is not one of several (no WORLD_SIZE) trains alone, as if nothing of this existed.
-Leaves starting the ranks to torchrun, or to job.py.
+Owns the mesh, who holds which part of the model, and who takes which sequences of a batch.
+Invariants: all ranks together take every sequence of a global batch once, so the same batches are
+trained on whatever the number of ranks; every parameter lies on the whole mesh, so all of them clip
+together. A process that is not one of several (no WORLD_SIZE) trains alone, as if nothing of this
+existed. Leaves starting the ranks to torchrun, or to job.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the logs of two runs say: the cost of saving, and both loss curves.
 
-Owns figures and plots; reads logs only. Holds: every figure is computed from the logs alone, and
-a step is compared with the same step of the reference run.
+Owns figures and plots; reads logs only. Invariants: every figure is computed from the logs alone,
+and a step is compared with the same step of the reference run.
 """
 
 from __future__ import annotations

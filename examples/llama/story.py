@@ -1,6 +1,6 @@
 """What both demos share: where they put things, how a process dies in a save, how losses compare.
 
-Owns Demo, DemoError, the output directory, and the comparison bit for bit. Holds: nothing is
+Owns Demo, DemoError, the output directory, and the comparison bit for bit. Invariants: nothing is
 removed but what an earlier demo left. Leaves the order of events to story_alone.py and
 story_ranks.py.
 """

@@ -7,8 +7,8 @@
     4  every loss of 2 and 3 against that of 1, bit for bit
     5  what the saves cost, and a plot of both loss curves
 
-Owns the order of these. Holds: it raises DemoError unless the process died in the middle of a save
-and all losses are equal. Leaves training to train.py, measuring and plotting to report.py.
+Owns the order of these. Invariants: it raises DemoError unless the process died in the middle of a
+save and all losses are equal. Leaves training to train.py, measuring and plotting to report.py.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
        reference bit for bit; the losses are not, because the ranks add in another order
     5  what the saves cost, and a plot of the loss curves
 
-Owns the order of these. Holds: it raises DemoError unless all of this was seen. Every rank runs
-train.py; how it shares the model is in ranks.py, how it is started in job.py.
+Owns the order of these. Invariants: it raises DemoError unless all of this was seen. Every rank
+runs train.py; how it shares the model is in ranks.py, how it is started in job.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python examples/llama/train.py --run runs/mine --data ~/books --steps 2000
     torchrun --nproc-per-node 4 -- examples/llama/train.py --run runs/mine --tp 2
 
-Owns the loop: restore, step, save, log, show. Holds: nothing is called saved before it is
+Owns the loop: restore, step, save, log, show. Invariants: nothing is called saved before it is
 committed, and a save that failed ends the run with its error. The settings are in config.py, the
 arithmetic in trainer.py.
 """

@@ -1,6 +1,6 @@
 """One training run in memory: model, optimizer, schedule, data, and the step that moves them.
 
-Owns the arithmetic. Holds: every number is a function of the config, so a run that restored
+Owns the arithmetic. Invariants: every number is a function of the config, so a run that restored
 `state` computes bit for bit what an uninterrupted one computes. Leaves saving to the caller,
 and needs nothing from it: `state` is all there is to save.
 """

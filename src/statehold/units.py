@@ -1,7 +1,7 @@
 """Byte sizes and durations as people write them.
 
 Owns: the binary unit constants, and the one parser and the formatters for sizes and times.
-Holds: a size is an int of bytes everywhere else; only this module knows its spelling.
+Invariants: a size is an int of bytes everywhere else; only this module knows its spelling.
 Not here: limits on particular sizes (options).
 """
 

@@ -1,6 +1,6 @@
 """Structure-aware mutations of JSON documents, valid or not.
 
-Holds: the same text and seed give the same result; the result is bytes, not always JSON.
+Invariants: the same text and seed give the same result; the result is bytes, not always JSON.
 Not here: seals and lengths around the text; the targets put those on, so that a mutation gets past
 them to the checks behind.
 """

@@ -1,7 +1,7 @@
 """What Python does not offer of the kernel: mounts, namespaces of mounts, loop devices.
 
-Holds: a loop device goes away by itself when nobody has it open or mounted any more, and mounts
-made in a namespace of their own go away with its last process, however that dies.
+Invariants: a loop device goes away by itself when nobody has it open or mounted any more, and
+mounts made in a namespace of their own go away with its last process, however that dies.
 """
 
 from __future__ import annotations

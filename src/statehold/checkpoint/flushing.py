@@ -3,8 +3,8 @@
     wait for what is under way -> look where files are, on several hosts
     -> meet: rank 0 says which levels lack the step -> copy, wait
 
-Holds: where there is a time, no rank is here for longer, whatever the others do. Flushes meet under
-numbers of their own, so that a rank that has missed one shifts nothing.
+Invariants: where there is a time, no rank is here for longer, whatever the others do. Flushes meet
+under numbers of their own, so that a rank that has missed one shifts nothing.
 Not here: a copy (levels/promoting), the last save of a process that leaves: its own commit sends it
 to all levels.
 """

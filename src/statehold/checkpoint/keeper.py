@@ -5,12 +5,12 @@
                                run's lock, threads and memory are given back
     the program ends           waits for it (ending)
 
-Holds: a save that was accepted is finished although its Checkpointer is gone; the gate stays before
-the updates until it is staged. Ctrl-C while close() waits ends the copies to other levels, and all
-else is still given back. Dropping a Checkpointer takes no lock and starts no thread: that can
-happen inside any allocation, on any thread.
-A later Checkpointer of the run in this process waits for one that was dropped. It also gets the run
-from one that only a reference cycle, or the traceback of an old error, keeps alive.
+Invariants: a save that was accepted is finished although its Checkpointer is gone; the gate stays
+before the updates until it is staged. Ctrl-C while close() waits ends the copies to other levels,
+and all else is still given back. Dropping a Checkpointer takes no lock and starts no thread: that
+can happen inside any allocation, on any thread. A later Checkpointer of the run in this process
+waits for one that was dropped. It also gets the run from one that only a reference cycle, or the
+traceback of an old error, keeps alive.
 Not here: what is given back, and in which order (opened).
 """
 

@@ -1,6 +1,6 @@
 """What an open Checkpointer holds, from the file system to the levels, and how all of it ends.
 
-Holds: nothing on the storage is changed before prepare_saving(), and only by one job; what was
+Invariants: nothing on the storage is changed before prepare_saving(), and only by one job; what was
 opened is closed in the opposite order, whatever fails on the way.
 Not here: what is done with it (checkpointer, pipeline, restoring).
 """

@@ -2,8 +2,8 @@
 
 Owns: arguments, the choice of a command, and what becomes of errors: a message on stderr and an
 exit code.
-Holds: nothing here imports torch; NumPy is imported only by what needs numbers, and a command's
-module only when the command runs.
+Invariants: nothing here imports torch; NumPy is imported only by what needs numbers, and a
+command's module only when the command runs.
 Not here: what a command does (one module each), how output looks (output).
 """
 

@@ -1,7 +1,7 @@
 """`statehold bench io PATH`: what decides checkpoint I/O on the storage of PATH, and its profile.
 
-Holds: everything is written into a temporary directory in PATH, which is removed again, also after
-an error; the profile is written last, so an interrupted study leaves none.
+Invariants: everything is written into a temporary directory in PATH, which is removed again, also
+after an error; the profile is written last, so an interrupted study leaves none.
 Not here: what is measured and chosen (statehold.cli.study).
 """
 

@@ -1,9 +1,10 @@
 """A whole step against what its manifest says: documents, files, headers, pieces, and completeness.
 
 Owns: what counts as damage, and where it is: file, bytes, tensor, rank.
-Holds: goes on to the end whatever is found; of several ranks one record is in memory at a time, so
-that memory grows with tensors, and with boxes only where a planner cut freely. Damage that is next
-to damage of the same tensor is one finding, so that a file full of it is still a short list.
+Invariants: goes on to the end whatever is found; of several ranks one record is in memory at a
+time, so that memory grows with tensors, and with boxes only where a planner cut freely. Damage that
+is next to damage of the same tensor is one finding, so that a file full of it is still a short
+list.
 Not here: reading fast (reading), which step (places), how it is told (verify).
 """
 

@@ -2,7 +2,8 @@
 
 Owns: which bytes have to be read to know. Chunks that lie alike on the grid of pieces are compared
 by their checksums, and only pieces that differ are read; all others are read part by part.
-Holds: an element differs if its bits do. What cannot be compared is listed, never called equal.
+Invariants: an element differs if its bits do. What cannot be compared is listed, never called
+equal.
 Not here: numbers (numbers), bytes (content).
 """
 

@@ -1,8 +1,8 @@
 """`statehold doctor [PATH]`: what this machine and the file system of PATH let statehold do, and
 what dead jobs have left there (left_behind).
 
-Holds: says only what was tried or read just now, through the same file system layer that saves use;
-whatever is tried happens in a temporary directory in PATH, which is removed again.
+Invariants: says only what was tried or read just now, through the same file system layer that saves
+use; whatever is tried happens in a temporary directory in PATH, which is removed again.
 Not here: how fast it is (bench).
 """
 

@@ -1,6 +1,6 @@
 """What dead jobs have left where `statehold doctor` looks: memory, files brought near, half copies.
 
-Holds: looks and changes nothing; what belongs to other users is not looked at, and no link is
+Invariants: looks and changes nothing; what belongs to other users is not looked at, and no link is
 followed. Says what a live job uses, as far as the kernel knows.
 Not here: removing it (the next save, prune, a person).
 """

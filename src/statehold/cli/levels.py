@@ -2,10 +2,10 @@
 
 Owns: what is looked at. Directories and memory are read; an object store is only asked when the
 user wants it (`--levels`), for a run directory may be somebody else's, and asking costs a network.
-Holds: a level that is away, or cannot be read, is told of and hides no other; nothing is made, and
-nothing is changed. What is brought near to be verified is removed again.
-Of a level that several hosts have, this host's part is told of, and what it keeps for others beside
-it (`NAME.copies`); a step of which that is not all is "part", no damage.
+Invariants: a level that is away, or cannot be read, is told of and hides no other; nothing is made,
+and nothing is changed. What is brought near to be verified is removed again. Of a level that
+several hosts have, this host's part is told of, and what it keeps for others beside it
+(`NAME.copies`); a step of which that is not all is "part", no damage.
 Not here: which levels there are (levels/remembered), what is damage (checking), tables (ls, page).
 """
 

@@ -1,6 +1,6 @@
 """`statehold ls RUN [--levels]`: the steps of a run, and what else lies there; at all levels.
 
-Holds: reads manifests and the sizes of files, never records or data; a step whose manifest is
+Invariants: reads manifests and the sizes of files, never records or data; a step whose manifest is
 damaged is listed as such, and the others all the same.
 """
 

@@ -1,7 +1,7 @@
 """HTML and SVG by construction: text cannot become markup, whatever somebody named a tensor.
 
-Holds: only tag() and join() make Markup, and everything else that they are given is escaped, after
-control characters (and what turns the direction of text) have become visible.
+Invariants: only tag() and join() make Markup, and everything else that they are given is escaped,
+after control characters (and what turns the direction of text) have become visible.
 Not here: what a page says (page, timeline).
 """
 

@@ -2,9 +2,9 @@
 
 Owns: every dtype of the format as NumPy has it; bfloat16 and the 8-bit floats, which it has not,
 widened to float32; statistics over any number of parts; differences.
-Holds: integers are exact; sums are in double precision and over what is finite; two elements are
-equal if their bits are, so that a NaN equals itself and 0.0 differs from -0.0. Elements of 4 and 6
-bits are not unpacked: they have no statistics, and differ by bytes.
+Invariants: integers are exact; sums are in double precision and over what is finite; two elements
+are equal if their bits are, so that a NaN equals itself and 0.0 differs from -0.0. Elements of 4
+and 6 bits are not unpacked: they have no statistics, and differ by bytes.
 Not here: where the bytes come from (content).
 """
 

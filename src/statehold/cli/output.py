@@ -1,6 +1,6 @@
 """How commands speak: tables and JSON on stdout, progress on stderr.
 
-Holds: JSON output is one document, with NaN and infinities as strings, since JSON has no such
+Invariants: JSON output is one document, with NaN and infinities as strings, since JSON has no such
 numbers; text from a step (names, values) cannot move the cursor or colour the terminal.
 Not here: what is said (the commands).
 """

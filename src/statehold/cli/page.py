@@ -1,7 +1,7 @@
 """The page of a report: one HTML file that needs nothing else, and lets nothing else in.
 
-Holds: no address of another file or site is in it; a policy forbids all scripts but the page's own,
-by its hash, and all that would be loaded. It says the same without the script.
+Invariants: no address of another file or site is in it; a policy forbids all scripts but the page's
+own, by its hash, and all that would be loaded. It says the same without the script.
 Not here: the data (report), escaping (markup), the timeline.
 """
 

@@ -1,7 +1,7 @@
 """Which step is meant: RUN, RUN@STEP, or the directory of a step.
 
 Owns: the reading of arguments, and the file system that commands use.
-Holds: a path that exists is never cut at an `@`; reading takes no lock.
+Invariants: a path that exists is never cut at an `@`; reading takes no lock.
 Not here: what is in a step (saved), who may change a run (prune).
 """
 

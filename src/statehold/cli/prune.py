@@ -1,6 +1,6 @@
 """`statehold prune RUN --keep N`: give up all but the newest steps.
 
-Holds: nothing changes without --yes; with it the run is locked, so no job saves meanwhile, and
+Invariants: nothing changes without --yes; with it the run is locked, so no job saves meanwhile, and
 steps go in the order R1 to R3 (store). The newest step always stays, and so do steps that were set
 aside as damaged: a person decides about those.
 """

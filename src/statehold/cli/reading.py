@@ -2,8 +2,9 @@
 
 Owns: batches of spans for the engine, a few of them in flight; the second look at a batch that
 failed, piece by piece.
-Holds: memory is the engine's buffers and a few batches, however large the step; reading goes on
-behind a bad piece; what the page cache has of a file is dropped first, so that the device speaks.
+Invariants: memory is the engine's buffers and a few batches, however large the step; reading goes
+on behind a bad piece; what the page cache has of a file is dropped first, so that the device
+speaks.
 Not here: which spans a step has, what a bad one means (checking).
 
 The engine stops a job at its first bad piece. A batch is small, so looking at all of a failed one

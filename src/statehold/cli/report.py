@@ -2,8 +2,8 @@
 
 Owns: the data of the page: steps at all levels. With traces: how saves, restores and copies went,
 all ranks of a save together.
-Holds: reads manifests, traces and, with --verify, everything else; changes nothing in the run, and
-the page is written whole or not at all.
+Invariants: reads manifests, traces and, with --verify, everything else; changes nothing in the run,
+and the page is written whole or not at all.
 Not here: how it looks (page), what a trace says (traces), what counts as damage (checking).
 """
 

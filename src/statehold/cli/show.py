@@ -1,7 +1,7 @@
 """`statehold show RUN[@STEP] [TENSOR]`: what a step holds, or one tensor of it.
 
-Holds: without TENSOR no data is read, and of several ranks one record for each group that says the
-same; with it, the bytes of that tensor are verified as they are read.
+Invariants: without TENSOR no data is read, and of several ranks one record for each group that says
+the same; with it, the bytes of that tensor are verified as they are read.
 """
 
 from __future__ import annotations

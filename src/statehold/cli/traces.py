@@ -1,8 +1,8 @@
 """Trace files, read back: spans by lane, saves and restores, on one clock.
 
 Owns: what of a trace a report uses. Another tool's trace of the same form gives a timeline, too.
-Holds: a file is bounded, and nothing in it is trusted: an event that is not well-formed is left out
-and counted; a file that is no trace at all is an error.
+Invariants: a file is bounded, and nothing in it is trusted: an event that is not well-formed is
+left out and counted; a file that is no trace at all is an error.
 Not here: writing traces (tracing), drawing them (timeline).
 """
 

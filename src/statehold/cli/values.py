@@ -1,7 +1,7 @@
 """The plain values of a state, flat: where each is, and what it is. Works on encoded nodes.
 
-Holds: equal states have equal leaves and different ones do not: a container that is no plain dict
-or list says so at its own place, and so does an empty one.
+Invariants: equal states have equal leaves and different ones do not: a container that is no plain
+dict or list says so at its own place, and so does an empty one.
 Not here: what the tags mean (values), how ranks are merged (trees).
 """
 

@@ -1,7 +1,7 @@
 """`statehold verify RUN[@STEP] [--levels]`: read every byte of a step, or of its copies, and check.
 
-Holds: says for every bad piece which file, bytes, tensor and rank it is of; files that no document
-names are listed, and are no damage: a restore does not look at them.
+Invariants: says for every bad piece which file, bytes, tensor and rank it is of; files that no
+document names are listed, and are no damage: a restore does not look at them.
 """
 
 from __future__ import annotations

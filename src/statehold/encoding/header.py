@@ -1,8 +1,8 @@
 """The header of a safetensors file: bytes <-> entries.
 
 Owns: the rules of the safetensors format, and the padding that starts the data on a page.
-Holds: what `encode` returns, `decode` and every stock reader accept; `decode` refuses whatever a
-stock reader refuses, and unknown members besides, in time and memory linear in the header.
+Invariants: what `encode` returns, `decode` and every stock reader accept; `decode` refuses whatever
+a stock reader refuses, and unknown members besides, in time and memory linear in the header.
 Not here: which tensor goes where (plan), checksums (manifest), the disk.
 
 Facts of the format: u64 little-endian N; N <= 100,000,000 bytes of JSON that begin with "{" and

@@ -2,8 +2,8 @@
 
 Owns: parsing with a depth limit, no duplicate keys and no NaN or Infinity; the checks that a
 parsed value has the type and range its format asks for.
-Holds: any input ends in a value or in the named error of the caller, in time and memory linear in
-the input. Nesting is measured before the recursive parser runs, so that neither a low nor a high
+Invariants: any input ends in a value or in the named error of the caller, in time and memory linear
+in the input. Nesting is measured before the recursive parser runs, so that neither a low nor a high
 recursion limit of the process matters.
 Not here: what the members mean (header, manifest, values).
 """

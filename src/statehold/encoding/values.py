@@ -1,7 +1,7 @@
 """Plain Python values as JSON, and back, with their types.
 
 Owns: the value tags of the format (docs/format.md, "Values").
-Holds: decode(encode(x)) has the type and value of x all the way down; what JSON cannot say is
+Invariants: decode(encode(x)) has the type and value of x all the way down; what JSON cannot say is
 tagged, what no tag can say is refused with its path, and nothing is ever guessed. Only exact
 types: a subclass may carry behaviour that would be lost. No pickle, no import of torch or numpy.
 Not here: tensors, arrays, scalars and dtypes; the caller's `leaf` hook encodes and decodes them

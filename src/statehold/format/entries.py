@@ -1,9 +1,9 @@
 """What manifests and records have in common: files, chunks, checksums, and the seal.
 
 Owns: the JSON of these parts, their validation, and how a document is sealed by its sha256.
-Holds: what is read contradicts nothing: every range lies in its file, the chunks of a file tile its
-data, sizes follow from dtypes and shapes, every piece has a checksum. A seal is checked before
-anything else is believed, so a flipped bit is always damage, and never "a newer version".
+Invariants: what is read contradicts nothing: every range lies in its file, the chunks of a file
+tile its data, sizes follow from dtypes and shapes, every piece has a checksum. A seal is checked
+before anything else is believed, so a flipped bit is always damage, and never "a newer version".
 Not here: which members a document has (manifest, record), the disk.
 """
 

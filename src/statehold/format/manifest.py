@@ -1,9 +1,9 @@
 """The manifest: what makes a directory a step. Versions 1 and 3 hold all, version 2 lists records.
 
 Owns: encoding, decoding and validating manifest.json (docs/format.md, "Manifest").
-Holds: what `decode` returns contradicts nothing: names cannot leave the step directory, the parts
-of version 1 hold what `entries` promises, every tensor that the state refers to exists. A damaged
-manifest is ManifestError, an intact one of a newer version FormatVersionError.
+Invariants: what `decode` returns contradicts nothing: names cannot leave the step directory, the
+parts of version 1 hold what `entries` promises, every tensor that the state refers to exists. A
+damaged manifest is ManifestError, an intact one of a newer version FormatVersionError.
 Not here: the disk (store), what a rank says (record), whether files match (the reader, by sums).
 
 A document has the lowest version that can hold it: readers of old can read it. The manifest of one

@@ -1,7 +1,7 @@
 """A rank's record: what it holds of a step of several ranks, and where its bytes are.
 
 Owns: encoding, decoding and validating rank-*.json (docs/format.md, "Record").
-Holds: what `decode` returns contradicts nothing: all that `entries` promises; the chunks of a
+Invariants: what `decode` returns contradicts nothing: all that `entries` promises; the chunks of a
 tensor are what its layout makes this rank write; ranks exist, and stand once in a mesh; every
 tensor that the state refers to is held. Time and memory are linear in the file: meshes, which are
 written short, are bounded before they are expanded.

@@ -1,9 +1,9 @@
 """A committed step as a reader sees it, whatever its version: tensors, tree, and where bytes are.
 
 Owns: which records are read, when, and whether they belong together; which chunks hold a box.
-Holds: a record is believed only if it is the one that was committed (size, sha256, step, attempt,
-rank); the chunks of a box cover it, each element once. A restore into the layout that was saved
-reads this rank's record, and those of the ranks that wrote what it holds: never all of them.
+Invariants: a record is believed only if it is the one that was committed (size, sha256, step,
+attempt, rank); the chunks of a box cover it, each element once. A restore into the layout that was
+saved reads this rank's record, and those of the ranks that wrote what it holds: never all of them.
 Not here: the disk (`read` is handed in), what is done with the bytes (reads), live objects.
 """
 

@@ -1,11 +1,11 @@
 """What a restore takes of a step, and what it says it did. Pure.
 
 Owns: the patterns on dotted names, renaming, which of them match nothing, and the report.
-Holds: a pattern is a glob (`*` also matches dots); one without wildcards also stands for all that
-is below it, so "model" is the whole model. `only` and `skip` are about the names of the live state,
-and hold for what the step has and for what it lacks. `skip` wins.
-A pattern that matches nothing on any rank is an error: it is a typing error, and would be a silent
-one. So is a restore that would load nothing.
+Invariants: a pattern is a glob (`*` also matches dots); one without wildcards also stands for all
+that is below it, so "model" is the whole model. `only` and `skip` are about the names of the live
+state, and hold for what the step has and for what it lacks. `skip` wins. A pattern that matches
+nothing on any rank is an error: it is a typing error, and would be a silent one. So is a restore
+that would load nothing.
 Not here: live objects and saved trees (tensors/restore), which names there are (tensors/names).
 """
 

@@ -1,8 +1,9 @@
 """The state as several ranks saw it, as one tree. Pure: works on encoded nodes (values).
 
 Owns: `merge`; looking into encoded nodes without decoding them.
-Holds: dicts are united by key, in the order of first appearance; what is equal stays; where values
-differ, a rank that is at its place again keeps its own, any other gets Differs, and never a guess.
+Invariants: dicts are united by key, in the order of first appearance; what is equal stays; where
+values differ, a rank that is at its place again keeps its own, any other gets Differs, and never a
+guess.
 Not here: which ranks say the same (manifest), what live objects make of it (state).
 """
 

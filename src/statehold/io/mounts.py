@@ -1,6 +1,6 @@
 """Which storage a path lies on, as the kernel's list of mounts has it.
 
-Holds: the answer is the same for every path below one mount, and outlives a reboot: it has no
+Invariants: the answer is the same for every path below one mount, and outlives a reboot: it has no
 device numbers, which change.
 """
 

@@ -1,8 +1,8 @@
 """The profile of a storage: how bytes move best on it, as `statehold bench io` has measured.
 
 Owns: the file (strict JSON, versioned), where it lies, and when a Checkpointer believes it.
-Holds: a profile is advice. One that is broken, of another version, or of another storage is passed
-over with a note, and never makes anything fail that works without it.
+Invariants: a profile is advice. One that is broken, of another version, or of another storage is
+passed over with a note, and never makes anything fail that works without it.
 Not here: how it is found out (measure, choose).
 """
 

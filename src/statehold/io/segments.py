@@ -1,7 +1,7 @@
 """Segments of files -> a read job of the engine, and what a segment number means when it answers.
 
 Owns: the one call of Engine.read; whose bytes a bad piece has.
-Holds: every byte of a segment is verified, whether it has a place or not.
+Invariants: every byte of a segment is verified, whether it has a place or not.
 Not here: which segments, and where their bytes go (reads); all of a step, fast (cli/reading).
 Does not import torch: the commands use this, too.
 """

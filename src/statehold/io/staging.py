@@ -5,9 +5,9 @@
                               this rank writes of a step is larger, that and a quarter of it,
                               but at most the share of this rank in the memory that is available
 
-Holds: the size is chosen before a byte of such a step is copied, while nothing is under way. It is
-chosen again only for a step that has outgrown that quarter: an optimizer has no state before its
-first step. In between nothing grows. There are always two buffers.
+Invariants: the size is chosen before a byte of such a step is copied, while nothing is under way.
+It is chosen again only for a step that has outgrown that quarter: an optimizer has no state before
+its first step. In between nothing grows. There are always two buffers.
 Not here: what memory is available (memory), how buffers are used (the engine).
 """
 

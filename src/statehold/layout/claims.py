@@ -15,9 +15,9 @@ A claim is the tensors of one rank on one mesh that is not the whole world (a pl
 its rank). Claims with the same tensors in the same shape, on meshes of the same shape that do not
 overlap, are siblings.
 
-Holds: all ranks use, for a save, what the last one but one before it taught (no more saves than
-that are under way), so they plan alike; a rank that missed an outcome has another `version` than
-the others, and the committer fails the save for it.
+Invariants: all ranks use, for a save, what the last one but one before it taught (no more saves
+than that are under way), so they plan alike; a rank that missed an outcome has another `version`
+than the others, and the committer fails the save for it.
 Not here: fingerprints (tensors/fingerprints), messages between ranks (peers), who writes (share).
 """
 

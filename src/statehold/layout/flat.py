@@ -1,8 +1,8 @@
 """Runs of elements as boxes: what a range of a tensor's bytes is in its rows and columns.
 
 Owns: the cutting of elements [begin, end), counted in C order, into boxes.
-Holds: the boxes are disjoint, in the order of their elements, each dense in that order, and few: at
-most one fewer than twice the dims.
+Invariants: the boxes are disjoint, in the order of their elements, each dense in that order, and
+few: at most one fewer than twice the dims.
 Not here: which bytes are read or written (ranges, plan), who moves them (devices).
 """
 

@@ -1,8 +1,8 @@
 """Layouts: which rank holds which box of a tensor. Pure arithmetic.
 
 Owns: boxes, sets of ranks, meshes of ranks, and how a tensor is split over a mesh.
-Holds: the boxes of a Layout cover the tensor, and two of them are equal or disjoint; ranks that
-differ only along mesh axes without a split hold the same box (replicas). An ExplicitLayout is
+Invariants: the boxes of a Layout cover the tensor, and two of them are equal or disjoint; ranks
+that differ only along mesh axes without a split hold the same box (replicas). An ExplicitLayout is
 what somebody else decided, and promises nothing: whoever reads by it checks that it covers.
 Not here: torch (tensors/placements reads layouts off tensors), who writes what (share), files.
 

@@ -2,8 +2,8 @@
 
 Owns: the order of tensors in a data file, their offsets, the header with the step in it, and the
 grid of checksummed pieces.
-Holds: the same specs give the same plan; tensors tile [data_begin, file_bytes) in file order, each
-aligned to its dtype; two plans that differ only in the step have the same size and offsets; a
+Invariants: the same specs give the same plan; tensors tile [data_begin, file_bytes) in file order,
+each aligned to its dtype; two plans that differ only in the step have the same size and offsets; a
 piece lies in one tensor (or the header) and in one grid block.
 Not here: who writes what (share), the bytes, the disk, the checksums' values (manifest), what to
 read (reads).

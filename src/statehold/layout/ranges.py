@@ -2,9 +2,9 @@
 
 Owns: the ranges of a file that hold the wanted elements, widened to whole pieces, because a piece
 can only be verified whole.
-Holds: the ranges are sorted and disjoint, cover every wanted element, begin and end where pieces
-do, and leave out what lies at least one piece away from all that is wanted. Where the wanted bytes
-lie together, the pieces of which all is wanted are a range of their own.
+Invariants: the ranges are sorted and disjoint, cover every wanted element, begin and end where
+pieces do, and leave out what lies at least one piece away from all that is wanted. Where the wanted
+bytes lie together, the pieces of which all is wanted are a range of their own.
 Not here: who has the chunk (saved), where the elements go (reads), the reading (engine).
 """
 

@@ -2,12 +2,12 @@
 
 Owns: the choice of the writer of every box that several ranks hold, the cutting of large ones, and
 the cache that keeps a rank's share with the plan of its data file.
-Holds: every element of a tensor with a layout is written by exactly one rank, a tensor without one
-by each rank that has it. All ranks of a mesh choose alike: they see the same tensors, and choose by
-global shapes and names alone, never by the size of their own box. Counting every box as the
-largest of its tensor, no replica writes more than the mean of the replicas and one item (a piece,
-or a tensor that is not cut). The time depends on a rank's own tensors, hardly on how many ranks
-there are.
+Invariants: every element of a tensor with a layout is written by exactly one rank, a tensor without
+one by each rank that has it. All ranks of a mesh choose alike: they see the same tensors, and
+choose by global shapes and names alone, never by the size of their own box. Counting every box as
+the largest of its tensor, no replica writes more than the mean of the replicas and one item (a
+piece, or a tensor that is not cut). The time depends on a rank's own tensors, hardly on how many
+ranks there are.
 Not here: boxes (layout), the file (plan), what is on disk (record).
 
 A box that R replicas hold can be cut into P pieces for each P of a ladder of divisors of R, along

@@ -1,8 +1,8 @@
 """Figures of this process's saves and restores, and their text for Prometheus.
 
 Owns: the names (`statehold_*`), what each means, and the text exposition format 0.0.4.
-Holds: thread-safe; the figures of the newest RUNS_MAX runs and no more; the same run opened again
-goes on counting where it was, for a counter never falls.
+Invariants: thread-safe; the figures of the newest RUNS_MAX runs and no more; the same run opened
+again goes on counting where it was, for a counter never falls.
 Not here: when something counts (watching), who asks (metrics).
 """
 

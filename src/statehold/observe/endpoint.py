@@ -3,8 +3,9 @@
 A function, and no option of the Checkpointer: the figures are those of all Checkpointers of the
 process, and options are the same on all ranks, while two ranks of a host cannot share a port.
 
-Holds: one thread, which serves one request at a time and gives up on a peer that stalls; nothing
-is printed; a forked child does not serve, and does not keep the port either; close() gives it back.
+Invariants: one thread, which serves one request at a time and gives up on a peer that stalls;
+nothing is printed; a forked child does not serve, and does not keep the port either; close() gives
+it back.
 Not here: what is counted (counters).
 """
 

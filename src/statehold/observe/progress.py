@@ -1,7 +1,7 @@
 """How far a long transfer is, in the log: done, of how much, how fast, how long still.
 
-Holds: silent for FIRST_S; then at most a line a second, and of a long transfer fewer, so that a
-restore of hours writes a hundred lines and not ten thousand. Never raises into the transfer.
+Invariants: silent for FIRST_S; then at most a line a second, and of a long transfer fewer, so that
+a restore of hours writes a hundred lines and not ten thousand. Never raises into the transfer.
 Not here: what is transferred, and how its bytes are counted (those that use this).
 """
 

@@ -4,8 +4,8 @@
     interval   what belongs to no Python thread, such as a whole save (`b` and `e`, by id)
     level      a figure that changes, such as the bytes read so far (`C`)
 
-Holds: the newest `events_max` events and no more, how many were dropped is told; thread-safe; an
-event costs about a microsecond. Times are wall-clock microseconds in whole numbers, rounded down
+Invariants: the newest `events_max` events and no more, how many were dropped is told; thread-safe;
+an event costs about a microsecond. Times are wall-clock microseconds in whole numbers, rounded down
 at both ends, so that spans nest as they did and the traces of several ranks line up.
 Not here: what the stages are (those that enter them), files (watching), how it looks (cli).
 """

@@ -15,7 +15,7 @@ Assumed, for want of published figures:
 - a cluster is lost once in a year, however many nodes the job has;
 - of a hundred restarts, one finds the nearest copy that it should have found damaged, or away.
 
-Holds: rates are in failures a second, of the whole job. Pure.
+Invariants: rates are in failures a second, of the whole job. Pure.
 Not here: intervals that follow (intervals), what kinds of levels there are (levels/specs).
 """
 

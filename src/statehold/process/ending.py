@@ -1,9 +1,9 @@
 """The end of a script that closes nothing: what is open is closed before its threads are gone.
 
-Holds: whoever was remembered and not forgotten is ended once, when the main thread has ended, by
-itself, by an exception or by sys.exit. A fork that ends ends nothing of its parent's.
-An atexit handler would come too late: executors take no work by then, and a step that is committed
-at the end could not go on to its other levels.
+Invariants: whoever was remembered and not forgotten is ended once, when the main thread has ended,
+by itself, by an exception or by sys.exit. A fork that ends ends nothing of its parent's. An atexit
+handler would come too late: executors take no work by then, and a step that is committed at the end
+could not go on to its other levels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How much memory this process may still take, and who shares it.
 
 Owns: reading /proc, the control groups and the limits of the process.
-Holds: the smallest of all limits counts; one that cannot be read is none.
+Invariants: the smallest of all limits counts; one that cannot be read is none.
 Not here: what the memory is for (staging, checkpoint/store/ready).
 
 Facts about Linux that decide what is here:

@@ -5,9 +5,9 @@
     led        rank 0 acts for all; the others get what it returned
     everyone   every rank acts, and gets what all returned
 
-Holds: all ranks raise the same kind of error. Damage that one rank finds is damage to all, so that
-all try the same older step; the rank on which it happened raises its own error.
-A process that is alone just acts. For restore() and rewind(), which may wait, never for saves.
+Invariants: all ranks raise the same kind of error. Damage that one rank finds is damage to all, so
+that all try the same older step; the rank on which it happened raises its own error. A process that
+is alone just acts. For restore() and rewind(), which may wait, never for saves.
 Not here: how ranks talk and when they give up (ranks/peers).
 """
 

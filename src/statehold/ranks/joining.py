@@ -1,6 +1,6 @@
 """How a process finds the other ranks of its job, as the option `coordination` says.
 
-Holds: a job of one rank has no peers. torch is looked at only if the program has imported it.
+Invariants: a job of one rank has no peers. torch is looked at only if the program has imported it.
 Not here: what the ranks tell each other (peers), how notes travel (board).
 """
 

@@ -1,7 +1,8 @@
 """Tensor classes that are made of other tensors but have no `__tensor_flatten__`.
 
 Owns: how each is taken apart and put together; which entries of a state_dict() repeat its parts.
-Holds: no library is imported here. Taking a tensor apart copies nothing and waits for no device.
+Invariants: no library is imported here. Taking a tensor apart copies nothing and waits for no
+device.
 Not here: which classes a step may hold (subclasses), names and nodes (capture, composed).
 
 Facts about bitsandbytes (0.50) that decide what is here:

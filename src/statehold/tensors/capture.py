@@ -9,9 +9,9 @@ and which may be copied until the next update (lazy):
             in param_groups; and whatever is wrapped in Volatile, which wins
 Random generators are read last of all: other objects may draw while they give their state, as a
 loader does that was not iterated yet.
-Holds: a captured tensor is an alias that keeps the memory alive at the address it had at capture,
-with the version counter of then; the tree shares no container with the live state.
-In a job of several ranks a tensor is this rank's box, and its spec says of what: DTensors by their
+Invariants: a captured tensor is an alias that keeps the memory alive at the address it had at
+capture, with the version counter of then; the tree shares no container with the live state. In a
+job of several ranks a tensor is this rank's box, and its spec says of what: DTensors by their
 placements, what DistributedDataParallel replicates, and the optimizer state of both. All else is
 this rank's own.
 Not here: the copying (engine, devices), the layout of the file (plan), layouts (placements), what

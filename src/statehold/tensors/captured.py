@@ -1,8 +1,8 @@
 """What a capture holds: each tensor of a state with its spec, as it was then; and copies of some.
 
 Owns: what is external, what is eager and when, and what has been changed since.
-Holds: a captured tensor is an alias that keeps the memory alive at the address it had at capture,
-with the version counter of then.
+Invariants: a captured tensor is an alias that keeps the memory alive at the address it had at
+capture, with the version counter of then.
 Not here: which tensors a state has, and which of them are eager (capture).
 """
 

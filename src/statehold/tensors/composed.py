@@ -2,7 +2,7 @@
 
 Owns: which live tensor can take such a node in place, through the plain tensors that it is made of;
 making a new one, sharded like the parameter beside it.
-Holds: nothing is filled unless all of it fits; inner tensors keep their storage.
+Invariants: nothing is filled unless all of it fits; inner tensors keep their storage.
 Not here: taking classes apart (subclasses), comparing plain tensors and memory (destinations).
 
     {"$complex128": {"$tensor": name}}     the tensor is F64 with a last dimension of 2

@@ -1,8 +1,8 @@
 """Live memory for saved tensors: what fits, what is filled where it is, and what has to be made.
 
 Owns: the comparison of shapes and dtypes, ties, new tensors.
-Holds: nothing live changes here. A DTensor is compared by its global shape and filled in its local
-tensor; no collective is called. What is made for a sharded parameter is sharded as it is.
+Invariants: nothing live changes here. A DTensor is compared by its global shape and filled in its
+local tensor; no collective is called. What is made for a sharded parameter is sharded as it is.
 Not here: names and trees (restore), who reads the bytes (engine).
 """
 

@@ -1,7 +1,7 @@
 """Fingerprints: whether two ranks hold the same bytes, without moving them.
 
-Holds: equal bytes have equal fingerprints on one kind of device; different ones practically never
-(XXH3-64 on the host). They find accidents, not attackers. A tensor that may change as soon as
+Invariants: equal bytes have equal fingerprints on one kind of device; different ones practically
+never (XXH3-64 on the host). They find accidents, not attackers. A tensor that may change as soon as
 `save` has returned is read before; the others are read on the stage thread, before the gate opens.
 Not here: fingerprints of device memory (tensors/devices/fingerprinting).
 """

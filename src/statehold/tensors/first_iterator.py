@@ -5,8 +5,8 @@ Every iterator of torch.utils.data draws a seed when it is made, and sets or dra
 generators of the loader and of its samplers. In the run that saved the state that had happened
 before the save: the saved generators have those draws behind them. So this iterator must leave no
 trace, and every later one draws as ever.
-Holds: only the one loader is touched, by an attribute that is gone once the iterator exists. If
-making it fails, it stays for the next attempt.
+Invariants: only the one loader is touched, by an attribute that is gone once the iterator exists.
+If making it fails, it stays for the next attempt.
 
 Why not make the iterator in restore(): users call sampler.set_epoch() between restore() and the
 loop, and it would come too late. Why not wrap iter(loader): at the end of an epoch it makes two

@@ -2,9 +2,9 @@
 
 Owns: ties; that no name is taken twice; which tensors are recognised from the capture before, and
 added without asking again what follows from what they show.
-Holds: a recognised tensor is added as it would be in full: the same spec, at the same place of the
-order, with the memory and the version that it has now. A tensor at whose address another one was
-found, or of which anything is out of the ordinary, is never recognised.
+Invariants: a recognised tensor is added as it would be in full: the same spec, at the same place of
+the order, with the memory and the version that it has now. A tensor at whose address another one
+was found, or of which anything is out of the ordinary, is never recognised.
 Not here: which tensors a state has, where they lie, and which of them are eager (capture).
 """
 

@@ -1,6 +1,6 @@
 """Whether gradients wait for an update: a step does not hold them.
 
-Holds: reads no memory of tensors, waits for no device, and keeps no gradient alive. A gradient
+Invariants: reads no memory of tensors, waits for no device, and keeps no gradient alive. A gradient
 waits if it is another tensor than the one that the last step() of its optimizer used: zero_grad()
 drops that one, and the next backward() makes a new one.
 Not seen: gradients before the first step(), and those that are zeroed in place. Gradients of some

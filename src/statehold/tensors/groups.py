@@ -1,8 +1,8 @@
 """Which parameter group of a step has the options for a live one.
 
-Holds: parameters are known by their names, neither by their order nor by their place; a step may
-hold more of them than this process, as that of a pipeline does, and ranks may have had different
-groups: all of them are looked at.
+Invariants: parameters are known by their names, neither by their order nor by their place; a step
+may hold more of them than this process, as that of a pipeline does, and ranks may have had
+different groups: all of them are looked at.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Owns: finding them; what their state_dict() leaves out, which is the generator that a user gave to
 the loader; putting both back; what cannot be put back, in words for the user.
-Holds: loaders are found by walking the attributes of an object, with a limit. Nothing is called and
-no property is read on the way, and datasets are not looked into.
+Invariants: loaders are found by walking the attributes of an object, with a limit. Nothing is
+called and no property is read on the way, and datasets are not looked into.
 Not here: the draws of the first iterator (first_iterator).
 """
 

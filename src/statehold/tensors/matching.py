@@ -1,7 +1,7 @@
 """What every comparison of a live state with a step needs: what is said of it, and new values.
 
 Owns: the lists of the report; values that have no live counterpart.
-Holds: nothing live changes here; tensors that the live state has in the same place are filled.
+Invariants: nothing live changes here; tensors that the live state has in the same place are filled.
 Not here: which live objects there are (restore), optimizers (restore_optimizers), memory
 (destinations).
 """

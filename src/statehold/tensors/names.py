@@ -3,7 +3,7 @@
 Owns: which names there are. A module's entries, an optimizer's entries by parameter and option, and
 the members of dicts, lists and tuples have names of their own. An object with load_state_dict() is
 one name: it is restored as a whole.
-Holds: nothing is changed or allocated.
+Invariants: nothing is changed or allocated.
 Not here: what patterns make of the names (selection), what is restored (restore).
 """
 

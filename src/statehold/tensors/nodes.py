@@ -1,6 +1,6 @@
 """Looking into the saved tree: members of dicts, tags, places where ranks differ, renaming.
 
-Holds: nothing here changes a node that it was given.
+Invariants: nothing here changes a node that it was given.
 Not here: what the nodes mean (values), what becomes of them (restore).
 """
 

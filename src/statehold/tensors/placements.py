@@ -2,7 +2,7 @@
 
 Owns: DTensor -> Layout (meshes, the order of splits), what is replicated, and the check that the
 box so computed has the shape of the local tensor.
-Holds: in a job of one rank, or without torch.distributed, nothing has a layout. The ranks of a
+Invariants: in a job of one rank, or without torch.distributed, nothing has a layout. The ranks of a
 mesh come to the same layouts, without a word between them.
 Not here: boxes (layout), who writes what (share), memory (tensors).
 

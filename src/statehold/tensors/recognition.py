@@ -1,7 +1,7 @@
 """What one capture saw of each tensor, for the next one.
 
 Owns: the facts that decide a tensor's spec and strides, by the tensor's name, with both.
-Holds: only facts are kept, and never a tensor. What is equal in the next capture is the same
+Invariants: only facts are kept, and never a tensor. What is equal in the next capture is the same
 object: it is not made again, and plans find at once that nothing has changed.
 Not here: which tensors are recognised by these facts (found).
 """

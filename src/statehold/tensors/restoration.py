@@ -1,9 +1,9 @@
 """What a comparison of a state with a step found: what is left to do, or how the two differ.
 
 Owns: the acts of the last part of a restore, in their order; the error for a state that differs.
-Holds: `finish` is called only when every byte has arrived and was verified. Random generators are
-put back last. What other objects draw while they load leaves no trace, so a state may be restored
-in parts, the generators first or last.
+Invariants: `finish` is called only when every byte has arrived and was verified. Random generators
+are put back last. What other objects draw while they load leaves no trace, so a state may be
+restored in parts, the generators first or last.
 Not here: the comparison (restore).
 """
 

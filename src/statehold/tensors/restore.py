@@ -3,8 +3,8 @@
 Owns: the comparison of names, all of it before anything changes; what is restored of it; the order
 of the last act: containers and optimizers, then load_state_dict() of other objects, then random
 generators (restoration).
-Holds: `prepare` changes nothing that is live. Destinations are live storages wherever there is a
-tensor of the saved shape and dtype; only what is missing (a fresh optimizer's state, new dict
+Invariants: `prepare` changes nothing that is live. Destinations are live storages wherever there is
+a tensor of the saved shape and dtype; only what is missing (a fresh optimizer's state, new dict
 entries) is allocated. `finish` is called only when every byte has arrived and was verified.
 Not here: optimizers (restore_optimizers), memory (destinations), reading (engine), choosing the
 step (checkpointer).

@@ -3,8 +3,8 @@
 Owns: which saved entries a parameter gets, which options a group gets, and in what kind of tensors;
 the translation between the two forms in which an optimizer is saved, by name and as its own
 state_dict().
-Holds: parameters are known by their names where these were saved, else by their places as in torch;
-what is made for a sharded parameter is sharded as it is; nothing live changes before
+Invariants: parameters are known by their names where these were saved, else by their places as in
+torch; what is made for a sharded parameter is sharded as it is; nothing live changes before
 Restoration.finish().
 Not here: how an optimizer keeps its state (optimizers), which saved group is meant (groups).
 """

@@ -2,10 +2,10 @@
 
 state_dict() of a scaler gives numbers that lie on a device, and waits for the device twice. So the
 numbers are cloned there, in the order of the device's work, and read on the stage thread.
-Holds: what a step has is what state_dict() gives. The nodes of such numbers hold what the scaler
-began with until they are filled in, before the save is staged.
-A scaler that is disabled or was not used yet has no numbers on a device, and a subclass may give
-its state in its own way: both are asked for state_dict().
+Invariants: what a step has is what state_dict() gives. The nodes of such numbers hold what the
+scaler began with until they are filled in, before the save is staged. A scaler that is disabled or
+was not used yet has no numbers on a device, and a subclass may give its state in its own way: both
+are asked for state_dict().
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ Under fullgraph=True no break is possible, and so no action can run in such a st
 this while the step is traced. It calls the action once, then and there, and from then on
 `runs_blind()` is true: steps may come that no action sees.
 
-Holds: there is one hook a process, whatever its action does for how many. After a step was compiled
-with it in one graph, the hook stays: to take it off and put it on would compile that step anew.
+Invariants: there is one hook a process, whatever its action does for how many. After a step was
+compiled with it in one graph, the hook stays: to take it off and put it on would compile that step
+anew.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Owns: the list of classes that a step may hold, and how each takes itself apart and is put together
 (`__tensor_flatten__` and `__tensor_unflatten__`, or an adapter); how its inner tensors are sharded.
-Holds: no class is imported or called because a file names it: its name must be in the list here,
-or a user has allowed it. What a class keeps besides tensors (its context) is stored as plain
+Invariants: no class is imported or called because a file names it: its name must be in the list
+here, or a user has allowed it. What a class keeps besides tensors (its context) is stored as plain
 values.
 Not here: classes without these methods (adapters), names and nodes of the inner tensors (capture,
 composed).

@@ -1,11 +1,10 @@
 """What statehold calls of `torch.cuda` and of the CUDA runtime, for an emulated machine.
 
-Holds: the facts about CUDA that have bitten. The current device and stream are each thread's own;
-the runtime makes a context on whatever device is current; a stream context of torch comes back
+Invariants: the facts about CUDA that have bitten. The current device and stream are each thread's
+own; the runtime makes a context on whatever device is current; a stream context of torch comes back
 through the device that was current; torch has few streams, and hands each out again and again; an
-error is reported by whatever is called next, for ever; in a
-capture of the global mode other threads may not call what is unsafe, unless they have said that
-they know.
+error is reported by whatever is called next, for ever; in a capture of the global mode other
+threads may not call what is unsafe, unless they have said that they know.
 """
 
 from __future__ import annotations

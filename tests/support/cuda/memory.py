@@ -1,8 +1,8 @@
 """Memory of an emulated device: host memory that is known to belong to it, and is counted.
 
-Holds: a block is given back when its last tensor goes, as to a caching allocator: the memory is
-overwritten in the order of the stream that took it. Work that other streams still have with it then
-meets POISON, unless somebody has made sure of the order.
+Invariants: a block is given back when its last tensor goes, as to a caching allocator: the memory
+is overwritten in the order of the stream that took it. Work that other streams still have with it
+then meets POISON, unless somebody has made sure of the order.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     {"format": "statehold-agent", "trainer": 4711, "pidfd": 12, "path": [...], "run": ..., ...}
 
-Holds: no secrets: credentials are in the environment, which the agent inherits. What is read is
-checked as strictly as anything from a file.
+Invariants: no secrets: credentials are in the environment, which the agent inherits. What is read
+is checked as strictly as anything from a file.
 Not here: how it gets there (starting), what is done with it (process, persisting).
 """
 

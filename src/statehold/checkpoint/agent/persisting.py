@@ -6,9 +6,9 @@ tried again every `retry_s`, until `give_up_s` after the death; where nothing mo
 all of it ends. A step that turns out to be damaged is passed over for the one before, if the level
 lacks that too.
 
-Holds: nothing is touched without the locks of the run, and they go to whoever wants them. What is
-copied is verified, and published by the level's own commit: whenever this ends, by whatever means,
-a level has the step or not.
+Invariants: nothing is touched without the locks of the run, and they go to whoever wants them. What
+is copied is verified, and published by the level's own commit: whenever this ends, by whatever
+means, a level has the step or not.
 Not here: when it begins, and what makes it stop (process).
 """
 

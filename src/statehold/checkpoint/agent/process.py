@@ -8,9 +8,9 @@ The trainer is watched through a pidfd of its own making: no other process is ev
 what it has forked does not keep this from noticing. The end of the pipe says nothing: a fork may
 hold it, and the trainer may have closed it without a goodbye.
 
-Holds: says what it does in RUN/.agent.log, or in the level in memory where that cannot be. Ends in
-bounded time whatever storage does, short of a call that the kernel does not interrupt: what is half
-done is invisible, and the next trainer goes on with it, or clears it.
+Invariants: says what it does in RUN/.agent.log, or in the level in memory where that cannot be.
+Ends in bounded time whatever storage does, short of a call that the kernel does not interrupt: what
+is half done is invisible, and the next trainer goes on with it, or clears it.
 Not here: what is copied, and where to (persisting); who starts it (starting).
 """
 

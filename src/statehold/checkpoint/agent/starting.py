@@ -8,8 +8,8 @@ do not reach it. It is no child of this process either: nobody here has to wait 
 this process with all its children does not end it. Its standard streams lead nowhere, for whoever
 reads this process's output waits for the end of it.
 
-Holds: what it is told goes through a pipe, not through arguments or the environment. Without an
-agent training goes on; why there is none is logged once.
+Invariants: what it is told goes through a pipe, not through arguments or the environment. Without
+an agent training goes on; why there is none is logged once.
 Not here: what it does (process, persisting).
 """
 

@@ -4,8 +4,8 @@ Owns: what a part is (data files, cut into segments with checksums, and document
 a data file travels: through the engine into a file, or as a sequence of blocks to whoever takes
 them. Both read block by block: memory does not grow with the file. The ranks that copy a step may
 be more or fewer than those that saved it: together they copy all of it, each file once.
-Holds: a copy that differs from what was committed in one byte ends with ChecksumError, before the
-step is published there. Nothing is unpacked: the same files and documents are at every level.
+Invariants: a copy that differs from what was committed in one byte ends with ChecksumError, before
+the step is published there. Nothing is unpacked: the same files and documents are at every level.
 Not here: which step goes where and when (promoting), the commit of the target (store, objects).
 """
 

@@ -1,8 +1,8 @@
 """Where the steps of a memory level are: a directory of this user and this run below /dev/shm.
 
-Holds: what is there belongs to this user and nobody else may look into it; whatever else has the
-name is refused, and neither followed nor changed. The directory is found again by whoever opens the
-same run on the same host, until the host restarts.
+Invariants: what is there belongs to this user and nobody else may look into it; whatever else has
+the name is refused, and neither followed nor changed. The directory is found again by whoever opens
+the same run on the same host, until the host restarts.
 """
 
 from __future__ import annotations

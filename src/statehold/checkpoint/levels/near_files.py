@@ -3,8 +3,8 @@
 A file comes near as a sparse one of its full length, with the needed ranges in their places: what
 reads it has the same offsets as everywhere, and checks the same checksums.
 Owns: where such files lie, and when they go: when the step is not read any more, or at close().
-Holds: a range has its storage before a byte of it is written as memory; without room, that is an
-error with a name and not a signal. Names of files here are nobody else's.
+Invariants: a range has its storage before a byte of it is written as memory; without room, that is
+an error with a name and not a signal. Names of files here are nobody else's.
 Not here: how ranges are fetched (checkpoint/store/objects, remote), which ranges (reads).
 """
 

@@ -2,12 +2,12 @@
 
 Owns: which place serves which file of a step, and what happens when a copy turns out to be bad: it
 is not used again, and the next place is asked.
-Holds: nothing is believed because of where it is: documents are sealed and files checksummed, so
-files of one step may come from different places. A step is damaged when a file of it is intact
+Invariants: nothing is believed because of where it is: documents are sealed and files checksummed,
+so files of one step may come from different places. A step is damaged when a file of it is intact
 nowhere; where a place cannot be read, nobody knows that, and its error is raised instead: a step is
-not given up for a disk that fails.
-All files of a restore are of one save of the step. A writer may save the step again, or retire it,
-meanwhile: a place that has changed since it was read is passed over, and is no damage.
+not given up for a disk that fails. All files of a restore are of one save of the step. A writer may
+save the step again, or retire it, meanwhile: a place that has changed since it was read is passed
+over, and is no damage.
 Not here: what is read of a step (reads), when the ranks try again (restoring), which save a place
 has (saves).
 """

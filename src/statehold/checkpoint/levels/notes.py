@@ -1,7 +1,7 @@
 """Small files in a run directory that are no step: written whole or not at all, read with care.
 
-Holds: what is read is a regular file and bounded; no link is followed. One job saves into a run, so
-nobody else writes.
+Invariants: what is read is a regular file and bounded; no link is followed. One job saves into a
+run, so nobody else writes.
 Not here: what is in them (remembered, owners).
 """
 

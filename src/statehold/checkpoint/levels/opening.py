@@ -1,6 +1,6 @@
 """From what a user says of the levels to places that can be read and written.
 
-Owns: where a level without a path is. Holds: no two levels are in one place.
+Owns: where a level without a path is. Invariants: no two levels are in one place.
 Not here: what a level may say (specs), what a place does (places).
 """
 

@@ -10,8 +10,8 @@
     save      what another run owns is refused; so is, from then on, what a copy of this directory,
               or a restart elsewhere, has taken over.
 
-Holds: steps and stores from before there were ids are taken as they are. Nothing is written but by
-the rank that leads, when it saves. A path in a note is looked at, and never made.
+Invariants: steps and stores from before there were ids are taken as they are. Nothing is written
+but by the rank that leads, when it saves. A path in a note is looked at, and never made.
 Not here: when it is asked (object_place, opened), requests (checkpoint/store/objects).
 """
 

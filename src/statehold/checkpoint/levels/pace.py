@@ -7,11 +7,11 @@ Three figures for each level, from the calls of save() on the training thread:
   noise; the median of several such figures, so that a change of the steps themselves is none;
 - how long a save or a copy takes, which says how many steps that slows down.
 
-Holds: what is not above the noise, or below a thousandth of a step, costs nothing. Where there is
-nothing to compare with, at first, when steps have changed, or after thousands of them, a level
+Invariants: what is not above the noise, or below a thousandth of a step, costs nothing. Where there
+is nothing to compare with, at first, when steps have changed, or after thousands of them, a level
 rests for as long as it is busy. An interval is changed only if that saves a twentieth of what it
-loses, so it does not flap.
-The times come in. Thread-safe. Not here: the formulae (planners/intervals), who asks (rhythm).
+loses, so it does not flap. The times come in. Thread-safe. Not here: the formulae
+(planners/intervals), who asks (rhythm).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What ranks tell each other of their parts of a copy, and what becomes of a copy that failed.
 
-Holds: a copy is committed only if all ranks have copied their parts of the same save: a step that
-is saved again while it is copied has two manifests, and ranks may have come to read either. What
-was copied of a step is kept for the next attempt, but not where the level is full, nor where the
-source is damaged.
+Invariants: a copy is committed only if all ranks have copied their parts of the same save: a step
+that is saved again while it is copied has two manifests, and ranks may have come to read either.
+What was copied of a step is kept for the next attempt, but not where the level is full, nor where
+the source is damaged.
 """
 
 from __future__ import annotations

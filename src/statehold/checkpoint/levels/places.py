@@ -3,7 +3,7 @@
     DirectoryPlace   a store (checkpoint/store/store): memory, a local disk, a parallel file system
     ObjectPlace      an object store (checkpoint/store/objects)
 
-Holds: a copy is published by the place's own commit and not before all of it is there; whoever
+Invariants: a copy is published by the place's own commit and not before all of it is there; whoever
 reads never sees half of one. Several ranks copy their parts (`take`), and the one that leads alone
 prepares, commits, abandons and retires: rank 0, or the first on each host.
 Not here: which steps are copied, and when (promoting); the bytes of a copy (copying).

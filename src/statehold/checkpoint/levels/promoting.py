@@ -4,11 +4,12 @@
     start    every rank, told of that: keep the step, and copy this rank's part on a thread
     meet     all parts are there, or one rank failed: commit at the level, or give up (rounds)
 
-Holds: at most one step is under way to a level; a level that is busy gets the next step that is
-committed once it is free. Ranks meet under the number of the copy, which rank 0 counts and tells,
-so that one that was not told of a copy fails that one and no other. Nobody who starts a copy waits
-for an earlier one: it is queued. A level that fails costs a warning: training goes on, the step
-stays where it is, and the next one is tried again. An older step is never put beside a newer one.
+Invariants: at most one step is under way to a level; a level that is busy gets the next step that
+is committed once it is free. Ranks meet under the number of the copy, which rank 0 counts and
+tells, so that one that was not told of a copy fails that one and no other. Nobody who starts a copy
+waits for an earlier one: it is queued. A level that fails costs a warning: training goes on, the
+step stays where it is, and the next one is tried again. An older step is never put beside a newer
+one.
 Not here: when a level wants a step (cadence), the bytes (copying), a level's commit (places).
 """
 

@@ -3,10 +3,11 @@
 Owns: the file (strict JSON, versioned): of each level its kind, its name and where it is. Written
 by the rank that leads, when it begins to save, whole or not at all; a run whose only level is its
 own directory has none.
-Holds: the file is a note for people and commands. No save or restore reads it, and none fails for
-it. It holds no options of an object store, which might be secret, and whoever reads it takes none:
-an address in a directory that somebody else has made must not learn what this user's credentials
-are. What is read is a regular file, bounded, and checked; a path in it is looked at and never made.
+Invariants: the file is a note for people and commands. No save or restore reads it, and none fails
+for it. It holds no options of an object store, which might be secret, and whoever reads it takes
+none: an address in a directory that somebody else has made must not learn what this user's
+credentials are. What is read is a regular file, bounded, and checked; a path in it is looked at and
+never made.
 Not here: what is at a level (cli).
 """
 

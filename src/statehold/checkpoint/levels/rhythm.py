@@ -4,7 +4,7 @@ Rank 0 measures on its training thread, chooses with every save that is committe
 other ranks what the first level gets (planners/turns), the promoters what theirs get. A process
 that is alone counts time as time; several ranks cannot, so rank 0 makes steps of it.
 
-Holds: a call that saves nothing costs microseconds, and touches no tensor, file or other rank.
+Invariants: a call that saves nothing costs microseconds, and touches no tensor, file or other rank.
 Not here: what is measured (pace), which interval is best (planners/intervals), how ranks come to
 the same turns (planners/turns) and talk (team).
 """

@@ -4,9 +4,9 @@
     2   at a level of several hosts: the first rank of each publishes the same manifest there; the
         step is committed when all have, and no earlier
 
-Holds: what fails on one rank fails on all, by name and in time; a rank that is lost between the
-rounds leaves a step on some hosts that is offered nowhere (census). On one host there is no second
-round.
+Invariants: what fails on one rank fails on all, by name and in time; a rank that is lost between
+the rounds leaves a step on some hosts that is offered nowhere (census). On one host there is no
+second round.
 Not here: what a part is (copying, team), how ranks talk (ranks/peers).
 """
 

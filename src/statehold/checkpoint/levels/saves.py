@@ -3,8 +3,8 @@
 A writer may save a step again, or retire it, while somebody reads it, and a level may still have an
 earlier save of it.
 Owns: what was read of manifests, from which level; the comparison with what is there now.
-Holds: a level that no longer has the save that was opened is no damage, and neither is a level that
-has another save. One object for one restore; not thread-safe.
+Invariants: a level that no longer has the save that was opened is no damage, and neither is a level
+that has another save. One object for one restore; not thread-safe.
 Not here: which file is read from where (nearest), what a restore does then (restoring).
 """
 

@@ -2,8 +2,8 @@
 
     Checkpointer("runs/llama", levels=[Memory(), Directory(every=10), ObjectStore("s3://b/llama")])
 
-Holds: a level is a value, validated when it is made, and opens nothing. Levels are in the order in
-which a restore looks at them; saves go into the first, and from there to the others.
+Invariants: a level is a value, validated when it is made, and opens nothing. Levels are in the
+order in which a restore looks at them; saves go into the first, and from there to the others.
 Not here: when a step is due (cadence), how it gets there (promoting), reading it (nearest).
 """
 

@@ -1,7 +1,7 @@
 """How fast a level is written: a limit in bytes a second, and the right of way of the training.
 
-Holds: a copy takes no more than the limit, whatever was not taken before it began; what it loses to
-a short delay it catches up with. Whoever waits here is woken at once when it is to stop.
+Invariants: a copy takes no more than the limit, whatever was not taken before it began; what it
+loses to a short delay it catches up with. Whoever waits here is woken at once when it is to stop.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Owns: which bytes a place needs of a chunk: the ranges that hold its box, widened to whole pieces;
 where they go; and the headers of the files, so that all that is read of a file is verified.
-Holds: whoever reads a step into tensors does it through here: restores, and the reader of dcp. A
-range that fills its part of the memory without gap is placed as it is; otherwise the engine places
-the box in it.
+Invariants: whoever reads a step into tensors does it through here: restores, and the reader of dcp.
+A range that fills its part of the memory without gap is placed as it is; otherwise the engine
+places the box in it.
 Not here: which chunk has which box (saved), which bytes a box needs (ranges), the engine's job and
 its errors (segments), the live state.
 """

@@ -18,8 +18,8 @@ run, where nobody else can change the step. Without the lock the step is passed 
 A rank that is at its place again looks at its own record first, which is all it needs if the layout
 is the same. If that does not match on some rank, all ranks look at what all have saved.
 
-Holds: no rank changes a byte before all ranks have matched; a step counts as restored only when all
-ranks have read and verified it, from one and the same save of it.
+Invariants: no rank changes a byte before all ranks have matched; a step counts as restored only
+when all ranks have read and verified it, from one and the same save of it.
 Not here: matching (tensors/restore), which bytes (reads), which copy of them (levels/nearest),
 agreeing (agreeing).
 """

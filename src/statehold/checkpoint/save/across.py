@@ -3,7 +3,7 @@
     Across     record -> D3 sealed -> D4 arrive -> rank 0: gather, judge, conclude with the manifest
                -> the first rank of each host: D5 to D7 in its host's store -> all meet: committed
 
-Holds: a step is committed when every host has published the same manifest. A rank that is lost
+Invariants: a step is committed when every host has published the same manifest. A rank that is lost
 between the rounds, or a host that cannot publish, fails the save on all by name; what is published
 on some hosts is then no step, and goes with the next one (levels/hosts/place). Older steps are
 retired after the second round only. Where the job turns out to be on one host, all is as in team.

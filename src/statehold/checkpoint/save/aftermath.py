@@ -1,7 +1,7 @@
 """What follows a commit: it may fail, and the step stays committed.
 
-Holds: once a step is published, no error makes its save a failed one. What goes wrong afterwards is
-logged, with what is safe, and the rest goes on.
+Invariants: once a step is published, no error makes its save a failed one. What goes wrong
+afterwards is logged, with what is safe, and the rest goes on.
 Not here: the commit itself (checkpoint/store/publish), what follows it (pipeline, team).
 """
 

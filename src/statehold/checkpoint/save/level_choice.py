@@ -8,9 +8,9 @@ background, and only where there is more than one level that takes saves: no ran
 before all have their file, because what was copied out of a buffer cannot be written again.
 The first level is tried again with every save.
 
-Holds: all ranks of a save are at the same level; a rank that fails otherwise, or has given the save
-up, ends the meeting for all. Never past a nearer level that has the step already: it would hide the
-new one. Why a level was passed over is said once, until it takes saves again.
+Invariants: all ranks of a save are at the same level; a rank that fails otherwise, or has given the
+save up, ends the meeting for all. Never past a nearer level that has the step already: it would
+hide the new one. Why a level was passed over is said once, until it takes saves again.
 Not here: what is written there (pipeline), how long ranks wait for each other (ranks/peers).
 """
 

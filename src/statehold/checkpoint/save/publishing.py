@@ -4,11 +4,11 @@
     Together   record -> D3 sealed -> D4 arrive -> rank 0: gather, judge, commit, conclude
                                                 -> the others: wait for what rank 0 concludes
 
-Holds: rank 0 commits only when the records of all ranks are durable, of one step, and planned with
-the same knowledge (claims); a rank that fails says so, and the others fail with its reason. After
-the commit nothing fails the save, on any rank: what follows is logged where it fails, and the
-others are told of the commit all the same.
-Runs on the commit thread: no collective, and the training thread waits for nothing here.
+Invariants: rank 0 commits only when the records of all ranks are durable, of one step, and planned
+with the same knowledge (claims); a rank that fails says so, and the others fail with its reason.
+After the commit nothing fails the save, on any rank: what follows is logged where it fails, and the
+others are told of the commit all the same. Runs on the commit thread: no collective, and the
+training thread waits for nothing here.
 Not here: how ranks talk (peers), what is on disk (record, manifest), the files (store).
 """
 

@@ -4,7 +4,7 @@ A job saves a step again by exchanging two directories, and retires steps by ren
 take no lock, so a name that was listed may be gone when it is opened, and two files that were read
 one after the other may be of two saves.
 
-Holds: a failure counts only where what was looked at is still the same. If it is gone there is
+Invariants: a failure counts only where what was looked at is still the same. If it is gone there is
 nothing to see; if it was replaced, the look begins again.
 Not here: restores, on which several ranks agree (restoring, checkpoint/levels/saves).
 """

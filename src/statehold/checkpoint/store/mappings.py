@@ -2,7 +2,7 @@
 
 A mapping is worth keeping: to set one up costs as much as to fill it. It goes with its file, from a
 step in the making to a committed one, to a retired one, and to the save that overwrites it.
-Holds: where a file is deleted its mapping is closed, too, or its memory would not come back.
+Invariants: where a file is deleted its mapping is closed, too, or its memory would not come back.
 Not synchronised: the store's guard is held. Empty where the store is not in memory, or several
 ranks write: none of them knows then which file another one has retired.
 """

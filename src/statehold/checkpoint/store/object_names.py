@@ -5,7 +5,8 @@
     step-000000000100.commit                       names the attempt that counts
 
 Owns: these names, and the JSON of a commit object, sealed like a manifest.
-Holds: what is read is parsed strictly, and no name, given or read, leads out of the run's prefix.
+Invariants: what is read is parsed strictly, and no name, given or read, leads out of the run's
+prefix.
 Not here: the store (object_client), the order of things (objects).
 """
 

@@ -15,7 +15,7 @@ What a death leaves behind is directories that no commit object names: `clear`. 
 upload that were never put together, which no listing of objects shows: the store's own lifecycle
 rule takes those (docs/format.md).
 
-Holds: thread-safe; one job writes, any number may read; names never lead out of PREFIX.
+Invariants: thread-safe; one job writes, any number may read; names never lead out of PREFIX.
 Not here: which steps are kept, what is uploaded when (levels); transfers (object_client).
 """
 

@@ -1,6 +1,6 @@
 """Steps are saved in order: what is refused, and what the error advises.
 
-Holds: the advice never gives up every step of a run.
+Invariants: the advice never gives up every step of a run.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Owns: D3 and D5 to D7 of docs/durability.md, for whoever has written the files (D1, D2) and knows
 what the manifest says (D4): the steps of a run (store), or one checkpoint directory (dcp).
-Holds: a crash at any point leaves `final` as it was, or whole and new; one rename decides. What is
-replaced is exchanged in one operation, or keeps a name that counts (replacing).
+Invariants: a crash at any point leaves `final` as it was, or whole and new; one rename decides.
+What is replaced is exchanged in one operation, or keeps a name that counts (replacing).
 Not here: which directories there are, and when they go.
 """
 

@@ -5,9 +5,10 @@
 To make the pages of a new file takes longer than to copy into them. So while there is no retired
 file to be overwritten, the first saves of a run, one is made in the background, and the next save
 takes it as it would take a retired one.
-Holds: one at a time, and never beyond half of the memory that is free, shared with the ranks that
-do the same; a save waits for the one that is being made, and never makes a second one beside it. A
-file that cannot be made costs a line in the log: the save makes its own. Each rank has its own.
+Invariants: one at a time, and never beyond half of the memory that is free, shared with the ranks
+that do the same; a save waits for the one that is being made, and never makes a second one beside
+it. A file that cannot be made costs a line in the log: the save makes its own. Each rank has its
+own.
 Not here: whether there is room for one more by what the level keeps (store).
 """
 

@@ -7,9 +7,9 @@ Many FUSE file systems and NFS refuse RENAME_EXCHANGE. There `final` is replaced
     E3 rename final.replaced to the partial  E4 fsync the parent
 
 Owns: E1 to E4, what becomes of them after an error or a crash, and where a reader looks.
-Holds: final.replaced counts as `final` while `final` is missing, and at no other time. Its files
-are whole whenever it may count. They are overwritten or deleted after E4 only; and before `final`
-goes away for any other reason, settle() makes sure that final.replaced does not come back.
+Invariants: final.replaced counts as `final` while `final` is missing, and at no other time. Its
+files are whole whenever it may count. They are overwritten or deleted after E4 only; and before
+`final` goes away for any other reason, settle() makes sure that final.replaced does not come back.
 Not here: D6 and D7 (publish); which directories are steps (store).
 """
 

@@ -4,8 +4,8 @@ A save goes to another level where the first one has no room (landing). That is 
 data file is opened, for what was copied out of a buffer cannot be written twice. So the files of
 its manifest and record are made then, too, with their storage: writing them later cannot find the
 level full.
-Holds: the room is that of the last such document and a part more; a document that has grown beyond
-that may still find no room, and then the save fails by name.
+Invariants: the room is that of the last such document and a part more; a document that has grown
+beyond that may still find no room, and then the save fails by name.
 Not here: what is in a document (steps), when it is written (store).
 """
 

@@ -8,8 +8,8 @@ taken for it. The attempt before it is new every time, as that of a save: a copy
 directory that a process of an earlier job may still know, but moves the files out of it, and only
 those that the kernel says nobody has open (as with spare files, checkpoint/store/store).
 
-Holds: what is taken over is to be verified by whoever takes it; a name proves nothing. Nobody but a
-copy looks at these directories: readers and saves pass over them.
+Invariants: what is taken over is to be verified by whoever takes it; a name proves nothing. Nobody
+but a copy looks at these directories: readers and saves pass over them.
 Not here: the bytes (levels/copying); when a copy is given up (levels/promoting).
 """
 

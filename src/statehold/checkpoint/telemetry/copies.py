@@ -7,7 +7,8 @@
 A file is copied block by block: reading, verifying and writing take turns, thousands of times in a
 long copy, so what they cost is a fact of the file's span and not a span each.
 
-Holds: nobody is told of a step at a level before it is committed there; nothing here fails a copy.
+Invariants: nobody is told of a step at a level before it is committed there; nothing here fails a
+copy.
 Not here: what the stages do (checkpoint/levels/promoting, checkpoint/levels/copying).
 """
 

@@ -7,7 +7,7 @@
 Each save and each restore that has ended well is one INFO line of the logger "statehold": a
 sentence for people, and its figures as `record.statehold` for programs.
 
-Holds: nobody says that a step is saved before it is committed. What fails here (a filter of
+Invariants: nobody says that a step is saved before it is committed. What fails here (a filter of
 somebody's logging, a full disk under a trace) never fails a save or a restore.
 Not here: what the stages do; the spans (tracing), names of figures (counters), progress, copies to
 other levels (copies).

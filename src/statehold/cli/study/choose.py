@@ -2,8 +2,8 @@
 
 Owns: the figures of a study and their medians; the score of a setting; the choice; the findings as
 sentences.
-Holds: the choice is one setting for saves and restores: the one whose worst share of the best is
-largest. Where others are as good within the noise, the one that changes least is taken.
+Invariants: the choice is one setting for saves and restores: the one whose worst share of the best
+is largest. Where others are as good within the noise, the one that changes least is taken.
 Not here: measuring (study), writing the profile (profile).
 """
 

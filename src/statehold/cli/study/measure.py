@@ -1,8 +1,8 @@
 """Times one strategy: its files are made, overwritten, and read cold and warm, and are gone again.
 
-Holds: whatever happens, no file of a case stays; a write ends when the bytes are durable; before a
-cold read the kernel is asked to drop what it has of these files. It is asked file by file and not
-for the whole machine, which needs no privilege and leaves other jobs their cache.
+Invariants: whatever happens, no file of a case stays; a write ends when the bytes are durable;
+before a cold read the kernel is asked to drop what it has of these files. It is asked file by file
+and not for the whole machine, which needs no privilege and leaves other jobs their cache.
 Not here: what is timed and how often (sweep, study).
 """
 

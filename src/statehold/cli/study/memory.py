@@ -1,7 +1,8 @@
 """The memory that a study saves from and restores into.
 
-Holds: the kept memory is touched, of huge pages where the kernel gives them, and full of bytes that
-no storage can take for zeros; restoring writes the same bytes into it again, so it never changes.
+Invariants: the kept memory is touched, of huge pages where the kernel gives them, and full of bytes
+that no storage can take for zeros; restoring writes the same bytes into it again, so it never
+changes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The plot of a study: what every strategy reaches, and what each setting does. Needs matplotlib.
 
-Holds: matplotlib is imported when something is drawn, and nobody else needs it.
+Invariants: matplotlib is imported when something is drawn, and nobody else needs it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a study found, as a document and as sentences.
 
 Owns: the JSON document of a study; why the chosen settings were chosen.
-Holds: pure; every figure says how often it was measured and between which ends it lies.
+Invariants: pure; every figure says how often it was measured and between which ends it lies.
 Not here: tables and files (cli.bench), the plot (plot).
 """
 

@@ -1,8 +1,8 @@
 """Strategies that the native core can do: bytes that only move, and whole saves by the engine.
 
 Owns: one session for each kind, with the same shape as threads.PythonSession; `open_session`.
-Holds: what an engine saves it reads back with the checksums it took, so a restore that is timed has
-been verified, as statehold's own are.
+Invariants: what an engine saves it reads back with the checksums it took, so a restore that is
+timed has been verified, as statehold's own are.
 Not here: which operations follow each other, what the page cache has meanwhile (measure).
 """
 

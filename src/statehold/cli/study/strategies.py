@@ -2,8 +2,8 @@
 
 Owns: what a strategy is and how it is called; the sizes of a model's tensors; the files and the
 transfers that a strategy makes of them.
-Holds: pure; the transfers of a strategy cover every byte of the state once, and those of a direct
-strategy begin and end on a page.
+Invariants: pure; the transfers of a strategy cover every byte of the state once, and those of a
+direct strategy begin and end on a page.
 Not here: moving the bytes (sessions, threads), which strategies are tried (sweep).
 """
 

@@ -1,9 +1,9 @@
 """A whole study: rounds of cases until the time is over, a choice, and its proof.
 
 Owns: what happens in which order, and how long; the result.
-Holds: the candidates of the choice are measured first, so a study that runs out of time has them;
-figures of one case lie minutes apart, so a median has seen the storage at several times; at the
-end what was chosen and what was best are measured again in turns, and that ratio is reported.
+Invariants: the candidates of the choice are measured first, so a study that runs out of time has
+them; figures of one case lie minutes apart, so a median has seen the storage at several times; at
+the end what was chosen and what was best are measured again in turns, and that ratio is reported.
 Not here: the cases (sweep), the choice (choose), how it looks (report).
 """
 

@@ -1,8 +1,8 @@
 """What is measured: one factor at a time around a centre, then the best of each together.
 
 Owns: the strategies of a study, the comparisons that its findings are made of, the order of rounds.
-Holds: pure. A full factorial of the factors would have thousands of cases: `full` only takes more
-levels of each. Every comparison differs in one thing, so that a finding has one cause.
+Invariants: pure. A full factorial of the factors would have thousands of cases: `full` only takes
+more levels of each. Every comparison differs in one thing, so that a finding has one cause.
 Not here: how a case is run (measure), what follows from the figures (choose).
 """
 

@@ -5,9 +5,9 @@ own rank, and every rank calls finish(). Nobody has shared out who writes what, 
 or a value belongs to the rank that saved it, as with the stock writer, and a DTensor's boxes to
 the lowest rank that wrote them.
 
-Holds: one attempt, made by rank 0 before any rank writes; the step is published once every rank has
-written all of its part, or not at all; a rank that fails, or does not come within `timeout_s`,
-fails the save on all ranks, by its number.
+Invariants: one attempt, made by rank 0 before any rank writes; the step is published once every
+rank has written all of its part, or not at all; a rank that fails, or does not come within
+`timeout_s`, fails the save on all ranks, by its number.
 Not here: how notes travel (board), rounds (peers), records (commit).
 """
 

@@ -1,9 +1,9 @@
 """What makes a directory of the ranks' files a step: their records, and the manifest.
 
 Owns: what a record says of boxes that a planner chose freely, and the tree of the step.
-Holds: a step of one rank whose tensors are whole is version 1, as a Checkpointer writes it; any
-other is version 2. Rank 0's record has the whole tree and, of every tensor, which rank has which
-box; the other records have their own chunks.
+Invariants: a step of one rank whose tensors are whole is version 1, as a Checkpointer writes it;
+any other is version 2. Rank 0's record has the whole tree and, of every tensor, which rank has
+which box; the other records have their own chunks.
 Not here: the data (writing), the renames (publish).
 """
 

@@ -1,7 +1,7 @@
 """A step in the words of torch: items by name, chunks as a planner asks for them, objects.
 
-Holds: what ranks saved each for itself is never put together in a tensor that they share now; an
-item that cannot be had is an error for whoever asks for it, not for the step.
+Invariants: what ranks saved each for itself is never put together in a tensor that they share now;
+an item that cannot be had is an error for whoever asks for it, not for the step.
 Not here: what torch calls (reader), which chunk has what (saved), bytes (reading).
 """
 

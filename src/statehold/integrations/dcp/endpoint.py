@@ -1,6 +1,7 @@
 """What a StorageReader and a StorageWriter have in common: where, with what, and who among others.
 
-Holds: a directory is absolute from when it is given; without one, the error says who may give it.
+Invariants: a directory is absolute from when it is given; without one, the error says who may give
+it.
 Not here: the engine (machine), what is there (reader), what is made there (writer).
 """
 

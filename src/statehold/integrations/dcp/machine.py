@@ -1,8 +1,8 @@
 """What moves the bytes of one save or load: a file system and an engine, opened for it alone, and
 what sees it.
 
-Holds: nothing is open between two calls, so writers and readers can be pickled, forked around and
-thrown away without close(); the staging memory is never larger than what the call moves.
+Invariants: nothing is open between two calls, so writers and readers can be pickled, forked around
+and thrown away without close(); the staging memory is never larger than what the call moves.
 Not here: what is moved (writing, reading).
 """
 

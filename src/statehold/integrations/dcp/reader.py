@@ -1,6 +1,6 @@
 """StorageReader: dcp.load from a step directory, whoever wrote the step.
 
-Holds: names are those that torch's planners give to the state that was saved; a subtree can be
+Invariants: names are those that torch's planners give to the state that was saved; a subtree can be
 loaded as one object, too; every byte that is used was verified; the records of a step are read
 when metadata is asked for, its data when they are placed. One load reads one save: if the step is
 saved again, or retired, between the two, or two ranks opened different saves, the load says so.

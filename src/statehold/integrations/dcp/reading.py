@@ -1,9 +1,9 @@
 """Boxes of chunks -> the tensors that a planner shows, read and verified by the engine.
 
 Owns: what is read straight into its place, and what goes through memory of its own.
-Holds: nothing is reported as read before its checksum was right; a box costs the pieces that hold
-it, not its chunk; memory beside the targets is the staging memory, a buffer on each device, and at
-most WAVE_BYTES and one item. One engine reads all of a load.
+Invariants: nothing is reported as read before its checksum was right; a box costs the pieces that
+hold it, not its chunk; memory beside the targets is the staging memory, a buffer on each device,
+and at most WAVE_BYTES and one item. One engine reads all of a load.
 Not here: which chunk has what (saved), what is asked for (the planner).
 
 Straight: host tensors of the saved dtype, and tensors on a device, which take other dtypes as well.

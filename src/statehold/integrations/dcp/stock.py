@@ -1,8 +1,8 @@
 """Checkpoints that others wrote -> a live state: stock DCP, safetensors, Hugging Face, torch.save.
 
 Owns: how live parts are called there, and the report.
-Holds: everything is matched before anything is changed; a restore that would load nothing, and a
-prefix in `rename` that matches nothing, are errors.
+Invariants: everything is matched before anything is changed; a restore that would load nothing, and
+a prefix in `rename` that matches nothing, are errors.
 Not here: which kind a path is, and its bytes (stock_readers); our own steps (Checkpointer.restore,
 StorageReader); what `rename` means (selection).
 

@@ -1,9 +1,9 @@
 """Readers of checkpoints that others wrote: stock DCP, safetensors, torch.save.
 
 Owns: which kind a path is; reading its names, shapes and bytes.
-Holds: no pickle is trusted: metadata is read by a list of classes, data with weights_only. Files
-that should be there and are not are an error, unlike with torch's reader, which loads zeros. A path
-that is no checkpoint is an error that says what was expected and what is there.
+Invariants: no pickle is trusted: metadata is read by a list of classes, data with weights_only.
+Files that should be there and are not are an error, unlike with torch's reader, which loads zeros.
+A path that is no checkpoint is an error that says what was expected and what is there.
 Not here: which name is whose (stock).
 """
 

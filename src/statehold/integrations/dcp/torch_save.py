@@ -1,6 +1,6 @@
 """Files of torch.save, read as a checkpoint: each nested name with its tensor or value.
 
-Holds: files are read with weights_only, so no code of theirs runs; those of today's format are
+Invariants: files are read with weights_only, so no code of theirs runs; those of today's format are
 mapped, not read whole, so that only what is restored is read. Dicts are entered, and lists that
 hold dicts or tensors; names are joined with dots, as those of a Checkpointer are. A tensor that is
 not plain and dense, such as a sparse one, counts as a value.

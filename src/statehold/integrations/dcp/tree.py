@@ -2,8 +2,8 @@
 
 Owns: the nesting of leaves by the paths that a planner recorded, and the flattening of a tree into
 the names that the planners of torch (2.4 and later) give to the same state.
-Holds: `leaves(nest(x))` has the names of x; a mapping is always entered, a list only where it holds
-mappings or tensors, a tuple never; keys are joined with dots.
+Invariants: `leaves(nest(x))` has the names of x; a mapping is always entered, a list only where it
+holds mappings or tensors, a tuple never; keys are joined with dots.
 Not here: tensors and values themselves; this module sees the nodes of `values`. No torch.
 """
 

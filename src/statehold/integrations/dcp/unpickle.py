@@ -1,7 +1,7 @@
 """The one place that reads a pickle: the `.metadata` of stock checkpoints.
 
-Holds: nothing is imported or called but the classes that stock metadata consists of, listed below;
-any other name in the pickle is an error before anything of it happens.
+Invariants: nothing is imported or called but the classes that stock metadata consists of, listed
+below; any other name in the pickle is an error before anything of it happens.
 """
 
 from __future__ import annotations

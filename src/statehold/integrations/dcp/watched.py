@@ -4,7 +4,7 @@ A run is here the directory that the checkpoints lie in. A save is told of by th
 it: torch lets the others know nothing of its end. Nothing stays open between two calls, so what is
 recorded for a trace belongs to the process and its file is written anew at the end of each call.
 
-Holds: nothing here fails a save or a load.
+Invariants: nothing here fails a save or a load.
 Not here: what is told (seeing), the calls (writer, reader).
 """
 

@@ -5,9 +5,10 @@ The path of a save: the coordinator makes `<checkpoint_id>.<attempt>.partial` wh
 there (write_data); the coordinator writes the manifest and renames (finish). So a save that fails
 on any rank, or dies, leaves what was at checkpoint_id as it was.
 
-Holds: an error on any rank reaches the caller of save through torch; nothing is pickled; a writer
-holds no memory, file or thread between two calls, so it can be pickled at any time. torch runs each
-save on one thread: a writer may be in several at once, and each goes where it was told to.
+Invariants: an error on any rank reaches the caller of save through torch; nothing is pickled; a
+writer holds no memory, file or thread between two calls, so it can be pickled at any time. torch
+runs each save on one thread: a writer may be in several at once, and each goes where it was told
+to.
 Not here: which rank writes what (the planner), the bytes (writing), the records (commit), the
 ranks without collectives (alone), the renames (publish).
 """

@@ -1,9 +1,9 @@
 """One rank's part of a save: the planner's items -> data files, and what the commit has to know.
 
 Owns: which file a chunk goes to, and the encoding of values.
-Holds: an error of any item, copy or write is raised here, on the thread that torch waits for, and
-the files of the failed attempt are removed; nothing is pickled: a value that no step can hold is
-UnsupportedValueError with the name that torch gives it.
+Invariants: an error of any item, copy or write is raised here, on the thread that torch waits for,
+and the files of the failed attempt are removed; nothing is pickled: a value that no step can hold
+is UnsupportedValueError with the name that torch gives it.
 Not here: who writes what (the planner), records and manifest (commit).
 
 A safetensors file holds a name once, so the n-th chunk of a name goes to the rank's n-th file.

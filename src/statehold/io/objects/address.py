@@ -1,7 +1,7 @@
 """Where an object store is and how it is opened: a URL, a few options, and nothing secret.
 
 Owns: which URLs and options are taken; the first use of `obstore`, with its deadlines and retries.
-Holds: credentials come from the environment alone, where obstore finds them (AWS_*, GOOGLE_*,
+Invariants: credentials come from the environment alone, where obstore finds them (AWS_*, GOOGLE_*,
 AZURE_*, or the role of the machine). They are refused in URLs and options, so they stand in no
 file, message or log of ours. Options are a list of what is taken, not of what is refused: a secret
 under a name that nobody thought of is refused, too.

@@ -1,11 +1,11 @@
 """Objects below one prefix of an object store: whole or not there, moved in parallel parts.
 
 Owns: what is asked of `obstore`, into what parts a transfer is cut, and how many are under way.
-Holds: an object appears whole or not at all. A transfer has at most IN_FLIGHT_BYTES (or two parts)
-in memory, whatever its size. A request, its retries included, ends within `deadline_s`; a transfer
-is many of them, so it ends when the store stops to answer, and not because it is large. A block
-that could be written to is copied, so whoever made it may use its memory again at once; one that
-is read-only is sent from where it is, and stays alive until then.
+Invariants: an object appears whole or not at all. A transfer has at most IN_FLIGHT_BYTES (or two
+parts) in memory, whatever its size. A request, its retries included, ends within `deadline_s`; a
+transfer is many of them, so it ends when the store stops to answer, and not because it is large. A
+block that could be written to is copied, so whoever made it may use its memory again at once; one
+that is read-only is sent from where it is, and stays alive until then.
 Not here: which objects make a step (objects), addresses and credentials (object_address), what
 failures are called (object_errors).
 """

@@ -1,8 +1,8 @@
 """Errors of an object store, by name and without secrets.
 
 Owns: what a failure of `obstore` is called here, and what of its text is shown.
-Holds: nothing of that text is passed on. It quotes URLs, and in these stand signatures, tokens and
-passwords; so a message is made of what is recognised in it: an HTTP status, the code that the
+Invariants: nothing of that text is passed on. It quotes URLs, and in these stand signatures, tokens
+and passwords; so a message is made of what is recognised in it: an HTTP status, the code that the
 store gave, an errno, the kind of transport failure. The original is not chained either.
 Not here: retries (the client's, configured in object_client).
 """

@@ -1,6 +1,6 @@
 """Transfers, and parts of large ones, made by a bounded number of threads at once.
 
-Holds: when a call returns or raises, nothing that it began is under way any more: whoever gave
+Invariants: when a call returns or raises, nothing that it began is under way any more: whoever gave
 memory may use it again. A fork has threads of its own.
 Not here: how a part is moved (object_client, checkpoint/levels/hosts/remote).
 """

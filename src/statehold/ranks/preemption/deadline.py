@@ -4,9 +4,9 @@
         -> left() -> SystemExit(LEFT)
         -> the deadline: the process ends, LATE
 
-Holds: the process has ended in time after the signal, whatever its threads are doing, even when the
-main thread does not come to run Python. Never half a step: what is not committed by then, the next
-job clears. A fork of the process does not take part.
+Invariants: the process has ended in time after the signal, whatever its threads are doing, even
+when the main thread does not come to run Python. Never half a step: what is not committed by then,
+the next job clears. A fork of the process does not take part.
 Nothing here logs: a log that blocks must not keep the process. `on_asked` is called once the end
 is set, and must not block either.
 Not here: which save is the last (last_step), what the other ranks hear (hearing).

@@ -1,8 +1,8 @@
 """Leaving: what the Checkpointer asks at each step, and how it ends the process with the last save.
 
-Holds: a process that is alone takes the next save; of several ranks all take the same one. The last
-save goes to the first level, which is the nearest and so the fastest that can take it, and from
-there to all others at once, for as long as there is time.
+Invariants: a process that is alone takes the next save; of several ranks all take the same one. The
+last save goes to the first level, which is the nearest and so the fastest that can take it, and
+from there to all others at once, for as long as there is time.
 """
 
 from __future__ import annotations

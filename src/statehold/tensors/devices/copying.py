@@ -1,7 +1,7 @@
 """The device copies of one save, on the stage thread; and when an update may pass before they have
 completed.
 
-Holds: what the package says of a save. No tensor is kept alive once the save is staged, or has
+Invariants: what the package says of a save. No tensor is kept alive once the save is staged, or has
 failed: the gate may know the copies for longer.
 """
 

@@ -4,9 +4,9 @@ Torch has 32 streams a device, and hands each of them out again and again: its p
 are captured on and what collectives run on. A side stream is not of that pool. Copies on the stream
 of a capture would be captured, and collectives behind copies would wait for them. All of a process
 share the side stream of a device: torch's allocator keeps scratch for the stream that took it.
-Holds: no side stream is destroyed, because the allocator knows its memory by it. No call makes a
-context on a device that the calling thread was not asked to work for. The runtime makes one, which
-takes half a gigabyte, on whatever device is current: for a new thread that is device 0.
+Invariants: no side stream is destroyed, because the allocator knows its memory by it. No call makes
+a context on a device that the calling thread was not asked to work for. The runtime makes one,
+which takes half a gigabyte, on whatever device is current: for a new thread that is device 0.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Source: CUDA Runtime API, "Error Handling" and "Stream Management" (cudaGetLastError,
 cudaStreamCreateWithFlags, cudaThreadExchangeStreamCaptureMode). HIP has the same functions under
 its own names.
-Holds: where no runtime is found, every function does nothing.
+Invariants: where no runtime is found, every function does nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Fingerprints of device tensors, computed on the side streams of a save.
 
-Holds: equal bytes have equal fingerprints on one kind of device. Of the elements in C order, as
+Invariants: equal bytes have equal fingerprints on one kind of device. Of the elements in C order,
+as
 8-byte words w(0), w(1), ... with zeros at the end, it is the sum of mixed(w(i) + i * ODD) *
 (2 i + 1), modulo 2**64. The host waits once for all of them, in read(). The scratch is four times
 WORDS words, and less on a device that has no memory left.

@@ -1,10 +1,10 @@
 """Bytes of device tensors, brought together in few launches: what a buffer gets of a state.
 
-Holds: no tensor is cloned, whatever its strides. What does not lie in a buffer as it lies in memory
-is brought together in scratch on the device first, as are runs of small pieces, so that one copy to
-the host takes them all. The scratch of a buffer is no larger than the buffer; it is taken and given
-back on the side stream, so the allocator uses the same memory for the next one.
-Runs on the stream that is current (Mover); reads no element on the host.
+Invariants: no tensor is cloned, whatever its strides. What does not lie in a buffer as it lies in
+memory is brought together in scratch on the device first, as are runs of small pieces, so that one
+copy to the host takes them all. The scratch of a buffer is no larger than the buffer; it is taken
+and given back on the side stream, so the allocator uses the same memory for the next one. Runs on
+the stream that is current (Mover); reads no element on the host.
 Not here: which pieces a buffer has (the engine), streams (mover).
 """
 

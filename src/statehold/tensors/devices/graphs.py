@@ -7,7 +7,7 @@ the replay of each graph that holds an update.
 A graph whose capture was not watched from its begin to its end counts as one that holds an update,
 for that cannot be ruled out. Nothing runs ahead of other graphs, such as forward and backward.
 
-Holds: no graph and no optimizer is kept alive. Nothing here initializes CUDA.
+Invariants: no graph and no optimizer is kept alive. Nothing here initializes CUDA.
 Not seen: graphs that are launched by other means than CUDAGraph.replay().
 """
 

@@ -3,8 +3,8 @@
 Bytes go to their places as they arrive. A run of at least SMALL_BYTES that a place takes as it is
 is one copy from the buffer. All else is copied to scratch memory on the device, as few long runs of
 the buffer, and from there to its places: small tensors by one call, boxes by one copy each.
-Holds: scratch is taken and used on the side stream only. A device has at most as much of it as a
-buffer, for as long as the restore runs. A device that has no memory left gets less of it.
+Invariants: scratch is taken and used on the side stream only. A device has at most as much of it as
+a buffer, for as long as the restore runs. A device that has no memory left gets less of it.
 """
 
 from __future__ import annotations

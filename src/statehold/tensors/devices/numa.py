@@ -4,8 +4,8 @@ A copy that crosses from one socket's memory to a device of the other one is slo
 the link between the sockets.
 
 Source: Linux, Documentation/ABI/testing/sysfs-bus-pci (numa_node); mbind(2).
-Holds: nothing here fails a save. Where the node is not known, or the kernel refuses, the pages stay
-where they are.
+Invariants: nothing here fails a save. Where the node is not known, or the kernel refuses, the pages
+stay where they are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Pinning: the engine's buffers, which a device reaches itself once they are pinned.
 
-Holds: a buffer is pinned when it is lent for the first time, in a call of its own. Pinning makes
-memory present, and holds up other threads of the driver for about 0.1 s a gigabyte. What is pinned
-is unpinned before the engine gives the memory back.
+Invariants: a buffer is pinned when it is lent for the first time, in a call of its own. Pinning
+makes memory present, and holds up other threads of the driver for about 0.1 s a gigabyte. What is
+pinned is unpinned before the engine gives the memory back.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Places on a device: where the bytes of a saved chunk go as they arrive.
 
-Holds: no memory is set aside for a place. A place takes any run of bytes of its chunk, in any
+Invariants: no memory is set aside for a place. A place takes any run of bytes of its chunk, in any
 order; what it does not want of a run is left. An element is in one run only: chunks begin at a
 multiple of their element's size in the file (`Place.is_aligned`), and runs are cut where blocks of
 the checksum grid end.

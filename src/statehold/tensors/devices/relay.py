@@ -1,6 +1,6 @@
 """Lent buffers: each is taken from the engine, filled or emptied by a device, and given back.
 
-Holds: a buffer is given back once the work on it has completed, and never before; also when
+Invariants: a buffer is given back once the work on it has completed, and never before; also when
 something fails. Of a device that has failed no work touches memory any more.
 """
 

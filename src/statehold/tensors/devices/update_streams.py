@@ -1,6 +1,6 @@
 """The streams that updates were given to, which need not be the one that is current in save().
 
-Holds: nothing here initializes CUDA.
+Invariants: nothing here initializes CUDA.
 """
 
 from __future__ import annotations

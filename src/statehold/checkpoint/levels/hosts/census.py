@@ -3,7 +3,7 @@
     own      what ranks of a host have saved, in its own store
     copies   what it holds of what other hosts have saved, in a store beside it
 
-Pure. Holds: a step counts when each file that its manifest names lies in some host's committed
+Pure. Invariants: a step counts when each file that its manifest names lies in some host's committed
 directory, under the same manifest everywhere; anything else is no step. All ranks come to the same
 plan of who copies what, each by itself, because all know the same of where the files are.
 Not here: how the ranks tell each other (meeting), reading (views).

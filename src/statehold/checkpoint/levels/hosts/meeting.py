@@ -6,7 +6,7 @@
 A host is where ranks see the same files of a level; the lowest rank there leads: it commits,
 retires and clears for all of them, and serves their files to other hosts. Host i has its copies on
 hosts i+1, i+2, ... around.
-Holds: no rank asks another one about its files: each leader tells rank 0, which tells all. The
+Invariants: no rank asks another one about its files: each leader tells rank 0, which tells all. The
 meeting waits for all ranks, so it is in no call of save(): it is on the commit thread, or in what
 all ranks call together. What it decides is the same on all, also for a rank that comes again.
 Not here: what is done with it (place), how files come (serving, remote).

@@ -5,8 +5,8 @@
 
 Owns: for one level, what this rank knows of the hosts and of where files are; who copies what from
 here, or to here. Until the ranks have met (hosts) it knows of its own host alone.
-Holds: on one host it is a DirectoryPlace like any other, with the same cost. A step that not all
-hosts have published is no step: it is not offered, and is removed when a later one is there.
+Invariants: on one host it is a DirectoryPlace like any other, with the same cost. A step that not
+all hosts have published is no step: it is not offered, and is removed when a later one is there.
 Not here: the meeting (meeting), which steps are whole (census), commits in two rounds (rounds).
 """
 

@@ -1,9 +1,9 @@
 """Files of committed steps that lie on another host, read from the server of a rank there.
 
 Owns: what is asked of that server (serving), on which connections, and what failures are called.
-Holds: a request ends within `deadline_s` with all of what was asked for, or a named error, whatever
-the other end does; a large read is many requests, each of PART_BYTES at most. A request whose
-connection breaks is made once more, on a new one. The secret is in no error and no repr.
+Invariants: a request ends within `deadline_s` with all of what was asked for, or a named error,
+whatever the other end does; a large read is many requests, each of PART_BYTES at most. A request
+whose connection breaks is made once more, on a new one. The secret is in no error and no repr.
 Not here: whether the bytes are right (copying, the engine), which host to ask (place).
 """
 

@@ -3,9 +3,9 @@
     /PLACE/step-000000000100/NAME
 
 Owns: what a path means, and how it is opened.
-Holds: a path is matched as it came, nothing in it is decoded: what these patterns do not know is
-not there. Each part is opened below the one before it, and no link is followed. A file that is open
-here is not overwritten by a save (Store); one that was retired before is found under no name.
+Invariants: a path is matched as it came, nothing in it is decoded: what these patterns do not know
+is not there. Each part is opened below the one before it, and no link is followed. A file that is
+open here is not overwritten by a save (Store); one that was retired before is found under no name.
 Not here: who may ask, and how it is sent (serving).
 """
 

@@ -3,7 +3,7 @@
     GET /PLACE/STEP/NAME      Authorization: Bearer SECRET, and a Range if not all of it
 
 Owns: the port, the connections, and who may ask.
-Holds: read-only; whoever does not say the secret, which this job's board alone tells, learns
+Invariants: read-only; whoever does not say the secret, which this job's board alone tells, learns
 nothing and is hung up on. Not encrypted: the network is trusted as far as torch.distributed trusts
 it. At most CONNECTIONS_MAX connections, the one that has been silent for longest goes first; none
 is silent for ever. Its threads keep no process from ending, and a fork of the process does not

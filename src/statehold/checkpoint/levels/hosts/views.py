@@ -3,8 +3,8 @@
     View        the steps of one store, here or on another host, of which it has something
     Scattered   a step, each file from the first view that has it
 
-Holds: only steps that are whole over all hosts are seen, and only under one manifest; a view says
-by its name which host is meant. What is far is brought near before it is read.
+Invariants: only steps that are whole over all hosts are seen, and only under one manifest; a view
+says by its name which host is meant. What is far is brought near before it is read.
 Not here: which steps are whole (census), how bytes come from another host (remote).
 """
 

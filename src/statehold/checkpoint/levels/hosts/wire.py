@@ -1,7 +1,7 @@
 """One connection that speaks the little of HTTP/1.1 that reading files takes; both ends use it.
 
 Owns: heads (first line and fields), bodies of a known length, and the time all of it may take.
-Holds: whatever the other end sends, or does not send, a call ends by its moment `until`, with
+Invariants: whatever the other end sends, or does not send, a call ends by its moment `until`, with
 TimeoutError, EOFError (it hung up), WireError (not what this speaks) or OSError; a head has at most
 HEAD_BYTES_MAX, however it arrives. http.client and http.server count their time from the last byte
 that arrived: who sends one byte a minute holds them for hours.
