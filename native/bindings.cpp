@@ -123,7 +123,7 @@ uintptr_t address_of(const PyFile& file) {
 
 void populate(const PyFile& file, uint64_t begin, uint64_t bytes) {
   const std::shared_ptr<File> shared = file.opened();
-  const Unlocked unlocked;
+  const GilReleased gil_released;
   must(shared->populate(begin, bytes));
 }
 
@@ -141,13 +141,13 @@ std::shared_ptr<File> PyFile::take() {
 void PyFile::close() {
   std::shared_ptr<File> file = std::move(file_);
   if (!file) return;
-  const Unlocked unlocked;  // a file system may wait here, and undoing a mapping takes long
+  const GilReleased gil_released;  // a file system may wait here, and undoing a mapping takes long
   file.reset();
 }
 
 bool PyFile::close_alone(double within_s) {
   std::shared_ptr<File> file = std::move(file_);
-  const Unlocked unlocked;
+  const GilReleased gil_released;
   using Clock = std::chrono::steady_clock;
   const auto within = std::chrono::duration_cast<Clock::duration>(
       std::chrono::duration<double>(std::max(0.0, within_s)));
@@ -164,7 +164,7 @@ bool PyFile::close_alone(double within_s) {
 PyFile open_write(PyFs& fs, const std::string& path, uint64_t bytes, bool reuse, bool mapped,
                   PyFile* kept) {
   std::shared_ptr<File> before = kept != nullptr ? kept->take() : nullptr;
-  const Unlocked unlocked;
+  const GilReleased gil_released;
   return PyFile(must(mapped ? fs->open_mapped(path, bytes, reuse, std::move(before))
                             : fs->open_write(path, bytes, reuse)));
 }
@@ -173,7 +173,7 @@ PyFile open_write(PyFs& fs, const std::string& path, uint64_t bytes, bool reuse,
 // quick in memory.
 bool can_reuse(PyFs& fs, const std::string& path, PyFile* kept) {
   if (kept != nullptr) return fs->can_reuse_kept(path, kept->opened());
-  const Unlocked unlocked;
+  const GilReleased gil_released;
   return fs->can_reuse(path);
 }
 
@@ -213,14 +213,14 @@ std::optional<int64_t> stat_bytes(PyFs& fs, const std::string& path) {
 
 void write_file(PyFs& fs, const std::string& path, nb::bytes data) {
   const std::string_view bytes(static_cast<const char*>(data.data()), data.size());
-  const Unlocked unlocked;
+  const GilReleased gil_released;
   must(fs->write_file(path, bytes));
 }
 
 nb::bytes read_file(PyFs& fs, const std::string& path, uint64_t max_bytes) {
   std::string data;
   {
-    const Unlocked unlocked;
+    const GilReleased gil_released;
     data = must(fs->read_file(path, max_bytes));
   }
   return nb::bytes(data.data(), data.size());
@@ -232,7 +232,7 @@ void read_into(PyFile& file, nb::handle memory, uint64_t offset) {
   if (PyObject_GetBuffer(memory.ptr(), &view, PyBUF_CONTIG) != 0) throw nb::python_error();
   Status status;
   {
-    const Unlocked unlocked;
+    const GilReleased gil_released;
     status =
         source->read(static_cast<std::byte*>(view.buf), static_cast<uint64_t>(view.len), offset);
   }
@@ -257,7 +257,7 @@ PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_by
   request.segments = parse_segments(begins, sizes, addresses, flags, strided);
   std::shared_ptr<WriteJob> job;
   {
-    const Unlocked unlocked;
+    const GilReleased gil_released;
     job = engine->write(std::move(request));
   }
   return {std::move(job), engine->memory(), std::move(owner)};
@@ -287,7 +287,7 @@ PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
   if (sums.size() > 0) std::memcpy(request.sums.data(), sums.data(), sums.size());
   std::shared_ptr<ReadJob> job;
   {
-    const Unlocked unlocked;
+    const GilReleased gil_released;
     job = engine->read(std::move(request));
   }
   return {std::move(job), engine->memory(), std::move(owner)};

@@ -30,13 +30,13 @@ namespace nb = nanobind;
 // Releases the GIL. When the interpreter ends, Python before 3.14 unwinds a thread that wants the
 // GIL back (pthread_exit). No destructor and no function of nanobind lets that pass: it would end
 // the process. So such a thread sleeps until the process ends, as it does in later Pythons.
-class Unlocked {
+class GilReleased {
  public:
-  Unlocked() : state_(PyEval_SaveThread()) {}
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
+  GilReleased() : state_(PyEval_SaveThread()) {}
+  GilReleased(const GilReleased&) = delete;
+  GilReleased& operator=(const GilReleased&) = delete;
 
-  ~Unlocked() {
+  ~GilReleased() {
     try {
       PyEval_RestoreThread(state_);
     } catch (...) {
@@ -62,7 +62,7 @@ class Handle {
       new std::shared_ptr<Object>(std::move(object_));  // leaked on purpose
       return;
     }
-    const Unlocked unlocked;
+    const GilReleased gil_released;
     object_.reset();
   }
 
@@ -115,14 +115,14 @@ class JobHandle : public Handle<SomeJob> {
 
   nb::handle owner() const { return owner_; }
   // The job is quiet. Two calls at once are harmless.
-  void let_go() { const nb::object dropped = std::move(owner_); }
+  void release_owner() { const nb::object dropped = std::move(owner_); }
   // Cancels the job, waits until it is quiet, lets go.
   void cancel() {
     {
-      const Unlocked unlocked;
+      const GilReleased gil_released;
       (*this)->cancel();
     }
-    let_go();
+    release_owner();
   }
 
   std::shared_ptr<StagingMemory> memory;
@@ -173,7 +173,7 @@ class LentBuffer : public Handle<SomeJob> {
   LentBuffer(LentBuffer&&) = default;
   ~LentBuffer() {
     if (!this->has_object() || !this->is_ours()) return;
-    const Unlocked unlocked;
+    const GilReleased gil_released;
     static_cast<void>(guarded([this] {
       (*this)->cancel();
       give_back(**this, loan);
@@ -235,7 +235,7 @@ bool wait(Timeout timeout_s, Done&& done) {
                   std::min(timeout_s.value_or(for_ever_s), for_ever_s)));
   while (true) {
     {
-      const Unlocked unlocked;
+      const GilReleased gil_released;
       if (done(std::min(end, Clock::now() + slice))) return true;
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -245,14 +245,14 @@ bool wait(Timeout timeout_s, Done&& done) {
 
 // A wait after which the job touches its owner's memory no more: it is true, or the job has failed.
 template <class SomeJob, class Done>
-bool wait_to_let_go(JobHandle<SomeJob>& job, Timeout timeout_s, Done&& done) {
+bool wait_and_release_owner(JobHandle<SomeJob>& job, Timeout timeout_s, Done&& done) {
   try {
     if (!wait(timeout_s, done)) return false;
   } catch (const Failure&) {
-    job.let_go();
+    job.release_owner();
     throw;
   }
-  job.let_go();
+  job.release_owner();
   return true;
 }
 
@@ -274,7 +274,7 @@ int visit_owner(PyObject* self, visitproc visit, void* arg) {
 template <class PyJob>
 int clear_owner(PyObject* self) {
   end_for_collector<PyJob>(self);
-  nb::inst_ptr<PyJob>(self)->let_go();
+  nb::inst_ptr<PyJob>(self)->release_owner();
   return 0;
 }
 

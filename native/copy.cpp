@@ -250,7 +250,7 @@ namespace {
 constexpr uint64_t kLineBytes = 64;
 // What is on the way at once: it stays in the L1 cache, and streams of loads and stores this short
 // keep each other busy.
-constexpr uint64_t kAwayBytes = 4096;
+constexpr uint64_t kStreamBytes = 4096;
 
 #ifdef __SSE2__
 
@@ -285,7 +285,7 @@ void finish_stores() {}
 #endif
 
 // Calls part(from, bytes, to) for the ends that are not whole lines, and lines(from, bytes, to,
-// next) for what is between, in parts of kAwayBytes.
+// next) for what is between, in parts of kStreamBytes.
 template <class Part, class Lines>
 void walk_lines(const std::byte* from, uint64_t bytes, std::byte* to, Part&& part, Lines&& lines) {
   const uint64_t skew = reinterpret_cast<uintptr_t>(to) % kLineBytes;
@@ -293,9 +293,9 @@ void walk_lines(const std::byte* from, uint64_t bytes, std::byte* to, Part&& par
   if (at > 0) part(from, at, to);
   const uint64_t end = at + (bytes - at) / kLineBytes * kLineBytes;
   while (at < end) {
-    const uint64_t count = std::min(kAwayBytes, end - at);
+    const uint64_t count = std::min(kStreamBytes, end - at);
     const std::byte* here = from + at;
-    lines(here, count, to + at, at + 2 * kAwayBytes <= bytes ? here + count : here);
+    lines(here, count, to + at, at + 2 * kStreamBytes <= bytes ? here + count : here);
     at += count;
   }
   if (at < bytes) part(from + at, bytes - at, to + at);
@@ -303,23 +303,24 @@ void walk_lines(const std::byte* from, uint64_t bytes, std::byte* to, Part&& par
 
 }  // namespace
 
-void copy_away(const std::byte* from, uint64_t bytes, std::byte* to) {
+void copy_nontemporal(const std::byte* from, uint64_t bytes, std::byte* to) {
   walk_lines(
       from, bytes, to, [](const auto* f, auto n, auto* t) { std::memcpy(t, f, n); }, store_lines);
   finish_stores();
 }
 
-uint64_t gather_hashed_away(const Place& place, uint64_t begin, uint64_t end, std::byte* dense) {
+uint64_t gather_hashed_nontemporal(const Place& place, uint64_t begin, uint64_t end,
+                                   std::byte* dense) {
   if (!place.contiguous()) return gather_hashed(place, begin, end, dense);
-  return copy_hashed_away(place.address + begin, end - begin, dense);
+  return copy_hashed_nontemporal(place.address + begin, end - begin, dense);
 }
 
-uint64_t copy_hashed_away(const std::byte* from, uint64_t bytes, std::byte* to) {
-  if (bytes < 2 * kAwayBytes) {
+uint64_t copy_hashed_nontemporal(const std::byte* from, uint64_t bytes, std::byte* to) {
+  if (bytes < 2 * kStreamBytes) {
     std::memcpy(to, from, bytes);
     return xxh3_64(to, bytes);
   }
-  alignas(kLineBytes) std::byte copy[kAwayBytes];
+  alignas(kLineBytes) std::byte copy[kStreamBytes];
   Xxh3 hash;
   const auto take = [&](const std::byte* source, uint64_t count) {
     std::memcpy(copy, source, count);

@@ -73,9 +73,10 @@ struct Place {
 uint64_t gather_hashed(const Place& place, uint64_t begin, uint64_t end, std::byte* dense);
 // The same to memory that is not read again soon, past the caches: half the traffic where nothing
 // but the copy itself is to be hashed, which stays in a small buffer on the way.
-uint64_t gather_hashed_away(const Place& place, uint64_t begin, uint64_t end, std::byte* dense);
-uint64_t copy_hashed_away(const std::byte* from, uint64_t bytes, std::byte* to);
-void copy_away(const std::byte* from, uint64_t bytes, std::byte* to);
+uint64_t gather_hashed_nontemporal(const Place& place, uint64_t begin, uint64_t end,
+                                   std::byte* dense);
+uint64_t copy_hashed_nontemporal(const std::byte* from, uint64_t bytes, std::byte* to);
+void copy_nontemporal(const std::byte* from, uint64_t bytes, std::byte* to);
 void scatter(const std::byte* dense, const Place& place, uint64_t begin, uint64_t end);
 
 }  // namespace statehold

@@ -137,9 +137,10 @@ void Engine::work() noexcept {
 
 bool Engine::pick(Work& work) {
   if (!shared_->poison.ok()) return false;
-  for (const Rank rank : {Rank::settle, Rank::read, Rank::eager, Rank::fill}) {
+  for (const Priority priority :
+       {Priority::finish, Priority::read, Priority::eager, Priority::fill}) {
     for (const auto& job : shared_->jobs) {
-      if (job->take(rank, work)) return true;
+      if (job->take(priority, work)) return true;
     }
   }
   return false;

@@ -2,7 +2,7 @@
 //
 // Owns the buffers, the threads that copy and verify, and one that faults the buffers in. Knows
 // nothing of steps, manifests or tensors. Any number of jobs run at once; one that fails disturbs
-// no other. Workers look for work in this order (Rank): settle what has landed, start reads, fill
+// no other. Workers look for work by Priority: finish blocks that hold a buffer, start reads, fill
 // eager blocks, fill other blocks; oldest job first. No mix of jobs can stop: lending.h says why.
 //
 // Buffers are faulted in when jobs need them: while jobs run, a few ahead of demand; while none

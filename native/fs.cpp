@@ -11,7 +11,7 @@ constexpr int kTriesMax = 10'000;  // of a transfer that does not get on
 
 // Whether a transfer that ended with this may get on when it is issued again.
 // ECANCELED: the thread that issued the transfer has exited; we never cancel one ourselves.
-bool passes(int64_t result) {
+bool is_transient(int64_t result) {
   return result == -EINTR || result == -EAGAIN || result == -ECANCELED;
 }
 
@@ -41,9 +41,9 @@ uint32_t IoRequest::next_bytes() const {
   return static_cast<uint32_t>(std::min(bytes - bytes_done, call_bytes_max));
 }
 
-Progress settle(IoRequest& request, int64_t result, Status& status) {
+Progress apply_result(IoRequest& request, int64_t result, Status& status) {
   const bool is_read = request.kind == IoRequest::Kind::read;
-  if (passes(result) && ++request.tries < kTriesMax) return Progress::again;
+  if (is_transient(result) && ++request.tries < kTriesMax) return Progress::again;
   const auto at = static_cast<int64_t>(request.next_offset());
   if (result < 0) {
     status = Status::io(static_cast<int>(-result), name_of(request.kind), request.file->path(), at);
@@ -68,7 +68,7 @@ Progress settle(IoRequest& request, int64_t result, Status& status) {
   return Progress::finished;
 }
 
-void tell(IoRequest& request, Status status) noexcept {
+void call_done(IoRequest& request, Status status) noexcept {
   try {
     request.done(std::move(status));
   } catch (...) {

@@ -106,10 +106,10 @@ enum class Progress : uint8_t { again, finished };
 // The only function that looks at the result of a transfer (bytes, or -errno): error, nothing,
 // short, full. `again` means: issue the rest; `finished` that `status` is final. An interruption is
 // tried again, but not for ever: a file system may give no other answer.
-Progress settle(IoRequest& request, int64_t result, Status& status);
+Progress apply_result(IoRequest& request, int64_t result, Status& status);
 
 // Calls `done`.
-void tell(IoRequest& request, Status status) noexcept;
+void call_done(IoRequest& request, Status status) noexcept;
 
 struct DirEntry {
   std::string name;

@@ -248,7 +248,7 @@ void SimDisk::misdirect(const SimNodePtr& node, const std::string& path, uint64_
   const bool stays = pick("stray", 2) == 0 || files.empty();
   const SimNodePtr victim = stays ? node : files[pick("victim", files.size())].second;
   const uint64_t sectors = align_up(victim->data.bytes().size(), kPageBytes) / kPageBytes;
-  victim->data.strike(pick("place", sectors) * kPageBytes, data);
+  victim->data.overwrite_misdirected(pick("place", sectors) * kPageBytes, data);
   victim->damaged = node->damaged = true;
 }
 
@@ -382,12 +382,12 @@ int SimFs::store(const std::string& path, std::string_view data) {
 
 Status SimFs::write_file(const std::string& path, std::string_view data) {
   Status status = name_change("write_file", path, {}, [&](SimTree&) { return store(path, data); });
-  if (!status.ok()) leave_half(path, data);
+  if (!status.ok()) write_half(path, data);
   return status;
 }
 
 // What a write_file that fails may leave: the file, empty or cut, and not durable.
-void SimFs::leave_half(const std::string& path, std::string_view data) {
+void SimFs::write_half(const std::string& path, std::string_view data) {
   const std::lock_guard lock(disk_->mutex_);
   if (!disk_->fires("half a file", 0.5, path, 0)) return;
   SimNodePtr node = disk_->tree_.find(path);
@@ -459,7 +459,7 @@ void SimFs::submit(IoRequest request) {
       return;
     }
   }
-  tell(request, Status::closed("transfer"));
+  call_done(request, Status::closed("transfer"));
 }
 
 IoRequest SimFs::next(bool& reordered) {
@@ -471,7 +471,7 @@ IoRequest SimFs::next(bool& reordered) {
   return request;
 }
 
-void SimFs::dawdle(const IoRequest& request) {
+void SimFs::delay(const IoRequest& request) {
   double wait_s = 0;
   {
     const std::lock_guard lock(disk_->mutex_);
@@ -494,12 +494,12 @@ void SimFs::serve() noexcept {
     Status status;
     const Status internal = guarded([&] {
       if (reordered) disk_->count("reordered");
-      dawdle(request);
+      delay(request);
       auto& file = static_cast<SimFile&>(*request.file);
-      while (settle(request, file.transfer(request), status) == Progress::again) {
+      while (apply_result(request, file.transfer(request), status) == Progress::again) {
       }
     });
-    tell(request, internal.ok() ? std::move(status) : copy_of(internal));
+    call_done(request, internal.ok() ? std::move(status) : copy_of(internal));
     request = {};
     lock.lock();
   }

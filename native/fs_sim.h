@@ -135,9 +135,9 @@ class SimFs final : public Fs {
  private:
   void serve() noexcept;
   IoRequest next(bool& reordered);  // mutex_ held
-  void dawdle(const IoRequest& request);
+  void delay(const IoRequest& request);
   int store(const std::string& path, std::string_view data);
-  void leave_half(const std::string& path, std::string_view data);
+  void write_half(const std::string& path, std::string_view data);
   int prepare(const std::string& path, uint64_t bytes, bool reuse, SimNodePtr& node);
   template <class Change>
   Status name_change(const char* operation, const std::string& path, const std::string& detail,

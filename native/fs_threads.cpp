@@ -41,7 +41,7 @@ void ThreadsFs::submit(IoRequest request) {
       return;
     }
   }
-  tell(*owned, Status::closed("transfer"));
+  call_done(*owned, Status::closed("transfer"));
 }
 
 void ThreadsFs::serve() noexcept {
@@ -53,10 +53,10 @@ void ThreadsFs::serve() noexcept {
     lock.unlock();
     Status status;
     const Status internal = guarded([&] {
-      while (settle(*request, transfer(*request), status) == Progress::again) {
+      while (apply_result(*request, transfer(*request), status) == Progress::again) {
       }
     });
-    tell(*request, internal.ok() ? std::move(status) : copy_of(internal));
+    call_done(*request, internal.ok() ? std::move(status) : copy_of(internal));
     request.reset();
     lock.lock();
   }

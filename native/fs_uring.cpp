@@ -2,7 +2,7 @@
 //
 // Facts relied on:
 // - Work that the kernel hands to its own threads is cancelled when the submitting thread exits;
-//   settle() re-issues on ECANCELED.
+//   apply_result() re-issues on ECANCELED.
 // - Registered buffers count against RLIMIT_MEMLOCK without CAP_IPC_LOCK; refusal only costs speed.
 // - The completion queue has twice the entries of the submission queue, so `depth` plus one wake-up
 //   cannot overflow it.
@@ -40,7 +40,7 @@ constexpr auto kBetweenTries = std::chrono::milliseconds(1);
 constexpr long long kLookAgainS = 1;
 
 // Whether a system call that failed with this may succeed later.
-bool passes(int error) { return error == EINTR || error == EAGAIN || error == EBUSY; }
+bool is_transient(int error) { return error == EINTR || error == EAGAIN || error == EBUSY; }
 
 class UringFs final : public PosixFs {
  public:
@@ -64,7 +64,7 @@ class UringFs final : public PosixFs {
   void wait_for_completion();
   size_t take_completions(std::array<Completion, 16>& taken);
   void complete(std::unique_ptr<IoRequest> request, int result);
-  void tell_refused();
+  void fail_refused();
   bool drained();
   // With the mutex, as all below. False: the request is with those that are refused.
   bool issue(std::unique_ptr<IoRequest> request) noexcept;
@@ -112,7 +112,7 @@ void UringFs::submit(IoRequest request) {
       issue_pending();
     }
   }
-  tell_refused();
+  fail_refused();
 }
 
 void UringFs::issue_pending() noexcept {
@@ -165,14 +165,14 @@ int UringFs::submit_entries() {
   for (int tries = 1;; ++tries) {
     const int result = io_uring_submit(&ring_);
     if (io_uring_sq_ready(&ring_) == 0) return 0;
-    if (result < 0 && !passes(-result)) return broken_ = -result;
+    if (result < 0 && !is_transient(-result)) return broken_ = -result;
     if (tries == kTriesMax) return result < 0 ? -result : EAGAIN;
     if (result < 0) std::this_thread::sleep_for(kBetweenTries);
   }
 }
 
 // What could not be started. Who is told may submit the next one, on this thread.
-void UringFs::tell_refused() {
+void UringFs::fail_refused() {
   while (true) {
     std::unique_ptr<IoRequest> request;
     {
@@ -180,7 +180,7 @@ void UringFs::tell_refused() {
       request = refused_.pop();
     }
     if (!request) return;
-    tell(*request, copy_of(request->refusal));
+    call_done(*request, copy_of(request->refusal));
   }
 }
 
@@ -200,7 +200,7 @@ void UringFs::wait_for_completion() {
   io_uring_cqe* first = nullptr;
   __kernel_timespec limit{kLookAgainS, 0};
   const int error = -io_uring_wait_cqe_timeout(&ring_, &first, &limit);
-  if (error <= 0 || error == ETIME || passes(error)) return;
+  if (error <= 0 || error == ETIME || is_transient(error)) return;
   std::this_thread::sleep_for(kBetweenTries);  // completions can still be seen, not waited for
 }
 
@@ -219,10 +219,10 @@ size_t UringFs::take_completions(std::array<Completion, 16>& taken) {
 void UringFs::complete(std::unique_ptr<IoRequest> request, int result) {
   Status status;
   Progress progress = Progress::finished;
-  const Status internal = guarded([&] { progress = settle(*request, result, status); });
+  const Status internal = guarded([&] { progress = apply_result(*request, result, status); });
   const bool again = internal.ok() && progress == Progress::again;
   if (!again) {
-    tell(*request, internal.ok() ? std::move(status) : copy_of(internal));
+    call_done(*request, internal.ok() ? std::move(status) : copy_of(internal));
     request.reset();
   }
   {
@@ -231,7 +231,7 @@ void UringFs::complete(std::unique_ptr<IoRequest> request, int result) {
     --in_flight_;
     issue_pending();
   }
-  tell_refused();
+  fail_refused();
 }
 
 bool UringFs::drained() {

@@ -36,15 +36,15 @@ void Shared::poison_with(const Status& status) noexcept {
 }
 
 void Shared::drop_retired(Lock& lock) {
-  const auto is_over = [](const auto& job) { return job->retired() && !job->leaving_; };
+  const auto is_over = [](const auto& job) { return job->retired() && !job->dropping_files_; };
   while (true) {
     const auto at = std::ranges::find_if(jobs, is_over);
     if (at == jobs.end()) return;
-    (*at)->leaving_ = true;
+    (*at)->dropping_files_ = true;
     lock.unlock();
     (*at)->drop_files();
     lock.lock();
-    (*at)->leaving_ = false;
+    (*at)->dropping_files_ = false;
     std::shared_ptr<Job> job = std::move(*at);
     jobs.erase(at);
     changed.notify_all();
@@ -78,7 +78,7 @@ void Job::cancel() {
   fail(Status::closed("a transfer"));
   shared_->changed.wait(lock, [this] { return quiet(); });
   shared_->drop_retired(lock);
-  shared_->changed.wait(lock, [this] { return !leaving_; });  // on another thread
+  shared_->changed.wait(lock, [this] { return !dropping_files_; });  // on another thread
 }
 
 std::optional<Lease> Job::borrow() {
@@ -95,20 +95,21 @@ void Job::give_back(Lease lease) {
 
 void Job::transfer(IoRequest request, uint64_t block) {
   request.done = [self = shared_from_this(), block](Status status) {
-    self->ended(block, std::move(status));
+    self->end_transfer(block, std::move(status));
   };
   {
     const Lock lock(shared_->mutex);
     ++in_flight_;
   }
   const Status status = guarded([&] { shared_->fs->submit(std::move(request)); });
-  if (!status.ok()) ended(block, copy_of(status));  // not accepted, so nobody else will say it
+  if (!status.ok())
+    end_transfer(block, copy_of(status));  // not accepted, so nobody else will say it
 }
 
-void Job::ended(uint64_t block, Status status) noexcept {
+void Job::end_transfer(uint64_t block, Status status) noexcept {
   Lock lock(shared_->mutex);
   --in_flight_;
-  const Status internal = guarded([&] { landed(block, std::move(status)); });
+  const Status internal = guarded([&] { transferred(block, std::move(status)); });
   if (!internal.ok()) shared_->poison_with(internal);
   wake_all();
   shared_->drop_retired(lock);

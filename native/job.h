@@ -30,8 +30,8 @@ namespace statehold {
 
 class Job;
 
-// The order in which workers look for work.
-enum class Rank : uint8_t { settle, read, eager, fill };
+// Workers look for work in this order. `finish`: blocks that already hold a buffer.
+enum class Priority : uint8_t { finish, read, eager, fill };
 
 struct Work {
   std::shared_ptr<Job> job;
@@ -61,7 +61,7 @@ struct Shared {
   void release(Lease lease);
   void fail_all(const Status& status) noexcept;
   void poison_with(const Status& status) noexcept;
-  // Jobs that are over leave the engine, without the mutex while they let go of what they hold.
+  // Jobs that are over leave the engine, without the mutex while they close their files.
   void drop_retired(Lock& lock);
 };
 
@@ -75,8 +75,8 @@ class Job : public std::enable_shared_from_this<Job> {
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  // For the engine. With the mutex: offers work of this rank.
-  virtual bool take(Rank rank, Work& work) = 0;
+  // For the engine. With the mutex: offers work of this priority.
+  virtual bool take(Priority priority, Work& work) = 0;
   // For the engine. Without the mutex; throws only CheckFailed and bad_alloc.
   virtual void run(const Work& work) = 0;
   // With the mutex.
@@ -110,9 +110,9 @@ class Job : public std::enable_shared_from_this<Job> {
   std::optional<Lease> borrow();
   void give_back(Lease lease);
 
-  // Starts a transfer of a buffer; afterwards `landed` is called with the mutex.
+  // Starts a transfer of a buffer; afterwards `transferred` is called with the mutex.
   void transfer(IoRequest request, uint64_t block);
-  virtual void landed(uint64_t block, Status status) = 0;
+  virtual void transferred(uint64_t block, Status status) = 0;
 
   // Waits until predicate() or the deadline; returns predicate(). Throws the error of a job that
   // has failed and is quiet.
@@ -127,14 +127,14 @@ class Job : public std::enable_shared_from_this<Job> {
  private:
   friend struct Shared;
 
-  void ended(uint64_t block, Status status) noexcept;  // a transfer
+  void end_transfer(uint64_t block, Status status) noexcept;  // a transfer
 
   Status error_;
   std::atomic<bool> stopped_{false};
   int workers_inside_ = 0;
   int in_flight_ = 0;
-  uint64_t held_ = 0;     // buffers
-  bool leaving_ = false;  // the engine: it lets go of its files
+  uint64_t held_ = 0;            // buffers
+  bool dropping_files_ = false;  // the engine: it lets go of its files
 };
 
 template <class Predicate>

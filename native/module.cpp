@@ -110,43 +110,43 @@ void declare_fs(nb::module_& m) {
       .def("close", &PyFile::close)
       .def("close_alone", &PyFile::close_alone, "within_s"_a);
 
-  const auto unlocked = nb::call_guard<Unlocked>();
+  const auto gil_released = nb::call_guard<GilReleased>();
   nb::class_<PyFs>(m, "Fs", "Every effect on storage; see native/fs.h.")
       .def_prop_ro("backend", [](const PyFs& self) { return self->backend(); })
       .def_prop_ro("note", [](const PyFs& self) { return self->note(); })
       .def(
           "mkdir", [](PyFs& self, const std::string& path) { must(self->mkdir(path)); }, "path"_a,
-          unlocked)
+          gil_released)
       .def(
           "rename",
           [](PyFs& self, const std::string& src, const std::string& dst) {
             must(self->rename(src, dst));
           },
-          "src"_a, "dst"_a, unlocked)
+          "src"_a, "dst"_a, gil_released)
       .def(
           "exchange",
           [](PyFs& self, const std::string& a, const std::string& b) {
             must(self->exchange(a, b));
           },
-          "a"_a, "b"_a, unlocked)
+          "a"_a, "b"_a, gil_released)
       .def(
           "unlink", [](PyFs& self, const std::string& path) { must(self->unlink(path)); }, "path"_a,
-          unlocked)
+          gil_released)
       .def(
           "rmdir", [](PyFs& self, const std::string& path) { must(self->rmdir(path)); }, "path"_a,
-          unlocked)
+          gil_released)
       .def(
           "listdir", [](PyFs& self, const std::string& path) { return list_dir(self, path); },
-          "path"_a, unlocked)
+          "path"_a, gil_released)
       .def(
           "stat_bytes", [](PyFs& self, const std::string& path) { return stat_bytes(self, path); },
-          "path"_a, unlocked)
+          "path"_a, gil_released)
       .def(
           "is_dir", [](PyFs& self, const std::string& path) { return must(self->is_dir(path)); },
-          "path"_a, unlocked)
+          "path"_a, gil_released)
       .def(
           "sync_dir", [](PyFs& self, const std::string& path) { must(self->sync_dir(path)); },
-          "path"_a, unlocked)
+          "path"_a, gil_released)
       .def("write_file", &write_file, "path"_a, "data"_a)
       .def("read_file", &read_file, "path"_a, "max_bytes"_a)
       .def("open_write", &open_write, "path"_a, "bytes"_a, "reuse"_a = false, nb::kw_only(),
@@ -157,21 +157,21 @@ void declare_fs(nb::module_& m) {
           [](PyFs& self, const std::string& path, uint64_t bytes) {
             return PyFile(must(self->open_view(path, bytes)));
           },
-          "path"_a, "bytes"_a, unlocked)
+          "path"_a, "bytes"_a, gil_released)
       .def(
           "open_read",
           [](PyFs& self, const std::string& path) {
             return PyFile(must(self->open_read(path, /*direct=*/false)));
           },
-          "path"_a, unlocked)
-      .def("close", [](PyFs& self) { self->close(); }, unlocked);
+          "path"_a, gil_released)
+      .def("close", [](PyFs& self) { self->close(); }, gil_released);
 
   m.def("open_fs", &open_fs, "backend"_a = "auto", "queue_depth"_a = 32, "io_threads"_a = 4,
-        unlocked);
+        gil_released);
 }
 
 void declare_sim(nb::module_& m) {
-  const auto unlocked = nb::call_guard<Unlocked>();
+  const auto gil_released = nb::call_guard<GilReleased>();
   nb::class_<PySimFs, PyFs>(m, "SimFs", "A simulated disk; see native/fs_sim.h.")
       .def(
           "__init__",
@@ -188,27 +188,27 @@ void declare_sim(nb::module_& m) {
             self.disk().set_faults({seed, short_io, true, eio, capacity, torn, misdirected, slow});
           },
           "seed"_a = 0, nb::kw_only(), "short_io"_a = 0.0, "eio"_a = 0.0, "capacity"_a = nb::none(),
-          "torn"_a = 0.0, "misdirected"_a = 0.0, "slow"_a = 0.0, unlocked)
+          "torn"_a = 0.0, "misdirected"_a = 0.0, "slow"_a = 0.0, gil_released)
       .def(
-          "crash", [](PySimFs& self) { self.disk().crash(); }, unlocked)
+          "crash", [](PySimFs& self) { self.disk().crash(); }, gil_released)
       .def(
           "crash_as",
           [](PySimFs& self, std::vector<int> choices) {
             return self.disk().crash(std::move(choices));
           },
-          "choices"_a, unlocked)
+          "choices"_a, gil_released)
       .def(
           "cut_power", [](PySimFs& self, uint64_t after) { self.disk().cut_power(after); },
-          "after"_a, unlocked)
+          "after"_a, gil_released)
       .def(
-          "record", [](PySimFs& self) { self.disk().record(); }, unlocked)
+          "record", [](PySimFs& self) { self.disk().record(); }, gil_released)
       .def_prop_ro("recorded", [](PySimFs& self) { return self.disk().recorded(); })
       .def(
           "at_moment",
           [](PySimFs& self, size_t index) {
             return PySimFs(SimOptions{}, self.disk().recorded_tree(index));
           },
-          "index"_a, unlocked)
+          "index"_a, gil_released)
       .def_prop_ro("damaged", [](PySimFs& self) { return self.disk().damaged(); })
       .def(
           "fail_next",
@@ -265,7 +265,7 @@ void declare_write_job(nb::module_& m) {
           "attach",
           [](PyWriteJob& self, PyFile& file) {
             std::shared_ptr<File> shared = file.opened();
-            const Unlocked unlocked;
+            const GilReleased gil_released;
             self->attach(std::move(shared));
           },
           "file"_a)
@@ -278,17 +278,19 @@ void declare_write_job(nb::module_& m) {
       .def(
           "wait_copied",
           [](PyWriteJob& self, Timeout timeout) {
-            return wait_to_let_go(self, timeout, [&](Deadline d) { return self->wait_copied(d); });
+            return wait_and_release_owner(self, timeout,
+                                          [&](Deadline d) { return self->wait_copied(d); });
           },
           "timeout"_a.none())
       .def(
           "wait_written",
           [](PyWriteJob& self, Timeout timeout) {
-            return wait_to_let_go(self, timeout, [&](Deadline d) { return self->wait_written(d); });
+            return wait_and_release_owner(self, timeout,
+                                          [&](Deadline d) { return self->wait_written(d); });
           },
           "timeout"_a.none())
       .def(
-          "finish", [](PyWriteJob& self) { self->finish(); }, nb::call_guard<Unlocked>())
+          "finish", [](PyWriteJob& self) { self->finish(); }, nb::call_guard<GilReleased>())
       .def("checksums",
            [](PyWriteJob& self) {
              const std::vector<uint64_t> sums = self->checksums();
@@ -300,7 +302,7 @@ void declare_write_job(nb::module_& m) {
           "filled",
           [](PyWriteJob& self, PyFill& fill, bool is_there) {
             {
-              const Unlocked unlocked;
+              const GilReleased gil_released;
               self->filled(fill.loan, is_there);
             }
             fill.was_given_back();
@@ -331,7 +333,8 @@ void declare_read_job(nb::module_& m) {
       .def(
           "wait",
           [](PyReadJob& self, Timeout timeout) {
-            return wait_to_let_go(self, timeout, [&](Deadline d) { return self->wait_done(d); });
+            return wait_and_release_owner(self, timeout,
+                                          [&](Deadline d) { return self->wait_done(d); });
           },
           "timeout"_a.none())
       .def("next_ready", &next_ready, "timeout"_a.none())
@@ -339,7 +342,7 @@ void declare_read_job(nb::module_& m) {
           "release",
           [](PyReadJob& self, PyReady& ready) {
             {
-              const Unlocked unlocked;
+              const GilReleased gil_released;
               self->release(ready.loan);
             }
             ready.was_given_back();
@@ -373,24 +376,24 @@ void declare_engine(nb::module_& m) {
       .def("read", &engine_read, nb::kw_only(), "files"_a, "file_bytes"_a, "block_bytes"_a,
            "file_index"_a, "begins"_a, "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "sums"_a,
            "owner"_a.none(), "boxes"_a = nb::dict(), "first_segment"_a = 0)
-      .def("close", [](PyEngine& self) { self->close(); }, nb::call_guard<Unlocked>());
+      .def("close", [](PyEngine& self) { self->close(); }, nb::call_guard<GilReleased>());
 }
 
 void declare_benchmarks(nb::module_& m) {
-  const auto unlocked = nb::call_guard<Unlocked>();
+  const auto gil_released = nb::call_guard<GilReleased>();
   m.def(
       "raw_write",
       [](PyFs& fs, const std::string& path, uint64_t file_bytes, uint64_t buffer_bytes, int depth,
          bool reuse) {
         return raw_write_seconds(*fs, path, file_bytes, reuse, {buffer_bytes, depth});
       },
-      "fs"_a, "path"_a, "file_bytes"_a, "buffer_bytes"_a, "depth"_a, "reuse"_a, unlocked);
+      "fs"_a, "path"_a, "file_bytes"_a, "buffer_bytes"_a, "depth"_a, "reuse"_a, gil_released);
   m.def(
       "raw_read",
       [](PyFs& fs, const std::string& path, uint64_t buffer_bytes, int depth) {
         return raw_read_seconds(*fs, path, {buffer_bytes, depth});
       },
-      "fs"_a, "path"_a, "buffer_bytes"_a, "depth"_a, unlocked);
+      "fs"_a, "path"_a, "buffer_bytes"_a, "depth"_a, gil_released);
 }
 
 }  // namespace
@@ -421,5 +424,5 @@ NB_MODULE(_core, m) {
       [](uintptr_t address, uint64_t nbytes) {
         return xxh3_64(reinterpret_cast<const std::byte*>(address), nbytes);
       },
-      "address"_a, "nbytes"_a, nb::call_guard<Unlocked>());
+      "address"_a, "nbytes"_a, nb::call_guard<GilReleased>());
 }

@@ -48,7 +48,7 @@ class RawRun {
       request.offset = offset;
       request.bytes_min = std::min(options_.buffer_bytes, file_bytes - offset);
       request.bytes = file->direct() ? align_up(request.bytes_min, kPageBytes) : request.bytes_min;
-      request.done = [this](Status status) { landed(std::move(status)); };
+      request.done = [this](Status status) { transferred(std::move(status)); };
       start(std::move(request));
     }
     wait();
@@ -68,10 +68,10 @@ class RawRun {
       ++in_flight_;
     }
     const Status status = guarded([&] { fs_.submit(std::move(request)); });
-    if (!status.ok()) landed(status);  // not accepted
+    if (!status.ok()) transferred(status);  // not accepted
   }
 
-  void landed(Status status) {
+  void transferred(Status status) {
     const std::lock_guard lock(mutex_);
     --in_flight_;
     if (!status.ok() && error_.ok()) error_ = std::move(status);

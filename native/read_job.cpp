@@ -31,7 +31,7 @@ ReadJob::ReadJob(std::shared_ptr<Shared> shared, ReadRequest request)
   }
   check_segments(sums_.size());
   make_blocks();
-  begin_with(request.first_segment);
+  rotate_to(request.first_segment);
 }
 
 void ReadJob::check_segments(size_t sum_count) {
@@ -104,7 +104,7 @@ void ReadJob::add_to_blocks(uint64_t segment, uint64_t begin, uint64_t end) {
 
 // Processes that read the same files begin at different places, each waiting for the device where
 // no other does.
-void ReadJob::begin_with(uint64_t segment) {
+void ReadJob::rotate_to(uint64_t segment) {
   if (segment > 0 && segment >= segments_.size()) {
     throw std::invalid_argument("first_segment: no such segment");
   }
@@ -155,12 +155,12 @@ ReadStats ReadJob::stats() {
   return stats_;
 }
 
-bool ReadJob::take(Rank rank, Work& work) {
+bool ReadJob::take(Priority priority, Work& work) {
   if (failed()) return false;
-  if (rank == Rank::read) return take_read(work);
-  if (rank != Rank::settle || landed_queue_.empty()) return false;
-  work = {shared_from_this(), kVerify, landed_queue_.front()};
-  landed_queue_.pop_front();
+  if (priority == Priority::read) return take_read(work);
+  if (priority != Priority::finish || verify_queue_.empty()) return false;
+  work = {shared_from_this(), kVerify, verify_queue_.front()};
+  verify_queue_.pop_front();
   return true;
 }
 
@@ -291,7 +291,8 @@ Status ReadJob::read_piece(const Block& block, const Segment& segment, uint64_t 
   const bool straight = wanted && segment.place.contiguous();
   if (straight && block.viewed) {
     std::byte* to = segment.place.address + (begin - segment.begin);
-    const uint64_t got = copy_hashed_away(source.view->view().data() + begin, end - begin, to);
+    const uint64_t got =
+        copy_hashed_nontemporal(source.view->view().data() + begin, end - begin, to);
     return compare(index, sum, begin, end, got);
   }
   Xxh3 hash;
@@ -345,7 +346,7 @@ void ReadJob::read_to_buffer(uint64_t index) {
   transfer(std::move(request), index);
 }
 
-void ReadJob::landed(uint64_t index, Status status) {
+void ReadJob::transferred(uint64_t index, Status status) {
   Block& block = blocks_[index];
   CHECK(block.stage == Stage::reading);
   if (failed() || !status.ok()) {
@@ -353,13 +354,13 @@ void ReadJob::landed(uint64_t index, Status status) {
     if (!status.ok()) fail(status);
     return;
   }
-  block.stage = Stage::landed;
-  landed_queue_.push_back(index);
+  block.stage = Stage::loaded;
+  verify_queue_.push_back(index);
 }
 
 void ReadJob::verify(uint64_t index) {
   Block& block = blocks_[index];
-  const Status status = empty_buffer(block);
+  const Status status = verify_and_scatter(block);
   const Lock lock(shared_->mutex);
   if (failed() || !status.ok()) {
     give_back(block.lease);
@@ -376,7 +377,7 @@ void ReadJob::verify(uint64_t index) {
 }
 
 // Piece by piece: what was just verified is placed while it is in the cache.
-Status ReadJob::empty_buffer(const Block& block) const {
+Status ReadJob::verify_and_scatter(const Block& block) const {
   const std::byte* buffer = shared_->address(block.lease);
   Status status;
   for (const uint64_t s : block.segments) {
@@ -414,7 +415,7 @@ void ReadJob::finished(Block& block) {
 }
 
 void ReadJob::drop_queued() {
-  for (std::deque<uint64_t>* queue : {&landed_queue_, &offer_queue_}) {
+  for (std::deque<uint64_t>* queue : {&verify_queue_, &offer_queue_}) {
     for (const uint64_t index : *queue) give_back(blocks_[index].lease);
     queue->clear();
   }

@@ -61,12 +61,12 @@ class ReadJob final : public Job {
   uint64_t ready_left();  // blocks that next_ready has not handed out yet
   ReadStats stats();
 
-  bool take(Rank rank, Work& work) override;
+  bool take(Priority priority, Work& work) override;
   void run(const Work& work) override;
 
  private:
   enum Kind : int { kOpen, kStart, kRead, kVerify };
-  enum class Stage : uint8_t { free, busy, cold, reading, landed, offered, lent, done };
+  enum class Stage : uint8_t { free, busy, cold, reading, loaded, offered, lent, done };
 
   struct Block {
     uint32_t file = 0;
@@ -93,7 +93,7 @@ class ReadJob final : public Job {
 
   void check_segments(size_t sum_count);
   void make_blocks();
-  void begin_with(uint64_t segment);
+  void rotate_to(uint64_t segment);
   bool joins(uint64_t segment, uint64_t begin, uint64_t end) const;
   void add_to_blocks(uint64_t segment, uint64_t begin, uint64_t end);
 
@@ -108,7 +108,7 @@ class ReadJob final : public Job {
   Status read_piece(const Block& block, const Segment& segment, uint64_t sum, uint64_t begin,
                     uint64_t end);
   Status compare(uint64_t segment, uint64_t sum, uint64_t begin, uint64_t end, uint64_t got) const;
-  Status empty_buffer(const Block& block) const;
+  Status verify_and_scatter(const Block& block) const;
   uint64_t buffer_base(const Block& block) const;
   const std::shared_ptr<File>& file_for_buffer(const Block& block) const;
   std::vector<BufferPiece> external_pieces(const Block& block) const;
@@ -119,7 +119,7 @@ class ReadJob final : public Job {
   uint64_t buffers_left() const override { return unlent_blocks_; }
   uint64_t buffers_wanted() const override { return cold_queue_.size(); }
   void drop_files() override;
-  void landed(uint64_t block, Status status) override;
+  void transferred(uint64_t block, Status status) override;
 
   std::vector<Source> sources_;  // files are set by open_sources, before any block starts
   std::vector<Segment> segments_;
@@ -131,7 +131,7 @@ class ReadJob final : public Job {
   uint64_t next_block_ = 0;
   uint64_t announced_blocks_ = 0;      // to the page cache
   std::deque<uint64_t> cold_queue_;    // need a buffer
-  std::deque<uint64_t> landed_queue_;  // to verify
+  std::deque<uint64_t> verify_queue_;  // to verify
   std::deque<uint64_t> offer_queue_;   // for next_ready
   uint64_t blocks_left_ = 0;
   uint64_t unlent_blocks_ = 0;  // that have no buffer, and may yet need one

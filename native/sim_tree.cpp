@@ -153,7 +153,7 @@ void SimFileData::corrupt(uint64_t offset, uint8_t mask) {
   }
 }
 
-void SimFileData::strike(uint64_t offset, std::string_view data) {
+void SimFileData::overwrite_misdirected(uint64_t offset, std::string_view data) {
   for (std::string* version : {&now_, &durable_}) {
     if (offset >= version->size()) continue;
     const uint64_t bytes = std::min<uint64_t>(data.size(), version->size() - offset);

@@ -64,7 +64,7 @@ class SimFileData {
   // Flips bits in both versions: rot on the medium.
   void corrupt(uint64_t offset, uint8_t mask);
   // Puts bytes in both versions that were meant for another place; what does not fit is dropped.
-  void strike(uint64_t offset, std::string_view data);
+  void overwrite_misdirected(uint64_t offset, std::string_view data);
   void crash(SimChoices& choices, SimLoss& loss);
 
  private:

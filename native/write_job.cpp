@@ -178,15 +178,15 @@ WriteStats WriteJob::stats() {
   return stats_;
 }
 
-bool WriteJob::take(Rank rank, Work& work) {
+bool WriteJob::take(Priority priority, Work& work) {
   if (failed()) return false;
-  switch (rank) {
-    case Rank::settle:
+  switch (priority) {
+    case Priority::finish:
       return (file_ && take_queued(write_queue_, kWrite, work, *this)) ||
              take_queued(seal_queue_, kSeal, work, *this);
-    case Rank::eager:
+    case Priority::eager:
       return take_fill(eager_queue_, work);
-    case Rank::fill:
+    case Priority::fill:
       return take_fill(fill_queue_, work);
     default:
       return false;
@@ -229,7 +229,7 @@ void WriteJob::run(const Work& work) {
 }
 
 bool WriteJob::move_pieces(const Block& block, uint64_t index, bool external) {
-  const auto gather = block.buffered() ? gather_hashed : gather_hashed_away;
+  const auto gather = block.buffered() ? gather_hashed : gather_hashed_nontemporal;
   const uint64_t base = block_begin(index);
   for (uint64_t s = block.first_segment; s < block.last_segment; ++s) {
     const Segment& segment = segments_[s];
@@ -314,7 +314,7 @@ void WriteJob::write(uint64_t index) {
   if (request.file->mapped()) {
     Status status = store(index, request.memory);
     const Lock lock(shared_->mutex);
-    landed(index, std::move(status));
+    transferred(index, std::move(status));
     return wake_all();
   }
   const uint64_t bytes = block_end(index) - block_begin(index);
@@ -328,11 +328,11 @@ void WriteJob::write(uint64_t index) {
 Status WriteJob::store(uint64_t index, const std::byte* buffer) {
   const uint64_t bytes = block_end(index) - block_begin(index);
   Status status = file_->populate(block_begin(index), bytes);
-  if (status.ok()) copy_away(buffer, bytes, memory_ + block_begin(index));
+  if (status.ok()) copy_nontemporal(buffer, bytes, memory_ + block_begin(index));
   return status;
 }
 
-void WriteJob::landed(uint64_t index, Status status) {
+void WriteJob::transferred(uint64_t index, Status status) {
   Block& block = blocks_[index];
   give_back(block.lease);
   if (!status.ok()) return fail(status);

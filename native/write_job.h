@@ -68,7 +68,7 @@ class WriteJob final : public Job {
   uint64_t fills_left();  // blocks that next_fill has not handed out yet
   WriteStats stats();
 
-  bool take(Rank rank, Work& work) override;
+  bool take(Priority priority, Work& work) override;
   void run(const Work& work) override;
 
  private:
@@ -112,7 +112,7 @@ class WriteJob final : public Job {
   uint64_t buffers_left() const override;
   uint64_t buffers_wanted() const override { return buffers_left(); }
   void drop_files() override;
-  void landed(uint64_t block, Status status) override;
+  void transferred(uint64_t block, Status status) override;
 
   const uint64_t file_bytes_;
   const uint64_t buffer_bytes_;

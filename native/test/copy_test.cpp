@@ -157,10 +157,10 @@ TEST(copies_past_the_caches) {
       std::vector<std::byte> copied = expected;
       std::vector<std::byte> hashed = expected;
       if (bytes > 0) std::memcpy(expected.data() + skew, memory.data() + 7, bytes);
-      copy_away(memory.data() + 7, bytes, copied.data() + skew);
+      copy_nontemporal(memory.data() + 7, bytes, copied.data() + skew);
       EXPECT(copied == expected);
       const Place place{const_cast<std::byte*>(memory.data()), std::nullopt};
-      const uint64_t sum = gather_hashed_away(place, 7, 7 + bytes, hashed.data() + skew);
+      const uint64_t sum = gather_hashed_nontemporal(place, 7, 7 + bytes, hashed.data() + skew);
       EXPECT(hashed == expected);
       EXPECT(sum == xxh3_64(memory.data() + 7, bytes));
     }
@@ -173,7 +173,7 @@ TEST(strided_past_the_caches) {
   std::vector<std::byte> expected(memory.size());
   std::vector<std::byte> got(memory.size());
   const uint64_t sum = gather_hashed(place, 0, memory.size(), expected.data());
-  EXPECT(gather_hashed_away(place, 0, memory.size(), got.data()) == sum);
+  EXPECT(gather_hashed_nontemporal(place, 0, memory.size(), got.data()) == sum);
   EXPECT(got == expected);
 }
 

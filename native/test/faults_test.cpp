@@ -130,7 +130,7 @@ class ThrowingJob final : public Job {
   ThrowingJob(std::shared_ptr<Shared> shared, Where where)
       : Job(std::move(shared), kPageBytes), where_(where) {}
 
-  bool take(Rank, Work&) override {
+  bool take(Priority, Work&) override {
     CHECK(where_ != Where::take);
     return false;
   }
@@ -145,7 +145,7 @@ class ThrowingJob final : public Job {
   uint64_t buffers_left() const override { return 0; }
   uint64_t buffers_wanted() const override { return 0; }
   void drop_files() override {}
-  void landed(uint64_t, Status) override {}
+  void transferred(uint64_t, Status) override {}
 
   const Where where_;
 };

@@ -1,4 +1,4 @@
-// settle, the one judge of transfers: error, nothing, short, full.
+// apply_result, the one judge of transfers: error, nothing, short, full.
 #include "fs.h"
 
 #include <cerrno>
@@ -40,24 +40,24 @@ constexpr auto kWrite = IoRequest::Kind::write;
 TEST(full_is_finished) {
   IoRequest r = request(kWrite, true, 8192, 8192);
   Status status = Status::invariant("untouched");
-  EXPECT(settle(r, 8192, status) == Progress::finished);
+  EXPECT(apply_result(r, 8192, status) == Progress::finished);
   EXPECT(status.ok());
 }
 
 TEST(short_goes_on_where_it_stopped) {
   IoRequest r = request(kWrite, false, 8192, 8192);
   Status status;
-  EXPECT(settle(r, 1000, status) == Progress::again);
+  EXPECT(apply_result(r, 1000, status) == Progress::again);
   EXPECT(r.next_offset() == kPageBytes + 1000);
   EXPECT(r.next_bytes() == 7192);
-  EXPECT(settle(r, 7192, status) == Progress::finished);
+  EXPECT(apply_result(r, 7192, status) == Progress::finished);
   EXPECT(status.ok());
 }
 
 TEST(direct_goes_on_at_a_page) {
   IoRequest r = request(kRead, true, 16384, 16384);
   Status status;
-  EXPECT(settle(r, 4096 + 512, status) == Progress::again);
+  EXPECT(apply_result(r, 4096 + 512, status) == Progress::again);
   EXPECT(r.next_offset() == 2 * kPageBytes);
   EXPECT(r.next_bytes() == 12288);
 }
@@ -65,11 +65,11 @@ TEST(direct_goes_on_at_a_page) {
 TEST(tail_needs_only_the_minimum) {
   IoRequest r = request(kRead, true, 8192, 5000);
   Status status;
-  EXPECT(settle(r, 5000, status) == Progress::finished);
+  EXPECT(apply_result(r, 5000, status) == Progress::finished);
   EXPECT(status.ok());
   IoRequest cut = request(kRead, true, 8192, 5000);
-  EXPECT(settle(cut, 4999, status) == Progress::again);
-  EXPECT(settle(cut, 903, status) == Progress::finished);
+  EXPECT(apply_result(cut, 4999, status) == Progress::again);
+  EXPECT(apply_result(cut, 903, status) == Progress::finished);
   EXPECT(status.code == Code::truncated);
   EXPECT(status.offset_bytes == static_cast<int64_t>(kPageBytes + 4999));
 }
@@ -77,10 +77,10 @@ TEST(tail_needs_only_the_minimum) {
 TEST(nothing_is_an_error) {
   Status status;
   IoRequest read = request(kRead, false, 100, 100);
-  EXPECT(settle(read, 0, status) == Progress::finished);
+  EXPECT(apply_result(read, 0, status) == Progress::finished);
   EXPECT(status.code == Code::truncated);
   IoRequest write = request(kWrite, false, 100, 100);
-  EXPECT(settle(write, 0, status) == Progress::finished);
+  EXPECT(apply_result(write, 0, status) == Progress::finished);
   EXPECT(status.code == Code::io);
   EXPECT(status.error == EIO);
 }
@@ -88,13 +88,13 @@ TEST(nothing_is_an_error) {
 TEST(errors_and_interruptions) {
   Status status;
   IoRequest r = request(kWrite, true, 8192, 8192);
-  EXPECT(settle(r, -EINTR, status) == Progress::again);
-  EXPECT(settle(r, -ECANCELED, status) == Progress::again);
-  EXPECT(settle(r, -ENOSPC, status) == Progress::finished);
+  EXPECT(apply_result(r, -EINTR, status) == Progress::again);
+  EXPECT(apply_result(r, -ECANCELED, status) == Progress::again);
+  EXPECT(apply_result(r, -ENOSPC, status) == Progress::finished);
   EXPECT(status.error == ENOSPC);
   EXPECT(status.path == "fake");
   EXPECT(status.offset_bytes == static_cast<int64_t>(kPageBytes));
-  EXPECT_THROWS(CheckFailed, settle(r, 8193, status));
+  EXPECT_THROWS(CheckFailed, apply_result(r, 8193, status));
 }
 
 // A file system (FUSE, say) may answer with one of these for ever.
@@ -102,9 +102,9 @@ TEST(what_never_gets_on_fails) {
   for (const int error : {EINTR, EAGAIN, ECANCELED}) {
     IoRequest r = request(kRead, false, 8192, 8192);
     Status status;
-    const auto again = [&] { return settle(r, -error, status) == Progress::again; };
+    const auto again = [&] { return apply_result(r, -error, status) == Progress::again; };
     EXPECT(again());
-    EXPECT(settle(r, 4096, status) == Progress::again);
+    EXPECT(apply_result(r, 4096, status) == Progress::again);
     int tries = 0;
     while (again() && tries < 1'000'000) ++tries;
     EXPECT(tries > 100);
@@ -119,10 +119,10 @@ TEST(getting_on_is_patient) {
   IoRequest r = request(kRead, false, 1 << 20, 1 << 20);
   Status status;
   for (int i = 0; i + 1 < 1 << 20; ++i) {
-    EXPECT(settle(r, -EAGAIN, status) == Progress::again);
-    EXPECT(settle(r, 1, status) == Progress::again);
+    EXPECT(apply_result(r, -EAGAIN, status) == Progress::again);
+    EXPECT(apply_result(r, 1, status) == Progress::again);
   }
-  EXPECT(settle(r, 1, status) == Progress::finished);
+  EXPECT(apply_result(r, 1, status) == Progress::finished);
   EXPECT(status.ok());
 }
 
