@@ -19,7 +19,7 @@ PATIENCE_S = 1.0
 DEADLINE_S = 60.0
 
 
-class Meeting(alone.Meeting):
+class SaveRound(alone.SaveRound):
     """Of ranks that are threads."""
 
     def __init__(self, board: MemoryBoard, rank: int) -> None:
@@ -33,10 +33,10 @@ def sent(rank: int) -> Sent:
     return Sent(place, (), {}, RecordEntry("record", 1, "0" * 64) if rank else None, {}, None)
 
 
-def ends(meetings: list[Meeting], publish, is_there) -> list[BaseException | None]:
+def ends(meetings: list[SaveRound], publish, is_there) -> list[BaseException | None]:
     """How the save ends on each rank."""
 
-    def end(meeting: Meeting) -> BaseException | None:
+    def end(meeting: SaveRound) -> BaseException | None:
         try:
             meeting.end(sent(meeting.rank), publish, is_there)
         except Exception as error:
@@ -48,12 +48,12 @@ def ends(meetings: list[Meeting], publish, is_there) -> list[BaseException | Non
 
 
 @pytest.fixture
-def meetings() -> list[Meeting]:
+def meetings() -> list[SaveRound]:
     board = MemoryBoard()
-    return [Meeting(board, rank) for rank in range(SIZE)]
+    return [SaveRound(board, rank) for rank in range(SIZE)]
 
 
-def mute(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def mute(meeting: SaveRound, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Rank 0 cannot say how the save has ended."""
     fired: list[object] = []
 

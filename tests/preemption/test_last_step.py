@@ -12,7 +12,7 @@ from statehold.ranks.peers import Peers
 from statehold.ranks.preemption.deadline import Deadline
 from statehold.ranks.preemption.exchange import Hearing
 from statehold.ranks.preemption.last_step import LastStep, Position
-from statehold.ranks.preemption.preemption import Leaving
+from statehold.ranks.preemption.preemption import Preemption
 from statehold.testing import MemoryBoard
 from support.boards import peers_of
 from support.faults import DEADLINE_S, must
@@ -138,7 +138,7 @@ def test_nobody_waits_for_a_rank_that_has_closed(closing: int) -> None:
 
 def test_ranks_whose_store_is_gone_leave_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     board = MemoryBoard()
-    ranks = [Leaving(DEADLINE_S, peers) for peers in peers_of(lambda: board, SIZE)]
+    ranks = [Preemption(DEADLINE_S, peers) for peers in peers_of(lambda: board, SIZE)]
     hearings = [rank._hearing for rank in ranks if rank._hearing is not None]
 
     def gone(_key: str) -> bytes:

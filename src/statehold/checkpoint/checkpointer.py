@@ -36,7 +36,7 @@ from statehold.checkpoint.save.gate import Gate
 from statehold.checkpoint.save.handle import Save
 from statehold.checkpoint.save.work import Work
 from statehold.checkpoint.save.writes import in_file_order, start_write
-from statehold.checkpoint.session import Opened
+from statehold.checkpoint.session import Session
 from statehold.errors import (
     ClosedError,
     PeerFailedError,
@@ -49,7 +49,7 @@ from statehold.options import check_run, options_of
 from statehold.process.ending import forget, remember
 from statehold.process.garbage import uncollected
 from statehold.ranks.agreeing import everyone, led, together
-from statehold.ranks.preemption import Leaving
+from statehold.ranks.preemption import Preemption
 from statehold.tensors import fingerprints
 from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capture, CapturedTensor
@@ -93,8 +93,8 @@ class Checkpointer:
         self._run = check_run(run)
         self._options = options_of(options)
         self._levels = levels_of(levels, self._options)
-        self._open: Opened | None = None
-        self._keeper: Keeper[Opened] | None = None  # as soon as it is open
+        self._open: Session | None = None
+        self._keeper: Keeper[Session] | None = None  # as soon as it is open
         self._closed = False
         self._is_taken_over = False
         self._borrowed_fs: Fs | None = None  # for statehold.testing
@@ -104,7 +104,7 @@ class Checkpointer:
         self._gate = Gate()
         self._watched: list[Save] = []
         self._saves_called = 0
-        self._leaving: Leaving | None = None
+        self._preemption: Preemption | None = None
         self.restored: RestoreReport | None = None
 
     # -- saving ----------------------------------------------------------------------------
@@ -146,12 +146,12 @@ class Checkpointer:
         self._gate.wait_if_unseen(work.save)
         work.save._returned()
         opened.rhythm.saved(work.save.stats.blocked_s, self._gate.waited_s)
-        if work.is_last and self._leaving is not None:
+        if work.is_last and self._preemption is not None:
             told = partial(opened.told_of, step, work.place)
-            self._leaving.end(partial(work.save.wait, "committed"), opened.wait_idle, told)
+            self._preemption.end(partial(work.save.wait, "committed"), opened.wait_idle, told)
         return work.save
 
-    def _is_due(self, opened: Opened, number: int, step: int, force: bool) -> bool:
+    def _is_due(self, opened: Session, number: int, step: int, force: bool) -> bool:
         return opened.rhythm.is_due(
             number,
             step,
@@ -214,7 +214,7 @@ class Checkpointer:
 
     def _start(
         self,
-        opened: Opened,
+        opened: Session,
         work: Work,
         captured: Capture,
         compared: Sequence[CapturedTensor],
@@ -253,7 +253,7 @@ class Checkpointer:
         """
         self._gate.wait_or_note(check_timeout(timeout))
 
-    # -- leaving ---------------------------------------------------------------------------
+    # -- preemption ------------------------------------------------------------------------
 
     def leave_on(self, *signals: signal.Signals, within_s: float) -> None:
         """Let the signals, SIGTERM and SIGUSR1 if none is named, end this process in time.
@@ -265,11 +265,11 @@ class Checkpointer:
         known; older steps are safe. Replaces the signals' handlers until close(). Call it in the
         main thread, and on each of several ranks: it is enough that one of them gets the signal.
         """
-        leaving = Leaving(within_s, self._opened().peers)
-        leaving.install(*(signals or (signal.SIGTERM, signal.SIGUSR1)))
-        self._leaving = leaving
+        preemption = Preemption(within_s, self._opened().peers)
+        preemption.install(*(signals or (signal.SIGTERM, signal.SIGUSR1)))
+        self._preemption = preemption
         if self._keeper is not None:
-            self._keeper.leaving = leaving
+            self._keeper.preemption = preemption
 
     def leave(self, within_s: float | None = None) -> None:
         """Leave as if a signal of leave_on() had come, for warnings that come in other ways.
@@ -277,9 +277,9 @@ class Checkpointer:
         Returns at once. From any thread, on any one rank. within_s: None is the time that
         leave_on() was given; never longer than an earlier warning leaves.
         """
-        if self._leaving is None:
+        if self._preemption is None:
             raise UsageError("leave() needs leave_on()", hint="call leave_on(within_s=...) first")
-        self._leaving.ask(within_s)
+        self._preemption.ask(within_s)
 
     def is_last(self, step: int) -> bool:
         """Whether this is the step to save and leave with. Ask at each step, on all ranks alike.
@@ -288,13 +288,13 @@ class Checkpointer:
         the next save() of each has to be of. Waits for the other ranks once, when one is warned.
         """
         step = step_of(step)
-        return self._leaving is not None and self._leaving.is_last(step)
+        return self._preemption is not None and self._preemption.is_last(step)
 
     @property
     def is_leaving(self) -> bool:
         """Whether some rank was asked to leave. Ranks learn it at different steps: to decide what
         to save, ask is_last()."""
-        return self._leaving is not None and self._leaving.is_asked
+        return self._preemption is not None and self._preemption.is_asked
 
     # -- restoring -------------------------------------------------------------------------
 
@@ -434,8 +434,8 @@ class Checkpointer:
         self._close(error)
         if kind is None:
             self._raise_failures()
-        elif self._leaving is not None:
-            self._leaving.failed(error)
+        elif self._preemption is not None:
+            self._preemption.failed(error)
 
     def __repr__(self) -> str:
         return f"<statehold.Checkpointer {self._run!r}>"
@@ -450,27 +450,27 @@ class Checkpointer:
         """error: what has brought this rank here, and perhaps no other. alike: all ranks come."""
         self._closed = True
         forget(self)
-        leaving, keeper, self._open = self._leaving, self._keeper, None
+        preemption, keeper, self._open = self._preemption, self._keeper, None
         if keeper is None or not keeper.is_ours:
             self._gate.remove()
             return  # a fork has nothing to wait for, and nothing to give back
         number = self._saves_called
 
-        def end(opened: Opened) -> None:
+        def end(opened: Session) -> None:
             if error is not None:
                 opened.part(number, error)
-            wanted = flush and not (leaving is not None and leaving.has_ended)
+            wanted = flush and not (preemption is not None and preemption.has_ended)
             opened.close(flush=wanted, alike=alike and error is None)
 
         try:
-            if leaving is not None:
-                leaving.part()
+            if preemption is not None:
+                preemption.part()
             keeper.close(end)
         finally:
             if keeper.has_ended:  # else, after Ctrl-C, updates go on waiting for what is staged
                 self._gate.remove()
-            if leaving is not None:
-                leaving.remove()
+            if preemption is not None:
+                preemption.remove()
 
     def _taken_over(self) -> None:
         """Another Checkpointer has the run: only the traceback of an old error knew this one."""
@@ -478,7 +478,7 @@ class Checkpointer:
         self._open = None
         forget(self)
 
-    def _opened(self) -> Opened:
+    def _opened(self) -> Session:
         if self._closed:
             what = "this Checkpointer was closed"
             if self._is_taken_over:
@@ -491,12 +491,12 @@ class Checkpointer:
         self._open.check_process()
         return self._open
 
-    def _open_now(self) -> Opened:
+    def _open_now(self) -> Session:
         """Open everything, and have it kept until it has ended."""
         wait_for_dropped(self._run)
         owned = contextlib.ExitStack()
         try:
-            opened = Opened(
+            opened = Session(
                 self._run,
                 self._levels,
                 self._options,
@@ -513,13 +513,13 @@ class Checkpointer:
             raise
         return opened
 
-    def _begun_anew(self) -> Opened:
+    def _begun_anew(self) -> Session:
         """Smaller steps than before may follow, on all ranks."""
-        if self._leaving is not None:
-            self._leaving.begin_anew()
+        if self._preemption is not None:
+            self._preemption.begin_anew()
         return self._opened()
 
-    def _opened_for_saving(self) -> Opened:
+    def _opened_for_saving(self) -> Session:
         opened = self._opened()
         opened.prepare_saving()
         return opened

@@ -30,7 +30,7 @@ from statehold.process.holders import is_only_in_tracebacks
 
 if TYPE_CHECKING:
     from statehold.checkpoint.save.gate import Gate
-    from statehold.ranks.preemption import Leaving
+    from statehold.ranks.preemption import Preemption
 
 __all__ = ["Keeper", "make_way", "others_of", "wait_for_dropped"]
 
@@ -59,7 +59,7 @@ class Keeper(Generic[K]):
 
     def __init__(self, run: str, opened: K, gate: Gate, owner: weakref.ref[Any]) -> None:
         self.run = os.path.realpath(run)
-        self.leaving: Leaving | None = None
+        self.preemption: Preemption | None = None
         self.is_dropped = False
         self._opened: K | None = opened
         self._gate: Gate | None = gate  # None once it has ended
@@ -160,8 +160,8 @@ class Keeper(Generic[K]):
                 "%s: a Checkpointer was dropped without close(); its saves are finished in the "
                 "background", self.run,
             )  # fmt: skip
-        if self.leaving is not None:
-            self.leaving.part()
+        if self.preemption is not None:
+            self.preemption.part()
 
 
 def _end_dropped(opened: Kept) -> None:

@@ -11,22 +11,25 @@ from statehold.errors import CorruptionError, RunBusyError, StorageError
 from statehold.ranks.agreeing import everyone, together
 
 if TYPE_CHECKING:
-    from statehold.checkpoint.session import Opened
+    from statehold.checkpoint.session import Session
 
 __all__ = ["set_aside"]
 
 
 def set_aside(
-    opened: Opened, failed: Mapping[int, CorruptionError], confirmed: Collection[int], restored: int
+    session: Session,
+    failed: Mapping[int, CorruptionError],
+    confirmed: Collection[int],
+    restored: int,
 ) -> None:
     """Keep the damaged steps where nobody takes them for steps; all ranks, before any goes on: it
     would find them newer than what it saves next. A step that is not `confirmed` stays: another
     job may be saving it again."""
-    together(opened.peers, lambda: opened.promotions.wait(None))
+    together(session.peers, lambda: session.promotions.wait(None))
     places = everyone(
-        opened.peers, lambda: [_quarantined(opened, step, step in confirmed) for step in failed]
+        session.peers, lambda: [_quarantined(session, step, step in confirmed) for step in failed]
     )
-    opened.forget(failed)
+    session.forget(failed)
     for (step, error), kept in zip(failed.items(), places[0], strict=True):
         text = f"step {step} is damaged; step {restored} was restored instead. "
         warnings.warn(
@@ -34,10 +37,10 @@ def set_aside(
         )
 
 
-def _quarantined(opened: Opened, step: int, is_confirmed: bool) -> str:
+def _quarantined(session: Session, step: int, is_confirmed: bool) -> str:
     """Where the damaged step is now; where it was if the run is another job's, or not ours to
     change: the state is restored all the same."""
     if is_confirmed:
         with contextlib.suppress(RunBusyError, StorageError):
-            return opened.quarantine(step)
-    return opened.store.path(step)
+            return session.quarantine(step)
+    return session.store.path(step)

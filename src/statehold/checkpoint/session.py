@@ -20,7 +20,7 @@ from statehold.checkpoint.flushing import Countdown, flush
 from statehold.checkpoint.keeper import make_way, others_of
 from statehold.checkpoint.levels.hosts.meeting import Exchange, Hosts, HttpExchange
 from statehold.checkpoint.levels.hosts.place import CopiesPlace, HostPlace
-from statehold.checkpoint.levels.nearest import Nearest, Readable
+from statehold.checkpoint.levels.nearest import Nearest, ReadableLevel
 from statehold.checkpoint.levels.object_place import ObjectPlace
 from statehold.checkpoint.levels.opening import open_places, storage_of
 from statehold.checkpoint.levels.owners import Identity
@@ -31,7 +31,7 @@ from statehold.checkpoint.levels.rhythm import Rhythm
 from statehold.checkpoint.levels.specs import Level, ObjectStore
 from statehold.checkpoint.save.across import Across
 from statehold.checkpoint.save.handle import forked
-from statehold.checkpoint.save.level_choice import Landing
+from statehold.checkpoint.save.level_choice import LevelChoice
 from statehold.checkpoint.save.pipeline import Pipeline
 from statehold.checkpoint.save.publishing import Alone, Publisher, Together
 from statehold.checkpoint.save.writes import manifest_bytes
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 STRAGGLERS_S = 10.0
 
 
-class Opened:
+class Session:
     """What an open Checkpointer holds: the file system, the engine, the store, the pipeline."""
 
     def __init__(
@@ -130,8 +130,10 @@ class Opened:
         watches = [self._watch_of(level) for level in levels]
         self.rhythm = Rhythm(levels, self.promotions, self.rank, options, watches)
         publisher = self._publisher(log)
-        self._landing = Landing(levels, self.near, self.promotions, self.peers, self.hosts, log)
-        self.pipeline = Pipeline(self._landing, publisher, self.promotions, log)
+        self._level_choice = LevelChoice(
+            levels, self.near, self.promotions, self.peers, self.hosts, log
+        )
+        self.pipeline = Pipeline(self._level_choice, publisher, self.promotions, log)
         owned.callback(self.pipeline.close)
         self._noted: list[str] | None = None
         if self._owns_fs and self.store.leads:
@@ -250,7 +252,7 @@ class Opened:
             self.pipeline.drain()  # what is published on some hosts, and not on others, is no step
         self.hosts.census()
         self.promotions.look()
-        views: list[Readable] = [
+        views: list[ReadableLevel] = [
             view
             for place in self.places
             for view in (place.views() if isinstance(place, HostPlace) else [place])
@@ -304,7 +306,7 @@ class Opened:
 
     def levels(self) -> list[LevelStatus]:
         """How all levels stand."""
-        first, newest, error = self.near[0], None, self._landing.first_error
+        first, newest, error = self.near[0], None, self._level_choice.first_error
         try:
             newest = max(first.steps(), default=None)
         except StorageError as unread:

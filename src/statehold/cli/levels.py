@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote, urlsplit
 
-from statehold.checkpoint.levels.copying import Part, Readable, part_of
+from statehold.checkpoint.levels.copying import Part, SourceFile, part_of
 from statehold.checkpoint.levels.hosts.census import writer_of
 from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
@@ -309,5 +309,5 @@ class _Documents:
     def read_file(self, path: str, max_bytes: int) -> bytes:
         return self.objects.read(self.step, path.rpartition("/")[2], max_bytes)
 
-    def open_read(self, path: str) -> Readable:
+    def open_read(self, path: str) -> SourceFile:
         raise NotImplementedError  # only documents are read this way

@@ -17,7 +17,7 @@ from statehold.errors import UnavailableError
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.checkpoint.levels.copying import Readable
+    from statehold.checkpoint.levels.copying import SourceFile
     from statehold.checkpoint.levels.hosts.place import HostPlace
 
 __all__ = ["MemoryNetwork"]
@@ -81,7 +81,7 @@ class MemoryFiles:
     def read_file(self, path: str, max_bytes: int) -> bytes:
         return self._network.find(*self._where).read_file(path, max_bytes)
 
-    def open_read(self, path: str) -> Readable:
+    def open_read(self, path: str) -> SourceFile:
         return self._network.find(*self._where).open_read(path)
 
     def fetch(self, path: str, targets: Sequence[tuple[int, memoryview]]) -> None:

@@ -35,8 +35,8 @@ __all__ = [
     "Copy",
     "DataFile",
     "Part",
-    "Readable",
     "Source",
+    "SourceFile",
     "blocks",
     "part_of",
     "viewed_blocks",
@@ -48,7 +48,7 @@ _FLAG_EXTERNAL = 2
 _SUM_DIGITS = 16
 
 
-class Readable(Protocol):
+class SourceFile(Protocol):
     """An open data file."""
 
     def read_into(self, memory: memoryview, offset: int) -> None: ...
@@ -59,7 +59,7 @@ class Source(Protocol):
     """Where steps, or the files of one, can be read: documents, and data files."""
 
     def read_file(self, path: str, max_bytes: int) -> bytes: ...
-    def open_read(self, path: str) -> Readable: ...
+    def open_read(self, path: str) -> SourceFile: ...
 
 
 @runtime_checkable
@@ -137,7 +137,7 @@ class Copy:
         return None
 
     @contextlib.contextmanager
-    def opened(self, file: DataFile) -> Iterator[Readable]:
+    def opened(self, file: DataFile) -> Iterator[SourceFile]:
         """A data file of the part, where it comes from, while it is copied."""
         found = self.source.open_read(file.name)
         try:
@@ -151,7 +151,7 @@ class Copy:
 class _Seen:
     """A source that says how long it was read."""
 
-    source: Readable
+    source: SourceFile
     seen: CopyWatch
 
     def read_into(self, memory: memoryview, offset: int) -> None:
@@ -219,10 +219,10 @@ def _order(span: Span) -> tuple[int, int]:
 def write_copy(
     engine: Engine,
     file: DataFile,
-    source: Readable,
+    source: SourceFile,
     target: _core.File,
     before: Callable[[int], None],
-    there: Readable | None = None,
+    there: SourceFile | None = None,
 ) -> None:
     """D1 and D2 of a data file: copy it from `source` into `target`, durably.
 
@@ -332,7 +332,7 @@ class Left:
     """What an earlier copy has left of a file. Not trusted: a block counts if every piece of it has
     its checksum."""
 
-    def __init__(self, file: DataFile, there: Readable) -> None:
+    def __init__(self, file: DataFile, there: SourceFile) -> None:
         self._there = there
         self._sums = {
             begin: (end, expected)
@@ -361,7 +361,7 @@ class Left:
 # -- as blocks -------------------------------------------------------------------------------------
 
 
-def blocks(file: DataFile, source: Readable) -> Iterator[memoryview]:
+def blocks(file: DataFile, source: SourceFile) -> Iterator[memoryview]:
     """The file, block by block and verified; a block is valid until the next is asked for two
     times, so that one can be sent while the next one is read."""
     memories = [bytearray(min(BLOCK_BYTES, file.bytes)) for _ in range(2)]

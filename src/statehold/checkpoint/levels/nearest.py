@@ -35,7 +35,7 @@ from statehold.errors import (
 )
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 
-__all__ = ["Nearest", "Next", "Readable"]
+__all__ = ["Nearest", "Next", "ReadableLevel"]
 
 logger = logging.getLogger("statehold")
 
@@ -52,7 +52,7 @@ class Next(IntEnum):
     ANEW = 3  # the step was saved again, or retired: look again which steps there are
 
 
-class Readable(Protocol):
+class ReadableLevel(Protocol):
     """What is asked of a place: as of checkpoint/levels/places, where what each does is said."""
 
     @property
@@ -70,12 +70,12 @@ class Readable(Protocol):
 class Nearest:
     """All steps of a run, for one restore; `places` from the nearest on. Not thread-safe."""
 
-    def __init__(self, places: Sequence[Readable], run: str) -> None:
+    def __init__(self, places: Sequence[ReadableLevel], run: str) -> None:
         self._places = list(places)
         self._run = run
         self._bad: set[tuple[int, str, str]] = set()  # step, file, level
         self._unreadable: dict[tuple[int, str], StorageError] = {}
-        self._served: dict[tuple[int, str], Readable] = {}
+        self._served: dict[tuple[int, str], ReadableLevel] = {}
         self._found: dict[str, set[int]] | None = None
         self._unread: StorageError | None = None
         self._unread_at = ""
@@ -226,7 +226,7 @@ class Nearest:
             self._found = {place.name: self._listed(place) for place in self._places}
         return self._found
 
-    def _listed(self, place: Readable) -> set[int]:
+    def _listed(self, place: ReadableLevel) -> set[int]:
         try:
             return set(place.steps())
         except StorageError as error:
@@ -236,7 +236,7 @@ class Nearest:
             self._unread, self._unread_at = error, place.name
             return set()
 
-    def _having(self, step: int, name: str) -> list[Readable]:
+    def _having(self, step: int, name: str) -> list[ReadableLevel]:
         """The places to ask for a file of a step, the nearest first. What has to stand in for a bad
         copy is of the save that is open."""
         found, having = self._steps_by_place(), []
@@ -268,7 +268,9 @@ class Nearest:
             return raw
         raise self._missing(step, name)
 
-    def _passed_over(self, step: int, name: str, place: Readable, error: StateholdError) -> None:
+    def _passed_over(
+        self, step: int, name: str, place: ReadableLevel, error: StateholdError
+    ) -> None:
         self._bad.add((step, name, place.name))
         self._served.pop((step, name), None)
         if self.saves.has_changed(step, place):

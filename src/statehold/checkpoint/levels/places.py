@@ -29,7 +29,7 @@ from statehold.errors import StorageError
 
 if TYPE_CHECKING:
     from statehold._core import Engine, Fs
-    from statehold.checkpoint.levels.copying import Readable, Source
+    from statehold.checkpoint.levels.copying import Source, SourceFile
     from statehold.checkpoint.store.store import Store
 
 logger = logging.getLogger("statehold")
@@ -147,7 +147,7 @@ class Below:
     def read_file(self, path: str, max_bytes: int) -> bytes:
         return self._standing(path, lambda found: self._fs.read_file(found, max_bytes))
 
-    def open_read(self, path: str) -> Readable:
+    def open_read(self, path: str) -> SourceFile:
         return self._standing(path, self._fs.open_read)
 
     def open_view(self, path: str, nbytes: int) -> _core.File:

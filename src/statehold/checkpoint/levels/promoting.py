@@ -26,10 +26,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.cadence import Cadence, parse_every
+from statehold.checkpoint.levels.commit_rounds import CommitRounds
 from statehold.checkpoint.levels.copying import Copy, part_of
 from statehold.checkpoint.levels.parts import check_parts, is_resumable, part_told
 from statehold.checkpoint.levels.places import DirectoryPlace
-from statehold.checkpoint.levels.rounds import Rounds
 from statehold.checkpoint.levels.throttle import Throttle, give_way_to_training
 from statehold.errors import (
     ClosedError,
@@ -291,7 +291,7 @@ class Promoter:
         def check(told: Sequence[bytes]) -> None:
             check_parts(told, step)
 
-        rounds = Rounds(self._peers, self._round, number, f"while copying step {step}")
+        rounds = CommitRounds(self._peers, self._round, number, f"while copying step {step}")
         told = part_told(copied.manifest, failure, step)
         with seen.stage("meet", step=step) if self._peers else contextlib.nullcontext():
             rounds.meet(told, check, failure, rounds.at(self.place, commit))

@@ -7,7 +7,7 @@ Invariants: a step is committed when every host has published the same manifest.
 between the rounds, or a host that cannot publish, fails the save on all by name; what is published
 on some hosts is then no step, and goes with the next one (levels/hosts/place). Older steps are
 retired after the second round only. Where the job turns out to be on one host, all is as in team.
-Not here: the second round (levels/rounds), who is on which host (levels/hosts).
+Not here: the second round (levels/commit_rounds), who is on which host (levels/hosts).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from statehold.checkpoint.levels.rounds import Rounds
+from statehold.checkpoint.levels.commit_rounds import CommitRounds
 from statehold.checkpoint.save.aftermath import after_commit
 from statehold.checkpoint.save.publishing import Together
 from statehold.format.manifest import Encoded
@@ -57,7 +57,7 @@ class Across(Together):
         if not place.is_apart:
             return
         manifest = Encoded(step, outcome["manifest"].encode())
-        rounds = Rounds(self._peers, "save", work.number, f"while publishing step {step}")
+        rounds = CommitRounds(self._peers, "save", work.number, f"while publishing step {step}")
         with work.save._stage("publish"):
             rounds.publish(place, lambda: place.store.commit(manifest, work.attempt))
         with after_commit(self._log, step, "note where its files are"):

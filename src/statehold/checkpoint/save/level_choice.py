@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 ROUND = "open"
 ENTRY_BYTES = 300  # what a manifest says of one rank, at most
 LEVELS_MAX = 1000  # so that ranks with different levels count their meetings alike
-Opened = tuple["File", bool]  # whether it was reused
+OpenFile = tuple["File", bool]  # whether it was reused
 Failure = tuple[bool, str]  # whether it is a refusal of the level, and the text
 
 
@@ -65,7 +65,7 @@ class Verdict:
     next: int | None = None
 
 
-class Landing:
+class LevelChoice:
     """`places`: those of the `levels` that can take saves. peers: None for a process that is alone.
     Used by the commit thread."""
 
@@ -92,7 +92,7 @@ class Landing:
         self._was_said = False  # that the first level takes no steps
         self.first_error: StateholdError | None = None  # why it takes no steps, until it does
 
-    def open(self, work: Work) -> Opened:
+    def open(self, work: Work) -> OpenFile:
         """D1 of a save, at the first level that takes it on all ranks; `work.place` is that one."""
         self.check_levels(work.number)
         self._asked = work.number
@@ -154,7 +154,7 @@ class Landing:
 
     # -- at one level ----------------------------------------------------------------------
 
-    def _open_here(self, work: Work) -> tuple[Opened | None, StateholdError | None]:
+    def _open_here(self, work: Work) -> tuple[OpenFile | None, StateholdError | None]:
         step, plan, place = work.save.step, work.plan.save, work.place
         try:
             # The first one was prepared by the trainer, unless it failed.
@@ -251,7 +251,7 @@ class Landing:
             self.first_error = None
 
 
-def _close(opened: Opened | None) -> None:
+def _close(opened: OpenFile | None) -> None:
     """Give back the blocks of a file that is not written after all."""
     if opened is not None:
         opened[0].close()  # no transfer has it yet

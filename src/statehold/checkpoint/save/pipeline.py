@@ -24,7 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.rounds import HALF_PUBLISHED
+from statehold.checkpoint.levels.commit_rounds import HALF_PUBLISHED
 from statehold.checkpoint.save.aftermath import after_commit
 from statehold.checkpoint.save.handle import Save
 from statehold.checkpoint.save.stalls import Stalls
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from statehold._core import File
     from statehold.checkpoint.levels.places import DirectoryPlace
     from statehold.checkpoint.levels.promoting import Promotions
-    from statehold.checkpoint.save.level_choice import Landing
+    from statehold.checkpoint.save.level_choice import LevelChoice
     from statehold.checkpoint.save.publishing import Publisher
     from statehold.checkpoint.save.work import Work
     from statehold.observe.background_log import BackgroundLog
@@ -60,12 +60,12 @@ class Pipeline:
 
     def __init__(
         self,
-        landing: Landing,
+        level_choice: LevelChoice,
         publisher: Publisher,
         promotions: Promotions,
         log: BackgroundLog,
     ) -> None:
-        self._landing = landing
+        self._level_choice = level_choice
         self._stalls = Stalls(log)
         self._promotions = promotions
         self._log = log
@@ -242,7 +242,7 @@ class Pipeline:
         if work.error is not None:
             raise work.error
         save._reach("written")
-        self._landing.check_levels(work.number, late=True)
+        self._level_choice.check_levels(work.number, late=True)
         with save._stage("commit"):
             self._publisher.publish(work, work.job.checksums())  # D3 to D7
         work.place.store.committed(save.step)
@@ -254,7 +254,7 @@ class Pipeline:
             return
         with work.save._stage("open"):
             work.attempt = self._publisher.attempt(work.number)
-            file, reused = self._landing.open(work)
+            file, reused = self._level_choice.open(work)
         try:
             work.save._record(reused=reused)
             work.job.attach(file)
@@ -273,7 +273,7 @@ class Pipeline:
     def _tell(self, number: int, error: StateholdError) -> None:
         """Let no other rank wait for a save that has failed here."""
         self._publisher.give_up(number, error)
-        self._landing.give_up(number, error)
+        self._level_choice.give_up(number, error)
 
     def _retain(self, place: DirectoryPlace) -> None:
         try:

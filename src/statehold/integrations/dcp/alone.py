@@ -34,7 +34,7 @@ logger = logging.getLogger("statehold")
 _SAVE = 1  # the only round of its Peers
 
 
-class Meeting:
+class SaveRound:
     """The ranks of one save, from its begin to its end."""
 
     def __init__(self, final: str, timeout_s: float) -> None:

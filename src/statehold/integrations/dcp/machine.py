@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.checkpoint.telemetry.watch import UNWATCHED
-from statehold.integrations.dcp.watched import watch_of
+from statehold.integrations.dcp.telemetry import watch_of
 from statehold.io.profile import tuned
 from statehold.io.staging import chosen
 from statehold.observe.once import say_once

@@ -38,7 +38,7 @@ from statehold.integrations.dcp.contents import Builder, Contents
 from statehold.integrations.dcp.endpoint import Endpoint
 from statehold.integrations.dcp.machine import Machine
 from statehold.integrations.dcp.reading import Wanted, read
-from statehold.integrations.dcp.watched import traced
+from statehold.integrations.dcp.telemetry import traced
 from statehold.tensors.devices.graphs import refuse_in_capture
 
 

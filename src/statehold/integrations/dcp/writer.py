@@ -35,13 +35,13 @@ from statehold.checkpoint.store.directories import delete, make_directories, par
 from statehold.checkpoint.store.publish import publish
 from statehold.checkpoint.store.replacing import Replaced, settle
 from statehold.errors import StateholdError, UsageError
-from statehold.integrations.dcp.alone import Meeting
+from statehold.integrations.dcp.alone import SaveRound
 from statehold.integrations.dcp.among import rank_and_world
 from statehold.integrations.dcp.commit import Sent, complete, hand_over, is_published
 from statehold.integrations.dcp.endpoint import Endpoint
 from statehold.integrations.dcp.staging import StagingPool
+from statehold.integrations.dcp.telemetry import SaveWatch
 from statehold.integrations.dcp.tree import Path
-from statehold.integrations.dcp.watched import SaveWatch
 from statehold.integrations.dcp.writing import Place, write_items
 from statehold.layout.plan import STEP_MAX
 from statehold.tensors.devices.graphs import refuse_in_capture
@@ -62,7 +62,7 @@ class _Save(threading.local):
 
     path: str | None = None
     use_collectives = True
-    meeting: Meeting | None = None
+    save_round: SaveRound | None = None
     seen: SaveWatch | None = None
 
 
@@ -140,11 +140,11 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if not self._save.use_collectives and rank_and_world()[1] > 1:
-            meeting = Meeting(self._directory(), self._timeout_s)
-            self._save.meeting = meeting
-            places = [meeting.begin(lambda: self._begin(meeting.world_size))]
+            save_round = SaveRound(self._directory(), self._timeout_s)
+            self._save.save_round = save_round
+            places = [save_round.begin(lambda: self._begin(save_round.world_size))]
         else:
-            self._save.meeting = None
+            self._save.save_round = None
             place = self._begin(len(plans))
             places = [dataclasses.replace(place, rank=rank) for rank in range(len(plans))]
         return [
@@ -153,13 +153,13 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        meeting = self._save.meeting
+        save_round = self._save.save_round
         try:
             refuse_in_capture("dcp.save()")
-            result = self._write(plan, planner, alone=meeting is not None)
+            result = self._write(plan, planner, alone=save_round is not None)
         except BaseException as error:
-            if meeting is not None:
-                meeting.failed(error)
+            if save_round is not None:
+                save_round.failed(error)
             raise
         future: Future[list[WriteResult]] = Future()
         future.set_result([result])
@@ -171,13 +171,13 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
         machine = self._machine.at(self._directory())
         commit = self._seen().stage(machine.watch, "commit", _step(self._directory()), is_last=True)
         with commit, machine.storage() as fs:
-            meeting = self._save.meeting
-            if meeting is None:
+            save_round = self._save.save_round
+            if save_round is None:
                 self._publish(fs, found, paths, alone=False)
                 return
             place, written = found[0]
             sent = hand_over(fs, place, written, paths)
-            meeting.end(
+            save_round.end(
                 sent,
                 publish=lambda sents: self._publish(fs, sents, paths, alone=True),
                 is_there=lambda: is_published(fs, place),

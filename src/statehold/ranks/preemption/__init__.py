@@ -1,4 +1,4 @@
-"""Leaving in time: a scheduler's warning becomes one last save, and an end before the deadline.
+"""Preemption: the warning of a scheduler becomes one last save, and an end before the deadline.
 
     deadline    signals, and the end of this process
     last_step   which step is the last, the same on all ranks
@@ -14,6 +14,6 @@ EX_TEMPFAIL of sysexits.h: run it again.
 from __future__ import annotations
 
 from statehold.ranks.preemption.deadline import LATE, LEFT
-from statehold.ranks.preemption.preemption import Leaving
+from statehold.ranks.preemption.preemption import Preemption
 
-__all__ = ["LATE", "LEFT", "Leaving"]
+__all__ = ["LATE", "LEFT", "Preemption"]

@@ -1,4 +1,4 @@
-"""Leaving: what the Checkpointer asks at each step, and how it ends the process with the last save.
+"""Preemption: what is asked at each step, and how the process ends with the last save.
 
 Invariants: a process that is alone takes the next save; of several ranks all take the same one. The
 last save goes to the first level, which is the nearest and so the fastest that can take it, and
@@ -21,12 +21,12 @@ from statehold.ranks.preemption.last_step import LastStep
 if TYPE_CHECKING:
     from statehold.ranks.peers import Peers
 
-__all__ = ["Leaving"]
+__all__ = ["Preemption"]
 
 Wait = Callable[[float], object]  # returns, or raises, within so many seconds
 
 
-class Leaving:
+class Preemption:
     """From the warning to the end, on one rank."""
 
     def __init__(self, within_s: float, peers: Peers | None) -> None:

@@ -211,7 +211,7 @@ class RemoteFiles:
 
 
 class RemoteFile:
-    """A `Readable` of copies."""
+    """A `SourceFile` of copies."""
 
     def __init__(self, files: RemoteFiles, path: str) -> None:
         self._files = files

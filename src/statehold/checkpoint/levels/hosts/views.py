@@ -21,7 +21,7 @@ from statehold.errors import CorruptionError, MissingFileError, StorageError, st
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
-    from statehold.checkpoint.levels.copying import Readable, Source
+    from statehold.checkpoint.levels.copying import Source, SourceFile
     from statehold.checkpoint.store.store import Store
 
 Ranges = Sequence[tuple[int, int]] | None
@@ -38,7 +38,7 @@ class FarSource(Protocol):
     """A `Source` on another host, of which ranges can be had at once."""
 
     def read_file(self, path: str, max_bytes: int) -> bytes: ...
-    def open_read(self, path: str) -> Readable: ...
+    def open_read(self, path: str) -> SourceFile: ...
     def fetch(self, path: str, targets: Sequence[tuple[int, memoryview]]) -> None: ...
 
 
@@ -149,7 +149,7 @@ class View:
             raise storage_error("see as memory what another host has", errno.EOPNOTSUPP, name)
         return source.open_view(f"{step_directory(step)}/{name}", nbytes)
 
-    def open(self, step: int, name: str) -> Readable:
+    def open(self, step: int, name: str) -> SourceFile:
         return self._reach.source.open_read(f"{step_directory(step)}/{name}")
 
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
@@ -166,7 +166,7 @@ class Scattered:
     def read_file(self, path: str, max_bytes: int) -> bytes:
         return self._first(path, lambda view: view.read(self._step, path, max_bytes))
 
-    def open_read(self, path: str) -> Readable:
+    def open_read(self, path: str) -> SourceFile:
         having = list(self._having(path))
         if len(having) == 1:
             return having[0].open(self._step, path)
@@ -197,7 +197,7 @@ class _Anywhere:
         self._step = step
         self._name = name
         self._views = views
-        self._opened: Readable | None = None
+        self._opened: SourceFile | None = None
 
     def read_into(self, memory: memoryview, offset: int) -> None:
         failure: StorageError | CorruptionError = _nowhere(self._step, self._name)

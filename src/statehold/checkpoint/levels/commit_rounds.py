@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from statehold.checkpoint.levels.places import Place
     from statehold.ranks.peers import Peers
 
-__all__ = ["HALF_PUBLISHED", "Rounds"]
+__all__ = ["HALF_PUBLISHED", "CommitRounds"]
 
 # The fact of an error in the second round: hosts may have published what is no step.
 HALF_PUBLISHED = "half published"
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class CommitRounds:
     """The rounds of one save, or one copy: its kind and number, the same on all ranks. `doing`: for
     messages."""
 
