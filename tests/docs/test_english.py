@@ -1,0 +1,160 @@
+"""Plain English: a few habits that make sentences hard to parse, found mechanically.
+
+The sentences are those of the documents, and the docstrings, comments and texts of the Python code
+in the folders of DONE. That list only grows. No line can be exempted: rewrite the sentence.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+DOCUMENTS = ["README.md", "docs/guide.md", "docs/glossary.md"]
+DONE: list[str] = []
+
+WORDS_MAX = 40
+SEMICOLONS_MAX = 2
+
+HABITS = {
+    "say who does what": r"\b(is|are|was|were) (told of|said once|said so|looked at|gone on with)\b",
+    "end the sentence with its object": r"\bof which(?=[.;:?]|$)",
+    "say what it is not": r"\bwhat (is|has|are|have) (no|none)\b",
+    'write "Invariants:"': r"\bHolds:|What holds:",
+    "name what the sentence is about": r"(?:^|(?<=[.!?] ))(Such an? |One that |That which |Those that )",
+    "put the subject first": r"(?:^|(?<=[.!?] ))(So (is|are|does|do) |Nor )",
+    'write "because"': r", for (it|they|he|she|there|this|that|its|their|nothing|nobody) ",
+    'write "unreachable", "gone" or "absent"': r"\b(is|are|was|were|be) away\b",
+    'write "whoever does X" as "a thread/rank/user that does X"': r"\bWhoever\b",
+}
+
+Text = tuple[int, str]  # the first line of a paragraph, and its words
+
+
+def paragraphs(text: str, line: int = 1) -> Iterator[Text]:
+    """The paragraphs of prose: list items, table cells and fields are paragraphs of their own.
+    Code, which is indented or fenced, is left out."""
+    words: list[str] = []
+    begin, is_fenced = line, False
+    for number, each in enumerate([*text.splitlines(), ""], line):
+        is_fence = each.lstrip().startswith("```")
+        starts = re.match(r"\s*([-*#>|] ?|\d+\.? )|\s*$|[a-z_][\w, /=.]*: ", each)
+        if (starts or is_fence or is_fenced or each.startswith("    ")) and words:
+            yield begin, " ".join(words)
+            words = []
+        is_fenced ^= is_fence
+        if is_fence or is_fenced or each.startswith("    ") or each.startswith("|--"):
+            continue
+        if each.startswith("|"):
+            yield from ((number, cell.strip()) for cell in re.split(r"(?<!\\)\|", each))
+        elif each.strip():
+            begin = begin if words else number
+            words.append(each.strip().lstrip("-*#> "))
+
+
+def sentences(paragraph: str) -> list[str]:
+    plain = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "`code`", paragraph))
+    return re.split(r"(?<=[.!?])[)*\"]*\s+", plain)
+
+
+def problems(paragraph: str) -> Iterator[str]:
+    for what, habit in HABITS.items():
+        if found := re.search(habit, paragraph):
+            yield f"{what}: {found[0].strip()!r}"
+    if paragraph.count(";") > SEMICOLONS_MAX:
+        yield f"{paragraph.count(';')} semicolons in a paragraph: {paragraph[:60]!r}"
+    for sentence in sentences(paragraph):
+        if (words := len(sentence.split())) > WORDS_MAX:
+            yield f"{words} words in a sentence: {sentence[:60]!r}"
+
+
+def prose_of_code(path: Path) -> Iterator[Text]:
+    """Docstrings, comments, and every other string that has spaces in it."""
+    source = path.read_text()
+    docstrings = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if text := ast.get_docstring(node):
+                docstrings.add(node.body[0].lineno)
+                yield from paragraphs(text, node.body[0].lineno)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.lineno not in docstrings and " " in node.value and "\n" not in node.value:
+                yield node.lineno, node.value
+    yield from comments(source)
+
+
+def comments(source: str) -> Iterator[Text]:
+    words: list[str] = []
+    begin = end = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        if words and token.start[0] != end + 1:
+            yield begin, " ".join(words)
+            words = []
+        begin = begin if words else token.start[0]
+        end = token.start[0]
+        words.append(token.string.lstrip("# "))
+    if words:
+        yield begin, " ".join(words)
+
+
+def checked(names: list[str]) -> list[Path]:
+    found = [ROOT / name for name in names]
+    return sorted(
+        file for each in found for file in ([each] if each.is_file() else each.rglob("*.py"))
+    )
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_document_is_plain(name: str) -> None:
+    text = (ROOT / name).read_text()
+    found = [
+        f"{name}:{line}: {each}" for line, words in paragraphs(text) for each in problems(words)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_code_speaks_plainly() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {each}"
+        for path in checked(DONE)
+        for line, words in prose_of_code(path)
+        for each in problems(words)
+    ]
+    assert not found, "\n".join(found)
+
+
+BAD = [
+    "A path on a disk is told of.",
+    "The error names the steps of which.",
+    "It cannot lock what is no regular file.",
+    "Holds: nothing is lost.",
+    "Nothing is lost. Such a step is kept.",
+    "A level rests. One that failed rests longer.",
+    "A level rests. So is its thread.",
+    "It is refused, for it is no memory.",
+    "A level that is away gets no saves.",
+    "Whoever saves pays.",
+    "a; b; c; d",
+    "word " * (WORDS_MAX + 1),
+]
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_each_habit_is_found(text: str) -> None:
+    assert list(problems(text))
+
+
+def test_code_is_not_prose() -> None:
+    text = "Plain words.\n\n    Such a; b; c; d\n\n```\nHolds:\n```\n- One item.\n| a | Such a cell |\n"
+    read = [words for _, words in paragraphs(text)]
+    assert read == ["Plain words.", "One item.", "", "a", "Such a cell", ""]
