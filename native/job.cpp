@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 #include "lending.h"
 
@@ -81,16 +82,32 @@ void Job::cancel() {
   shared_->changed.wait(lock, [this] { return !dropping_files_; });  // on another thread
 }
 
-std::optional<Lease> Job::borrow() {
-  const std::optional<Lease> lease = shared_->lend(*this);
-  if (lease) ++held_;
-  return lease;
+void Job::move(BlockState& block, Stage to) {
+  CHECK(follows(block.stage, to));
+  if (is_over(to) && block.buffered()) {
+    CHECK(held_ > 0);
+    shared_->release(std::exchange(block.lease, {}));
+    --held_;
+  }
+  block.stage = to;
 }
 
-void Job::give_back(Lease lease) {
-  CHECK(held_ > 0);
-  shared_->release(lease);
-  --held_;
+void Job::drop_if_queued(BlockState& block) {
+  if (is_queued(block.stage)) move(block, Stage::dropped);
+}
+
+void Job::drop(BlockState& block, const Status& status) {
+  move(block, Stage::dropped);
+  if (!status.ok()) fail(status);
+}
+
+bool Job::borrow(BlockState& block) {
+  CHECK(!block.buffered());
+  const std::optional<Lease> lease = shared_->lend(*this);
+  if (!lease) return false;
+  block.lease = *lease;
+  ++held_;
+  return true;
 }
 
 void Job::transfer(IoRequest request, uint64_t block) {
@@ -99,6 +116,8 @@ void Job::transfer(IoRequest request, uint64_t block) {
   };
   {
     const Lock lock(shared_->mutex);
+    if (failed()) return drop(block_state(block));
+    move(block_state(block), Stage::moving);
     ++in_flight_;
   }
   const Status status = guarded([&] { shared_->fs->submit(std::move(request)); });

@@ -22,6 +22,7 @@
 #include <optional>
 #include <vector>
 
+#include "block.h"
 #include "buffers.h"
 #include "fs.h"
 #include "segment.h"
@@ -106,13 +107,20 @@ class Job : public std::enable_shared_from_this<Job> {
   bool failed() const { return !error_.ok(); }
   // Cheap and without the mutex: stop between two pieces.
   bool stopped() const { return stopped_.load(std::memory_order_relaxed); }
-  // With the mutex. The buffer is given back by whoever owns it then.
-  std::optional<Lease> borrow();
-  void give_back(Lease lease);
+  // With the mutex, as the next four: the only function that changes the state of a block. It gives
+  // the buffer back of one that is over, and fails its CHECK where kFollows forbids the change.
+  void move(BlockState& block, Stage to);
+  void drop_if_queued(BlockState& block);
+  // A block that goes no further: the job has failed, or it fails now with this status.
+  void drop(BlockState& block, const Status& status = {});
+  // A buffer for a block, if there is one that this job may take.
+  bool borrow(BlockState& block);
 
-  // Starts a transfer of a buffer; afterwards `transferred` is called with the mutex.
+  // Starts a transfer for a block, or drops the block if the job has failed. When the transfer has
+  // ended, `transferred` is called with the mutex.
   void transfer(IoRequest request, uint64_t block);
   virtual void transferred(uint64_t block, Status status) = 0;
+  virtual BlockState& block_state(uint64_t block) = 0;
 
   // Waits until predicate() or the deadline; returns predicate(). Throws the error of a job that
   // has failed and is quiet.

@@ -70,7 +70,7 @@ void ReadJob::make_blocks() {
     for (const uint64_t s : members) {
       const uint64_t begin = std::max(segments_[s].begin, window_begin);
       const uint64_t end = std::min(segments_[s].end, window_begin + window_bytes);
-      if (first || !joins(s, begin, end)) blocks_.push_back({key.first, begin});
+      if (first || !joins(s, begin, end)) blocks_.push_back({{}, key.first, begin});
       first = false;
       add_to_blocks(s, begin, end);
     }
@@ -123,10 +123,9 @@ std::optional<Ready> ReadJob::next_ready(Deadline deadline) {
   wait(deadline, [&] {
     if (!ready && !offer_queue_.empty()) {
       const uint64_t index = offer_queue_.front();
-      CHECK(blocks_[index].stage == Stage::offered);
       ready = Ready{index, blocks_[index].lease, external_pieces(blocks_[index])};
-      offer_queue_.pop_front();  // nothing throws from here on
-      blocks_[index].stage = Stage::lent;
+      offer_queue_.pop_front();  // no memory is needed from here on
+      move(blocks_[index], Stage::lent);
       --ready_left_;
     }
     return ready.has_value() || ready_left_ == 0;
@@ -140,8 +139,7 @@ void ReadJob::release(const Ready& ready) {
   Block& block = blocks_[ready.block];
   CHECK(block.stage == Stage::lent);
   CHECK(block.lease.generation == ready.lease.generation);
-  give_back(block.lease);
-  finished(block);
+  failed() ? drop(block) : finished(block);
   shared_->drop_retired(lock);
 }
 
@@ -161,6 +159,7 @@ bool ReadJob::take(Priority priority, Work& work) {
   if (priority != Priority::finish || verify_queue_.empty()) return false;
   work = {shared_from_this(), kVerify, verify_queue_.front()};
   verify_queue_.pop_front();
+  move(blocks_[work.block], Stage::working);
   return true;
 }
 
@@ -174,21 +173,17 @@ bool ReadJob::take_read(Work& work) {
   if (take_cold(work)) return true;
   if (next_block_ == blocks_.size()) return false;
   work = {shared_from_this(), kStart, next_block_++};
-  blocks_[work.block].stage = Stage::busy;
+  move(blocks_[work.block], Stage::working);
   return true;
 }
 
 bool ReadJob::take_cold(Work& work) {
   if (cold_queue_.empty()) return false;
-  const std::optional<Lease> lease = borrow();
-  if (!lease) return false;
-  --unlent_blocks_;
   work = {shared_from_this(), kRead, cold_queue_.front()};
+  if (!borrow(blocks_[work.block])) return false;
+  --unlent_blocks_;
   cold_queue_.pop_front();
-  Block& block = blocks_[work.block];
-  CHECK(block.stage == Stage::cold);
-  block.stage = Stage::reading;
-  block.lease = *lease;
+  move(blocks_[work.block], Stage::working);
   return true;
 }
 
@@ -239,14 +234,13 @@ void ReadJob::start(uint64_t index) {
   const bool in_place = block.cached && !block.external;
   const Status status = in_place ? read_in_place(block) : Status{};
   const Lock lock(shared_->mutex);
-  if (failed()) return;
-  if (!status.ok()) return fail(status);
+  if (failed() || !status.ok()) return drop(block, status);
   if (in_place) {
     stats_.cached_bytes += block.wanted_bytes;
     --unlent_blocks_;
     return finished(block);
   }
-  block.stage = Stage::cold;
+  move(block, Stage::cold);
   cold_queue_.push_back(index);
   wake_all();
 }
@@ -337,7 +331,7 @@ void ReadJob::read_to_buffer(uint64_t index) {
   CHECK(request.bytes <= shared_->memory->buffer_bytes());
   {
     const Lock lock(shared_->mutex);
-    if (failed()) return give_back(block.lease);
+    if (failed()) return drop(blocks_[index]);
     request.memory = shared_->address(block.lease);
     request.slot = slot(block.lease);
     request.file = file;
@@ -348,13 +342,8 @@ void ReadJob::read_to_buffer(uint64_t index) {
 
 void ReadJob::transferred(uint64_t index, Status status) {
   Block& block = blocks_[index];
-  CHECK(block.stage == Stage::reading);
-  if (failed() || !status.ok()) {
-    give_back(block.lease);
-    if (!status.ok()) fail(status);
-    return;
-  }
-  block.stage = Stage::loaded;
+  if (failed() || !status.ok()) return drop(block, status);
+  move(block, Stage::loaded);
   verify_queue_.push_back(index);
 }
 
@@ -362,16 +351,9 @@ void ReadJob::verify(uint64_t index) {
   Block& block = blocks_[index];
   const Status status = verify_and_scatter(block);
   const Lock lock(shared_->mutex);
-  if (failed() || !status.ok()) {
-    give_back(block.lease);
-    if (!status.ok()) fail(status);
-    return;
-  }
-  if (!block.external) {
-    give_back(block.lease);
-    return finished(block);
-  }
-  block.stage = Stage::offered;
+  if (failed() || !status.ok()) return drop(block, status);
+  if (!block.external) return finished(block);
+  move(block, Stage::offered);
   offer_queue_.push_back(index);
   wake_all();
 }
@@ -409,17 +391,14 @@ std::vector<BufferPiece> ReadJob::external_pieces(const Block& block) const {
 
 void ReadJob::finished(Block& block) {
   CHECK(blocks_left_ > 0);
-  block.stage = Stage::done;
+  move(block, Stage::done);
   --blocks_left_;
   wake_all();
 }
 
 void ReadJob::drop_queued() {
-  for (std::deque<uint64_t>* queue : {&verify_queue_, &offer_queue_}) {
-    for (const uint64_t index : *queue) give_back(blocks_[index].lease);
-    queue->clear();
-  }
-  cold_queue_.clear();
+  for (Block& block : blocks_) drop_if_queued(block);
+  for (auto* queue : {&verify_queue_, &offer_queue_, &cold_queue_}) queue->clear();
 }
 
 void ReadJob::drop_files() {

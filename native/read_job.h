@@ -66,9 +66,8 @@ class ReadJob final : public Job {
 
  private:
   enum Kind : int { kOpen, kStart, kRead, kVerify };
-  enum class Stage : uint8_t { free, busy, cold, reading, loaded, offered, lent, done };
 
-  struct Block {
+  struct Block : BlockState {
     uint32_t file = 0;
     uint64_t begin = 0;  // file offsets: exactly what is needed
     uint64_t end = 0;
@@ -79,8 +78,6 @@ class ReadJob final : public Job {
     bool is_long = false;  // has a range that decides that
     bool cached = false;   // known by the time it is read
     bool viewed = false;   // likewise; it is cached, too
-    Stage stage = Stage::free;
-    Lease lease;
   };
 
   struct Source {
@@ -120,6 +117,7 @@ class ReadJob final : public Job {
   uint64_t buffers_wanted() const override { return cold_queue_.size(); }
   void drop_files() override;
   void transferred(uint64_t block, Status status) override;
+  BlockState& block_state(uint64_t block) override { return blocks_[block]; }
 
   std::vector<Source> sources_;  // files are set by open_sources, before any block starts
   std::vector<Segment> segments_;

@@ -140,10 +140,9 @@ std::optional<Fill> WriteJob::next_fill(Deadline deadline) {
   wait(deadline, [&] {
     if (!fill && !offer_queue_.empty()) {
       const uint64_t index = offer_queue_.front();
-      CHECK(blocks_[index].stage == Stage::offered);
       fill = Fill{index, blocks_[index].lease, external_pieces(blocks_[index], index)};
-      offer_queue_.pop_front();  // nothing throws from here on
-      blocks_[index].stage = Stage::lent;
+      offer_queue_.pop_front();  // no memory is needed from here on
+      move(blocks_[index], Stage::lent);
       --fills_left_;
     }
     return fill.has_value() || fills_left_ == 0;
@@ -159,12 +158,12 @@ void WriteJob::filled(const Fill& fill, bool is_there) {
   CHECK(block.lease.generation == fill.lease.generation);
   CHECK(!is_there || segments_[block.first_segment].external);
   if (failed()) {
-    give_back(block.lease);
+    drop(block);
   } else {
     seal_queue_.push_back(fill.block);  // may throw: then the buffer is still lent
+    move(block, Stage::filled);
+    block.is_there = is_there;
   }
-  block.stage = Stage::copying;
-  block.is_there = is_there;
   wake_all();
 }
 
@@ -182,8 +181,8 @@ bool WriteJob::take(Priority priority, Work& work) {
   if (failed()) return false;
   switch (priority) {
     case Priority::finish:
-      return (file_ && take_queued(write_queue_, kWrite, work, *this)) ||
-             take_queued(seal_queue_, kSeal, work, *this);
+      return (file_ && take_queued(write_queue_, kWrite, work)) ||
+             take_queued(seal_queue_, kSeal, work);
     case Priority::eager:
       return take_fill(eager_queue_, work);
     case Priority::fill:
@@ -193,9 +192,10 @@ bool WriteJob::take(Priority priority, Work& work) {
   }
 }
 
-bool WriteJob::take_queued(std::deque<uint64_t>& queue, int kind, Work& work, Job& job) {
+bool WriteJob::take_queued(std::deque<uint64_t>& queue, int kind, Work& work) {
   if (queue.empty()) return false;
-  work = {job.shared_from_this(), kind, queue.front()};
+  move(blocks_[queue.front()], Stage::working);
+  work = {shared_from_this(), kind, queue.front()};
   queue.pop_front();
   return true;
 }
@@ -203,18 +203,14 @@ bool WriteJob::take_queued(std::deque<uint64_t>& queue, int kind, Work& work, Jo
 bool WriteJob::take_fill(std::deque<uint64_t>& queue, Work& work) {
   if (queue.empty()) return false;
   Block& block = blocks_[queue.front()];
-  CHECK(block.stage == Stage::free);
   if (memory_ != nullptr && !block.external) {
     block.to = memory_ + block_begin(queue.front());
   } else {
-    const std::optional<Lease> lease = borrow();
-    if (!lease) return false;
-    block.lease = *lease;
-    block.to = shared_->address(*lease);
+    if (!borrow(block)) return false;
+    block.to = shared_->address(block.lease);
   }
-  block.stage = Stage::copying;
   externals_queued_ -= block.external ? 1 : 0;
-  return take_queued(queue, kFill, work, *this);
+  return take_queued(queue, kFill, work);
 }
 
 void WriteJob::run(const Work& work) {
@@ -256,11 +252,10 @@ void WriteJob::fill(uint64_t index) {
     std::memset(block.to + bytes, 0, align_up(bytes, kPageBytes) - bytes);
   }
   const Lock lock(shared_->mutex);
-  if (failed()) return release(block);
-  if (!status.ok()) return fail(status);
+  if (failed() || !status.ok()) return drop(blocks_[index], status);
   if (block.eager) --eager_left_;
   if (!block.external) return copied(index);
-  blocks_[index].stage = Stage::offered;
+  move(blocks_[index], Stage::offered);
   offer_queue_.push_back(index);
   wake_all();
 }
@@ -268,20 +263,18 @@ void WriteJob::fill(uint64_t index) {
 void WriteJob::seal(uint64_t index) {
   move_pieces(blocks_[index], index, true);
   const Lock lock(shared_->mutex);
-  if (failed()) return give_back(blocks_[index].lease);
+  if (failed()) return drop(blocks_[index]);
   copied(index);
 }
 
 void WriteJob::copied(uint64_t index) {
   Block& block = blocks_[index];
-  CHECK(block.stage == Stage::copying);
   CHECK(copies_left_ > 0);
-  block.stage = Stage::copied;
   if (--copies_left_ == 0) stats_.copy_ns = elapsed_ns();
   if (block.buffered() && !block.is_there) {
+    move(block, Stage::copied);
     write_queue_.push_back(index);
   } else {
-    release(block);
     if (stats_.first_write_ns == 0) stats_.first_write_ns = elapsed_ns();
     written(block);
   }
@@ -289,14 +282,9 @@ void WriteJob::copied(uint64_t index) {
 }
 
 void WriteJob::written(Block& block) {
-  CHECK(block.stage == Stage::copied);
   CHECK(writes_left_ > 0);
-  block.stage = Stage::written;
+  move(block, Stage::done);
   if (--writes_left_ == 0) stats_.write_ns = elapsed_ns();
-}
-
-void WriteJob::release(const Block& block) {
-  if (block.buffered()) give_back(block.lease);
 }
 
 void WriteJob::write(uint64_t index) {
@@ -304,8 +292,7 @@ void WriteJob::write(uint64_t index) {
   {
     const Lock lock(shared_->mutex);
     const Block& block = blocks_[index];
-    if (failed()) return give_back(block.lease);
-    CHECK(block.stage == Stage::copied);
+    if (failed()) return drop(blocks_[index]);
     if (stats_.first_write_ns == 0) stats_.first_write_ns = elapsed_ns();
     request.file = file_;
     request.memory = shared_->address(block.lease);
@@ -333,16 +320,13 @@ Status WriteJob::store(uint64_t index, const std::byte* buffer) {
 }
 
 void WriteJob::transferred(uint64_t index, Status status) {
-  Block& block = blocks_[index];
-  give_back(block.lease);
-  if (!status.ok()) return fail(status);
-  written(block);
+  if (failed() || !status.ok()) return drop(blocks_[index], status);
+  written(blocks_[index]);
 }
 
-// Blocks in the hands of a worker, of Python or of the Fs are released by those.
 void WriteJob::drop_queued() {
-  for (std::deque<uint64_t>* queue : {&offer_queue_, &seal_queue_, &write_queue_}) {
-    for (const uint64_t index : *queue) give_back(blocks_[index].lease);
+  for (Block& block : blocks_) drop_if_queued(block);
+  for (auto* queue : {&eager_queue_, &fill_queue_, &offer_queue_, &seal_queue_, &write_queue_}) {
     queue->clear();
   }
 }

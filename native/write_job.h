@@ -2,7 +2,7 @@
 //
 // The file is cut into blocks of one buffer each. Per block:
 //   free -> copied into a buffer and hashed -> (external parts filled by Python -> hashed)
-//        -> written -> buffer released
+//        -> written -> done (block.h)
 // A block that Python finds in the file (a copy that goes on where one has ended) is not written.
 // Blocks with eager segments are copied first. Copying starts at once, writing when a file is
 // attached. Checksums are of the bytes in the buffers, which are the bytes written.
@@ -73,19 +73,14 @@ class WriteJob final : public Job {
 
  private:
   enum Kind : int { kFill, kSeal, kWrite };
-  enum class Stage : uint8_t { free, copying, offered, lent, copied, written };
 
-  struct Block {
+  struct Block : BlockState {    // without a buffer, it goes straight into the file
     uint64_t first_segment = 0;  // of those that overlap the block
     uint64_t last_segment = 0;   // exclusive
     bool eager = false;
     bool external = false;
-    bool is_there = false;  // in the file, before it was attached
-    Stage stage = Stage::free;
-    Lease lease;              // none: it goes straight into the file
+    bool is_there = false;    // in the file, before it was attached
     std::byte* to = nullptr;  // where it is copied to
-
-    bool buffered() const { return lease.generation != 0; }
   };
 
   void check_tiling() const;
@@ -94,12 +89,11 @@ class WriteJob final : public Job {
   uint64_t block_begin(uint64_t block) const { return block * buffer_bytes_; }
   uint64_t block_end(uint64_t block) const;
   bool take_fill(std::deque<uint64_t>& queue, Work& work);
-  static bool take_queued(std::deque<uint64_t>& queue, int kind, Work& work, Job& job);
+  bool take_queued(std::deque<uint64_t>& queue, int kind, Work& work);
   void fill(uint64_t index);
   void seal(uint64_t index);
   void write(uint64_t index);
   Status store(uint64_t index, const std::byte* buffer);  // into a file that is memory
-  void release(const Block& block);                       // with the mutex
   // Copies (or, for external ones, only hashes) the pieces of a block; false when stopped.
   bool move_pieces(const Block& block, uint64_t index, bool external);
   void copied(uint64_t index);  // with the mutex
@@ -113,6 +107,7 @@ class WriteJob final : public Job {
   uint64_t buffers_wanted() const override { return buffers_left(); }
   void drop_files() override;
   void transferred(uint64_t block, Status status) override;
+  BlockState& block_state(uint64_t block) override { return blocks_[block]; }
 
   const uint64_t file_bytes_;
   const uint64_t buffer_bytes_;

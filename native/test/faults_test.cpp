@@ -146,7 +146,9 @@ class ThrowingJob final : public Job {
   uint64_t buffers_wanted() const override { return 0; }
   void drop_files() override {}
   void transferred(uint64_t, Status) override {}
+  BlockState& block_state(uint64_t) override { return block_; }
 
+  BlockState block_;
   const Where where_;
 };
 
