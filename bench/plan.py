@@ -32,6 +32,7 @@ from statehold.layout.layout import Layout, Mesh
 from statehold.layout.plan import BLOCK_BYTES, TensorSpec, piece_count
 from statehold.layout.share import PlanCache, RankPlan, balance, share
 from statehold.ranks.board import StoreBoard
+from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.testing import MemoryBoard
 
@@ -158,7 +159,7 @@ def _measure_rank(
     cold, cached, plan = [], [], None
     for step in range(reps):
         specs = _fresh(captured(build(rank), rank), build(rank))
-        cache = PlanCache(world_size=world, rank=rank)
+        cache = PlanCache(Membership(rank, world))
         begin = time.process_time()
         plan = cache.get(specs, step)
         cold.append(time.process_time() - begin)
@@ -213,7 +214,7 @@ def _measure_manifest(world: int, build: Callable[[int], Tensors]) -> dict[str, 
     said: list[dict[str, str]] = []
     while len(said) < world:
         rank, tensors = len(said), build(len(said))
-        plan = PlanCache(world_size=world, rank=rank).get(captured(tensors, rank), 1)
+        plan = PlanCache(Membership(rank, world)).get(captured(tensors, rank), 1)
         alike = len(tensors[0][3].mesh.ranks)
         said += [_record(plan, world, rank).said()] * alike
     entries = [RecordEntry(record_name(rank, world), 1 << 20, "0" * 64) for rank in range(world)]
@@ -236,7 +237,7 @@ def _operations(world: int) -> dict[str, int]:
     """Calls to the store for one save, when saves before it have left notes to drop."""
     store = MemoryBoard().store
     boards = [StoreBoard(store, "run") for _ in range(world)]
-    peers = [Peers(board, rank, world, 60.0) for rank, board in enumerate(boards)]
+    peers = [Peers(board, Membership(rank, world), 60.0) for rank, board in enumerate(boards)]
     before = []
     for seq in range(4):
         before = [board.operations for board in boards]

@@ -28,6 +28,7 @@ UNITS = [
     "options",
     "process",
     "encoding",
+    "ranks.membership",
     "layout",
     "format",
     "planners",
@@ -61,7 +62,16 @@ CORE_USERS = {
 }
 TORCH_USERS = {"tensors", "testing", "integrations"}
 # Units that may not even name torch in annotations: they make sense without it.
-PURE = {"errors", "units", "options", "encoding", "layout", "format", "planners"}
+PURE = {
+    "errors",
+    "units",
+    "options",
+    "encoding",
+    "ranks.membership",
+    "layout",
+    "format",
+    "planners",
+}
 LOOSE_MODULES_MAX = 8
 
 

@@ -11,6 +11,7 @@ from statehold.format.manifest import RecordEntry
 from statehold.integrations.dcp import alone
 from statehold.integrations.dcp.commit import Sent
 from statehold.integrations.dcp.writing import Place
+from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.testing import MemoryBoard
 
@@ -25,7 +26,7 @@ class SaveRound(alone.SaveRound):
     def __init__(self, board: MemoryBoard, rank: int) -> None:
         self.rank, self.world_size = rank, SIZE
         self._board = board
-        self._peers = Peers(board, rank, SIZE, PATIENCE_S)
+        self._peers = Peers(board, Membership(rank, SIZE), PATIENCE_S)
 
 
 def sent(rank: int) -> Sent:

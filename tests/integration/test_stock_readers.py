@@ -10,6 +10,7 @@ import pytest
 from statehold.layout.layout import Layout
 from statehold.layout.plan import plan_save
 from statehold.layout.share import PlanCache, share
+from statehold.ranks.membership import Membership
 from support.meshes import local_specs, mesh
 from support.steps import spec
 
@@ -85,7 +86,7 @@ def write_sharded_step(directory: Path) -> dict[str, Any]:
         for name, (dtype, shape, _) in SHARDED.items()
     }
     for rank in range(4):
-        plan = PlanCache(world_size=4, rank=rank).get(local_specs(SHARDED, rank), 4).save
+        plan = PlanCache(Membership(rank, 4)).get(local_specs(SHARDED, rank), 4).save
         data = bytearray(plan.header)
         for own in plan.specs:
             assert own.offsets is not None

@@ -17,6 +17,7 @@ from statehold.errors import (
     StorageError,
 )
 from statehold.ranks.board import DirectoryBoard, StoreBoard
+from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.testing import MemoryBoard
 from support.boards import DEADLINE_S, KINDS, Maker, peers_of, together
@@ -321,7 +322,7 @@ def test_a_directory_is_left_with_the_last_rounds_only(tmp_path: Path) -> None:
 def test_a_round_costs_every_rank_a_few_calls(size: int) -> None:
     store = MemoryBoard().store
     boards = [StoreBoard(store, "runs/x") for _ in range(size)]
-    peers = [Peers(board, rank, size, DEADLINE_S) for rank, board in enumerate(boards)]
+    peers = [Peers(board, Membership(rank, size), DEADLINE_S) for rank, board in enumerate(boards)]
     for seq in range(3):
         together(peers, lambda one, seq=seq: save(one, seq))
     before = [board.operations for board in boards]
@@ -333,7 +334,7 @@ def test_a_round_costs_every_rank_a_few_calls(size: int) -> None:
 
 def test_a_directory_costs_a_leader_one_file_for_each_rank(tmp_path: Path) -> None:
     boards = [DirectoryBoard(tmp_path) for _ in range(2)]
-    peers = [Peers(board, rank, 2, DEADLINE_S) for rank, board in enumerate(boards)]
+    peers = [Peers(board, Membership(rank, 2), DEADLINE_S) for rank, board in enumerate(boards)]
     together(peers, lambda one: save(one, 0))
     peers[1].arrive(1, b"")
     peers[0].arrive(1, b"")
@@ -344,7 +345,7 @@ def test_a_directory_costs_a_leader_one_file_for_each_rank(tmp_path: Path) -> No
 
 def test_a_rank_outside_its_world_is_refused() -> None:
     with pytest.raises(InvariantError):
-        Peers(MemoryBoard(), 2, 2, 1.0)
+        Membership(rank=2, world=2)
 
 
 def test_threads_that_open_together_open_once() -> None:

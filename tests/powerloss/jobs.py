@@ -17,6 +17,7 @@ from statehold._core import Fs
 from statehold.checkpoint.levels.specs import Level
 from statehold.ranks.board import Board, DirectoryBoard, StoreBoard
 from statehold.ranks.joining import PEERS_NAME
+from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.testing import MemoryBoard, checkpointer_on
 from statehold.testing.memory_board import MemoryStore
@@ -64,7 +65,9 @@ class Job(Ranks):
         if self.size == 1:
             return [statehold.Checkpointer(self.run, **options)]
         board = self._boards()
-        peers = [Peers(board(), rank, self.size, timeout_s) for rank in range(self.size)]
+        peers = [
+            Peers(board(), Membership(rank, self.size), timeout_s) for rank in range(self.size)
+        ]
         options["peer_timeout_s"] = timeout_s
         return [checkpointer_on(self.fs, self.run, each, **options) for each in peers]
 

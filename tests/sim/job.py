@@ -19,6 +19,7 @@ from statehold import Checkpointer
 from statehold._core import SimFs
 from statehold.errors import StateholdError
 from statehold.ranks.board import StoreBoard, lost_leader
+from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.testing import checkpointer_on
 from statehold.testing.memory_board import MemoryStore
@@ -206,7 +207,7 @@ class Job:
 
     def _rank(self, fs: SimFs, life: Life, token: str, options: dict[str, Any]) -> Checkpointer:
         board = RankBoard(self.hub, life, token)
-        peers = Peers(board, life.rank, self.size, HANG_S) if self.size > 1 else None
+        peers = Peers(board, Membership(life.rank, self.size), HANG_S) if self.size > 1 else None
         ckpt = checkpointer_on(fs, RUN, peers, **{**SMALL, **options})
         opened: Any = ckpt._opened()
         spy = Spy(fs, life.before)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from statehold.ranks.board import Board, DirectoryBoard, StoreBoard
+from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.testing import MemoryBoard
 
@@ -80,7 +81,7 @@ KINDS = {
 
 
 def peers_of(make: Maker, size: int, timeout_s: float = DEADLINE_S) -> list[Peers]:
-    return [Peers(make(), rank, size, timeout_s) for rank in range(size)]
+    return [Peers(make(), Membership(rank, size), timeout_s) for rank in range(size)]
 
 
 def together(peers: list[Peers], act: Callable[[Peers], T]) -> list[T | BaseException]:

@@ -20,6 +20,7 @@ from statehold.format.manifest import Commit, RecordEntry, groups_of, record_nam
 from statehold.format.saved import SavedStep
 from statehold.layout.layout import Box, Layout
 from statehold.layout.share import PlanCache
+from statehold.ranks.membership import Membership
 from statehold.tensors.captured import CapturedTensor
 from statehold.tensors.devices import Devices
 from statehold.tensors.storable import strides_of
@@ -102,7 +103,7 @@ class Disk:
                     spec, tensor, 0, tensor.data_ptr(), strides_of(tensor), False, False, None
                 )
             )
-        plan = PlanCache(world_size=size, rank=rank).get(specs, STEP)
+        plan = PlanCache(Membership(rank, size)).get(specs, STEP)
         job = writes.start_write(self.engine, plan.save, writes.in_file_order(plan, captured))
         store.begin(STEP, ATTEMPT)
         file, _ = store.data_file(STEP, plan.save.file_name, plan.save.file_bytes, ATTEMPT)

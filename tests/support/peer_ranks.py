@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from statehold.errors import StateholdError
 from statehold.ranks.board import Board, DirectoryBoard, StoreBoard
+from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from support.boards import DEADLINE_S
 from support.faults import must
@@ -68,7 +69,7 @@ def serve_store(own: Connection) -> None:
 
 def be_rank(own: Connection, kind: str, where: str, rank: int, size: int, timeout_s: float) -> None:
     """Opens, says the token, then makes rounds as told, and says what came of each."""
-    peers = Peers(board(kind, where), rank, size, DEADLINE_S)
+    peers = Peers(board(kind, where), Membership(rank, size), DEADLINE_S)
     own.send(peers.open())
     peers._timeout_s = timeout_s  # not before: the others may still have to start
     with contextlib.suppress(EOFError):

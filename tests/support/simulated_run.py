@@ -15,6 +15,7 @@ from statehold.checkpoint.levels import rhythm as rhythm_module
 from statehold.checkpoint.levels.rhythm import Rhythm
 from statehold.checkpoint.levels.specs import Level
 from statehold.options import Options
+from statehold.ranks.membership import ALONE
 
 
 @dataclass
@@ -80,7 +81,7 @@ class SimulatedRun:
         watches: Any = [watch] * len(self.levels)
         promotions = SimpleNamespace(promoters=self.promoters)
         levels = self.levels, promotions
-        self.rhythm = Rhythm(*levels, None, self.options, watches)  # type: ignore[arg-type]
+        self.rhythm = Rhythm(*levels, ALONE, self.options, watches)  # type: ignore[arg-type]
         self.step = self.number = 0
         self.gate_s = self.saving_until_s = 0.0
         self.saved: list[int] = []

@@ -10,6 +10,7 @@ from statehold.errors import ReplicasDifferError
 from statehold.layout.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
 from statehold.layout.layout import Layout, Mesh
 from statehold.layout.plan import TensorSpec
+from statehold.ranks.membership import Membership
 
 WORLD = 4
 Contents = Callable[[int, str], int]
@@ -48,7 +49,7 @@ def save(
 
 
 def everyone() -> list[Claims]:
-    return [Claims(rank, WORLD) for rank in range(WORLD)]
+    return [Claims(Membership(rank, WORLD)) for rank in range(WORLD)]
 
 
 def same(rank: int, name: str) -> int:
@@ -123,7 +124,7 @@ def test_pipeline_stages_have_no_siblings() -> None:
 def test_tensors_on_all_ranks_claim_nothing() -> None:
     mesh = Mesh((2, 2), (0, 1, 2, 3))
     spec = TensorSpec("w", "F32", (4,), 16, False, Layout(mesh, ((0, 0),)), (8,), (0,))
-    assert Claims(0, WORLD).resolve([spec], 0).comparisons == ()
+    assert Claims(Membership(0, WORLD)).resolve([spec], 0).comparisons == ()
 
 
 def test_replicas_that_drift_apart_fail_the_save_by_name() -> None:
@@ -149,7 +150,7 @@ def test_after_a_failed_save_everything_is_learned_anew() -> None:
 def test_a_rank_that_missed_an_outcome_plans_under_another_version() -> None:
     ranks = everyone()
     _, lesson = save(ranks, 0, lambda rank: [plain("b")], same)
-    late = Claims(3, WORLD)
+    late = Claims(Membership(3, WORLD))
     late.forget(0)
     late.resolve([plain("b")], 2)
     ranks[0].resolve([plain("b")], 2)
@@ -173,7 +174,7 @@ def test_overlapping_meshes_teach_nothing() -> None:
     meshes = {0: Mesh((2,), (0, 1)), 1: Mesh((2,), (1, 2)), 2: Mesh((2,), (1, 2))}
     told = []
     for rank, mesh in meshes.items():
-        claims = Claims(rank, WORLD)
+        claims = Claims(Membership(rank, WORLD))
         resolved = claims.resolve([on_mesh("w", mesh, rank)], 0)
         told.append(message(rank, resolved.comparisons, {"w": 1}))
     assert all(not siblings.equal for siblings in judge(told).values())

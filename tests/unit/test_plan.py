@@ -19,6 +19,7 @@ from statehold.layout.plan import (
     plan_save,
 )
 from statehold.layout.share import PlanCache
+from statehold.ranks.membership import Membership
 from support.steps import spec
 
 
@@ -139,7 +140,7 @@ def test_pieces() -> None:
 
 
 def test_the_cache_plans_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = PlanCache(world_size=2, rank=1)
+    cache = PlanCache(Membership(1, 2))
     first = cache.get(many(), 1).save
     assert first == plan_save(many(), step=1, world_size=2, rank=1)
     second = cache.get(many(), 2).save

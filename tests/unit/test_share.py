@@ -21,6 +21,7 @@ from statehold.layout.share import (
     balance,
     share,
 )
+from statehold.ranks.membership import Membership
 from statehold.units import MiB
 from support.meshes import local_spec, local_specs, mesh
 from support.steps import spec
@@ -164,7 +165,7 @@ def test_balance() -> None:
 def test_the_cache_keeps_the_share_with_the_plan() -> None:
     layout = Layout(mesh(4))
     tensors = {f"t{i}": ("F32", (i, 3), layout) for i in range(20)}
-    cache = PlanCache(world_size=4, rank=2)
+    cache = PlanCache(Membership(2, 4))
     first = cache.get(local_specs(tensors, 2), 1)
     again = cache.get(local_specs(tensors, 2), 2)
     assert again.share is first.share

@@ -52,6 +52,7 @@ from statehold.observe.once import say_once
 from statehold.options import Options
 from statehold.process.host_memory import ranks_on_host
 from statehold.ranks.joining import join
+from statehold.ranks.membership import ALONE
 
 if TYPE_CHECKING:
     from statehold._core import Engine, File, Fs
@@ -97,15 +98,15 @@ class Session:
             say_once(note)
         self.fs = borrowed_fs or _opened_fs(options, owned)
         self._identity = Identity(run)
-        rank, ranks = (self.peers.rank, self.peers.world_size) if self.peers else (0, 1)
+        self.membership = self.peers.membership if self.peers else ALONE
+        rank, ranks = self.membership.rank, self.membership.world
         self.places = open_places(
             levels,
             run,
             self.fs,
             options.buffer_size,
             reuse=options.reuse_files,
-            rank=rank,
-            world_size=ranks,
+            membership=self.membership,
             identity=self._identity,
         )
         for place in reversed(self.places):
@@ -123,12 +124,12 @@ class Session:
         owned.callback(self.watch.close)
         self._agent: Agent | None = None
         owned.callback(self._say_goodbye)
-        self.claims = Claims(rank, ranks)
-        self.plans = PlanCache(world_size=ranks, rank=rank)
+        self.claims = Claims(self.membership)
+        self.plans = PlanCache(self.membership)
         self.promotions = self._promotions(levels)
         owned.callback(self.promotions.close)
         watches = [self._watch_of(level) for level in levels]
-        self.rhythm = Rhythm(levels, self.promotions, self.rank, options, watches)
+        self.rhythm = Rhythm(levels, self.promotions, self.membership, options, watches)
         publisher = self._publisher(log)
         self._level_choice = LevelChoice(
             levels, self.near, self.promotions, self.peers, self.hosts, log

@@ -33,6 +33,7 @@ from typing import Any
 from statehold.errors import ReplicasDifferError
 from statehold.layout.layout import Layout, Mesh
 from statehold.layout.plan import TensorSpec
+from statehold.ranks.membership import Membership
 
 __all__ = [
     "Claim",
@@ -91,9 +92,8 @@ class Resolved:
 class Claims:
     """What one rank knows. `learn` and `forget` may be called from another thread."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank = rank
-        self._world_size = world_size
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
         self._due: dict[int, Lesson | None] = {}
         self._known: dict[str, Siblings] = {}
         self._specs: list[TensorSpec] | None = None
@@ -155,12 +155,12 @@ class Claims:
         members: defaultdict[Mesh, list[TensorSpec]] = defaultdict(list)
         for spec in specs:
             mesh = self._mesh_of(spec)
-            if len(mesh.ranks) < self._world_size:
+            if len(mesh.ranks) < self._membership.world:
                 members[mesh].append(spec)
         return [_claim(mesh, group) for mesh, group in members.items()]
 
     def _mesh_of(self, spec: TensorSpec) -> Mesh:
-        return spec.layout.mesh if spec.layout else Mesh((1,), (self._rank,))
+        return spec.layout.mesh if spec.layout else Mesh((1,), (self._membership.rank,))
 
 
 def _claim(mesh: Mesh, specs: Sequence[TensorSpec]) -> Claim:

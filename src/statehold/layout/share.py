@@ -29,6 +29,7 @@ from statehold.encoding import header
 from statehold.errors import InvariantError
 from statehold.layout.layout import AnyLayout, Box, Layout, Mesh
 from statehold.layout.plan import SavePlan, TensorSpec, plan_save
+from statehold.ranks.membership import ALONE, Membership
 from statehold.units import MiB
 
 __all__ = [
@@ -296,9 +297,8 @@ class RankPlan:
 class PlanCache:
     """The plan of the last save, for the next one: a training run saves the same structure."""
 
-    def __init__(self, *, world_size: int = 1, rank: int = 0) -> None:
-        self._world_size = world_size
-        self._rank = rank
+    def __init__(self, membership: Membership = ALONE) -> None:
+        self._membership = membership
         self._specs: list[TensorSpec] | None = None
         self._plan: RankPlan | None = None
 
@@ -307,9 +307,10 @@ class PlanCache:
         specs = list(specs)
         if self._plan is not None and specs == self._specs:
             return RankPlan(self._plan.save.at_step(step), self._plan.share)
-        found = share(specs, self._rank)
+        rank, world = self._membership.rank, self._membership.world
+        found = share(specs, rank)
         parts = [part.spec for part in found.parts]
-        save = plan_save(parts, step=step, world_size=self._world_size, rank=self._rank)
+        save = plan_save(parts, step=step, world_size=world, rank=rank)
         self._specs, self._plan = specs, RankPlan(save, found)
         return self._plan
 

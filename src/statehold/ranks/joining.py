@@ -13,6 +13,7 @@ from typing import Any
 from statehold.errors import UsageError
 from statehold.options import Options
 from statehold.ranks.board import DirectoryBoard, StoreBoard
+from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 
 PEERS_NAME = ".peers"
@@ -40,7 +41,8 @@ def _through_store(run: str, required: bool, timeout_s: float) -> Peers | None:
     if world_size == 1:
         return None
     store = distributed.distributed_c10d._get_default_store()
-    return Peers(StoreBoard(store, run), distributed.get_rank(), world_size, timeout_s)
+    membership = Membership(distributed.get_rank(), world_size)
+    return Peers(StoreBoard(store, run), membership, timeout_s)
 
 
 def _through_directory(run: str, timeout_s: float) -> Peers | None:
@@ -49,7 +51,8 @@ def _through_directory(run: str, timeout_s: float) -> Peers | None:
         return None
     if rank >= world_size:
         raise UsageError("a rank outside its world", facts={"RANK": rank, "WORLD_SIZE": world_size})
-    return Peers(DirectoryBoard(os.path.join(run, PEERS_NAME)), rank, world_size, timeout_s)
+    board = DirectoryBoard(os.path.join(run, PEERS_NAME))
+    return Peers(board, Membership(rank, world_size), timeout_s)
 
 
 def _number(name: str) -> int:

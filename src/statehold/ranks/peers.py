@@ -36,6 +36,7 @@ from statehold.errors import (
     StateholdError,
 )
 from statehold.ranks.board import Board, lost_leader
+from statehold.ranks.membership import Membership
 
 _CONCLUDED, _FAILED = b"+", b"-"
 
@@ -45,21 +46,24 @@ _PATIENCE = 1.5
 
 
 class Peers:
-    """The ranks of a job, as seen by one of them."""
+    """The ranks of a job, as seen by one of them, for as long as its membership lasts."""
 
-    def __init__(self, board: Board, rank: int, world_size: int, timeout_s: float) -> None:
-        if not 0 <= rank < world_size:
-            raise InvariantError(
-                "a rank outside its world", facts={"rank": rank, "world size": world_size}
-            )
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(self, board: Board, membership: Membership, timeout_s: float) -> None:
+        self.membership = membership
         self._board = board
         self._timeout_s = timeout_s
         self._guard = threading.Lock()
         self._token: str | None = None
         self._agreed: dict[str, int] = {}
         self._held: dict[str, list[str]] = {}  # kind of round -> groups to forget, oldest first
+
+    @property
+    def rank(self) -> int:
+        return self.membership.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.membership.world
 
     def open(self) -> str:
         """The job's token, the same on all ranks; the first call meets the other ranks."""

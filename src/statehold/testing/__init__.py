@@ -16,6 +16,7 @@ from typing import Any
 from statehold._core import Fs, SimFs
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.options import Options
+from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.testing.memory_board import MemoryBoard
 from statehold.testing.memory_network import MemoryNetwork
@@ -48,7 +49,7 @@ def ranks_on(
     board = MemoryBoard()
     timeout_s = options.get("peer_timeout_s", Options().peer_timeout_s)
     return [
-        checkpointer_on(fs, run, Peers(board, rank, world_size, timeout_s), **options)
+        checkpointer_on(fs, run, Peers(board, Membership(rank, world_size), timeout_s), **options)
         for rank in range(world_size)
     ]
 
@@ -61,7 +62,7 @@ def ranks_on_hosts(
     timeout_s = options.get("peer_timeout_s", Options().peer_timeout_s)
     ckpts = []
     for rank, fs in enumerate(disks):
-        peers = Peers(board, rank, len(disks), timeout_s)
+        peers = Peers(board, Membership(rank, len(disks)), timeout_s)
         ckpts.append(checkpointer_on(fs, run, peers, **options))
         ckpts[-1]._borrowed_exchange = network.exchange()
     return ckpts

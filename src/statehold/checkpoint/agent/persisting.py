@@ -60,8 +60,6 @@ class Persisting:
             self._fs,
             orders.buffer_bytes,
             reuse=False,
-            rank=0,
-            world_size=1,
             yields=True,
         )
         assert isinstance(places[0], DirectoryPlace)

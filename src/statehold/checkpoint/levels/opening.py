@@ -22,6 +22,7 @@ from statehold.checkpoint.store.store import Store
 from statehold.errors import UsageError
 from statehold.io.mounts import mount_of
 from statehold.observe.once import say_once
+from statehold.ranks.membership import ALONE, Membership
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -38,8 +39,7 @@ def open_places(
     buffer_bytes: int,
     *,
     reuse: bool,
-    rank: int,
-    world_size: int,
+    membership: Membership = ALONE,
     yields: bool = False,
     identity: Identity | None = None,
 ) -> list[Place]:
@@ -53,7 +53,7 @@ def open_places(
     roots: list[str] = []
     for level in levels:
         if isinstance(level, ObjectStore):
-            places.append(_in_objects(level, run, identity, leads=rank == 0, yields=yields))
+            places.append(_in_objects(level, run, identity, leads=membership.leads, yields=yields))
             continue
         called = directory_of(level, run)
         # It may be reached through links; below it, nothing is one.
@@ -64,12 +64,12 @@ def open_places(
             fs,
             keep=level.keep,
             reuse=reuse,
-            rank=rank,
-            world_size=world_size,
+            rank=membership.rank,
+            world_size=membership.world,
             mapped=isinstance(level, Memory) and fs.backend != "sim" and _is_memory(root),
         )
 
-        if rank == 0 and not yields and fs.backend != "sim":
+        if membership.leads and not yields and fs.backend != "sim":
             _say_no_memory(level, called, root)
 
         def engine_of() -> CopyEngine:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from statehold.checkpoint.levels.specs import Level
     from statehold.checkpoint.telemetry.copies import LevelWatch
     from statehold.options import Options
+    from statehold.ranks.membership import Membership
 
 __all__ = ["Rhythm"]
 
@@ -33,13 +34,13 @@ TOLD = 1.5
 
 
 class Rhythm:
-    """The cadences of a run. rank: None for a process that is alone."""
+    """The cadences of a run, while its ranks stay the same."""
 
     def __init__(
         self,
         levels: Sequence[Level],
         promotions: Promotions,
-        rank: int | None,
+        membership: Membership,
         options: Options,
         watches: Sequence[LevelWatch],
     ) -> None:
@@ -49,7 +50,7 @@ class Rhythm:
         self._promoters = promotions.promoters
         self._options = options
         self._watches = watches
-        first, is_alone = self._every[0], rank is None
+        first, is_alone = self._every[0], membership.world == 1
         is_timed = first.seconds is not None and is_alone
         self._timer = Cadence(first, None, time.monotonic()) if is_timed else None
         # Whether the first level's interval is chosen by rank 0, and the others have to be told.
@@ -57,7 +58,7 @@ class Rhythm:
         steps = NEVER if is_timed else first.steps
         self.turns = Turns(steps, lag=0 if is_alone else LAG)
         measured = self.is_led or any(every.is_auto for every in self._every)
-        self._pace = Pace(self._names) if measured and not rank else None
+        self._pace = Pace(self._names) if measured and membership.leads else None
         self._copied = [0] * len(self._promoters)
         self._copies_s: dict[str, float] = {}
         self._intervals: dict[str, Interval] = {}

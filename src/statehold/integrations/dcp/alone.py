@@ -27,6 +27,7 @@ from statehold.integrations.dcp.commit import Sent
 from statehold.integrations.dcp.writing import Piece, Place
 from statehold.layout.layout import Box
 from statehold.ranks.board import StoreBoard
+from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 
 logger = logging.getLogger("statehold")
@@ -40,7 +41,7 @@ class SaveRound:
     def __init__(self, final: str, timeout_s: float) -> None:
         self.rank, self.world_size = rank_and_world()
         self._board = StoreBoard(_get_default_store(), f"dcp:{final}")
-        self._peers = Peers(self._board, self.rank, self.world_size, timeout_s)
+        self._peers = Peers(self._board, Membership(self.rank, self.world_size), timeout_s)
 
     def begin(self, make: Callable[[], Place]) -> Place:
         """What `make` makes on rank 0, on every rank."""
