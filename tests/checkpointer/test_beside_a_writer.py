@@ -127,7 +127,7 @@ def test_damage_that_is_gone_under_the_lock_hides_nothing(fs, monkeypatch) -> No
         flip(fs, 2)  # it is as it was
         return True
 
-    monkeypatch.setattr("statehold.checkpoint.session.Opened.claim", claim)
+    monkeypatch.setattr("statehold.checkpoint.session.Session.claim", claim)
     live = content(0)
     with checkpointer_on(fs, "/run", **SMALL) as ckpt:
         got = ckpt.restore(live)

@@ -17,7 +17,7 @@ import statehold
 from statehold import Memory, errors
 from statehold.checkpoint import checkpointer
 from statehold.checkpoint.save import pipeline, writes
-from statehold.checkpoint.session import Opened
+from statehold.checkpoint.session import Session
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.interrupts import Interrupts
@@ -27,7 +27,7 @@ FUNCTIONS: list[Callable[..., Any]] = [
     checkpointer.Checkpointer._start,
     writes.start_write,
     pipeline.Pipeline.submit,
-    Opened.ready_file,
+    Session.ready_file,
 ]
 # Larger than the staging memory: no copy ends before the file is attached.
 STATE_BYTES = 3 << 20
