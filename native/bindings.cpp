@@ -13,10 +13,6 @@
 namespace statehold::python {
 namespace {
 
-constexpr uint8_t kEager = 1;
-constexpr uint8_t kExternal = 2;
-constexpr uint8_t kShared = 4;
-
 // The elements of an array.array (or anything like it) of 8-byte integers.
 std::vector<uint64_t> integers(nb::handle source, const char* name) {
   Py_buffer view;
@@ -90,9 +86,9 @@ std::vector<Segment> parse_segments(nb::handle begins, nb::handle sizes, nb::han
     segments[i].begin = begin[i];
     segments[i].end = begin[i] + size[i];
     segments[i].place.address = reinterpret_cast<std::byte*>(address[i]);
-    segments[i].eager = (flag[i] & kEager) != 0;
-    segments[i].external = (flag[i] & kExternal) != 0;
-    segments[i].shared = (flag[i] & kShared) != 0;
+    segments[i].eager = (flag[i] & kSegmentEager) != 0;
+    segments[i].external = (flag[i] & kSegmentExternal) != 0;
+    segments[i].shared = (flag[i] & kSegmentShared) != 0;
   }
   apply_strides(strided, segments);
   return segments;

@@ -359,6 +359,9 @@ void declare_read_job(nb::module_& m) {
 }
 
 void declare_engine(nb::module_& m) {
+  m.attr("SEGMENT_EAGER") = static_cast<int>(kSegmentEager);
+  m.attr("SEGMENT_EXTERNAL") = static_cast<int>(kSegmentExternal);
+  m.attr("SEGMENT_SHARED") = static_cast<int>(kSegmentShared);
   nb::class_<PyEngine>(m, "Engine", "Staging buffers and copy threads; see native/engine.h.")
       .def("__init__", &new_engine, "fs"_a, "staging_bytes"_a,
            "buffer_bytes"_a = uint64_t{16} << 20, "copy_threads"_a = 2)

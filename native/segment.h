@@ -11,14 +11,21 @@
 
 namespace statehold {
 
+// What Python says of a segment, in one byte. The module exports these, so nobody writes them out.
+enum SegmentFlag : uint8_t {
+  kSegmentEager = 1,     // copied before those that are not
+  kSegmentExternal = 2,  // Python moves its bytes, through the buffer
+  kSegmentShared = 4,    // other processes read it, too: through the page cache
+};
+
 struct Segment {
   uint32_t file = 0;
   uint64_t begin = 0;  // file offsets
   uint64_t end = 0;
   Place place;
-  bool eager = false;
-  bool external = false;   // its bytes are moved by Python, through the buffer
-  bool shared = false;     // other processes read them, too: through the page cache
+  bool eager = false;  // these three: SegmentFlag
+  bool external = false;
+  bool shared = false;
   uint64_t first_sum = 0;  // index of its first piece's checksum
 
   bool empty() const { return begin == end; }

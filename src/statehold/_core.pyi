@@ -8,6 +8,7 @@ the caller's memory. After a fork, a child must not use objects of its parent: t
 
 from array import array
 from collections.abc import Sequence
+from typing import Final
 
 Buffer = array[int] | memoryview
 # Element size in bytes, shape, and strides in elements.
@@ -17,6 +18,11 @@ Strided = tuple[int, tuple[int, ...], tuple[int, ...]]
 BoxTarget = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 # Segment, offset in the segment, offset in the buffer, bytes.
 Piece = tuple[int, int, int, int]
+
+# The bits of a byte in `flags`.
+SEGMENT_EAGER: Final[int]  # copied before the others
+SEGMENT_EXTERNAL: Final[int]  # Python moves its bytes, through Fill and Ready
+SEGMENT_SHARED: Final[int]  # other processes read it, too: it is read through the page cache
 
 class Mismatch(ValueError):
     """A piece differs from its checksum."""
@@ -213,7 +219,8 @@ class Engine:
         boxes: dict[int, BoxTarget] = ...,
         first_segment: int = 0,
     ) -> ReadJob:
-        """Start reading. Flags: 2, Python empties it; 4, shared: through the page cache.
+        """Start reading.
+
         `owner` keeps the memory at `addresses` alive, as in write().
 
         Of a segment in `boxes` all is verified, and what lies in the box placed. Blocks are taken

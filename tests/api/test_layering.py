@@ -53,6 +53,7 @@ UNITS = [
 CORE_USERS = {
     "io",
     "checkpoint.store",
+    "checkpoint.save",
     "checkpoint.levels",
     "checkpoint.agent",
     "checkpoint",

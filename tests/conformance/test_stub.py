@@ -20,8 +20,13 @@ def test_stub_matches_module() -> None:
     tree = ast.parse(STUB.read_text())
     classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
     functions = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+    constants = {
+        n.target.id
+        for n in tree.body
+        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    }
     public = {name for name in vars(_core) if name[0] != "_"}
-    assert public - UNLISTED == functions | set(classes)
+    assert public - UNLISTED == functions | constants | set(classes)
     for name, node in classes.items():
         own = {n for n in vars(getattr(_core, name)) if n[0] != "_"}
         assert own == members(node), name

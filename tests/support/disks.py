@@ -17,7 +17,7 @@ from support.faults import DEADLINE_S, must
 
 BLOCK = 64 << 10
 BUFFER = 256 << 10
-EAGER, EXTERNAL, SHARED = 1, 2, 4
+EAGER, EXTERNAL, SHARED = _core.SEGMENT_EAGER, _core.SEGMENT_EXTERNAL, _core.SEGMENT_SHARED
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from statehold._core import BoxTarget, Engine, Mismatch, ReadJob
     from statehold.tensors.devices.placing import Place
 
-_FLAG_EXTERNAL = 2
-_FLAG_SHARED = 4
-
 
 @dataclass(frozen=True, slots=True)
 class Where:
@@ -42,7 +39,8 @@ class Where:
 
     @property
     def flags(self) -> int:
-        return _FLAG_EXTERNAL * (self.external is not None) | _FLAG_SHARED * self.shared
+        external = _core.SEGMENT_EXTERNAL if self.external is not None else 0
+        return external | (_core.SEGMENT_SHARED if self.shared else 0)
 
 
 NOWHERE = Where()  # only verified

@@ -44,7 +44,6 @@ __all__ = [
 ]
 
 BLOCK_BYTES = 16 << 20
-_FLAG_EXTERNAL = 2
 _SUM_DIGITS = 16
 
 
@@ -261,7 +260,7 @@ def _start(engine: Engine, file: DataFile, header: bytes) -> WriteJob:
         begins=array("q", [span.begin for span in data]),
         sizes=array("q", [span.end - span.begin for span in data]),
         addresses=array("Q", [0] * len(data)),
-        flags=bytes([_FLAG_EXTERNAL] * len(data)),
+        flags=bytes([_core.SEGMENT_EXTERNAL] * len(data)),
         strided={},
         header=header,
         owner=None,  # all of it comes through fills

@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from statehold import _core
 from statehold._version import __version__
 from statehold.format.manifest import Manifest, record_file
 from statehold.format.record import Record
@@ -23,9 +24,6 @@ from statehold.tensors.storable import strides_of
 if TYPE_CHECKING:
     from statehold._core import Engine, File, WriteJob
     from statehold.tensors.captured import CapturedTensor
-
-FLAG_EAGER = 1
-FLAG_EXTERNAL = 2
 
 
 def in_file_order(plan: RankPlan, captured: Sequence[CapturedTensor]) -> list[CapturedTensor]:
@@ -47,6 +45,7 @@ def start_write(
 ) -> WriteJob:
     """Begin to stage the tensors, in file order, as `plan` lays them out; into `file`, if it is
     there already. The job keeps the tensors alive until they are copied."""
+    eager, external = _core.SEGMENT_EAGER, _core.SEGMENT_EXTERNAL
     host = [None if item.external else item for item in ordered]
     return engine.write(
         file_bytes=plan.file_bytes,
@@ -54,7 +53,7 @@ def start_write(
         begins=array("q", plan.begins),
         sizes=array("q", [spec.nbytes for spec in plan.specs]),
         addresses=array("Q", [item.address if item else 0 for item in host]),
-        flags=bytes([FLAG_EAGER * item.eager | FLAG_EXTERNAL * item.external for item in ordered]),
+        flags=bytes([eager * item.eager | external * item.external for item in ordered]),
         strided={i: item.strided for i, item in enumerate(host) if item and item.strided},
         header=plan.header,
         owner=tuple(item.tensor for item in host if item),
