@@ -51,9 +51,13 @@ const char* name_of(Code code) {
       return "truncated";
     case Code::closed:
       return "closed";
-    default:
+    case Code::invariant:
       return "invariant";
+    case Code::ok:        // never raised
+    case Code::mismatch:  // has an exception of its own
+      break;
   }
+  return "invariant";
 }
 
 void raise_status(const Status& status) {

@@ -188,7 +188,7 @@ bool ReadJob::take_cold(Work& work) {
 }
 
 void ReadJob::run(const Work& work) {
-  switch (work.kind) {
+  switch (static_cast<Kind>(work.kind)) {
     case kOpen: {
       const Status status = open_sources();
       const Lock lock(shared_->mutex);
@@ -200,9 +200,10 @@ void ReadJob::run(const Work& work) {
       return start(work.block);
     case kRead:
       return read_to_buffer(work.block);
-    default:
+    case kVerify:
       return verify(work.block);
   }
+  CHECK(false);  // no such kind
 }
 
 Status ReadJob::open_sources() {

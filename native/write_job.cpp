@@ -187,9 +187,10 @@ bool WriteJob::take(Priority priority, Work& work) {
       return take_fill(eager_queue_, work);
     case Priority::fill:
       return take_fill(fill_queue_, work);
-    default:
+    case Priority::read:
       return false;
   }
+  return false;
 }
 
 bool WriteJob::take_queued(std::deque<uint64_t>& queue, int kind, Work& work) {
@@ -214,14 +215,15 @@ bool WriteJob::take_fill(std::deque<uint64_t>& queue, Work& work) {
 }
 
 void WriteJob::run(const Work& work) {
-  switch (work.kind) {
+  switch (static_cast<Kind>(work.kind)) {
     case kFill:
       return fill(work.block);
     case kSeal:
       return seal(work.block);
-    default:
+    case kWrite:
       return write(work.block);
   }
+  CHECK(false);  // no such kind
 }
 
 bool WriteJob::move_pieces(const Block& block, uint64_t index, bool external) {
