@@ -8,6 +8,8 @@ SECONDS ?= 600
 STATES ?= 5000
 MINUTES ?= 120
 bin := .venv/bin
+# A worker for each core; a run of one test is quicker without: ARGS="-n0 -k torn".
+pytest := $(bin)/python -m pytest -q -n auto --dist worksteal
 native_sources := $(wildcard native/*.h native/*.cpp native/test/*.h native/test/*.cpp)
 
 # All warnings are errors but two that torch gives, of itself and of views that a test net returns.
@@ -30,7 +32,7 @@ demo: setup  ## train a small Llama, kill it during a save, resume, compare; RAN
 test:  ## the C++ and the Python tests
 	@tools/setup_env.sh --tests
 	@$(bin)/ctest --test-dir build/dev --output-on-failure --no-tests=error
-	@$(bin)/python -m pytest -q $(ARGS)
+	@$(pytest) $(ARGS)
 
 sim: setup  ## SEEDS=n seeds of the simulation: faults, crashes, ranks that die
 	@$(bin)/python tests/sim/campaign.py --seeds $(SEEDS) $(ARGS)
@@ -39,9 +41,9 @@ powerloss: setup  ## STATES=5000 states of a real block device after losses of p
 	@PYTHONPATH=tests $(bin)/python -m powerloss --states $(STATES) $(ARGS)
 
 modes: setup  ## the Python tests under python -O, without io_uring, with warnings as errors
-	@$(bin)/python -O -m pytest -q -W "ignore:assertions not in test:pytest.PytestConfigWarning" $(ARGS)
-	@$(bin)/python -m pytest -q --no-io-uring $(ARGS)
-	@PYTHONWARNINGS=$(warnings) $(bin)/python -m pytest -q $(ARGS)
+	@PYTHONOPTIMIZE=1 $(pytest) -W "ignore:assertions not in test:pytest.PytestConfigWarning" $(ARGS)
+	@$(pytest) --no-io-uring $(ARGS)
+	@PYTHONWARNINGS=$(warnings) $(pytest) $(ARGS)
 
 sanitize: setup  ## the C++ and the Python tests of the native code under ASan, UBSan and TSan
 	@tools/sanitize.sh

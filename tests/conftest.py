@@ -1,6 +1,11 @@
-"""Settings for all tests."""
+"""Settings and fixtures for all tests."""
 
 from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -8,6 +13,9 @@ from hypothesis import settings
 # Shared machines stall for longer than any deadline; a failure prints how to replay it.
 settings.register_profile("everyday", deadline=None, print_blob=True)
 settings.load_profile("everyday")
+
+# A worker needs a core and up to 2 GB of memory.
+WORKERS_MAX = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,3 +31,20 @@ def pytest_configure(config: pytest.Config) -> None:
         from support.seccomp import IO_URING_SETUP, forbid
 
         forbid(IO_URING_SETUP)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` means."""
+    return min(len(os.sched_getaffinity(0)), WORKERS_MAX)
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A path on a memory file system; nothing is there yet, and no other test uses it."""
+    from statehold.io.mounts import mount_of
+
+    if mount_of("/dev/shm").kind != "tmpfs":
+        pytest.skip("/dev/shm is no memory file system")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder, "steps")

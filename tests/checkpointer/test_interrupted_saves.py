@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +45,6 @@ class WatchedJob:
 
     def __del__(self) -> None:
         self._seen.append("dropped")
-
-
-@pytest.fixture
-def in_memory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 def memory_freed(job: weakref.ref[WatchedJob], seen: list[str]) -> None:
@@ -126,9 +119,8 @@ def test_ctrl_c_at_every_bytecode(jobs: list[list[str]]) -> None:
 
 
 def test_ctrl_c_where_the_file_is_memory_that_waits(
-    jobs: list[list[str]], tmp_path: Path, in_memory: Path
+    jobs: list[list[str]], tmp_path: Path, memory: Path
 ) -> None:
-    memory = in_memory
     options = {**SMALL, "profile": None}
     with statehold.Checkpointer(
         tmp_path / "run", levels=[Memory(keep=1, path=memory)], **options

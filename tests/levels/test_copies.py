@@ -78,25 +78,21 @@ def test_what_is_copied_is_the_step_byte_for_byte(fs) -> None:
     assert bits(live) == bits(training)
 
 
-def test_real_files_from_memory_to_disk_open_with_stock_safetensors(tmp_path: Path) -> None:
-    shm = Path("/dev/shm/statehold-tests") / tmp_path.name
+def test_real_files_from_memory_to_disk_open_with_stock_safetensors(
+    tmp_path: Path, memory: Path
+) -> None:
     weights = torch.randn(1 << 19)
-    levels = [Memory(path=shm, keep=1), Directory()]
-    try:
-        with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
-            save(ckpt, 1, {"w": weights})
-            save(ckpt, 2, {"w": weights + 1})
-        names = sorted(each.name for each in (tmp_path / "run/step-000000000002").iterdir())
-        assert names == ["manifest.json", DATA]
-        for name in names:
-            one, two = (base / "step-000000000002" / name for base in (shm, tmp_path / "run"))
-            assert one.read_bytes() == two.read_bytes()
-        assert torch.equal(load_file(tmp_path / "run/step-000000000002" / DATA)["w"], weights + 1)
-        assert [each.name for each in shm.glob("step-*")] == ["step-000000000002"]
-    finally:
-        for each in sorted(shm.rglob("*"), reverse=True):
-            each.rmdir() if each.is_dir() else each.unlink()
-        shm.rmdir()
+    levels = [Memory(path=memory, keep=1), Directory()]
+    with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
+        save(ckpt, 1, {"w": weights})
+        save(ckpt, 2, {"w": weights + 1})
+    names = sorted(each.name for each in (tmp_path / "run/step-000000000002").iterdir())
+    assert names == ["manifest.json", DATA]
+    for name in names:
+        one, two = (base / "step-000000000002" / name for base in (memory, tmp_path / "run"))
+        assert one.read_bytes() == two.read_bytes()
+    assert torch.equal(load_file(tmp_path / "run/step-000000000002" / DATA)["w"], weights + 1)
+    assert [each.name for each in memory.glob("step-*")] == ["step-000000000002"]
 
 
 def test_a_level_gets_the_steps_that_its_cadence_says(fs) -> None:

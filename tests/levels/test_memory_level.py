@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,22 +17,10 @@ import torch
 
 import statehold
 from statehold import errors
-from statehold.io.mounts import mount_of
 from support.faults import DEADLINE_S, SMALL, Holdup, spy_on
-
-pytestmark = pytest.mark.skipif(
-    mount_of("/dev/shm").kind != "tmpfs", reason="/dev/shm is no memory file system"
-)
 
 NUMEL = 2_000_000
 BYTES = 4 * NUMEL
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    folder = tempfile.mkdtemp(dir="/dev/shm")
-    yield Path(folder, "steps")
-    shutil.rmtree(folder)
 
 
 @pytest.fixture

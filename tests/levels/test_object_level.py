@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import statehold
+from statehold.checkpoint.levels.near_files import PREFIX
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import StorageError
 from support.faults import DEADLINE_S, SMALL
@@ -57,7 +59,7 @@ def test_steps_reach_the_store_and_come_back_from_it(tmp_path: Path) -> None:
         assert got == 4
         assert equal(live, 4)
         ckpt.save(6, content(6)).wait("committed", DEADLINE_S)
-    assert not list(Path("/dev/shm").glob(".statehold-fetched-*"))
+    assert not list(Path("/dev/shm").glob(f"{PREFIX}{os.getpid()}-*"))
 
 
 def test_a_step_saved_again_replaces_the_one_in_the_store(tmp_path: Path) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,23 +15,11 @@ import torch
 import statehold
 from statehold import _core
 from statehold.checkpoint.store import ready
-from statehold.io.mounts import mount_of
 from support.faults import DEADLINE_S, SMALL
 from support.ranks import Ranks
 
-pytestmark = pytest.mark.skipif(
-    mount_of("/dev/shm").kind != "tmpfs", reason="/dev/shm is no memory file system"
-)
-
 NUMEL = 300_000
 LATER = {"every": 1_000_000}  # after the first step no copies: nothing but saves has a file
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    folder = tempfile.mkdtemp(dir="/dev/shm")
-    yield Path(folder, "steps")
-    shutil.rmtree(folder)
 
 
 def levels(memory: Path, keep: int) -> list[statehold.Memory | statehold.Directory]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import shutil
-import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -22,21 +19,10 @@ from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL, must
 
 pytest.importorskip("obstore", reason="obstore is not installed: no object stores")
-pytestmark = pytest.mark.skipif(
-    mount_of("/dev/shm").kind != "tmpfs", reason="/dev/shm is no memory file system"
-)
-
-from statehold.checkpoint.store.objects import ObjectSteps  # noqa: E402
+from statehold.checkpoint.store.objects import ObjectSteps
 
 NUMEL = 6_000_000  # 23 MiB: two blocks
 DATA = "rank-00000-of-00001.safetensors"
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    folder = tempfile.mkdtemp(dir="/dev/shm")
-    yield Path(folder, "steps")
-    shutil.rmtree(folder)
 
 
 def content(step: int) -> dict[str, Any]:

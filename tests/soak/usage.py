@@ -102,10 +102,10 @@ def _heap() -> _Mallinfo:
 
 
 def _shared() -> int:
-    """Names in /dev/shm that are ours or torch's in this process, and what we have mapped of it."""
+    """Names in /dev/shm with the number of this process, and what it has mapped of /dev/shm."""
     try:
         names = os.listdir("/dev/shm")
     except FileNotFoundError:
         names = []
-    own = [name for name in names if str(os.getpid()) in name or "statehold" in name]
+    own = [name for name in names if str(os.getpid()) in name]
     return len(own) + Path("/proc/self/maps").read_text().count(" /dev/shm/")

@@ -37,7 +37,7 @@ SWEEP = list(dict.fromkeys(strategy for strategy, _ in FIGURES))
 
 
 @pytest.fixture(scope="module")
-def memory() -> Memory:
+def pattern() -> Memory:
     return kept(4 * MiB)
 
 
@@ -47,16 +47,16 @@ def state_of(strategy: Strategy) -> State:
 
 @pytest.mark.parametrize("strategy", SWEEP, ids=lambda strategy: strategy.name)
 def test_every_strategy_saves_and_restores(
-    tmp_path: Path, memory: Memory, strategy: Strategy
+    tmp_path: Path, pattern: Memory, strategy: Strategy
 ) -> None:
     state = state_of(strategy)
-    session = open_session(strategy, state, memory, str(tmp_path))
+    session = open_session(strategy, state, pattern, str(tmp_path))
     try:
         took = [session.seconds(Operation.FRESH), session.seconds(Operation.OVERWRITE)]
         plans = files_of(strategy, state)
         contents = [Path(path).read_bytes() for path in session.paths]
         assert [len(content) for content in contents] == [plan.nbytes for plan in plans]
-        wanted = bytes(memory.view)
+        wanted = bytes(pattern.view)
         moves_memory = strategy.is_engine or strategy.mover.value.startswith("Python")
         if moves_memory:  # the core's raw mode has memory of its own
             for content, plan in zip(contents, plans, strict=True):
@@ -64,9 +64,9 @@ def test_every_strategy_saves_and_restores(
                     part = content[t.offset : t.offset + t.nbytes]
                     assert part == wanted[t.memory : t.memory + t.nbytes]
             moved = sum(plan.nbytes for plan in plans)
-            memory.view[:moved] = bytes(moved)
+            pattern.view[:moved] = bytes(moved)
         took.append(session.seconds(Operation.COLD))
-        assert bytes(memory.view) == wanted
+        assert bytes(pattern.view) == wanted
         took.append(session.seconds(Operation.COLD_NEW))
     finally:
         session.close()
@@ -170,14 +170,15 @@ def test_a_checkpointer_takes_the_profile(
     assert "buffers of 2 MiB" in capsys.readouterr().out
 
 
-def test_the_profile_is_that_of_the_nearest_directory(home: Path, tmp_path: Path) -> None:
+def test_the_profile_is_that_of_the_nearest_directory(
+    home: Path, tmp_path: Path, memory: Path
+) -> None:
     """The run directory may lie on a slow disk that nothing is written to."""
-    far = Path("/dev/shm/statehold-tests") / tmp_path.name
-    if mount_of(str(far)) == mount_of(str(tmp_path)):
+    if mount_of(str(memory)) == mount_of(str(tmp_path)):
         pytest.skip("needs two storages")
     moving = Moving(buffer_bytes=2 * MiB, queue_depth=4, backend="threads", copy_threads=1)
-    save(Profile(mount_of(str(far)), moving, "today"), path_for(str(far)))
-    levels = [statehold.Directory(path=far), statehold.Directory(name="run")]
+    save(Profile(mount_of(str(memory)), moving, "today"), path_for(str(memory)))
+    levels = [statehold.Directory(path=memory), statehold.Directory(name="run")]
     run = tmp_path / "run"
     for found, nbytes in ((levels, 2 * MiB), (levels[::-1], 16 * MiB), (None, 16 * MiB)):
         with statehold.Checkpointer(run, levels=found, staging_bytes="64MiB") as ckpt:

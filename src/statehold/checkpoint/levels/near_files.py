@@ -23,7 +23,7 @@ from statehold.io.objects.parallel import Target
 
 __all__ = ["PREFIX", "NearFiles", "coalesced"]
 
-# Of the directories that such files lie in.
+# Of the directories that such files lie in; the number of the process comes next.
 PREFIX = ".statehold-fetched-"
 
 # A request costs as much as so many bytes, or more, wherever it goes: what lies between two ranges
@@ -102,7 +102,7 @@ class NearFiles:
             with contextlib.suppress(OSError):
                 free = os.statvfs(directory)
                 if free.f_bavail * free.f_frsize > nbytes:
-                    return tempfile.mkdtemp(prefix=PREFIX, dir=directory)
+                    return tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=directory)
         raise NoSpaceError(
             "no room to bring a file of a step near",
             facts={"needed": f"{nbytes} bytes", "looked at": ", ".join(self._directories)},
