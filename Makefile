@@ -68,5 +68,5 @@ gpu:  ## on a machine with a GPU: build for PYTHON=python3, tests/gpu, bench.gpu
 	@tools/gpu.sh bench/out/gpu $(ARGS)
 
 clean:  ## remove what was built; .venv stays
-	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/statehold/_core.*.so
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/statehold/_*.so
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

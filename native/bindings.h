@@ -1,4 +1,5 @@
-// bindings: handles and conversions between Python and the native core, for module.cpp only.
+// bindings: handles and conversions between Python and the native core, for module.cpp and
+// sim_module.cpp only.
 //
 // A handle shares the ownership of its native object. When Python drops a job, it is cancelled; an
 // Fs lives on while an engine uses it. All of that happens without the GIL. Threads do not survive
@@ -21,7 +22,6 @@
 #include <vector>
 
 #include "engine.h"
-#include "fs_sim.h"
 
 namespace statehold::python {
 
@@ -87,13 +87,6 @@ class Handle {
 class PyFs : public Handle<Fs> {
  public:
   using Handle::Handle;
-};
-
-class PySimFs : public PyFs {
- public:
-  explicit PySimFs(const SimOptions& options, SimTree tree = {})
-      : PyFs(std::make_shared<SimFs>(options, std::move(tree))) {}
-  SimDisk& disk() const { return static_cast<SimFs&>(**this).disk(); }
 };
 
 class PyEngine : public Handle<Engine> {

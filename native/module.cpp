@@ -174,62 +174,6 @@ void declare_fs(nb::module_& m) {
         gil_released);
 }
 
-void declare_sim(nb::module_& m) {
-  const auto gil_released = nb::call_guard<GilReleased>();
-  nb::class_<PySimFs, PyFs>(m, "SimFs", "A simulated disk; see native/fs_sim.h.")
-      .def(
-          "__init__",
-          [](PySimFs* self, uint64_t seed, double short_io, bool reorder, double eio,
-             std::optional<uint64_t> capacity, double torn, double misdirected, double slow) {
-            new (self) PySimFs({seed, short_io, reorder, eio, capacity, torn, misdirected, slow});
-          },
-          "seed"_a, nb::kw_only(), "short_io"_a = 0.0, "reorder"_a = true, "eio"_a = 0.0,
-          "capacity"_a = nb::none(), "torn"_a = 0.0, "misdirected"_a = 0.0, "slow"_a = 0.0)
-      .def(
-          "set_faults",
-          [](PySimFs& self, uint64_t seed, double short_io, double eio,
-             std::optional<uint64_t> capacity, double torn, double misdirected, double slow) {
-            self.disk().set_faults({seed, short_io, true, eio, capacity, torn, misdirected, slow});
-          },
-          "seed"_a = 0, nb::kw_only(), "short_io"_a = 0.0, "eio"_a = 0.0, "capacity"_a = nb::none(),
-          "torn"_a = 0.0, "misdirected"_a = 0.0, "slow"_a = 0.0, gil_released)
-      .def(
-          "crash", [](PySimFs& self) { self.disk().crash(); }, gil_released)
-      .def(
-          "crash_as",
-          [](PySimFs& self, std::vector<int> choices) {
-            return self.disk().crash(std::move(choices));
-          },
-          "choices"_a, gil_released)
-      .def(
-          "cut_power", [](PySimFs& self, uint64_t after) { self.disk().cut_power(after); },
-          "after"_a, gil_released)
-      .def(
-          "record", [](PySimFs& self) { self.disk().record(); }, gil_released)
-      .def_prop_ro("recorded", [](PySimFs& self) { return self.disk().recorded(); })
-      .def(
-          "at_moment",
-          [](PySimFs& self, size_t index) {
-            return PySimFs(SimOptions{}, self.disk().recorded_tree(index));
-          },
-          "index"_a, gil_released)
-      .def_prop_ro("damaged", [](PySimFs& self) { return self.disk().damaged(); })
-      .def(
-          "fail_next",
-          [](PySimFs& self, const std::string& operation, int error, int count, int skip) {
-            self.disk().fail_next(operation, error, count, skip);
-          },
-          "operation"_a, "errno"_a, "count"_a = 1, "skip"_a = 0)
-      .def(
-          "corrupt",
-          [](PySimFs& self, const std::string& path, uint64_t offset, uint8_t mask) {
-            must(self.disk().corrupt(path, offset, mask));
-          },
-          "path"_a, "offset"_a, "xor"_a)
-      .def_prop_ro("fired", [](PySimFs& self) { return self.disk().fired(); })
-      .def_prop_ro("operations", [](PySimFs& self) { return self.disk().operations(); });
-}
-
 void declare_buffers(nb::module_& m) {
   static PyType_Slot region_slots[] = {
       {Py_bf_getbuffer, reinterpret_cast<void*>(&region_get_buffer)}, {0, nullptr}};
@@ -414,7 +358,6 @@ NB_MODULE(_core, m) {
   nb::register_exception_translator(translate);
   nb::set_leak_warnings(false);  // native code does not print
   declare_fs(m);
-  declare_sim(m);
   declare_buffers(m);
   declare_write_job(m);
   declare_read_job(m);

@@ -20,7 +20,7 @@ build() {  # build SANITIZER FOLDER
   cmake --build "$2"
 }
 
-# A package like src/statehold, with the module of this build in place of the everyday one.
+# A package like src/statehold, with the modules of this build in place of the everyday ones.
 assemble() {  # assemble FOLDER
   local package=$1/python/statehold entry
   rm -rf "$package"
@@ -28,7 +28,7 @@ assemble() {  # assemble FOLDER
   for entry in src/statehold/*; do
     case $entry in *.so) ;; *) ln -s "$root/$entry" "$package/" ;; esac
   done
-  ln -s "$root/$1"/_core.*.so "$package/"
+  ln -s "$root/$1"/_core.*.so "$root/$1"/_sim.*.so "$package/"
 }
 
 runtime() { "${CXX:-g++}" -print-file-name="$1"; }

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from statehold import _core
+from statehold.testing import SimFs
 from support.disks import BUFFER, Disk, open_or_skip
 
 
 @pytest.fixture(params=["io_uring", "threads", "sim"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
     if request.param == "sim":
-        fs: _core.Fs = _core.SimFs(seed=1, short_io=0.3)
+        fs: _core.Fs = SimFs(seed=1, short_io=0.3)
         fs.mkdir("run")
         root = "run"
     else:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from statehold import _core
+from statehold.testing import SimFs
 from support.disks import (
     BLOCK,
     BUFFER,
@@ -261,7 +262,7 @@ def test_gaps_count_where_they_are_read(
 
 def order_of_segments(first_segment: int, sizes: list[int]) -> list[int]:
     """As one worker on a disk that keeps the order hands them out."""
-    disk = Disk(_core.SimFs(seed=1, reorder=False), ".")
+    disk = Disk(SimFs(seed=1, reorder=False), ".")
     state = State(random_arrays(3, *sizes), b"h" * BUFFER, dict.fromkeys(range(9), EXTERNAL))
     engine = _core.Engine(disk.fs, 2 * BUFFER, BUFFER, copy_threads=1)
     sums = save(engine, disk, "f", state)

@@ -515,7 +515,7 @@ def test_a_child_process_refuses_and_does_not_hang(disk: Disk) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_misdirected_write_when_no_other_file_is_left(seed: int) -> None:
     """A file may be unlinked while it is written; then there is none that the write could hit."""
-    fs = _core.SimFs(seed, misdirected=1.0)
+    fs = SimFs(seed, misdirected=1.0)
     fs.mkdir("run")
     engine = _core.Engine(fs, 3 * BUFFER, BUFFER)
     state = State(random_arrays(1, BUFFER))

@@ -58,6 +58,7 @@ WAITING_AT_THE_END = """
 import sys, threading, time, types
 from array import array
 from statehold import _core
+from statehold.testing import SimFs
 
 class AtTheEnd:
     def __init__(self, thread):
@@ -73,7 +74,7 @@ class AtTheEnd:
         say("it has asked")
         flush()
 
-engine = _core.Engine(_core.SimFs(1), 1 << 16, 1 << 14)
+engine = _core.Engine(SimFs(1), 1 << 16, 1 << 14)
 none = array("Q")
 job = engine.write(file_bytes=4096, block_bytes=4096, begins=none, sizes=none, addresses=none,
                    flags=b"", strided={}, header=bytes(4096), owner=None)

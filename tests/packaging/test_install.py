@@ -43,6 +43,16 @@ print(json.dumps({
 """
 
 
+PROBE_SIM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import statehold._sim
+print(statehold._sim.SimFs(1).backend)
+"""
+# Classes of the simulated disk. A module that is built with it has their names in its symbols.
+SIMULATED = (b"SimFs", b"SimDisk", b"SimTree")
+
+
 def run(*command: str | Path, cwd: Path) -> str:
     done = subprocess.run(
         [str(word) for word in command],
@@ -99,6 +109,11 @@ def declared_version() -> str:
     return found.group(1)
 
 
+def one_module(target: Path, name: str) -> Path:
+    (path,) = (target / "statehold").glob(f"{name}.*.so")
+    return path
+
+
 def modules(package: Path) -> set[Path]:
     return {path.relative_to(package) for path in package.rglob("*.py")}
 
@@ -112,10 +127,18 @@ def test_installed_package_imports_alone(source: Path, tmp_path: Path) -> None:
     assert facts["backend"] == "io_uring" or (facts["backend"] == "threads" and facts["note"])
     assert modules(target / "statehold") == modules(ROOT / "src" / "statehold")
     assert (target / "statehold" / "_core.pyi").is_file()
+    core = one_module(target, "_core").read_bytes()
+    assert b"StagingMemory" in core
+    assert not any(word in core for word in SIMULATED)
+    assert not list((target / "statehold").glob("_sim.*.so"))
 
 
 def test_build_without_liburing_uses_threads_and_says_so(source: Path, tmp_path: Path) -> None:
-    facts = probe(install(source, tmp_path / "target", STATEHOLD_URING="OFF"))
+    target = install(source, tmp_path / "target", STATEHOLD_URING="OFF", STATEHOLD_SIM="ON")
+    facts = probe(target)
     assert facts["backend"] == "threads"
     assert "liburing" in str(facts["note"])
     assert "liburing" in str(facts["refused"])
+    # As the error of statehold.testing says: who wants the simulated disk asks for it.
+    assert all(word in one_module(target, "_sim").read_bytes() for word in SIMULATED)
+    assert run(sys.executable, "-I", "-S", "-c", PROBE_SIM, target, cwd=target).strip() == "sim"

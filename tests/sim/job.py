@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 
 from sim.oracle import RUN
 from statehold import Checkpointer
-from statehold._core import SimFs
 from statehold.errors import StateholdError
 from statehold.ranks.board import StoreBoard, lost_leader
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
-from statehold.testing import checkpointer_on
+from statehold.testing import SimFs, checkpointer_on
 from statehold.testing.memory_board import MemoryStore
 from support.faults import Spy
 

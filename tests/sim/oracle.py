@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from statehold._core import SimFs
+from statehold.testing import SimFs
 
 RUN = "/runs/x"
 FAR = f"{RUN}-far"  # the second level, of jobs that have one

@@ -5,21 +5,28 @@
 injects faults has to look at `fired`: a fault that did not fire tests nothing. `MemoryBoard` is
 where the ranks of a job that are threads of one process meet, `MemoryNetwork` how those that have
 disks of their own, `ranks_on_hosts`, read each other's.
+
+A wheel has everything here but `SimFs`. The simulated disk is built for tests: a checkout has it,
+and `pip install . -C cmake.define.STATEHOLD_SIM=ON` installs it. Elsewhere, importing `SimFs`
+raises an ImportError that says so.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from statehold._core import Fs, SimFs
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.options import Options
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.testing.memory_board import MemoryBoard
 from statehold.testing.memory_network import MemoryNetwork
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+    from statehold._sim import SimFs
 
 __all__ = [
     "MemoryBoard",
@@ -29,6 +36,20 @@ __all__ = [
     "ranks_on",
     "ranks_on_hosts",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "SimFs":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from statehold._sim import SimFs
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "this build of statehold has no SimFs: wheels do not contain the simulated disk. "
+            "`make setup` builds it in a checkout, and "
+            "`pip install . -C cmake.define.STATEHOLD_SIM=ON` installs it"
+        ) from error
+    return SimFs
 
 
 def checkpointer_on(
