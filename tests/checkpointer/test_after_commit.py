@@ -32,11 +32,11 @@ class Boom:
 # What is called on the commit thread after D7, by where it hangs.
 LATER: dict[str, Callable[[Any], tuple[object, str]]] = {
     "rhythm": lambda opened: (opened.rhythm, "committed"),
-    "decide": lambda opened: (opened.promotions, "decide"),
-    "start": lambda opened: (opened.promotions, "start"),
-    "retain": lambda opened: (opened.near[0], "retain"),
+    "decide": lambda opened: (opened.levels.promotions, "decide"),
+    "start": lambda opened: (opened.levels.promotions, "start"),
+    "retain": lambda opened: (opened.levels.near[0], "retain"),
     "announce": lambda opened: (opened.pipeline._publisher, "announce"),
-    "make_ready": lambda opened: (opened.store, "make_ready"),
+    "make_ready": lambda opened: (opened.levels.store, "make_ready"),
 }
 
 
@@ -74,7 +74,7 @@ def test_a_replaced_step_that_cannot_be_removed_leaves_the_new_one_committed(
             raise errors.InvariantError("a check of the native core")
 
         with monkeypatch.context() as patched:
-            patched.setattr(ckpt._opened().store, "_discard", refuse)
+            patched.setattr(ckpt._opened().levels.store, "_discard", refuse)
             ckpt.save(1, {"x": 2}).wait("committed", DEADLINE_S)
         assert len(fired) == 1
         live = {"x": 0}
@@ -86,7 +86,7 @@ def test_an_unforeseen_error_of_the_last_sync_says_that_the_step_is_there(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with statehold.Checkpointer(run, **SMALL) as ckpt:
-        store = ckpt._opened().store
+        store = ckpt._opened().levels.store
         ckpt.save(1, {"x": 1}).wait("committed", DEADLINE_S)
         real, fired = store._fs, []
 

@@ -14,19 +14,17 @@ import torch
 
 import statehold
 from statehold import Memory, errors
-from statehold.checkpoint import checkpointer
-from statehold.checkpoint.save import pipeline, writes
-from statehold.checkpoint.session import Session
+from statehold.checkpoint.save import call, pipeline, writes
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.interrupts import Interrupts
 
 FUNCTIONS: list[Callable[..., Any]] = [
-    checkpointer.Checkpointer._begin,
-    checkpointer.Checkpointer._start,
+    call.Saver._begin,
+    call.Saver._start,
     writes.start_write,
     pipeline.Pipeline.submit,
-    Session.ready_file,
+    call.Saver.ready_file,
 ]
 # Larger than the staging memory: no copy ends before the file is attached.
 STATE_BYTES = 3 << 20
@@ -69,7 +67,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             weakref.finalize(each.tensor, memory_freed, weakref.ref(watched), seen)
         return watched
 
-    monkeypatch.setattr(checkpointer, "start_write", start_write)
+    monkeypatch.setattr(call, "start_write", start_write)
     return found
 
 
@@ -159,7 +157,7 @@ def test_an_error_after_the_start_of_the_job(
 
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         with monkeypatch.context() as patched:
-            patched.setattr(ckpt._opened().devices, "copies", boom)
+            patched.setattr(ckpt._opened().runtime.devices, "copies", boom)
             with pytest.raises(type(error)) as caught:
                 ckpt.save(1, {"a": torch.ones(STATE_BYTES, dtype=torch.uint8).numpy()})
         assert fired

@@ -81,7 +81,7 @@ class Readers:
         """What is wrong with one restore."""
         live = content(0)
         try:
-            newest = ckpt._opened().store.newest() or 0
+            newest = ckpt._opened().levels.store.newest() or 0
             got = ckpt.restore(live)
         except (StateholdError, RuntimeWarning) as error:
             return iter([f"{type(error).__name__}: {error}"])

@@ -94,7 +94,7 @@ def test_a_state_of_another_size_reuses_files_and_restores(run) -> None:
 def test_a_step_being_restored_is_not_retired(run) -> None:
     with statehold.Checkpointer(run, keep=1, **SMALL) as ckpt:
         save_steps(ckpt, Training(), range(1, 2))
-        with ckpt._opened().store.protect(1):
+        with ckpt._opened().levels.store.protect(1):
             save_steps(ckpt, Training(), range(2, 4))
             assert ckpt.steps() == [1, 3]
         save_steps(ckpt, Training(), range(4, 5))

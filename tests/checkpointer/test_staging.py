@@ -37,7 +37,7 @@ def state(mib: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def size_of(ckpt: statehold.Checkpointer) -> int:
-    return ckpt._opened().engine.staging.nbytes
+    return ckpt._opened().runtime.engine.staging.nbytes
 
 
 def saved(ckpt: statehold.Checkpointer, step: int, mib: int) -> int:
@@ -86,10 +86,10 @@ def test_a_step_that_does_not_fit_gets_the_memory_once(
         assert saved(ckpt, 1, 1) == 2 * MiB
         assert "staging" not in caplog.text
         assert saved(ckpt, 2, 8) == 10 * MiB
-        engine = ckpt._opened().engine
+        engine = ckpt._opened().runtime.engine
         assert saved(ckpt, 3, 8) == 10 * MiB
         assert saved(ckpt, 4, 1) == 10 * MiB
-        assert ckpt._opened().engine is engine
+        assert ckpt._opened().runtime.engine is engine
     [line] = [record for record in caplog.records if "staging" in record.getMessage()]
     assert line.levelno == logging.INFO
     assert "staging memory of 10 MiB for 8" in line.getMessage()

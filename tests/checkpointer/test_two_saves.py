@@ -43,7 +43,7 @@ def run_to_its_end(ckpt: statehold.Checkpointer, body: Callable[[], None]) -> No
     thread.join(DEADLINE_S)
     is_stuck = thread.is_alive()
     if is_stuck:
-        ckpt._opened().engine.close()
+        ckpt._opened().runtime.engine.close()
     thread.join()
     assert not is_stuck, "the saves do not end"
     if raised:

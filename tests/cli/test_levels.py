@@ -34,7 +34,7 @@ def many(tmp_path: Path) -> Path:
     with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
         for step in (1, 2, 3):
             save(ckpt, step, {"w": torch.full((1 << 18,), float(step)), "step": step})
-            ckpt._opened().promotions.wait(60.0)
+            ckpt._opened().levels.promotions.wait(60.0)
     return tmp_path / "run"
 
 

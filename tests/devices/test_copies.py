@@ -44,7 +44,7 @@ def test_buffers_are_pinned_once_and_only_those_that_are_used(
         for step in range(2, 5):
             ckpt.save(step, training.state).wait("committed", DEADLINE_S)
         ckpt.restore(training.state)
-        address = ckpt._opened().engine.staging_address
+        address = ckpt._opened().runtime.engine.staging_address
         buffers = {address: 1 << 20, address + (1 << 20): 1 << 20}
         assert len(machine.pins.calls) == 1  # of two: the state fits in one
         assert machine.pins.ranges.items() <= buffers.items()

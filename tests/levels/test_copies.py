@@ -110,7 +110,7 @@ def test_a_level_gets_a_step_in_so_much_time(fs) -> None:
     with opened_on(fs, far={"every": "1h"}) as ckpt:
         save(ckpt, 1, content(1))
         assert status(ckpt).copying is status(ckpt).newest is None
-        ckpt._opened().promotions._promoters["far"]._cadence._last_s -= 3600.0
+        ckpt._opened().levels.promotions._promoters["far"]._cadence._last_s -= 3600.0
         save(ckpt, 2, content(2))
         save(ckpt, 3, content(3))
         settle(ckpt)
@@ -435,12 +435,12 @@ def test_a_slow_level_does_not_hold_up_a_fast_one(tmp_path: Path) -> None:
         save(ckpt, 1, content(1, 8 << 20))  # half a minute at the limit
         begin = time.monotonic()
         ckpt._opened().pipeline.drain()
-        ckpt._opened().promotions._promoters["fast"].wait(DEADLINE_S)
+        ckpt._opened().levels.promotions._promoters["fast"].wait(DEADLINE_S)
         assert status(ckpt, "fast").newest == 1
         assert status(ckpt, "slow").copying == 1
         assert time.monotonic() - begin < 20
     finally:
-        ckpt._opened().promotions.close()  # the slow copy is given up
+        ckpt._opened().levels.promotions.close()  # the slow copy is given up
         assert status(ckpt, "slow").newest is None
         ckpt._close(flush=False)
     assert not list((tmp_path / "slow").glob("step-????????????"))

@@ -58,7 +58,7 @@ def refuse(ranks: Ranks, rank: int, *levels: int) -> list[int]:
     """From now on this rank can open no file at the levels; the list empties it again."""
     refusing = list(levels)
     for level in levels:
-        store = ranks.ckpts[rank]._opened().near[level].store
+        store = ranks.ckpts[rank]._opened().levels.near[level].store
         data_file = store.data_file
 
         def fail(*args: Any, level: int = level, do: Any = data_file) -> Any:
@@ -160,7 +160,7 @@ def test_a_level_that_is_another_jobs_is_left_alone() -> None:
 def test_what_is_no_refusal_fails_the_save_for_all() -> None:
     with job(SimFs(seed=1)) as ranks:
         saved(ranks, 1)
-        store = ranks.ckpts[2]._opened().near[0].store
+        store = ranks.ckpts[2]._opened().levels.near[0].store
 
         def fail(*_: Any) -> None:
             raise ZeroDivisionError
@@ -226,7 +226,7 @@ def test_a_rank_that_does_not_come_is_named_in_time(lost: int) -> None:
 def test_a_level_that_cannot_be_prepared_by_rank_0_is_passed_over(monkeypatch: Any) -> None:
     fs = SimFs(seed=1)
     with job(fs) as ranks:
-        place = ranks.ckpts[0]._opened().near[0]
+        place = ranks.ckpts[0]._opened().levels.near[0]
         fired = []
 
         def fail(_: Any) -> None:

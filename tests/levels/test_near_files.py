@@ -209,7 +209,7 @@ def test_a_restore_of_all_fetches_all_once(ckpt, fetched) -> None:
 def test_a_rank_that_needs_a_half_fetches_a_half(ckpt, fetched) -> None:
     """As ranks do that share a tensor which one rank has saved."""
     opened, whole = ckpt._opened(), content()["w"]
-    steps = opened.nearest()
+    steps = opened.levels.nearest(opened.pipeline.drain)
     with steps.protect(1):
         saved = steps.open(1)
         shape = tuple(whole.shape)
@@ -217,7 +217,7 @@ def test_a_rank_that_needs_a_half_fetches_a_half(ckpt, fetched) -> None:
         half = torch.zeros(ROWS // 2, shape[1], dtype=whole.dtype)
         plan = ReadPlan(saved)
         plan.place("w", chunk, Box((ROWS // 2, 0), tuple(half.shape)), half)
-        plan.start(opened.engine, partial(steps.locate, 1)).finish()
+        plan.start(opened.runtime.engine, partial(steps.locate, 1)).finish()
     assert torch.equal(half, whole[ROWS // 2 :])
     assert half.nbytes <= sum(fetched) <= half.nbytes + 2 * GAP_BYTES
 
@@ -234,4 +234,4 @@ def test_a_step_that_is_damaged_there_is_found_to_be(ckpt, tmp_path) -> None:
     data.write_bytes(raw[:-1])
     with pytest.raises(MissingFileError):
         ckpt.restore(live)
-    assert not ckpt._opened().places[1]._near._folders
+    assert not ckpt._opened().levels.places[1]._near._folders

@@ -225,7 +225,7 @@ def test_a_bad_copy_on_one_ranks_disk_alone(size) -> None:
         ranks.save(1, lambda rank: state(rank, 1))
         ranks.each(lambda rank: ranks.ckpts[rank].flush(DEADLINE_S))
         fired = threading.Event()
-        place = ranks.ckpts[size - 1]._opened().places[0]
+        place = ranks.ckpts[size - 1]._opened().levels.places[0]
         find = place.find
 
         def elsewhere(step: int, name: str, *needed: object) -> str:
@@ -251,7 +251,7 @@ def test_a_step_is_not_given_up_for_a_disk_that_fails(fs, size, kind, times) -> 
     fired = threading.Event()
     with job(fs, size) as ranks:
         for ckpt in ranks.ckpts:
-            place = ckpt._opened().places[0]
+            place = ckpt._opened().levels.places[0]
             left = iter(range(times))
 
             def fail(step: int, each: str, *more: Any, do: Any, left: Any = left) -> Any:
@@ -289,7 +289,7 @@ def test_a_copy_is_committed_when_all_parts_are_there(size) -> None:
             waiting.set()
             must(go_on.wait(DEADLINE_S))
 
-        last = ranks.ckpts[size - 1]._opened().promotions._promoters["far"]
+        last = ranks.ckpts[size - 1]._opened().levels.promotions._promoters["far"]
         last._throttle._give_way = hold
         ranks.save(1, lambda rank: state(rank, 1))
         must(waiting.wait(DEADLINE_S))
@@ -304,7 +304,7 @@ def test_a_copy_is_committed_when_all_parts_are_there(size) -> None:
 def test_a_rank_that_cannot_copy_fails_the_copy_for_all_by_name(size) -> None:
     fs = SimFs(seed=1)
     with job(fs, size) as ranks:
-        place = ranks.ckpts[1]._opened().places[1]
+        place = ranks.ckpts[1]._opened().levels.places[1]
         take = place.take
 
         def refuse(*_: Any) -> None:
@@ -334,7 +334,7 @@ def test_a_rank_that_takes_no_part_is_given_up_and_shifts_nothing(size) -> None:
         ranks.save(1, lambda rank: state(rank, 1))
         ranks.each(lambda rank: ranks.ckpts[rank].flush(DEADLINE_S))
         patience(ranks, 1.0)
-        promotions = ranks.ckpts[1]._opened().promotions
+        promotions = ranks.ckpts[1]._opened().levels.promotions
         start = promotions.start
         promotions.start = lambda *_: None  # type: ignore[method-assign]
         ranks.save(2, lambda rank: state(rank, 2))
@@ -359,7 +359,7 @@ def test_a_rank_that_lags_behind_with_a_copy_holds_up_no_save(size) -> None:
         ranks.each(lambda rank: ranks.ckpts[rank]._opened().peers.open())
         patience(ranks, 2.0)
         go_on, waiting = threading.Event(), threading.Event()
-        last = ranks.ckpts[1]._opened().promotions._promoters["far"]
+        last = ranks.ckpts[1]._opened().levels.promotions._promoters["far"]
 
         def hold() -> None:
             waiting.set()
@@ -368,7 +368,7 @@ def test_a_rank_that_lags_behind_with_a_copy_holds_up_no_save(size) -> None:
         last._throttle._give_way = hold
         ranks.save(1, lambda rank: state(rank, 1))
         must(waiting.wait(DEADLINE_S))
-        ranks.ckpts[0]._opened().promotions.wait(DEADLINE_S)
+        ranks.ckpts[0]._opened().levels.promotions.wait(DEADLINE_S)
         assert isinstance(status(ranks.ckpts[0]).error, PeerLostError)
         patience(ranks, DEADLINE_S)
         for step in (2, 3):

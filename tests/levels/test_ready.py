@@ -38,9 +38,9 @@ def data_files(memory: Path) -> int:
 def save(ckpt: statehold.Checkpointer, step: int) -> bool:
     """Whether a file was there for it; nothing is under way on return, and a spare one is ready."""
     saved = ckpt.save(step, content(step)).wait("committed", DEADLINE_S)
-    ckpt._opened().promotions.wait(DEADLINE_S)
+    ckpt._opened().levels.promotions.wait(DEADLINE_S)
     ckpt._opened().pipeline.drain()
-    ckpt._opened().store._ready.wait()
+    ckpt._opened().levels.store._ready.wait()
     return bool(saved.stats.reused)
 
 
@@ -116,7 +116,7 @@ levels = [statehold.Memory(path=sys.argv[1], agent=False), statehold.Directory()
 ckpt = statehold.Checkpointer(sys.argv[2], levels=levels, staging_bytes="2MiB", buffer_bytes="1MiB")
 ckpt.save(1, {"w": torch.ones(300_000)}).wait("committed", 60)
 ckpt._opened().pipeline.drain()
-ckpt._opened().store._ready.wait()
+ckpt._opened().levels.store._ready.wait()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -143,9 +143,9 @@ def test_each_rank_has_its_own(memory: Path, tmp_path: Path) -> None:
             saves = job.save(step, lambda rank, step=step: {"r": {rank: content(step + rank)["w"]}})
             reused.append([save.stats.reused for save in saves])
             for ckpt in job.ckpts:
-                ckpt._opened().promotions.wait(DEADLINE_S)
+                ckpt._opened().levels.promotions.wait(DEADLINE_S)
                 ckpt._opened().pipeline.drain()
-                ckpt._opened().store._ready.wait()
+                ckpt._opened().levels.store._ready.wait()
         assert len(list(memory.glob(f"{ready.READY_NAME}/*"))) == 0
     assert reused == [[False, False]] + [[True, True]] * 4
     assert data_files(memory) == 2 * 2

@@ -95,7 +95,7 @@ def stopping(after: int, error: Exception) -> Callable[[], None]:
 
 def interrupted(ckpt: statehold.Checkpointer, after: int, error: Exception | None = None) -> None:
     """The copy that comes next ends before its block number `after`; the header is the first."""
-    throttle = ckpt._opened().promotions._promoters["far"]._throttle
+    throttle = ckpt._opened().levels.promotions._promoters["far"]._throttle
     throttle._give_way = stopping(after, error or ClosedError("the process ends"))
 
 
@@ -311,10 +311,10 @@ def die():
     left[0] -= 1
     if left[0] < 0:
         os.kill(os.getpid(), signal.SIGKILL)
-for promoter in ckpt._opened().promotions._promoters.values():
+for promoter in ckpt._opened().levels.promotions._promoters.values():
     promoter._throttle._give_way = die
 ckpt.save(1, content(1)).wait("committed", 60)
-ckpt._opened().promotions.wait(60)
+ckpt._opened().levels.promotions.wait(60)
 """
 
 

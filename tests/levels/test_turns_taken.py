@@ -76,7 +76,7 @@ def test_a_step_that_is_not_due_is_not_looked_at() -> None:
         assert skipped.is_skipped
         assert skipped.stats.blocked_s == 0
         assert skipped not in [each for each, _ in ckpt._gate._saves]
-        assert skipped not in ckpt._watched
+        assert skipped not in ckpt._calls.watched
         assert calls == []
         with pytest.raises(UnsupportedValueError):
             ckpt.save(10, {"what": print})
@@ -292,7 +292,7 @@ def test_a_level_away_gets_what_is_worth_it() -> None:
     with checkpointer_on(fs, "/run", levels=levels, **SMALL) as ckpt:
         for step in range(1, 60):
             save(ckpt, step)
-            ckpt._opened().promotions.wait(DEADLINE_S)
+            ckpt._opened().levels.promotions.wait(DEADLINE_S)
         near, far = ckpt.levels()
     assert near.interval is None
     assert far.interval is not None

@@ -51,7 +51,7 @@ def ckpt(fs: SimFs) -> Iterator[statehold.Checkpointer]:
     with checkpointer_on(fs, "/run", levels=levels, **SMALL) as ckpt:
         for step in (1, 2, 3):
             save(ckpt, step, {"w": torch.full((1000,), step)})
-        ckpt._opened().promotions.wait(None)
+        ckpt._opened().levels.promotions.wait(None)
         yield ckpt
 
 
@@ -59,7 +59,7 @@ def ckpt(fs: SimFs) -> Iterator[statehold.Checkpointer]:
 def test_a_step_that_is_retired_while_steps_are_listed(
     ckpt, fs, monkeypatch, asked: str, caplog
 ) -> None:
-    place = ckpt._opened().near[0]
+    place = ckpt._opened().levels.near[0]
     assert isinstance(place, HostPlace)
     retiring = Retiring(monkeypatch, place.store, fs)
     caplog.clear()

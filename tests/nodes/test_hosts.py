@@ -214,7 +214,7 @@ def test_what_is_copied_stays_until_something_newer_is() -> None:
 
 
 def stores(ranks: HostRanks, rank: int) -> list[Any]:
-    place = ranks.ckpts[rank]._opened().near[0]
+    place = ranks.ckpts[rank]._opened().levels.near[0]
     return [place.store, place.copies.store]
 
 
@@ -258,7 +258,7 @@ def test_a_host_that_is_lost_between_the_rounds_is_named_by_all(monkeypatch: Any
         save(ranks, 1)
         for ckpt in ranks.ckpts:
             ckpt._opened().peers._timeout_s = 1.0
-        lost = ranks.ckpts[1]._opened().near[0].store
+        lost = ranks.ckpts[1]._opened().levels.near[0].store
         told = threading.Event()
 
         def lose(*_: Any) -> None:
@@ -341,7 +341,7 @@ def _told(ranks: HostRanks, step: int) -> list[bool]:
             ckpt.save(step, state(rank, step)).wait("committed", DEADLINE_S)
         finally:
             ckpt._opened().pipeline.drain()
-            ckpt._opened().promotions.wait(DEADLINE_S)
+            ckpt._opened().levels.promotions.wait(DEADLINE_S)
 
     return [not isinstance(each, Exception) for each in ranks.outcomes(act)]
 

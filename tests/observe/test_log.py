@@ -142,7 +142,7 @@ def test_a_long_restore_says_how_far_it_is(
         ) as ckpt:
             training = Training()
             ckpt.save(1, training.state).wait("committed", DEADLINE_S)
-            devices = ckpt._opened().devices
+            devices = ckpt._opened().runtime.devices
             monkeypatch.setattr(devices, "load", lambda *_: twice.wait(DEADLINE_S))
             ckpt.restore(training.state)
     finally:

@@ -52,7 +52,7 @@ def test_the_last_step_goes_everywhere_behind_an_older_copy() -> None:
         save(ckpt, 1, {"x": 1})
         held.waiting.wait()
         save(ckpt, 2, {"x": 2})
-        ckpt._opened().promotions.end_with(3)
+        ckpt._opened().levels.promotions.end_with(3)
         save(ckpt, 3, {"x": 3})
     settle(ckpt)
     assert steps_at(fs, FAR) == [1, 3]

@@ -30,10 +30,10 @@ class Boom:
 LATER: dict[str, Callable[[Any], tuple[object, str]]] = {
     "rhythm": lambda opened: (opened.rhythm, "committed"),
     "told": lambda opened: (opened.rhythm, "told"),
-    "decide": lambda opened: (opened.promotions, "decide"),
-    "learn": lambda opened: (opened.claims, "learn"),
-    "start": lambda opened: (opened.promotions, "start"),
-    "retain": lambda opened: (opened.near[0], "retain"),
+    "decide": lambda opened: (opened.levels.promotions, "decide"),
+    "learn": lambda opened: (opened._parts.claims, "learn"),
+    "start": lambda opened: (opened.levels.promotions, "start"),
+    "retain": lambda opened: (opened.levels.near[0], "retain"),
     "note": lambda opened: (opened.pipeline._publisher, "_leave_note"),
     "conclude": lambda opened: (opened.peers, "conclude"),
 }
@@ -82,7 +82,7 @@ def test_a_host_that_cannot_note_where_its_files_are(
         check_all_know(ranks, 1)
         boom = Boom()
         with monkeypatch.context() as patched:
-            patched.setattr(ranks.ckpts[1]._opened().near[0], "landed", boom)
+            patched.setattr(ranks.ckpts[1]._opened().levels.near[0], "landed", boom)
             check_all_know(ranks, 2)
         assert boom.fired == 1
         check_all_know(ranks, 3)
@@ -92,7 +92,7 @@ def test_a_host_that_cannot_note_where_its_files_are(
 def test_a_last_sync_that_fails_is_told_to_the_others_as_what_it_is() -> None:
     with Ranks(SimFs(seed=1), SIZE) as ranks:
         check_all_know(ranks, 1)
-        store, fired = ranks.ckpts[0]._opened().store, []
+        store, fired = ranks.ckpts[0]._opened().levels.store, []
 
         def last_sync(operation: str, args: tuple[Any, ...]) -> None:
             if operation == "sync_dir" and args[0] == store.root and fs.is_dir(store.path(2)):

@@ -169,7 +169,7 @@ def test_what_is_wrong_with_the_disk_of_one_rank_ends_the_restore_of_all(ranks) 
             fired.set()
             raise StorageError("the disk of rank 1 is gone", errno=5, path=args[0])
 
-    store = ranks.ckpts[1]._opened().store
+    store = ranks.ckpts[1]._opened().levels.store
     fs = store._fs
     spy_on(ranks.ckpts[1], before)
     outcomes = restored(ranks, [blank() for _ in range(SIZE)])
@@ -397,7 +397,7 @@ def test_no_rank_goes_on_before_the_damaged_step_is_set_aside(fs, ranks) -> None
             set_aside.set()
             must(not back.wait(0.2), "a rank went on while the damaged step was there")
 
-    ranks.ckpts[0]._opened_for_saving()
+    ranks.ckpts[0]._opened().prepare_saving()
     spy_on(ranks.ckpts[0], before)
 
     def act(rank: int) -> Any:

@@ -189,7 +189,7 @@ def test_a_storage_error_of_one_rank_fails_all_with_its_reason(ranks: Ranks) -> 
             fired.set()
             raise StorageError("the disk of rank 3 is gone", path=str(args[0]))
 
-    spied = ranks.ckpts[3]._opened().store
+    spied = ranks.ckpts[3]._opened().levels.store
     fs = spied._fs
     spy_on(ranks.ckpts[3], before)
     failures = ranks.failures(3, lambda rank: state(rank, 3))
@@ -305,7 +305,7 @@ def test_the_run_goes_on_with_another_number_of_ranks(ranks: Ranks) -> None:
 def test_ranks_make_the_run_directory_together() -> None:
     """One comes between two questions of another, and makes what that is about to make."""
     with Ranks(SimFs(seed=5), 2, run="/a/b/c") as ranks:
-        first, second = (ckpt._opened().store for ckpt in ranks.ckpts)
+        first, second = (ckpt._opened().levels.store for ckpt in ranks.ckpts)
         asked = threading.Event()
 
         def between(operation: str, _args: tuple[Any, ...]) -> None:
@@ -437,7 +437,7 @@ def test_a_failure_that_one_rank_has_yet_to_hear_of_ends_a_restore_on_all(ranks:
     fake = StorageError("the disk of rank 2 is gone")
     late = Save(4, 0.0)
     late._fail(fake)
-    ranks.ckpts[2]._watched.append(late)
+    ranks.ckpts[2]._calls.watched.append(late)
     found = [blank() for _ in range(SIZE)]
     outcomes = ranks.outcomes(lambda rank: ranks.ckpts[rank].restore(found[rank]))
     assert outcomes[2] is fake

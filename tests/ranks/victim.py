@@ -29,7 +29,7 @@ import torch
 from torch import distributed
 
 import statehold
-from statehold.checkpoint import checkpointer
+from statehold.checkpoint.save import call
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support.faults import SMALL
@@ -82,9 +82,9 @@ class Executioner:
 
     def stand_around(self, ckpt: statehold.Checkpointer) -> None:
         opened: Any = ckpt._opened()
-        start = checkpointer.start_write
-        checkpointer.start_write = lambda *args: Hook(start(*args), self.around)
-        opened.store._fs = Hook(opened.store._fs, self.around)
+        start = call.start_write
+        call.start_write = lambda *args: Hook(start(*args), self.around)
+        opened.levels.store._fs = Hook(opened.levels.store._fs, self.around)
         publisher = opened.pipeline._publisher
         publisher._peers = Hook(publisher._peers, self.around)
 

@@ -210,9 +210,9 @@ class Job:
         ckpt = checkpointer_on(fs, RUN, peers, **{**SMALL, **options})
         opened: Any = ckpt._opened()
         spy = Spy(fs, life.before)
-        for place in opened.places:
+        for place in opened.levels.places:
             place.store._fs = spy
-        for promoter in opened.promotions._promoters.values():
+        for promoter in opened.levels.promotions._promoters.values():
             promoter._fs = spy
         return ckpt
 

@@ -294,7 +294,7 @@ class Seed:
         size = self._sizes[chance.random() < 0.3]
         job = self._job(size)
         visible = job.ckpts[0].steps()
-        near = job.ckpts[0]._opened().store.steps()
+        near = job.ckpts[0]._opened().levels.store.steps()
         self._oracle.far = {step for step in visible if step not in near}
         self.report.counts["only far"] += len(self._oracle.far)
         self._look_at_second_level()

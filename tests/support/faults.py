@@ -43,7 +43,7 @@ class Spy:
 
 def spy_on(ckpt: statehold.Checkpointer, before: Callable[[str, tuple[Any, ...]], None]) -> None:
     """Put a Spy between the store and the file system."""
-    store = ckpt._opened().store
+    store = ckpt._opened().levels.store
     store._fs = Spy(store._fs, before)  # type: ignore[assignment]
 
 

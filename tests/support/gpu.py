@@ -34,7 +34,7 @@ def keep_busy() -> torch.cuda.Event:
 
 def pinned_buffers(ckpt: statehold.Checkpointer) -> list[bool]:
     """Whether CUDA has each buffer of the staging memory as pinned."""
-    engine = ckpt._opened().engine
+    engine = ckpt._opened().runtime.engine
     staging = torch.frombuffer(engine.staging, dtype=torch.uint8)
     return [buffer.is_pinned() for buffer in staging.split(engine.buffer_bytes)]
 
@@ -42,7 +42,7 @@ def pinned_buffers(ckpt: statehold.Checkpointer) -> list[bool]:
 def pin_everything(ckpt: statehold.Checkpointer, step: int) -> None:
     """Save more than the staging memory holds, and write nothing until all of it was lent, and so
     pinned: no later save has to pin."""
-    nbytes = 2 * ckpt._opened().engine.staging.nbytes
+    nbytes = 2 * ckpt._opened().runtime.engine.staging.nbytes
     weights = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
     holdup = Holdup(ckpt)
     save = ckpt.save(step, {"w": statehold.Gated(weights)})

@@ -79,7 +79,7 @@ class HeldCopy:
     def __init__(self, ckpt: statehold.Checkpointer, name: str = "far") -> None:
         self.waiting = threading.Event()
         self.go_on = threading.Event()
-        throttle = ckpt._opened().promotions._promoters[name]._throttle
+        throttle = ckpt._opened().levels.promotions._promoters[name]._throttle
         throttle._give_way = self._hold
 
     def _hold(self) -> None:
@@ -96,4 +96,4 @@ class HeldCopy:
 def settle(ckpt: statehold.Checkpointer) -> None:
     """Return once no save and no copy is under way."""
     ckpt._opened().pipeline.drain()
-    ckpt._opened().promotions.wait(DEADLINE_S)
+    ckpt._opened().levels.promotions.wait(DEADLINE_S)

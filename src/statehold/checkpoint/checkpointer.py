@@ -1,68 +1,45 @@
 """Checkpointer: save while training, commit, restore. The public face of statehold.
 
-The path of a save: capture and plan on the caller's thread (milliseconds, no bytes copied except
-what may change before the next update), then the engine stages and writes, and the pipeline
-commits. The path of a restore is in `restoring`.
+A Checkpointer opens a session at its first use. save() and restore() are calls of that session:
+save/call captures and plans on the caller's thread, in milliseconds, then the engine stages and
+writes, and the pipeline commits. restore/call is the way back.
 
 On several ranks each has a Checkpointer of the same run directory, and all call save() and
 restore() alike; nothing here waits for another rank but restore(), rewind() and back-pressure.
 
-Not here: who copies what (state), who writes what (share), where bytes go (plan), how they get
-there (the engine), when a step counts (store, team), what happens in the background (pipeline).
+Not here: what a session does (session), how it is opened (opening), what ends it when nobody has
+closed it (keeper).
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import sys
-import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from statehold import _core
 from statehold.checkpoint.keeper import Keeper, wait_for_dropped
-from statehold.checkpoint.levels.alike import check_same, described
 from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.levels.specs import Level, levels_of
-from statehold.checkpoint.quarantine import set_aside
-from statehold.checkpoint.restore.restoring import Restorer
-from statehold.checkpoint.save.gate import Gate
+from statehold.checkpoint.opening import Borrowed, Opening, open_session
+from statehold.checkpoint.save.call import Calls
 from statehold.checkpoint.save.handle import Save
-from statehold.checkpoint.save.work import Work
-from statehold.checkpoint.save.writes import in_file_order, start_write
 from statehold.checkpoint.session import Session
 from statehold.errors import (
     ClosedError,
-    PeerFailedError,
     UsageError,
 )
 from statehold.format.selection import RestoreReport, Selection
 from statehold.layout.plan import step_of
-from statehold.observe.once import say_once
 from statehold.options import check_run, options_of
 from statehold.process.ending import forget, remember
-from statehold.process.garbage import uncollected
-from statehold.ranks.agreeing import everyone, led, together
 from statehold.ranks.preemption import Preemption
-from statehold.tensors import fingerprints
-from statehold.tensors.capture import capture
-from statehold.tensors.captured import Capture, CapturedTensor
 from statehold.tensors.devices.graphs import refuse_in_capture
-from statehold.tensors.devices.relay import named_failures
-from statehold.tensors.recognition import Seen
-from statehold.tensors.restore import check_takes_values
 from statehold.units import check_timeout
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
-    from statehold.checkpoint.levels.hosts.meeting import Exchange
-    from statehold.ranks.peers import Peers
 
 
 class Checkpointer:
@@ -97,13 +74,9 @@ class Checkpointer:
         self._keeper: Keeper[Session] | None = None  # as soon as it is open
         self._closed = False
         self._is_taken_over = False
-        self._borrowed_fs: Fs | None = None  # for statehold.testing
-        self._borrowed_peers: Peers | None = None  # for statehold.testing
-        self._borrowed_exchange: Exchange | None = None  # for statehold.testing
-        self._seen = Seen()
-        self._gate = Gate()
-        self._watched: list[Save] = []
-        self._saves_called = 0
+        self._borrowed = Borrowed()  # for statehold.testing
+        self._calls = Calls()
+        self._gate = self._calls.gate
         self._preemption: Preemption | None = None
         self.restored: RestoreReport | None = None
 
@@ -128,119 +101,15 @@ class Checkpointer:
         can hold.
         """
         refuse_in_capture("save()")
-        number, self._saves_called = self._saves_called, self._saves_called + 1
-        opened = self._opened()
-        try:
-            step = step_of(step)
-            is_due = self._is_due(opened, number, step, force)
-            if is_due:
-                work, captured = self._begin(number, step, state)
-        except BaseException as error:
-            opened.pipeline.give_up(number, self._told_of(error))
-            raise
-        if not is_due:
-            self._raise_failures()
-            return Save(step, 0.0, is_skipped=True)
-        opened.pipeline.wait_eager(work, captured)
-        self._gate.streams_follow()
-        self._gate.wait_if_unseen(work.save)
-        work.save._returned()
-        opened.rhythm.saved(work.save.stats.blocked_s, self._gate.waited_s)
-        if work.is_last and self._preemption is not None:
-            told = partial(opened.told_of, step, work.place)
-            self._preemption.end(partial(work.save.wait, "committed"), opened.wait_idle, told)
-        return work.save
-
-    def _is_due(self, opened: Session, number: int, step: int, force: bool) -> bool:
-        return opened.rhythm.is_due(
+        number = self._calls.next()
+        return self._opened().save(
             number,
             step,
-            wanted=force or self.is_last(step),
-            is_saving=opened.pipeline.is_saving,
-            gate_s=self._gate.waited_s,
+            state,
+            force=force,
+            is_last=self.is_last,
+            preemption=self._preemption,
         )
-
-    def _begin(self, number: int, step: int, state: Mapping[str, Any]) -> tuple[Work, Capture]:
-        """Everything up to handing the save over: what fails here has not begun."""
-        save = Save(step, time.perf_counter())
-        opened = self._opened()  # before anything can fail: other ranks have to be told
-        self._raise_failures()
-        save._watched_by(opened.watch)
-        opened.prepare_saving()
-        with save._stage("wait"):
-            opened.pipeline.wait_for_room(opened.rhythm.turns.settled)
-        save._record(waited_s=save._elapsed())
-        is_last = self.is_last(step)
-        if is_last:
-            opened.promotions.end_with(step)
-        else:  # the last save does not stop for one before it
-            self._raise_failures()
-        opened.check_order(step)
-
-        self._gate.join_streams()
-        with save._stage("capture"), uncollected(), named_failures(memory=False):
-            captured = capture(state, opened.rank, self._gate.passed(), self._seen)
-        say_once(captured.note, logging.INFO)
-        for doubt in captured.doubts:
-            say_once(doubt)
-        self._gate.check_gradients(step)
-        with save._stage("plan"):
-            specs = [tensor.spec for tensor in captured.tensors]
-            known = opened.claims.resolve(specs, opened.rhythm.turns.settled)
-            plan = opened.plans.get(known.specs, step)
-        save._record(
-            state_bytes=sum(tensor.spec.nbytes for tensor in captured.tensors),
-            eager_bytes=captured.eager_bytes,
-            written_bytes=plan.save.file_bytes,
-            tensors=len(captured.tensors),
-        )
-        names = {name for each in known.comparisons for name in each.names}
-        compared = [tensor for tensor in captured.tensors if tensor.spec.name in names]
-        self._watched.append(save)
-        work = Work(
-            save=save,
-            number=number,
-            plan=plan,
-            tree=captured.tree,
-            capture=captured,
-            place=opened.near[0],
-            comparisons=known.comparisons,
-            version=opened.claims.version,
-            fingerprinting=fingerprints.begin(compared, _core.hash_memory),
-            is_last=is_last,
-        )
-        self._start(opened, work, captured, compared)
-        return work, captured
-
-    def _start(
-        self,
-        opened: Session,
-        work: Work,
-        captured: Capture,
-        compared: Sequence[CapturedTensor],
-    ) -> None:
-        """Begin to copy what was captured, and hand `work` over: wholly, or not at all.
-
-        Whatever ends this in between (an error, Ctrl-C) stops the native job before anything that
-        it copies from is let go. Then the handle fails, so that nothing waits for it.
-        """
-        opened.watch.save_began()
-        try:
-            with uncollected():
-                ordered = in_file_order(work.plan, captured.tensors)
-            opened.make_room(work.plan.save)
-            work.save._moving()
-            file = opened.ready_file(work.plan.save, work.tree)
-            work.is_attached = file is not None
-            work.save._record(reused=work.is_attached)
-            with uncollected():
-                work.job = start_write(opened.engine, work.plan.save, ordered, file)
-                work.copies = opened.devices.copies(work.job, captured, ordered, compared)
-            self._gate.hold_for(work.save, work.copies.passing if work.copies else None)
-            opened.pipeline.submit(work)
-        except BaseException as error:
-            opened.pipeline.take_back(work, error)
-            raise
 
     def gate(self, timeout: float | None = None) -> None:
         """Wait until every save under way is staged: after this the state may be updated.
@@ -329,67 +198,28 @@ class Checkpointer:
         if step is not None:
             step = step_of(step)
         selection = Selection(only, skip, rename, strict)
-        opened = self._begun_anew()
-        levels = led(opened.peers, lambda: described(self._levels))
-        together(opened.peers, lambda: self._ready_to_restore(levels, state))
-        self._gate.wait()
-        self._gate.join_streams()
-        nearest = opened.nearest()
-        with opened.watch.restore() as watch:
-            restorer = Restorer(
-                nearest,
-                opened.engine,
-                opened.devices,
-                opened.peers,
-                state,
-                selection,
-                watch,
-                opened.claim,
-            )
-            self.restored, failed = restorer.newest() if step is None else restorer.only(step)
-            watch.end(self.restored, failed)
-        if self.restored is None:
-            together(opened.peers, opened.check_there)
-            return None
-        opened.rhythm.turns.goes_on_from(self.restored.step)
-        opened.restored(self.restored.step, nearest.served(self.restored.step))
-        if failed:
-            set_aside(opened, failed, restorer.confirmed, self.restored.step)
-        return self.restored.step
-
-    def _ready_to_restore(self, levels_of_rank_0: str, state: object) -> None:
-        self._raise_failures()
-        check_takes_values(state)
-        check_same(self._levels, levels_of_rank_0)
+        session = self._begun_anew()
+        try:
+            return session.restore(state, step, selection)
+        finally:
+            self.restored = session.restored
 
     # -- the run ---------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """The steps that are committed at any level, oldest first. All ranks call this, where a
         level is each host's own."""
-        return self._opened().nearest().steps()
+        return self._opened().steps()
 
     def rewind(self, step: int) -> list[int]:
         """Give up every committed step newer than `step`, to go on from there; returns them."""
         step = step_of(step)
-        opened = self._begun_anew()
-        together(opened.peers, self._ready_to_rewind)
-        found = everyone(opened.peers, lambda: opened.rewind(step))
-        given_up = sorted({each for steps in found for each in steps})
-        opened.forget(given_up)
-        opened.rhythm.turns.goes_on_from(step)
-        return given_up
-
-    def _ready_to_rewind(self) -> None:
-        self._raise_failures()
-        opened = self._opened_for_saving()
-        opened.pipeline.drain()
-        opened.promotions.wait(None)
+        return self._begun_anew().rewind(step)
 
     def levels(self) -> list[LevelStatus]:
         """How the levels stand, the first one first: their newest step, what is copied, what
         failed, and how often they get a step where that is chosen ("auto")."""
-        return self._opened().levels()
+        return self._opened().status()
 
     def flush(self, timeout: float | None = None) -> None:
         """Bring the newest committed step to every level; all ranks call this.
@@ -398,12 +228,14 @@ class Checkpointer:
         cadence. A level that fails is logged, and told by levels(). Raises WaitTimeout after
         `timeout` seconds, PeerLostError if a rank has not come to this by then; the copies go on.
         """
-        self._opened_for_saving().flush(check_timeout(timeout))
+        session = self._opened()
+        session.prepare_saving()
+        session.flush(check_timeout(timeout))
 
     @property
     def backend(self) -> str:
         """How bytes move: "io_uring" or "threads"."""
-        return self._opened().fs.backend
+        return self._opened().runtime.fs.backend
 
     def write_trace(self, path: str | os.PathLike[str] | None = None) -> str:
         """Write what the option `trace` has recorded so far; returns the file's name.
@@ -419,7 +251,7 @@ class Checkpointer:
         Raises the error of a save that failed since the last call.
         """
         self._close()
-        self._raise_failures()
+        self._calls.raise_failures()
 
     def __enter__(self) -> Checkpointer:
         self._opened()
@@ -433,7 +265,7 @@ class Checkpointer:
     ) -> None:
         self._close(error)
         if kind is None:
-            self._raise_failures()
+            self._calls.raise_failures()
         elif self._preemption is not None:
             self._preemption.failed(error)
 
@@ -454,13 +286,13 @@ class Checkpointer:
         if keeper is None or not keeper.is_ours:
             self._gate.remove()
             return  # a fork has nothing to wait for, and nothing to give back
-        number = self._saves_called
+        number = self._calls.number
 
-        def end(opened: Session) -> None:
+        def end(session: Session) -> None:
             if error is not None:
-                opened.part(number, error)
+                session.part(number, error)
             wanted = flush and not (preemption is not None and preemption.has_ended)
-            opened.close(flush=wanted, alike=alike and error is None)
+            session.close(flush=wanted, alike=alike and error is None)
 
         try:
             if preemption is not None:
@@ -496,43 +328,18 @@ class Checkpointer:
         wait_for_dropped(self._run)
         owned = contextlib.ExitStack()
         try:
-            opened = Session(
-                self._run,
-                self._levels,
-                self._options,
-                self._borrowed_fs,
-                self._borrowed_peers,
-                self._borrowed_exchange,
-                owned,
-            )
-            self._keeper = Keeper(self._run, opened, self._gate, weakref.ref(self))
+            opening = Opening(self._run, self._levels, self._options, self._borrowed, self._calls)
+            session = open_session(opening, owned)
+            self._keeper = Keeper(self._run, session, self._gate, weakref.ref(self))
             weakref.finalize(self, self._keeper.drop).atexit = False
         except BaseException:
             self._keeper = None
             owned.close()
             raise
-        return opened
+        return session
 
     def _begun_anew(self) -> Session:
         """Smaller steps than before may follow, on all ranks."""
         if self._preemption is not None:
             self._preemption.begin_anew()
         return self._opened()
-
-    def _opened_for_saving(self) -> Session:
-        opened = self._opened()
-        opened.prepare_saving()
-        return opened
-
-    def _told_of(self, error: BaseException) -> BaseException:
-        """What the other ranks are told of a save that did not begin."""
-        if any(save.error is error for save in self._watched):
-            return PeerFailedError(self._opened().rank or 0, str(error), follows=True)
-        return error
-
-    def _raise_failures(self) -> None:
-        for save in self._watched:
-            error = save._unraised_error()
-            if error is not None:
-                raise error
-        self._watched = [save for save in self._watched if not save.done() and not save.error]

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 from statehold.ranks.agreeing import Meeting, together
 
 if TYPE_CHECKING:
-    from statehold.checkpoint.levels.promoting import Promotions
-    from statehold.ranks.peers import Peers
+    from statehold.checkpoint.levels.levels import Levels
 
 __all__ = ["Countdown", "flush"]
 
@@ -41,10 +40,8 @@ class Countdown:
 
 
 def flush(
-    peers: Peers | None,
+    levels: Levels,
     wait_idle: Callable[[float | None], None],
-    look: Callable[[Meeting], None],
-    promotions: Promotions,
     number: int,
     timeout_s: float | None,
     meet_s: float | None = None,
@@ -54,12 +51,12 @@ def flush(
     meet_s: how long to wait for ranks that may not come; None: as long as ever. Two meetings: one
     that has come to the first and gone is missing at the second.
     """
-    left = Countdown(timeout_s)
+    peers, left = levels.peers, Countdown(timeout_s)
     if meet_s is not None:
         wait_idle(left())  # which ends on all ranks at about the same time
     kept_s = min(MEETING_SHARE * (timeout_s or 0.0), MEETING_S_MAX) if peers else 0.0
     numbered = 3 * number
     together(peers, lambda: wait_idle(left(kept_s)), Meeting("flush", numbered, meet_s or left()))
-    look(Meeting("flush", numbered + 1, meet_s or left()))
-    promotions.catch_up(Meeting("flush", numbered + 2, meet_s or left()))
-    promotions.wait(left())
+    levels.look(Meeting("flush", numbered + 1, meet_s or left()))
+    levels.promotions.catch_up(Meeting("flush", numbered + 2, meet_s or left()))
+    levels.promotions.wait(left())

@@ -11,7 +11,7 @@ and all else is still given back. Dropping a Checkpointer takes no lock and star
 can happen inside any allocation, on any thread. A later Checkpointer of the run in this process
 waits for one that was dropped. It also gets the run from one that only a reference cycle, or the
 traceback of an old error, keeps alive.
-Not here: what is given back, and in which order (opened).
+Not here: what is given back, and in which order (opening).
 """
 
 from __future__ import annotations

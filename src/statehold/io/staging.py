@@ -49,7 +49,7 @@ def chosen(step_bytes: int, available_bytes: int, ranks: int) -> int:
 
 
 class Staging:
-    """The engine of an open Checkpointer, and its devices. `ranks` is how many share the host."""
+    """An engine and its devices. `ranks`: how many share the memory of the host."""
 
     engine: _core.Engine
     devices: Devices
@@ -57,7 +57,7 @@ class Staging:
     def __init__(self, fs: Fs, options: Options, ranks: int) -> None:
         self._fs = fs
         self._options = options
-        self._ranks = ranks
+        self.ranks = ranks
         self._fits = 0  # bytes of the largest step for which a size was chosen
         self._copied = 0  # bytes of the largest step so far
         size = options.staging_size
@@ -81,7 +81,7 @@ class Staging:
         drain()
         room = memory.available()
         # What is there already comes back before more is taken.
-        size = chosen(step_bytes, room.nbytes + min(before, self._copied), self._ranks)
+        size = chosen(step_bytes, room.nbytes + min(before, self._copied), self.ranks)
         if size > before:
             self._reopen(size, before)
         self._fits = step_bytes + step_bytes // 4
@@ -103,7 +103,7 @@ class Staging:
 
     def _tell(self, step_bytes: int, room: Room) -> None:
         size = self.engine.staging.nbytes
-        shared = f", shared by {self._ranks} ranks" if self._ranks > 1 else ""
+        shared = f", shared by {self.ranks} ranks" if self.ranks > 1 else ""
         text = (
             f"staging memory of {format_bytes(size)} for {format_bytes(step_bytes)} of a step: at "
             f"most a third of {format_bytes(room.nbytes)} {room.limit}{shared}"

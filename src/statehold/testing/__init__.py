@@ -58,8 +58,8 @@ def checkpointer_on(
     """A Checkpointer whose run directory and levels lie on `fs`, which outlives it; with `peers`,
     for one rank of several. `options` are all that Checkpointer takes; give each level a path."""
     ckpt = Checkpointer(run, **options)
-    ckpt._borrowed_fs = fs
-    ckpt._borrowed_peers = peers
+    ckpt._borrowed.fs = fs
+    ckpt._borrowed.peers = peers
     return ckpt
 
 
@@ -85,5 +85,5 @@ def ranks_on_hosts(
     for rank, fs in enumerate(disks):
         peers = Peers(board, Membership(rank, len(disks)), timeout_s)
         ckpts.append(checkpointer_on(fs, run, peers, **options))
-        ckpts[-1]._borrowed_exchange = network.exchange()
+        ckpts[-1]._borrowed.exchange = network.exchange()
     return ckpts

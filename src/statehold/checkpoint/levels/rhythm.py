@@ -6,7 +6,7 @@ that is alone counts time as time; several ranks cannot, so rank 0 makes steps o
 
 Invariants: a call that saves nothing costs microseconds, and touches no tensor, file or other rank.
 Not here: what is measured (pace), which interval is best (planners/intervals), how ranks come to
-the same turns (planners/turns) and talk (team).
+the same turns (planners/turns) and talk (save/publishing).
 """
 
 from __future__ import annotations

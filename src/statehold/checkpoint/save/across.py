@@ -19,12 +19,27 @@ from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels.commit_rounds import CommitRounds
 from statehold.checkpoint.save.aftermath import after_commit
-from statehold.checkpoint.save.publishing import Together
+from statehold.checkpoint.save.publishing import Alone, Publisher, Together
 from statehold.format.manifest import Encoded
 
 if TYPE_CHECKING:
+    from statehold.checkpoint.levels.levels import Levels
+    from statehold.checkpoint.levels.rhythm import Rhythm
     from statehold.checkpoint.save.work import Work
     from statehold.format.manifest import Commit
+    from statehold.layout.claims import Claims
+    from statehold.observe.background_log import BackgroundLog
+    from statehold.ranks.peers import Peers
+
+
+def publisher_of(
+    peers: Peers | None, levels: Levels, claims: Claims, rhythm: Rhythm, log: BackgroundLog
+) -> Publisher:
+    """How the saves of this process become steps."""
+    if peers is None:
+        return Alone(levels.promotions, rhythm, log)
+    kind = Across if levels.hosts.are_asked else Together
+    return kind(peers, claims, levels.promotions, rhythm, log)
 
 
 class Across(Together):

@@ -11,13 +11,16 @@ from statehold.errors import CorruptionError, RunBusyError, StorageError
 from statehold.ranks.agreeing import everyone, together
 
 if TYPE_CHECKING:
-    from statehold.checkpoint.session import Session
+    from statehold.checkpoint.levels.levels import Levels
 
 __all__ = ["set_aside"]
 
+# The warning names the line that called restore(): over RestoreCalls, Session and Checkpointer.
+_CALLS_ABOVE = 5
+
 
 def set_aside(
-    session: Session,
+    levels: Levels,
     failed: Mapping[int, CorruptionError],
     confirmed: Collection[int],
     restored: int,
@@ -25,22 +28,25 @@ def set_aside(
     """Keep the damaged steps where nobody takes them for steps; all ranks, before any goes on: it
     would find them newer than what it saves next. A step that is not `confirmed` stays: another
     job may be saving it again."""
-    together(session.peers, lambda: session.promotions.wait(None))
+    peers = levels.peers
+    together(peers, lambda: levels.promotions.wait(None))
     places = everyone(
-        session.peers, lambda: [_quarantined(session, step, step in confirmed) for step in failed]
+        peers, lambda: [_quarantined(levels, step, step in confirmed) for step in failed]
     )
-    session.forget(failed)
+    levels.forget(failed)
     for (step, error), kept in zip(failed.items(), places[0], strict=True):
         text = f"step {step} is damaged; step {restored} was restored instead. "
         warnings.warn(
-            f"{text}The damaged step was kept as {kept}.\n{error}", RuntimeWarning, stacklevel=3
+            f"{text}The damaged step was kept as {kept}.\n{error}",
+            RuntimeWarning,
+            stacklevel=_CALLS_ABOVE,
         )
 
 
-def _quarantined(session: Session, step: int, is_confirmed: bool) -> str:
+def _quarantined(levels: Levels, step: int, is_confirmed: bool) -> str:
     """Where the damaged step is now; where it was if the run is another job's, or not ours to
     change: the state is restored all the same."""
     if is_confirmed:
         with contextlib.suppress(RunBusyError, StorageError):
-            return session.quarantine(step)
-    return session.store.path(step)
+            return levels.quarantine(step)
+    return levels.store.path(step)

@@ -1,0 +1,45 @@
+"""The agent of a session: seen to be there while the run is saved, and told how the run ended.
+
+Invariants: an agent that is told goodbye has nothing left to copy. It is kept only while it could
+copy a whole step: not where each host has a part of one.
+Not here: how an agent is started (starting), what it does (process).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.agent.starting import Agent
+    from statehold.checkpoint.levels.levels import Levels
+
+__all__ = ["Companion"]
+
+
+class Companion:
+    """`agent`: None where the run has none."""
+
+    def __init__(self, agent: Agent | None, levels: Levels) -> None:
+        self._agent = agent
+        self._levels = levels
+
+    def keep(self, ahead: Callable[[Callable[[], None]], None]) -> None:
+        """See that the agent is there. `ahead` runs an action in the background, before the next
+        commit."""
+        if self._agent is None:
+            return
+        if self._levels.hosts.are_apart:
+            ahead(self._agent.goodbye)
+            self._agent = None
+        elif self._agent.is_missing:
+            ahead(self._agent.start)
+
+    def end(self) -> None:
+        """The agent is needed no more, unless a level lacks the newest step."""
+        if self._agent is None:
+            return
+        if self._levels.lacks_newest():
+            self._agent.leave()
+        else:
+            self._agent.goodbye()

@@ -1,0 +1,75 @@
+"""What a run says of itself in its directory: which levels it has, and whose its objects are.
+
+Invariants: rank 0 alone writes, and only where the run is on a real file system. No save and no
+restore depends on a note, and none fails because of one.
+Not here: the two files (remembered, owners).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from statehold.checkpoint.levels.hosts.place import HostPlace
+from statehold.checkpoint.levels.object_place import ObjectPlace
+from statehold.checkpoint.levels.remembered import remember
+from statehold.errors import CorruptionError, StateholdError, StorageError
+from statehold.observe.background_log import logger
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.levels.owners import Identity
+    from statehold.checkpoint.levels.places import Place
+    from statehold.checkpoint.levels.specs import Level
+
+__all__ = ["RunNotes"]
+
+
+class RunNotes:
+    """The notes of a run. is_alone: no level can be on several hosts. writes: whether this rank is
+    the one that writes them."""
+
+    def __init__(
+        self,
+        run: str,
+        specs: Sequence[Level],
+        places: Sequence[Place],
+        identity: Identity,
+        *,
+        is_alone: bool,
+        writes: bool,
+    ) -> None:
+        self._run, self._specs, self._places, self._identity = run, specs, places, identity
+        self._is_alone = is_alone
+        self._writes = writes
+        self._noted: list[str] | None = None
+
+    def write(self) -> None:
+        """Note the levels. Until the ranks have met, each of them may be on a host of its own: the
+        next save notes what is known then."""
+        apart = [
+            at.name
+            for at in self._places
+            if not self._is_alone and isinstance(at, HostPlace) and len(at.hosts) != 1
+        ]
+        if not self._writes or apart == self._noted:
+            return
+        self._noted = apart
+        try:
+            if any(isinstance(place, ObjectPlace) for place in self._places):
+                self._identity.establish()
+            remember(self._specs, self._run, apart)
+        except (OSError, StateholdError) as error:
+            logger.debug("who the run is, and its levels, are not noted in it: %s", error)
+
+    def restored(self, step: int, served: Collection[str], near: Sequence[Place]) -> None:
+        """`step` was restored from the levels named in `served`: see whose steps those are.
+        near: the levels that are directories."""
+        if not self._writes:
+            return
+        far = [each for each in self._places if isinstance(each, ObjectPlace)]
+        with contextlib.suppress(StorageError, CorruptionError):  # the next copy asks again
+            for place in far:
+                if place.name in served:
+                    has_steps = any(each.steps() for each in near)
+                    place.owned.restored(step, has_steps=has_steps)

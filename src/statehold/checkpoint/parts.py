@@ -1,0 +1,84 @@
+"""The parts of a session, and what save() and restore() work with of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from statehold.checkpoint.restore.call import RestoreCalls
+from statehold.checkpoint.save.call import Saver
+from statehold.layout.share import PlanCache
+from statehold.ranks.membership import ALONE, Membership
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.agent.companion import Companion
+    from statehold.checkpoint.levels.levels import Levels
+    from statehold.checkpoint.levels.rhythm import Rhythm
+    from statehold.checkpoint.levels.specs import Level
+    from statehold.checkpoint.save.call import Calls
+    from statehold.checkpoint.save.level_choice import LevelChoice
+    from statehold.checkpoint.save.pipeline import Pipeline
+    from statehold.checkpoint.telemetry.watch import Watch
+    from statehold.io.runtime import Runtime
+    from statehold.layout.claims import Claims
+    from statehold.ranks.peers import Peers
+
+__all__ = ["Parts"]
+
+
+@dataclass(eq=False, frozen=True)
+class Parts:
+    """What opening gives. peers: None for a process that is alone. calls: of the Checkpointer,
+    which may have had other sessions. All but `runtime` and `calls` end with the session."""
+
+    run: str
+    specs: Sequence[Level]
+    calls: Calls
+    runtime: Runtime
+    peers: Peers | None
+    watch: Watch
+    levels: Levels
+    companion: Companion
+    claims: Claims
+    rhythm: Rhythm
+    level_choice: LevelChoice
+    pipeline: Pipeline
+
+    @property
+    def membership(self) -> Membership:
+        return self.peers.membership if self.peers else ALONE
+
+    @property
+    def rank(self) -> int | None:
+        """None for a process that is alone."""
+        return self.peers.rank if self.peers else None
+
+    def saver(self, prepare: Callable[[], None]) -> Saver:
+        """What a call of save() works with. prepare: makes the run directory ready."""
+        return Saver(
+            rank=self.rank,
+            runtime=self.runtime,
+            levels=self.levels,
+            claims=self.claims,
+            plans=PlanCache(self.membership),
+            rhythm=self.rhythm,
+            pipeline=self.pipeline,
+            watch=self.watch,
+            calls=self.calls,
+            prepare=prepare,
+        )
+
+    def restores(self, claim: Callable[[int], bool]) -> RestoreCalls:
+        """What a call of restore() works with. claim: sees that nobody else changes a step."""
+        return RestoreCalls(
+            specs=self.specs,
+            runtime=self.runtime,
+            levels=self.levels,
+            peers=self.peers,
+            rhythm=self.rhythm,
+            watch=self.watch,
+            calls=self.calls,
+            drain=self.pipeline.drain,
+            claim=claim,
+        )

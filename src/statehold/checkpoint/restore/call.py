@@ -1,0 +1,102 @@
+"""One call of restore(), by all ranks together: from the levels of a run to a live state.
+
+    ready?     no rank has an error to raise, and all have the same levels
+    gate       no byte of the state is still being copied by a save
+    nearest    the steps of all levels
+    restore    the step that was asked for, or the newest intact one
+    after      the levels and the cadence go on from that step; damaged ones are set aside
+
+Not here: how one step gets into the state (restoring).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from statehold.checkpoint.levels.alike import check_same, described
+from statehold.checkpoint.restore.quarantine import set_aside
+from statehold.checkpoint.restore.restoring import Restorer
+from statehold.ranks.agreeing import led, together
+from statehold.tensors.restore import check_takes_values
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.levels.levels import Levels
+    from statehold.checkpoint.levels.nearest import Nearest
+    from statehold.checkpoint.levels.rhythm import Rhythm
+    from statehold.checkpoint.levels.specs import Level
+    from statehold.checkpoint.save.call import Calls
+    from statehold.checkpoint.telemetry.watch import Watch
+    from statehold.errors import CorruptionError
+    from statehold.format.selection import RestoreReport, Selection
+    from statehold.io.runtime import Runtime
+    from statehold.ranks.peers import Peers
+
+__all__ = ["RestoreCalls"]
+
+
+@dataclass(eq=False)
+class RestoreCalls:
+    """What restore() works with. drain: ends the saves under way. claim: takes the lock of every
+    directory that has a step, where this rank leads. report: what the last call did."""
+
+    specs: Sequence[Level]
+    runtime: Runtime
+    levels: Levels
+    peers: Peers | None
+    rhythm: Rhythm
+    watch: Watch
+    calls: Calls
+    drain: Callable[[], None]
+    claim: Callable[[int], bool]
+    report: RestoreReport | None = None
+
+    def restore(
+        self, state: Mapping[str, Any], step: int | None, selection: Selection
+    ) -> int | None:
+        """Load `step`, or the newest intact one; its number, or None where the run has none."""
+        self._wait_ready(state)
+        nearest = self.levels.nearest(self.drain)
+        confirmed, failed = self._load(nearest, state, step, selection)
+        if self.report is None:
+            together(self.peers, self.levels.check_there)
+            return None
+        restored = self.report.step
+        self.rhythm.turns.goes_on_from(restored)
+        self.levels.restored(restored, nearest.served(restored))
+        if failed:
+            set_aside(self.levels, failed, confirmed, restored)
+        return restored
+
+    def _wait_ready(self, state: Mapping[str, Any]) -> None:
+        of_rank_0 = led(self.peers, lambda: described(self.specs))
+
+        def check() -> None:
+            self.calls.raise_failures()
+            check_takes_values(state)
+            check_same(self.specs, of_rank_0)
+
+        together(self.peers, check)
+        self.calls.gate.wait()
+        self.calls.gate.join_streams()
+
+    def _load(
+        self, nearest: Nearest, state: Mapping[str, Any], step: int | None, selection: Selection
+    ) -> tuple[set[int], dict[int, CorruptionError]]:
+        """Which steps were found damaged beyond doubt, and which were passed over."""
+        runtime = self.runtime
+        with self.watch.restore() as watch:
+            restorer = Restorer(
+                nearest,
+                runtime.engine,
+                runtime.devices,
+                self.peers,
+                state,
+                selection,
+                watch,
+                self.claim,
+            )
+            self.report, failed = restorer.newest() if step is None else restorer.only(step)
+            watch.end(self.report, failed)
+        return restorer.confirmed, failed

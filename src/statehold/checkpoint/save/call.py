@@ -1,0 +1,246 @@
+"""One call of save() on the thread that trains: from the state to a job that the pipeline has.
+
+    due?      the cadence of the first level, the same on all ranks
+    wait      back-pressure: two saves are under way at most
+    capture   names, dtypes, addresses and version counters; bytes only of what may change soon
+    plan      which rank writes what, and where
+    start     the engine begins to copy; the pipeline takes the save from here
+
+Invariants: a call that fails has begun nothing, and the other ranks are told. Whatever interrupts
+it, Ctrl-C too, the native job has ended before anything that it copies from is let go.
+Not here: what happens in the background (pipeline), what a copy is (tensors/devices).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from statehold.checkpoint.save.gate import Gate
+from statehold.checkpoint.save.handle import Save
+from statehold.checkpoint.save.work import Work
+from statehold.checkpoint.save.writes import in_file_order, manifest_bytes, start_write
+from statehold.errors import PeerFailedError, StorageError
+from statehold.format.saved import MANIFEST_NAME
+from statehold.layout.plan import step_of
+from statehold.observe.once import say_once
+from statehold.process.garbage import uncollected
+from statehold.tensors import fingerprints
+from statehold.tensors.capture import capture
+from statehold.tensors.devices.relay import named_failures
+from statehold.tensors.recognition import Seen
+
+if TYPE_CHECKING:
+    from statehold._core import File
+    from statehold.checkpoint.levels.levels import Levels
+    from statehold.checkpoint.levels.rhythm import Rhythm
+    from statehold.checkpoint.save.pipeline import Pipeline
+    from statehold.checkpoint.telemetry.watch import Watch
+    from statehold.io.runtime import Runtime
+    from statehold.layout.claims import Claims
+    from statehold.layout.plan import SavePlan
+    from statehold.layout.share import PlanCache
+    from statehold.tensors.captured import Capture, CapturedTensor
+
+__all__ = ["Calls", "Saver"]
+
+
+@dataclass(eq=False)
+class Calls:
+    """What the calls of save() of one Checkpointer leave behind on the thread that trains. It
+    outlives a session: errors are raised by the next call, whatever was closed meanwhile."""
+
+    gate: Gate = field(default_factory=Gate)
+    seen: Seen = field(default_factory=Seen)
+    watched: list[Save] = field(default_factory=list)
+    number: int = 0  # of the next call
+
+    def next(self) -> int:
+        """The number of a call, which is the same on all ranks."""
+        self.number += 1
+        return self.number - 1
+
+    def raise_failures(self) -> None:
+        """Raise the error of a save that failed since the last call."""
+        for save in self.watched:
+            error = save._unraised_error()
+            if error is not None:
+                raise error
+        self.watched = [save for save in self.watched if not save.done() and not save.error]
+
+    def message(self, error: BaseException, rank: int) -> BaseException:
+        """What the other ranks are told of a save that did not begin because of `error`."""
+        if any(save.error is error for save in self.watched):
+            return PeerFailedError(rank, str(error), follows=True)
+        return error
+
+
+@dataclass(eq=False)
+class Saver:
+    """What save() works with. rank: None for a process that is alone. prepare: creates the run
+    directory, and locks it, before the first save."""
+
+    rank: int | None
+    runtime: Runtime
+    levels: Levels
+    claims: Claims
+    plans: PlanCache
+    rhythm: Rhythm
+    pipeline: Pipeline
+    watch: Watch
+    calls: Calls
+    prepare: Callable[[], None]
+
+    def save(
+        self,
+        number: int,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        force: bool,
+        is_last: Callable[[int], bool],
+    ) -> tuple[Save, Work | None]:
+        """Begin to save, if the step is due; then with what the pipeline has got."""
+        gate = self.calls.gate
+        try:
+            step = step_of(step)
+            if not self._is_due(number, step, wanted=force or is_last(step)):
+                begun = None
+            else:
+                begun = self._begin(number, step, state, is_last)
+        except BaseException as error:
+            self.pipeline.give_up(number, self.calls.message(error, self.rank or 0))
+            raise
+        if begun is None:
+            self.calls.raise_failures()
+            return Save(step, 0.0, is_skipped=True), None
+        work, captured = begun
+        self.pipeline.wait_eager(work, captured)
+        gate.streams_follow()
+        gate.wait_if_unseen(work.save)
+        work.save._returned()
+        self.rhythm.saved(work.save.stats.blocked_s, gate.waited_s)
+        return work.save, work
+
+    def _is_due(self, number: int, step: int, *, wanted: bool) -> bool:
+        return self.rhythm.is_due(
+            number,
+            step,
+            wanted=wanted,
+            is_saving=self.pipeline.is_saving,
+            gate_s=self.calls.gate.waited_s,
+        )
+
+    def _begin(
+        self, number: int, step: int, state: Mapping[str, Any], is_last: Callable[[int], bool]
+    ) -> tuple[Work, Capture]:
+        """Everything up to handing the save over: what fails here has not begun."""
+        save = Save(step, time.perf_counter())
+        ends = self._wait(save, is_last)
+        captured = self._capture(save, state)
+        with save._stage("plan"):
+            specs = [tensor.spec for tensor in captured.tensors]
+            known = self.claims.resolve(specs, self.rhythm.turns.settled)
+            plan = self.plans.get(known.specs, step)
+        save._record(
+            state_bytes=sum(tensor.spec.nbytes for tensor in captured.tensors),
+            eager_bytes=captured.eager_bytes,
+            written_bytes=plan.save.file_bytes,
+            tensors=len(captured.tensors),
+        )
+        names = {name for each in known.comparisons for name in each.names}
+        compared = [tensor for tensor in captured.tensors if tensor.spec.name in names]
+        self.calls.watched.append(save)
+        work = Work(
+            save=save,
+            number=number,
+            plan=plan,
+            tree=captured.tree,
+            capture=captured,
+            place=self.levels.near[0],
+            comparisons=known.comparisons,
+            version=self.claims.version,
+            fingerprinting=fingerprints.begin(compared, self.runtime.hash_memory),
+            is_last=ends,
+        )
+        self._start(work, captured, compared)
+        return work, captured
+
+    def _wait(self, save: Save, is_last: Callable[[int], bool]) -> bool:
+        """Return once there is room for another save; whether the process ends with it."""
+        self.calls.raise_failures()
+        save._watched_by(self.watch)
+        self.prepare()
+        with save._stage("wait"):
+            self.pipeline.wait_for_room(self.rhythm.turns.settled)
+        save._record(waited_s=save._elapsed())
+        ends = is_last(save.step)
+        if ends:
+            self.levels.promotions.end_with(save.step)
+        else:  # the last save does not stop for one before it
+            self.calls.raise_failures()
+        self.levels.check_order(save.step, self.pipeline.newest_step())
+        return ends
+
+    def _capture(self, save: Save, state: Mapping[str, Any]) -> Capture:
+        gate = self.calls.gate
+        gate.join_streams()
+        with save._stage("capture"), uncollected(), named_failures(memory=False):
+            captured = capture(state, self.rank, gate.passed(), self.calls.seen)
+        say_once(captured.note, logging.INFO)
+        for doubt in captured.doubts:
+            say_once(doubt)
+        gate.check_gradients(save.step)
+        return captured
+
+    def _start(self, work: Work, captured: Capture, compared: Sequence[CapturedTensor]) -> None:
+        """Begin to copy what was captured, and hand `work` over: wholly, or not at all.
+
+        Whatever ends this in between (an error, Ctrl-C) stops the native job before anything that
+        it copies from is let go. Then the handle fails, so that nothing waits for it.
+        """
+        self.watch.save_began()
+        try:
+            with uncollected():
+                ordered = in_file_order(work.plan, captured.tensors)
+            self._make_room(work.plan.save)
+            work.save._moving()
+            file = self.ready_file(work.plan.save, work.tree)
+            work.is_attached = file is not None
+            work.save._record(reused=work.is_attached)
+            with uncollected():
+                work.job = start_write(self.runtime.engine, work.plan.save, ordered, file)
+                work.copies = self.runtime.devices.copies(work.job, captured, ordered, compared)
+            self.calls.gate.hold_for(work.save, work.copies.passing if work.copies else None)
+            self.pipeline.submit(work)
+        except BaseException as error:
+            self.pipeline.take_back(work, error)
+            raise
+
+    def _make_room(self, plan: SavePlan) -> None:
+        """Have staging memory for a save, unless it goes to memory, which stages little."""
+        if not self.levels.store.is_mapped:
+            self.runtime.fit(plan.file_bytes, self.pipeline.drain)
+
+    def ready_file(self, plan: SavePlan, tree: Any) -> File | None:
+        """The file of a save, where it is memory that is mapped already: then the state is copied
+        straight into it. A file that has to be made is made in the background, and so is one for
+        whose documents there is no room: the save goes to the next level then."""
+        store = self.levels.store
+        is_in_use = self.pipeline.uses(plan.step)  # its directory is in use
+        if self.rank is not None or is_in_use or not store.has_ready(plan.file_name):
+            return None
+        try:
+            store.begin(plan.step)
+            if len(self.levels.near) > 1:
+                guess = partial(manifest_bytes, plan, tree)
+                store.reserve(plan.step, None, MANIFEST_NAME, guess)
+            file, _ = store.data_file(plan.step, plan.file_name, plan.file_bytes)
+        except StorageError:  # the commit thread meets it, too, and knows what to do
+            store.abandon(plan.step)
+            return None
+        return file

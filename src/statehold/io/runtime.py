@@ -1,0 +1,87 @@
+"""Runtime: what moves bytes in this process. It knows no run, no step and no rank.
+
+    file system      io_uring or threads; or one that is handed in
+    staging memory   the engine and its buffers, which a larger step may ask to grow
+    devices          what copies between devices and these buffers
+    budget           how many ranks share the memory of this host
+
+Invariants: a runtime outlives the sessions on it, one after the other. The next session finds the
+staging memory as the last one left it, so a change of membership faults no page in again. Only one
+session at a time uses a runtime: a step that makes the memory grow waits for that session alone.
+Not here: how large the staging memory is (staging), what the bytes mean (checkpoint).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from statehold import _core
+from statehold.io.profile import tuned
+from statehold.io.staging import Staging
+from statehold.observe.once import say_once
+
+if TYPE_CHECKING:
+    from statehold._core import Engine, Fs
+    from statehold.options import Options
+    from statehold.tensors.devices import Devices
+
+__all__ = ["Runtime"]
+
+
+class Runtime:
+    """The file system, the staging memory, the engine and the devices.
+
+    storage: the directory whose profile tunes `options`. fs: a file system that is handed in, which
+    no profile knows, and which close() leaves open. sharing: how many ranks share this host.
+    """
+
+    def __init__(
+        self, options: Options, storage: str, *, sharing: int = 1, fs: Fs | None = None
+    ) -> None:
+        self.has_own_fs = fs is None
+        with contextlib.ExitStack() as owned:
+            if fs is None:
+                options, note = tuned(options, storage)
+                say_once(note)
+                fs = _open_fs(options)
+                owned.callback(fs.close)
+            self.fs, self.options = fs, options
+            self._staging = Staging(fs, options, sharing)
+            owned.callback(self._staging.close)
+            self._owned = owned.pop_all()
+
+    @property
+    def engine(self) -> Engine:
+        """What moves the bytes of saves and restores."""
+        return self._staging.engine
+
+    @property
+    def devices(self) -> Devices:
+        """What copies between devices and the engine's buffers."""
+        return self._staging.devices
+
+    @staticmethod
+    def hash_memory(address: int, nbytes: int) -> int:
+        """XXH3-64 of memory that the caller keeps alive and unchanged."""
+        return _core.hash_memory(address, nbytes)
+
+    def share_with(self, ranks: int) -> None:
+        """From now on so many ranks share the memory of this host, this one among them."""
+        self._staging.ranks = ranks
+
+    def fit(self, step_bytes: int, drain: Callable[[], None]) -> None:
+        """Have staging memory for `step_bytes` of a step. `drain` ends what is under way."""
+        self._staging.fit(step_bytes, drain)
+
+    def close(self) -> None:
+        """Give everything back; every session on this has ended."""
+        self._owned.close()
+
+
+def _open_fs(options: Options) -> Fs:
+    fs = _core.open_fs(options.backend_choice, options.depth)
+    if options.backend_choice != "threads":  # else it was asked for
+        say_once(fs.note and f"saving with threads instead of io_uring: {fs.note}")
+    return fs
