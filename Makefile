@@ -15,6 +15,9 @@ native_sources := $(wildcard native/*.h native/*.cpp native/test/*.h native/test
 # All warnings are errors but two that torch gives, of itself and of views that a test net returns.
 warnings := 'error,ignore:FSDP2-wrapped module:UserWarning,ignore:`torch.jit:DeprecationWarning'
 
+# The tests start many processes, and each would compile again what it may not keep.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup build demo test sim powerloss modes sanitize fuzz soak check bench gpu clean
 

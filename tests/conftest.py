@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+# Before torch is imported, here and in children: the workers are as many as the cores, and threads
+# that torch has besides would only wait for each other, which costs processor time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Shared machines stall for longer than any deadline; a failure prints how to replay it.
 settings.register_profile("everyday", deadline=None, print_blob=True)
 settings.load_profile("everyday")

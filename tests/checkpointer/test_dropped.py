@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ from statehold import Checkpointer
 from statehold.checkpoint import keeper
 from statehold.checkpoint.keeper import wait_for_dropped
 from statehold.errors import ClosedError, RunBusyError, StateholdError
+from support import scripts
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 
 
@@ -224,10 +223,7 @@ train()
 
 
 def test_a_script_that_ends_after_it_was_dropped_still_commits(run: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(run)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    result = scripts.run(["-c", SCRIPT, run])
     assert (result.returncode, result.stderr) == (0, "")
     check_free(run, 2)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 
 import statehold
 from soak.usage import Usage, settled
+from support import scripts
 from support.faults import DEADLINE_S, SMALL
 from support.training import Training, bits
 
@@ -26,10 +26,7 @@ for step in (1, 2):
 
 
 def run_script(run: Path, end: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT.replace("#END", end), str(run)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return scripts.run(["-c", SCRIPT.replace("#END", end), run])
 
 
 def committed(run: Path) -> list[int]:

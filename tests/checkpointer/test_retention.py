@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from safetensors import safe_open
 
 import statehold
 from statehold.errors import RunBusyError, StepOrderError
+from support import scripts
 from support.faults import DEADLINE_S, SMALL, Holdup
 from support.training import Training, bits
 
@@ -180,8 +179,6 @@ def test_another_process_is_kept_out_and_told_who_holds_the_run(run) -> None:
     )
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         ckpt.save(1, {"x": 1})
-        result = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-        )
+        result = scripts.run(["-c", code])
     assert result.returncode == 7, result.stderr
     assert f"process {os.getpid()} on" in result.stdout

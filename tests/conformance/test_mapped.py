@@ -9,8 +9,6 @@ import errno
 import gc
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator
@@ -29,6 +27,7 @@ from statehold.errors import (
     TruncatedFileError,
 )
 from statehold.testing import SimFs
+from support import scripts
 from support.disks import (
     BLOCK,
     BUFFER,
@@ -187,14 +186,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_it_outlives_the_process(memory: Disk) -> None:
-    root = Path(__file__).resolve().parents[2]
-    paths = os.pathsep.join([str(root / "src"), str(root / "tests")])
-    done = subprocess.run(
-        [sys.executable, "-c", VICTIM, memory.root, memory.fs.backend],
-        env=os.environ | {"PYTHONPATH": paths},
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    tests = Path(__file__).parents[1]
+    env = os.environ | {"PYTHONPATH": str(tests)}
+    done = scripts.run(["-c", VICTIM, memory.root, memory.fs.backend], env=env)
     assert done.returncode == -signal.SIGKILL
     file = memory.fs.open_view(memory.path("step"), LARGE.file_bytes)
     assert bytes(file.view) == LARGE.image

@@ -13,14 +13,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support import scripts
 from support.seeds import seed_of_today
 
 ALL = bool(os.environ.get("STATEHOLD_CRASH_KILLS"))
@@ -36,10 +35,8 @@ class Victim:
         self.run = run
         self.committed = 0
         self.kills: dict[str, int] = {}
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("victim.py"))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        victim = Path(__file__).with_name("victim.py")
+        self._process = scripts.start([victim], stdin=scripts.PIPE, stdout=scripts.PIPE)
 
     def request(
         self, *, kill_at: tuple[str, int] | None = None, saves: int = 3, again: bool = False

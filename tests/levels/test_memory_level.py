@@ -8,8 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ import torch
 
 import statehold
 from statehold import errors
+from support import scripts
 from support.faults import DEADLINE_S, SMALL, Holdup, spy_on
 
 NUMEL = 2_000_000
@@ -160,9 +159,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_process_leaves_its_newest_step(memory: Path, run: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(memory), str(run)], timeout=120, check=False
-    )
+    done = scripts.run(["-c", SCRIPT, memory, run])
     assert done.returncode == -signal.SIGKILL
     live = content(0)
     with statehold.Checkpointer(run, levels=levels(memory), **SMALL) as ckpt:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 import statehold
 from statehold import _core
 from statehold.checkpoint.store import ready
+from support import scripts
 from support.faults import DEADLINE_S, SMALL
 from support.ranks import Ranks
 
@@ -123,9 +122,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_what_a_killed_process_left_is_cleared(memory: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(memory), str(run)], timeout=120, check=False
-    )
+    done = scripts.run(["-c", SCRIPT, memory, run])
     assert done.returncode == -signal.SIGKILL
     assert os.listdir(memory / ready.READY_NAME) != []
     with statehold.Checkpointer(run, levels=levels(memory, 2), **SMALL) as ckpt:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +20,7 @@ from statehold.checkpoint.levels.copying import Copy
 from statehold.checkpoint.levels.places import COPY_BUFFERS
 from statehold.errors import ClosedError, NoSpaceError, StorageError
 from statehold.testing import SimFs
+from support import scripts
 from support.faults import DEADLINE_S, SMALL
 from support.levels import (
     FAR,
@@ -303,6 +301,7 @@ sys.path.insert(0, sys.argv[3])
 from pathlib import Path
 import torch
 import statehold
+from support import scripts
 from support.faults import SMALL
 from levels.test_resuming import content, levels_at
 ckpt = statehold.Checkpointer(sys.argv[1] + "/near", levels=levels_at(Path(sys.argv[1])), **SMALL)
@@ -335,9 +334,7 @@ def wait_until_free(path: Path) -> None:
 def test_a_killed_process_has_left_something_to_go_on_from(
     tmp_path: Path, travelled: Travelled
 ) -> None:
-    tests = str(Path(__file__).parents[1])
-    command = [sys.executable, "-c", VICTIM, str(tmp_path), str(BLOCKS), tests]
-    died = subprocess.run(command, env=os.environ, timeout=120)
+    died = scripts.run(["-c", VICTIM, tmp_path, str(BLOCKS), Path(__file__).parents[1]])
     assert died.returncode == -signal.SIGKILL
     (left,) = (tmp_path / "far").glob("step-*.copy-*.partial")
     wait_until_free(left / DATA)

@@ -11,8 +11,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import pytest
 
 from statehold.checkpoint import session as opened
 from statehold.testing import SimFs
+from support import scripts
 from support.levels import FAR, LATER, steps_at, two
 from support.rank_states import state
 from support.ranks import Ranks
@@ -43,10 +42,12 @@ class Server:
         self.folder = folder
         self.failed: list[dict[str, Any]] = []
         with (folder / "stderr").open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("ends_victim.py"))],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-            )  # fmt: skip
+            self._process = scripts.start(
+                [Path(__file__).with_name("ends_victim.py")],
+                stdin=scripts.PIPE,
+                stdout=scripts.PIPE,
+                stderr=log,
+            )
 
     def run(self, name: str, **order: Any) -> dict[str, Any]:
         order |= {"run": str(self.folder / name), "far": str(self.folder / f"{name}-far")}

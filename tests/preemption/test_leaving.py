@@ -9,8 +9,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ import pytest
 import statehold
 from statehold.errors import UsageError
 from statehold.ranks.preemption import LATE, LEFT
+from support import scripts
 
 LEAVES = int(os.environ.get("STATEHOLD_LEAVES", "12"))
 SEED = int(os.environ.get("STATEHOLD_SEED", "1"))
@@ -34,10 +33,8 @@ class Victim:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.newest = 0
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("victim.py"))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        victim = Path(__file__).with_name("victim.py")
+        self._process = scripts.start([victim], stdin=scripts.PIPE, stdout=scripts.PIPE)
 
     def leave(
         self, body: str, number: signal.Signals, within_s: float, after_saves: int, delay_s: float

@@ -12,8 +12,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 import pytest
 
 from statehold.ranks.preemption import LATE, LEFT
+from support import scripts
 
 LEAVES = int(os.environ.get("STATEHOLD_LEAVES", "3"))
 SEED = int(os.environ.get("STATEHOLD_SEED", "1"))
@@ -34,7 +33,7 @@ FOREVER = 1_000_000
 class Job:
     """The ranks of one job: what they have reported, and how they end."""
 
-    def __init__(self, server: subprocess.Popen[str], run: Path, newest: int) -> None:
+    def __init__(self, server: scripts.Script, run: Path, newest: int) -> None:
         self._server = server
         self._run = run
         self._newest = newest
@@ -103,10 +102,12 @@ class Jobs:
         self.newest = 0
         self._job: Job | None = None
         with (folder / "stderr").open("w") as log:
-            self._server = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("ranks_victim.py"))],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-            )  # fmt: skip
+            self._server = scripts.start(
+                [Path(__file__).with_name("ranks_victim.py")],
+                stdin=scripts.PIPE,
+                stdout=scripts.PIPE,
+                stderr=log,
+            )
 
     def new(self, **order: Any) -> Job:
         self._job = Job(self._server, self.run, self.newest)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from statehold.ranks.preemption import LEFT
+from support import scripts
 from support.faults import DEADLINE_S
 
 SCRIPT = """
@@ -33,11 +31,7 @@ with statehold.Checkpointer(sys.argv[1], levels=levels, staging_bytes="64MiB") a
     [("os.kill(os.getpid(), signal.SIGTERM)", "SIGTERM"), ("ckpt.leave()", "leave()")],
 )
 def test_one_line_when_asked_and_one_at_the_end(tmp_path: Path, ask: str, who: str) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), ask],
-        stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S * 4, env=environment,
-    )  # fmt: skip
+    done = scripts.run(["-c", SCRIPT, tmp_path / "run", ask], timeout=DEADLINE_S * 4)
     assert done.returncode == LEFT
     lines = done.stderr.splitlines()
     asked = f"asked to leave by {who}: the next save is the last; this process ends in 58 s"

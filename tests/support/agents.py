@@ -7,8 +7,6 @@ import json
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from statehold.checkpoint.agent.looking import LOG_NAME, agents_of
 from statehold.cli.checking import check_step
 from statehold.cli.places import file_system, find
 from statehold.cli.reading import SpanReader
+from support import scripts
 from support.faults import DEADLINE_S, must
 
 NUMEL = 700_000
@@ -109,9 +108,7 @@ class Server:
     """The fork server, and the requests to it."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(VICTIM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._process = scripts.start([VICTIM], stdin=scripts.PIPE, stdout=scripts.PIPE)
 
     def ask(self, order: dict[str, Any]) -> None:
         assert self._process.stdin is not None

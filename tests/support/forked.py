@@ -5,14 +5,16 @@ from __future__ import annotations
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-__all__ = ["forked"]
+__all__ = ["PRELOADED", "forked"]
 
-# What ranks of these tests import; the server has no threads that a fork would lose.
+# What processes of tests import; none of these starts a thread, which a fork would lose.
 PRELOADED = [
+    "torch._dynamo",  # by the first optimizer, in a second
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
+    "statehold.checkpoint.checkpointer",
 ]
 
 
