@@ -37,6 +37,7 @@ UNITS = [
     "tensors",
     "io",
     "checkpoint.telemetry",
+    "checkpoint.cadence",
     "checkpoint.store",
     "checkpoint.levels",
     "checkpoint.agent",

@@ -31,7 +31,7 @@ class Boom:
 
 # What is called on the commit thread after D7, by where it hangs.
 LATER: dict[str, Callable[[Any], tuple[object, str]]] = {
-    "rhythm": lambda opened: (opened.rhythm, "committed"),
+    "schedule": lambda opened: (opened.schedule, "committed"),
     "decide": lambda opened: (opened.levels.promotions, "decide"),
     "start": lambda opened: (opened.levels.promotions, "start"),
     "retain": lambda opened: (opened.levels.near[0], "retain"),

@@ -64,7 +64,7 @@ def test_what_is_free_is_saved_at_every_step(monkeypatch: pytest.MonkeyPatch) ->
     run = run_of(monkeypatch, THREE[:1], [Costs(0.4, blocked_s=0.0005)])
     run.train(400)
     assert run.saved[-300:] == list(range(101, 401))
-    interval = run.rhythm.interval("memory")
+    interval = run.schedule.interval("memory")
     assert interval is not None
     assert interval.cost_s == 0
     assert "every step" in str(interval)
@@ -126,7 +126,7 @@ def test_levels_with_a_cadence_of_their_own_are_left_alone(monkeypatch: pytest.M
     run.train(3000)
     assert run.intervals[1:] == [1, 1]  # nobody has told them
     assert 1 < run.intervals[0] <= 600
-    assert run.rhythm.interval("directory") is None
+    assert run.schedule.interval("directory") is None
 
 
 def test_a_time_at_the_first_level_alone_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_a_change_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     run.train(500)
     assert "level memory gets a step every" in run.lines[0]
     assert "costs 200 ms" in run.lines[0]
-    interval = run.rhythm.interval("memory")
+    interval = run.schedule.interval("memory")
     assert interval is not None
     assert run.shown[-1] == interval.seconds
     assert "% of the time is lost" in run.lines[0]

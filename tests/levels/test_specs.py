@@ -11,7 +11,7 @@ import pytest
 
 import statehold
 from statehold import Directory, Memory, ObjectStore
-from statehold.checkpoint.levels.cadence import Cadence, Every, parse_every
+from statehold.checkpoint.cadence.every import Cadence, Every, parse_every
 from statehold.checkpoint.levels.memory import memory_root
 from statehold.checkpoint.levels.specs import Level, check_levels
 from statehold.checkpoint.levels.throttle import BURST_S, Throttle

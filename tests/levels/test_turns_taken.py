@@ -13,7 +13,7 @@ import torch
 
 import statehold
 from statehold import Directory, Save
-from statehold.checkpoint.levels import rhythm as rhythm_module
+from statehold.checkpoint.cadence import schedule as schedule_module
 from statehold.errors import PeerLostError, StateholdError, UnsupportedValueError, UsageError
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, spy_on
@@ -133,10 +133,10 @@ SIZE = 3
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The time that a rhythm sees: one second a step, set by the test."""
+    """The time that a schedule sees: one second a step, set by the test."""
     clock = SimpleNamespace(now_s=0.0)
     fake = SimpleNamespace(monotonic=lambda: clock.now_s)
-    monkeypatch.setattr(rhythm_module, "time", fake)
+    monkeypatch.setattr(schedule_module, "time", fake)
     return clock
 
 
@@ -178,7 +178,7 @@ def test_ranks_save_the_same_steps_without_a_word(fs: SimFs, clock: SimpleNamesp
 def test_a_time_becomes_steps_that_rank_0_tells(fs: SimFs, clock: SimpleNamespace) -> None:
     with job(fs, "5s") as ranks:
         found = list(trained(ranks, clock, range(1, 200)))
-        assert {ckpt._opened().rhythm.turns.rule.steps for ckpt in ranks.ckpts} == {5}
+        assert {ckpt._opened().schedule.turns.rule.steps for ckpt in ranks.ckpts} == {5}
     assert all(len(set(due)) == 1 for due in found)
     assert [step for step, due in enumerate(found, 1) if due[0]][-5:] == [175, 180, 185, 190, 195]
 
@@ -211,7 +211,7 @@ def test_a_rank_that_missed_one_outcome_saves_as_the_others(
 ) -> None:
     with job(fs, "5s") as ranks:
         told: list[list[int]] = []
-        spy = ranks.ckpts[0]._opened().rhythm
+        spy = ranks.ckpts[0]._opened().schedule
         is_told = False
         for step in range(1, 200):
             clock.now_s = float(step)
@@ -224,7 +224,7 @@ def test_a_rank_that_missed_one_outcome_saves_as_the_others(
             assert len(set(due)) == 1, step
             told += [each for each in [spy.told()] if each]
         assert is_told
-        assert {ckpt._opened().rhythm.turns.rule.steps for ckpt in ranks.ckpts} == {5}
+        assert {ckpt._opened().schedule.turns.rule.steps for ckpt in ranks.ckpts} == {5}
 
 
 def test_a_rank_that_missed_all_of_it_comes_back_by_itself(
@@ -233,7 +233,7 @@ def test_a_rank_that_missed_all_of_it_comes_back_by_itself(
     """It stays with another interval, its saves and those of the others fail for that, in time and
     by name, and after a few of them all ranks save the same steps again."""
     with job(fs, "5s") as ranks:
-        rules = [ckpt._opened().rhythm.turns for ckpt in ranks.ckpts]
+        rules = [ckpt._opened().schedule.turns for ckpt in ranks.ckpts]
         step = 1
         with Deaf(ranks, 2) as deaf:
             while rules[0].rule.steps != 5:  # told, and in force on the others
@@ -262,7 +262,7 @@ def test_the_note_is_what_ranks_have(fs: SimFs, clock: SimpleNamespace) -> None:
         list(trained(ranks, clock, range(1, 100)))
         note = ranks.ckpts[1]._opened().peers.left("turns")  # type: ignore[union-attr]
         assert note is not None
-        rule = ranks.ckpts[1]._opened().rhythm.turns.rule
+        rule = ranks.ckpts[1]._opened().schedule.turns.rule
         assert json.loads(note) == [[rule.since, rule.steps]]
 
 

@@ -28,8 +28,8 @@ class Boom:
 
 
 LATER: dict[str, Callable[[Any], tuple[object, str]]] = {
-    "rhythm": lambda opened: (opened.rhythm, "committed"),
-    "told": lambda opened: (opened.rhythm, "told"),
+    "schedule": lambda opened: (opened.schedule, "committed"),
+    "told": lambda opened: (opened.schedule, "told"),
     "decide": lambda opened: (opened.levels.promotions, "decide"),
     "learn": lambda opened: (opened._parts.claims, "learn"),
     "start": lambda opened: (opened.levels.promotions, "start"),

@@ -1,4 +1,4 @@
-"""A training run by its times alone: what a Rhythm sees of one, with costs that the test knows.
+"""A training run by its times alone: what a Schedule sees of one, with costs that the test knows.
 
 Every step takes `step_s`, more while a save or a copy is under way, with noise; save() and the gate
 block it. Nothing is saved, and nothing waits: time is a number.
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from statehold.checkpoint.levels import rhythm as rhythm_module
-from statehold.checkpoint.levels.rhythm import Rhythm
+from statehold.checkpoint.cadence import schedule as schedule_module
+from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.specs import Level
 from statehold.options import Options
 from statehold.ranks.membership import ALONE
@@ -35,7 +35,7 @@ class Costs:
 
 @dataclass
 class Promoter:
-    """What a Rhythm sees of a level after the first."""
+    """What a Schedule sees of a level after the first."""
 
     place: Any
     ends_s: float = 0.0
@@ -68,7 +68,7 @@ class SimulatedRun:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.monkeypatch.setattr(
-            rhythm_module, "time", SimpleNamespace(monotonic=lambda: self.now_s)
+            schedule_module, "time", SimpleNamespace(monotonic=lambda: self.now_s)
         )
         names = [level.name for level in self.levels[1:]]
         if len(self.costs) > len(self.levels):  # the last are those of copies on other hosts
@@ -79,9 +79,7 @@ class SimulatedRun:
         log = SimpleNamespace(info=lambda text, *values: self.lines.append(text % values))
         watch = SimpleNamespace(log=log, interval=self.shown.append)
         watches: Any = [watch] * len(self.levels)
-        promotions = SimpleNamespace(promoters=self.promoters)
-        levels = self.levels, promotions
-        self.rhythm = Rhythm(*levels, ALONE, self.options, watches)  # type: ignore[arg-type]
+        self.schedule = Schedule(self.levels, self.promoters, ALONE, self.options, watches)
         self.step = self.number = 0
         self.gate_s = self.saving_until_s = 0.0
         self.saved: list[int] = []
@@ -107,7 +105,7 @@ class SimulatedRun:
 
     def _save(self) -> None:
         self.step, number, self.number = self.step + 1, self.number, self.number + 1
-        is_due = self.rhythm.is_due(
+        is_due = self.schedule.is_due(
             number,
             self.step,
             wanted=False,
@@ -118,12 +116,12 @@ class SimulatedRun:
             return
         first = self.costs[0]
         self.now_s += first.blocked_s
-        self.rhythm.saved(first.blocked_s, self.gate_s)
+        self.schedule.saved(first.blocked_s, self.gate_s)
         self.now_s += first.gate_s
         self.gate_s += first.gate_s
         self.saving_until_s = self.now_s + first.takes_s
         self.saved.append(self.step)
-        self.rhythm.committed(number, first.takes_s, self.hosts)
+        self.schedule.committed(number, first.takes_s, self.hosts)
         for each, costs in zip(self.promoters, self.costs[1:], strict=True):
             if not each.is_busy and self.step // each.steps > each.last // each.steps:
                 each.is_busy, each.last = True, self.step
@@ -132,4 +130,4 @@ class SimulatedRun:
     @property
     def intervals(self) -> list[int]:
         """Of all levels, in steps, as they are in force."""
-        return [self.rhythm.turns.rule.steps, *(each.steps for each in self.promoters)]
+        return [self.schedule.turns.rule.steps, *(each.steps for each in self.promoters)]

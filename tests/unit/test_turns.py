@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from statehold.planners.turns import GROWING_MAX, LAG, Rule, Turns, is_past_next
+from statehold.checkpoint.cadence.turns import GROWING_MAX, LAG, Rule, Turns, is_past_next
 
 
 def due(turns: Turns, steps: list[int]) -> list[int]:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from statehold.checkpoint.agent.companion import Companion
 from statehold.checkpoint.agent.starting import Agent, agent_for
+from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.building import open_levels, watch_of
 from statehold.checkpoint.levels.opening import storage_of
-from statehold.checkpoint.levels.rhythm import Rhythm
 from statehold.checkpoint.parts import Parts
 from statehold.checkpoint.save.across import publisher_of
 from statehold.checkpoint.save.level_choice import LevelChoice
@@ -107,14 +107,14 @@ def _parts(
     owned.callback(levels.promotions.close)
     claims = Claims(membership)
     watches = [watch_of(spec, watch) for spec in specs]
-    rhythm = Rhythm(specs, levels.promotions, membership, runtime.options, watches)
-    publisher = publisher_of(peers, levels, claims, rhythm, log)
+    schedule = Schedule(specs, levels.promotions.promoters, membership, runtime.options, watches)
+    publisher = publisher_of(peers, levels, claims, schedule, log)
     choice = LevelChoice(specs, levels.near, levels.promotions, peers, levels.hosts, log)
     pipeline = Pipeline(choice, publisher, levels.promotions, log)
     owned.callback(pipeline.close)
     return Parts(
-        run, specs, opening.calls, runtime, peers, watch, levels, companion, claims, rhythm, choice,
-        pipeline,
+        run, specs, opening.calls, runtime, peers, watch, levels, companion, claims, schedule,
+        choice, pipeline,
     )  # fmt: skip
 
 

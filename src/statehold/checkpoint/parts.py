@@ -13,8 +13,8 @@ from statehold.ranks.membership import ALONE, Membership
 
 if TYPE_CHECKING:
     from statehold.checkpoint.agent.companion import Companion
+    from statehold.checkpoint.cadence.schedule import Schedule
     from statehold.checkpoint.levels.levels import Levels
-    from statehold.checkpoint.levels.rhythm import Rhythm
     from statehold.checkpoint.levels.specs import Level
     from statehold.checkpoint.save.call import Calls
     from statehold.checkpoint.save.level_choice import LevelChoice
@@ -41,7 +41,7 @@ class Parts:
     levels: Levels
     companion: Companion
     claims: Claims
-    rhythm: Rhythm
+    schedule: Schedule
     level_choice: LevelChoice
     pipeline: Pipeline
 
@@ -62,7 +62,7 @@ class Parts:
             levels=self.levels,
             claims=self.claims,
             plans=PlanCache(self.membership),
-            rhythm=self.rhythm,
+            schedule=self.schedule,
             pipeline=self.pipeline,
             watch=self.watch,
             calls=self.calls,
@@ -76,7 +76,7 @@ class Parts:
             runtime=self.runtime,
             levels=self.levels,
             peers=self.peers,
-            rhythm=self.rhythm,
+            schedule=self.schedule,
             watch=self.watch,
             calls=self.calls,
             drain=self.pipeline.drain,

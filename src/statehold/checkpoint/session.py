@@ -42,7 +42,7 @@ class Session:
         """owned: closes the parts, in the opposite order; close() does, too."""
         self.runtime, self.levels = parts.runtime, parts.levels
         self.peers, self.rank = parts.peers, parts.rank
-        self.watch, self.rhythm, self.pipeline = parts.watch, parts.rhythm, parts.pipeline
+        self.watch, self.schedule, self.pipeline = parts.watch, parts.schedule, parts.pipeline
         self._parts = parts
         self._owned = owned
         self._pid = os.getpid()
@@ -128,7 +128,7 @@ class Session:
         found = everyone(self.peers, lambda: self.levels.rewind(step))
         discarded = sorted({each for steps in found for each in steps})
         self.levels.forget(discarded)
-        self.rhythm.turns.goes_on_from(step)
+        self.schedule.turns.goes_on_from(step)
         return discarded
 
     def _ready_to_rewind(self) -> None:
@@ -140,7 +140,7 @@ class Session:
     def status(self) -> list[LevelStatus]:
         """How all levels stand."""
         name = self.levels.near[0].name
-        error, interval = self._parts.level_choice.first_error, self.rhythm.interval(name)
+        error, interval = self._parts.level_choice.first_error, self.schedule.interval(name)
         return self.levels.status(LevelStatus(name, error=error, interval=interval))
 
     def wait_idle(self, timeout_s: float | None) -> None:

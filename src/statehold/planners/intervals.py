@@ -17,7 +17,7 @@ What is added here, all of it exact for that sum of convex terms:
   exceed its own.
 Restarts and the time until a step is committed cost the same at all intervals: they count in the
 waste, and not in the choice. Pure.
-Not here: what a save costs (checkpoint/levels/pace), how often training fails (failures).
+Not here: what a save costs (checkpoint/cadence/costs), how often training fails (failures).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.cadence import Cadence, parse_every
+from statehold.checkpoint.cadence.every import Cadence, parse_every
 from statehold.checkpoint.levels.commit_rounds import CommitRounds
 from statehold.checkpoint.levels.copying import Copy, part_of
 from statehold.checkpoint.levels.parts import check_parts, is_resumable, part_told
@@ -48,7 +48,7 @@ from statehold.process.tracebacks import let_go
 from statehold.ranks.agreeing import USUAL, Meeting, led
 
 if TYPE_CHECKING:
-    from statehold.checkpoint.levels.pace import Interval
+    from statehold.checkpoint.cadence.costs import Interval
     from statehold.checkpoint.levels.places import Place
     from statehold.checkpoint.levels.specs import Level
     from statehold.checkpoint.telemetry.copies import CopyWatch, LevelWatch

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from statehold.checkpoint.levels.cadence import parse_every
+from statehold.checkpoint.cadence.every import parse_every
 from statehold.errors import UsageError
 from statehold.io.objects.address import check_url
 from statehold.options import Options, check_path

@@ -22,9 +22,9 @@ from statehold.ranks.agreeing import led, together
 from statehold.tensors.restore import check_takes_values
 
 if TYPE_CHECKING:
+    from statehold.checkpoint.cadence.schedule import Schedule
     from statehold.checkpoint.levels.levels import Levels
     from statehold.checkpoint.levels.nearest import Nearest
-    from statehold.checkpoint.levels.rhythm import Rhythm
     from statehold.checkpoint.levels.specs import Level
     from statehold.checkpoint.save.call import Calls
     from statehold.checkpoint.telemetry.watch import Watch
@@ -45,7 +45,7 @@ class RestoreCalls:
     runtime: Runtime
     levels: Levels
     peers: Peers | None
-    rhythm: Rhythm
+    schedule: Schedule
     watch: Watch
     calls: Calls
     drain: Callable[[], None]
@@ -63,7 +63,7 @@ class RestoreCalls:
             together(self.peers, self.levels.check_there)
             return None
         restored = self.report.step
-        self.rhythm.turns.goes_on_from(restored)
+        self.schedule.turns.goes_on_from(restored)
         self.levels.restored(restored, nearest.served(restored))
         if failed:
             set_aside(self.levels, failed, confirmed, restored)

@@ -23,8 +23,8 @@ from statehold.checkpoint.save.publishing import Alone, Publisher, Together
 from statehold.format.manifest import Encoded
 
 if TYPE_CHECKING:
+    from statehold.checkpoint.cadence.schedule import Schedule
     from statehold.checkpoint.levels.levels import Levels
-    from statehold.checkpoint.levels.rhythm import Rhythm
     from statehold.checkpoint.save.work import Work
     from statehold.format.manifest import Commit
     from statehold.layout.claims import Claims
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 def publisher_of(
-    peers: Peers | None, levels: Levels, claims: Claims, rhythm: Rhythm, log: BackgroundLog
+    peers: Peers | None, levels: Levels, claims: Claims, schedule: Schedule, log: BackgroundLog
 ) -> Publisher:
     """How the saves of this process become steps."""
     if peers is None:
-        return Alone(levels.promotions, rhythm, log)
+        return Alone(levels.promotions, schedule, log)
     kind = Across if levels.hosts.are_asked else Together
-    return kind(peers, claims, levels.promotions, rhythm, log)
+    return kind(peers, claims, levels.promotions, schedule, log)
 
 
 class Across(Together):

@@ -36,8 +36,8 @@ from statehold.tensors.recognition import Seen
 
 if TYPE_CHECKING:
     from statehold._core import File
+    from statehold.checkpoint.cadence.schedule import Schedule
     from statehold.checkpoint.levels.levels import Levels
-    from statehold.checkpoint.levels.rhythm import Rhythm
     from statehold.checkpoint.save.pipeline import Pipeline
     from statehold.checkpoint.telemetry.watch import Watch
     from statehold.io.runtime import Runtime
@@ -89,7 +89,7 @@ class Saver:
     levels: Levels
     claims: Claims
     plans: PlanCache
-    rhythm: Rhythm
+    schedule: Schedule
     pipeline: Pipeline
     watch: Watch
     calls: Calls
@@ -123,11 +123,11 @@ class Saver:
         gate.streams_follow()
         gate.wait_if_unseen(work.save)
         work.save._returned()
-        self.rhythm.saved(work.save.stats.blocked_s, gate.waited_s)
+        self.schedule.saved(work.save.stats.blocked_s, gate.waited_s)
         return work.save, work
 
     def _is_due(self, number: int, step: int, *, wanted: bool) -> bool:
-        return self.rhythm.is_due(
+        return self.schedule.is_due(
             number,
             step,
             wanted=wanted,
@@ -144,7 +144,7 @@ class Saver:
         captured = self._capture(save, state)
         with save._stage("plan"):
             specs = [tensor.spec for tensor in captured.tensors]
-            known = self.claims.resolve(specs, self.rhythm.turns.settled)
+            known = self.claims.resolve(specs, self.schedule.turns.settled)
             plan = self.plans.get(known.specs, step)
         save._record(
             state_bytes=sum(tensor.spec.nbytes for tensor in captured.tensors),
@@ -176,7 +176,7 @@ class Saver:
         save._watched_by(self.watch)
         self.prepare()
         with save._stage("wait"):
-            self.pipeline.wait_for_room(self.rhythm.turns.settled)
+            self.pipeline.wait_for_room(self.schedule.turns.settled)
         save._record(waited_s=save._elapsed())
         ends = is_last(save.step)
         if ends:

@@ -40,8 +40,8 @@ from statehold.layout.share import Balance, Spread, balance
 from statehold.process.garbage import uncollected
 
 if TYPE_CHECKING:
+    from statehold.checkpoint.cadence.schedule import Schedule
     from statehold.checkpoint.levels.promoting import Promotions
-    from statehold.checkpoint.levels.rhythm import Rhythm
     from statehold.checkpoint.save.work import Work
     from statehold.observe.background_log import BackgroundLog
     from statehold.ranks.peers import Peers
@@ -90,9 +90,9 @@ class Alone:
     rank: int | None = None
     leads = True
 
-    def __init__(self, promotions: Promotions, rhythm: Rhythm, log: BackgroundLog) -> None:
+    def __init__(self, promotions: Promotions, schedule: Schedule, log: BackgroundLog) -> None:
         self._promotions = promotions
-        self._rhythm = rhythm
+        self._rhythm = schedule
         self._log = log
 
     def attempt(self, number: int) -> str | None:
@@ -130,10 +130,10 @@ class Together:
         peers: Peers,
         claims: Claims,
         promotions: Promotions,
-        rhythm: Rhythm,
+        schedule: Schedule,
         log: BackgroundLog,
     ) -> None:
-        self._rhythm = rhythm
+        self._rhythm = schedule
         self._promotions = promotions
         self._log = log
         self._peers = peers

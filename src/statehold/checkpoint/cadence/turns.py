@@ -18,7 +18,7 @@ ended: so no rank goes back, and once it has the rule of rank 0 it decides as ra
 
 Until the first rule is told, n doubles with each save: there are soon calls enough without one.
 Pure; learn and adopt may be called from another thread.
-Not here: what n should be (intervals, checkpoint/levels/pace), how it travels (save/publishing).
+Not here: what n should be (intervals, checkpoint/cadence/costs), how it travels (save/publishing).
 """
 
 from __future__ import annotations

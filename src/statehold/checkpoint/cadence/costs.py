@@ -11,7 +11,7 @@ Invariants: what is not above the noise, or below a thousandth of a step, costs 
 is nothing to compare with, at first, when steps have changed, or after thousands of them, a level
 rests for as long as it is busy. An interval is changed only if that saves a twentieth of what it
 loses, so it does not flap. The times come in. Thread-safe. Not here: the formulae
-(planners/intervals), who asks (rhythm).
+(planners/intervals), who asks (schedule).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from statistics import median
 from statehold.planners.intervals import LevelCost, choose, loss, waste
 from statehold.units import format_seconds
 
-__all__ = ["Interval", "Pace"]
+__all__ = ["Costs", "Interval"]
 
 SAMPLES = 128
 SAMPLES_MIN = 5
@@ -68,7 +68,7 @@ class Interval:
         return f"{text}: each {cost}; {100 * self.waste:.2g} % of the time is lost"
 
 
-class Pace:
+class Costs:
     """Measures, and chooses, for rank 0. names: the levels, nearest first."""
 
     def __init__(self, names: Sequence[str]) -> None:

@@ -1,45 +1,85 @@
 """When a step is saved, and when it goes on to which level: what a user gave, or what was measured.
 
-Rank 0 measures on its training thread, chooses with every save that is committed, and tells: the
-other ranks what the first level gets (planners/turns), the promoters what theirs get. A process
-that is alone counts time as time; several ranks cannot, so rank 0 makes steps of it.
+Rank 0 measures on its training thread and chooses with every save that is committed. It tells the
+other ranks what the first level gets (turns), and each copier what its level gets. A process that
+is alone counts time as time; several ranks cannot, so rank 0 makes steps of it.
 
 Invariants: a call that saves nothing costs microseconds, and touches no tensor, file or other rank.
-Not here: what is measured (pace), which interval is best (planners/intervals), how ranks come to
-the same turns (planners/turns) and talk (save/publishing).
+Not here: what is measured (costs), which interval is best (planners/intervals), how ranks come to
+the same turns (turns) and talk (save/publishing).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from statehold.checkpoint.levels.cadence import Cadence, Every, parse_every
-from statehold.checkpoint.levels.pace import Interval, Pace
-from statehold.planners.failures import rates_by_level, rates_of
-from statehold.planners.turns import LAG, Rule, Turns
+from statehold.checkpoint.cadence.costs import Costs, Interval
+from statehold.checkpoint.cadence.every import Cadence, Every, parse_every
+from statehold.checkpoint.cadence.turns import LAG, Rule, Turns
+from statehold.planners.failures import Loss, rates_by_level, rates_of
 
 if TYPE_CHECKING:
-    from statehold.checkpoint.levels.promoting import Promotions
-    from statehold.checkpoint.levels.specs import Level
     from statehold.checkpoint.telemetry.copies import LevelWatch
     from statehold.options import Options
     from statehold.ranks.membership import Membership
 
-__all__ = ["Rhythm"]
+__all__ = ["Schedule"]
 
 NEVER = 1 << 62
 TOLD = 1.5
 
 
-class Rhythm:
+class Spec(Protocol):
+    """What a user says of a level."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def every(self) -> int | str: ...
+
+    @property
+    def survives(self) -> Loss: ...
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+class Copier(Protocol):
+    """What copies steps to a level; `place` is the level, or the copies of it on other hosts."""
+
+    @property
+    def level(self) -> str: ...
+
+    @property
+    def place(self) -> Named: ...
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    @property
+    def copied(self) -> int:
+        """How many copies got there."""
+
+    @property
+    def took_s(self) -> float:
+        """How long the newest of them took."""
+
+    def every(self, interval: Interval) -> None:
+        """Take steps in this interval from now on."""
+
+
+class Schedule:
     """The cadences of a run, while its ranks stay the same."""
 
     def __init__(
         self,
-        levels: Sequence[Level],
-        promotions: Promotions,
+        levels: Sequence[Spec],
+        copiers: Sequence[Copier],
         membership: Membership,
         options: Options,
         watches: Sequence[LevelWatch],
@@ -47,7 +87,7 @@ class Rhythm:
         self._levels = levels
         self._names = [level.name for level in levels]
         self._every = [parse_every(level.every) for level in levels]
-        self._promoters = promotions.promoters
+        self._copiers = copiers
         self._options = options
         self._watches = watches
         first, is_alone = self._every[0], membership.world == 1
@@ -58,8 +98,8 @@ class Rhythm:
         steps = NEVER if is_timed else first.steps
         self.turns = Turns(steps, lag=0 if is_alone else LAG)
         measured = self.is_led or any(every.is_auto for every in self._every)
-        self._pace = Pace(self._names) if measured and membership.leads else None
-        self._copied = [0] * len(self._promoters)
+        self._costs = Costs(self._names) if measured and membership.leads else None
+        self._copied = [0] * len(self._copiers)
         self._copies_s: dict[str, float] = {}
         self._intervals: dict[str, Interval] = {}
         self._lines: dict[str, int] = {}
@@ -72,8 +112,8 @@ class Rhythm:
         """Whether this call of save() saves. wanted: it does in any case. is_saving: an earlier
         save is under way. gate_s: how long the gate has held training up so far, in all."""
         now_s = time.monotonic()
-        if self._pace is not None:
-            self._pace.called(step, now_s, gate_s, self._under_way(is_saving))
+        if self._costs is not None:
+            self._costs.called(step, now_s, gate_s, self._under_way(is_saving))
         if self._timer is not None:
             wanted = wanted or self._timer.is_due(step, now_s)
         is_due = self.turns.call(number, step, wanted=wanted)
@@ -83,42 +123,42 @@ class Rhythm:
 
     def saved(self, blocked_s: float, gate_s: float) -> None:
         """save() has begun a save, and returns."""
-        if self._pace is not None:
-            self._pace.saved(blocked_s, gate_s)
+        if self._costs is not None:
+            self._costs.saved(blocked_s, gate_s)
 
     def _under_way(self, is_saving: bool) -> frozenset[str]:
         """What may slow the training down now, or has since the last call."""
         found = {self._names[0]} if is_saving else set()
-        for index, promoter in enumerate(self._promoters):
-            copied = promoter.copied
-            if promoter.is_busy or copied != self._copied[index]:
-                found.add(promoter.level)
+        for index, copier in enumerate(self._copiers):
+            copied = copier.copied
+            if copier.is_busy or copied != self._copied[index]:
+                found.add(copier.level)
             if copied != self._copied[index]:
                 self._copied[index] = copied
-                self._measure(promoter.level, promoter.place.name, promoter.took_s)
+                self._measure(copier.level, copier.place.name, copier.took_s)
         return frozenset(found)
 
     def _measure(self, level: str, name: str, took_s: float) -> None:
         """What a step at a level takes, with its copies on other hosts."""
         if name != level:
             self._copies_s[level] = took_s
-        elif self._pace is not None:
-            self._pace.took(level, took_s + self._copies_s.get(level, 0.0))
+        elif self._costs is not None:
+            self._costs.took(level, took_s + self._copies_s.get(level, 0.0))
 
     # -- on the commit thread ----------------------------------------------------------------------
 
     def committed(self, number: int, took_s: float, hosts: int) -> None:
         """Rank 0: the save with this number is committed. hosts: those of the job."""
-        if self._pace is None:
+        if self._costs is None:
             return
         self._measure(self._names[0], self._names[0], took_s)
-        step_s = self._pace.step_s
+        step_s = self._costs.step_s
         if step_s is None or self.turns.told is not None:
             return
         rates = rates_of(self._options.nodes or hosts, self._options.node_mtbf_s)
         needed = rates_by_level([level.survives for level in self._levels], rates)
         fixed_s = [_fixed_s(every, step_s) for every in self._every]
-        self._set(number, self._pace.chosen(needed, fixed_s, self._intervals))
+        self._set(number, self._costs.chosen(needed, fixed_s, self._intervals))
 
     def told(self) -> list[int] | None:
         """Rank 0, for the others: what they are to learn of a committed save."""
@@ -148,11 +188,11 @@ class Rhythm:
         first = intervals[self._names[0]]
         if self.is_led and first.steps != self.turns.rule.steps:
             self.turns.learn(Rule(number, first.steps))
-        for promoter in self._promoters:
+        for copier in self._copiers:
             # The copies of the first level on other hosts get what it gets.
-            interval = None if promoter.level == self._names[0] else intervals.get(promoter.level)
-            if interval is not None and self._every[self._names.index(promoter.level)].is_auto:
-                promoter.every(interval)
+            interval = None if copier.level == self._names[0] else intervals.get(copier.level)
+            if interval is not None and self._every[self._names.index(copier.level)].is_auto:
+                copier.every(interval)
         self._intervals = dict(intervals)
         self._tell()
 
