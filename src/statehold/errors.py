@@ -176,7 +176,9 @@ class PeerFailedError(StateholdError):
     """
 
     def __init__(self, rank: int, reason: str, *, follows: bool = False) -> None:
-        super().__init__(f"rank {rank} failed, so the others give up", facts={"its error": reason})
+        super().__init__(
+            f"rank {rank} failed, so the other ranks stopped", facts={"its error": reason}
+        )
         self.rank = rank
         self.reason = reason
         self.follows = follows
@@ -274,7 +276,7 @@ _HINTS = {
     _errno.ENFILE: "this machine has too many files open (sysctl fs.file-max)",
     _errno.EFBIG: "raise this process's limit of the size of a file (ulimit -f)",
     _errno.ENOTDIR: "a file is where a directory should be: give another path, or move the file",
-    _errno.EROFS: "save into a directory that may be written; restoring works as it is",
+    _errno.EROFS: "save into a writable directory; restoring works without write access",
     _errno.EAGAIN: "raise this process's limits of threads and memory (ulimit -u, ulimit -v)",
     _errno.ENOMEM: "lower staging_bytes, or raise this process's limit of memory (ulimit -v)",
 }
@@ -338,8 +340,8 @@ def from_native(
         return MissingFileError("a file does not exist", facts={"file": path, "during": operation})
     if code == "irregular":
         facts = {"file": path, "expected": "a regular file", "during": operation}
-        hint = "links, FIFOs and devices are not followed: copy the file to where it belongs"
-        return MissingFileError("what should be a file is something else", facts=facts, hint=hint)
+        hint = "statehold follows no links, FIFOs or devices: copy the file itself to this path"
+        return MissingFileError("something else is where a file should be", facts=facts, hint=hint)
     if code == "truncated":
         facts = {"file": path, "ends at": f"{offset} bytes", "during": operation}
         return TruncatedFileError("a file ends before the bytes it should hold", facts=facts)

@@ -117,13 +117,15 @@ class Options:
                 raise UsageError(f"{name} must be 1 to {most}", facts={"got": repr(value)})
         if self.node_mtbf is not None and self.node_mtbf_s is None:
             raise UsageError(
-                "node_mtbf is a time",
+                "node_mtbf must be a time",
                 facts={"expected": 'such as "250d" or "6000h"', "got": repr(self.node_mtbf)[:80]},
             )
         if self.trace is not None and not (self.trace and isinstance(self.trace, _PATH)):
-            raise UsageError("trace is the path of a file", facts={"got": repr(self.trace)})
+            raise UsageError("trace must be the path of a file", facts={"got": repr(self.trace)})
         if self.address is not None and not (isinstance(self.address, str) and self.address):
-            raise UsageError("address is a name or a number", facts={"got": repr(self.address)})
+            raise UsageError(
+                "address must be a name or a number", facts={"got": repr(self.address)}
+            )
         self._check_timeout()
         self._check_memory()
 
@@ -132,7 +134,7 @@ class Options:
         number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
         if not number or not 0 < timeout_s <= PEER_TIMEOUT_S_MAX:
             raise UsageError(
-                "peer_timeout_s is a number of seconds",
+                "peer_timeout_s must be a number of seconds",
                 facts={"expected": f"above 0, up to {PEER_TIMEOUT_S_MAX}", "got": repr(timeout_s)},
             )
 
@@ -200,7 +202,7 @@ class Options:
 
 def _check_choice(name: str, got: str, choices: tuple[str, ...]) -> None:
     if got not in choices:
-        raise UsageError(f"no such {name}", facts={"expected": ", ".join(choices), "got": got})
+        raise UsageError(f"not a valid {name}", facts={"expected": ", ".join(choices), "got": got})
 
 
 def options_of(given: Mapping[str, Any]) -> Options:
@@ -229,9 +231,9 @@ def check_path(path: str | os.PathLike[str], what: str) -> str:
     if _URL.match(text):
         scheme = text.partition(":")[0]
         raise UsageError(
-            f"{what} is a URL, and not the path of a directory",
+            f"{what} is a URL, not the path of a directory",
             facts={"expected": "a path such as runs/llama", "got": f"{scheme}://..."},
-            hint='a store is a level: levels=[Directory(), ObjectStore("s3://b/llama")]',
+            hint='pass the object store as a level: levels=[Directory(), ObjectStore("s3://b/llama")]',
         )
     if (home := os.path.expanduser(text)) != text:  # else a directory called ~ would be made
         raise UsageError(
@@ -250,6 +252,6 @@ def check_run(run: str | os.PathLike[str]) -> str:
         raise UsageError(
             "the run is the directory of a step",
             facts={"expected": above, "got": path},
-            hint=f"a Checkpointer of the run restores it: restore(state, step={int(name[5:])})",
+            hint=f"open the run, and call restore(state, step={int(name[5:])})",
         )
     return path

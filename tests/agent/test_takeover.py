@@ -32,7 +32,7 @@ from support.faults import DEADLINE_S, SMALL
 from support.levels import settle
 
 SLOW = {"every": 1000, "bytes_per_s": "64KiB"}
-STOPPED = "stopped: a trainer goes on with the run"
+STOPPED = "stopped: a trainer has taken over the run"
 
 
 def opened(trainers: Trainers) -> statehold.Checkpointer:
@@ -127,7 +127,7 @@ def test_a_level_that_fails_is_passed_over_and_named(trainers: Trainers, tmp_pat
     wait_no_agent(trainers.run)
     newest = steps_in(trainers.memory)[-1]
     assert steps_in(tmp_path / "other")[-1] == newest
-    assert "ended; the newest step did not get to: blocked" in said(trainers.run)
+    assert "ended; the newest step did not reach: blocked" in said(trainers.run)
     assert said(trainers.run).count(f"copying step {newest} to level blocked") > 1
 
 
@@ -155,7 +155,7 @@ def test_a_level_that_another_job_saves_into(trainers: Trainers, tmp_path: Path)
         far = [{"path": str(tmp_path / "other"), "name": "other"}, {"every": 1000}]
         trainers.killed(after=2, far=far)
         wait_no_agent(trainers.run)
-        assert "ended; the newest step did not get to: other" in said(trainers.run)
+        assert "ended; the newest step did not reach: other" in said(trainers.run)
         assert "process" in said(trainers.run)
     assert steps_in(trainers.run)[-1] == steps_in(trainers.memory)[-1]
     assert steps_in(tmp_path / "other") == [1]

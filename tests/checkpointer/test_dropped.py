@@ -154,7 +154,7 @@ def test_one_that_only_the_traceback_of_an_old_error_holds_makes_way(run: Path) 
 def test_one_that_is_in_use_keeps_the_run(run: Path) -> None:
     ckpt = Checkpointer(run, **SMALL)
     ckpt.save(1, state()).wait("committed", DEADLINE_S)
-    with Checkpointer(run, **SMALL) as other, pytest.raises(RunBusyError, match="already being"):
+    with Checkpointer(run, **SMALL) as other, pytest.raises(RunBusyError, match="already saving"):
         other.save(2, state())
     ckpt.save(2, state(2.0)).wait("committed", DEADLINE_S)
     ckpt.close()

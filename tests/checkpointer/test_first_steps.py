@@ -53,7 +53,7 @@ def test_what_is_refused_at_once(run: Path, make: Any, told: str) -> None:
 @pytest.mark.parametrize("state", [None, nn.Linear(2, 2), [nn.Linear(2, 2)], (1, 2)], ids=repr)
 def test_what_is_no_state_also_of_an_empty_run(run: Path, state: Any) -> None:
     with Checkpointer(run, **SMALL) as ckpt:
-        with pytest.raises(UsageError, match="has to take values") as caught:
+        with pytest.raises(UsageError, match="must be a mutable mapping") as caught:
             ckpt.restore(state)
         assert 'restore({"model": model' in str(caught.value.hint)
         with pytest.raises(UsageError, match="a mapping of names") as caught:

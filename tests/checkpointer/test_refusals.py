@@ -74,7 +74,7 @@ def test_a_trace_that_could_not_be_written_is_refused_when_it_is_opened(tmp_path
 def test_a_time_to_leave_is_a_number(tmp_path: Path, within_s: Any) -> None:
     with (
         Checkpointer(tmp_path, **SMALL) as ckpt,
-        pytest.raises(UsageError, match="the time to leave is a number of seconds"),
+        pytest.raises(UsageError, match="the time to leave must be a number of seconds"),
     ):
         ckpt.leave_on(signal.SIGUSR2, within_s=within_s)
 
@@ -91,7 +91,7 @@ def test_copies_on_hosts_that_are_not_there_are_told_of(
 ) -> None:
     with Checkpointer(tmp_path / "run", levels=[level(tmp_path / "x")], **SMALL) as ckpt:
         ckpt.steps()
-    assert caplog.text.count("1 copies on other hosts were asked for") == 1
+    assert caplog.text.count("asks for 1 copies on other hosts") == 1
 
 
 def test_memory_on_a_disk_is_told_of_once(

@@ -39,7 +39,7 @@ def test_saves_go_on_after_the_run_directory_was_removed(tmp_path: Path, caplog)
         live = content(0)
         got = ckpt.restore(live)
         assert (got, live["w"].min()) == (6, 6)  # type: ignore[attr-defined]
-    assert caplog.text.count("was removed: it is made and locked again") == 1
+    assert caplog.text.count("was removed; creating and locking it again") == 1
 
 
 # Makes and locks a run directory, says so, and keeps it until it is told to end.

@@ -121,7 +121,7 @@ def test_a_forgotten_restore_is_asked_for_and_no_hint_empties_the_run(run) -> No
         for step, target in ((1, None), (89, None), (91, 90), (99, 90)):
             with pytest.raises(StepOrderError) as caught:
                 ckpt.save(step, training.state)
-            assert "was restore() forgotten?" in caught.value.hint
+            assert "did you forget restore()?" in caught.value.hint
             assert "loads step 100" in caught.value.hint
             told = re.findall(r"rewind\((\d+)\)", str(caught.value))
             assert told == ([] if target is None else [str(target)])

@@ -162,7 +162,7 @@ def test_memory_that_cannot_be_had_costs_no_save(
     with statehold.Checkpointer(run, **OPTIONS) as ckpt:
         assert saved(ckpt, 1, 8) == 2 * MiB
         assert refused == [10 * MiB]
-        assert "no more staging memory than before" in caplog.text
+        assert "cannot enlarge the staging memory" in caplog.text
         most.append(0)
         with pytest.raises(StorageError):
             ckpt.save(2, state(16))

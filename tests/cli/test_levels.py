@@ -126,7 +126,7 @@ def test_a_note_that_is_hostile_hides_no_step(
     code = main(["ls", str(many), "--levels"])
     assert code == 0
     said = capsys.readouterr()
-    assert "other levels are not looked at" in said.err
+    assert "cannot look at the other levels" in said.err
     assert "\x1b" not in said.err + said.out
 
 

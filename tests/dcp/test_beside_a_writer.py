@@ -89,7 +89,7 @@ def test_a_step_that_is_given_up_while_it_is_loaded(fs: SimFs) -> None:
     with failing() as caught:
         loaded(fs, reader)
     assert isinstance(caught[1], StorageError)
-    assert "it was given up" in str(caught[1])
+    assert "it was retired" in str(caught[1])
 
 
 def test_damage_is_still_damage(fs: SimFs) -> None:

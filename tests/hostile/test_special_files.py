@@ -145,7 +145,7 @@ def test_a_load_of_a_file_that_is_none(run: Path, outside: Path, name: str, make
     reader = statehold.integrations.dcp.StorageReader(victim.parent)
     with in_time(), pytest.raises(dcp.api.CheckpointException) as caught:
         dcp.load({"w": torch.zeros(3000)}, storage_reader=reader, no_dist=True)
-    assert "what should be a file is something else" in str(caught.value)
+    assert "something else is where a file should be" in str(caught.value)
 
 
 @pytest.mark.parametrize("make", KINDS)

@@ -151,9 +151,9 @@ def test_a_change_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"nodes": 0}, "nodes must be 1 to"),
         ({"nodes": 1.5}, "nodes must be 1 to"),
-        ({"node_mtbf": "long"}, "node_mtbf is a time"),
-        ({"node_mtbf": 3600}, "node_mtbf is a time"),
-        ({"node_mtbf": "0d"}, "node_mtbf is a time"),
+        ({"node_mtbf": "long"}, "node_mtbf must be a time"),
+        ({"node_mtbf": 3600}, "node_mtbf must be a time"),
+        ({"node_mtbf": "0d"}, "node_mtbf must be a time"),
     ],
 )
 def test_rates_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:

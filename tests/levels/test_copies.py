@@ -420,7 +420,7 @@ def test_another_jobs_level_is_left_alone(fs) -> None:
         with opened_on(fs) as ckpt:
             save(ckpt, 2, content(2))
             settle(ckpt)
-            assert "already being saved into" in str(status(ckpt).error)
+            assert "already saving into" in str(status(ckpt).error)
         assert fs.is_dir(f"{FAR}/step-000000000002.partial")
 
 
@@ -489,7 +489,7 @@ def test_saves_go_to_the_next_level_while_the_first_is_full(tmp_path: Path, capl
         ckpt._opened().pipeline.drain()
         assert (steps_at(fs, NEAR), steps_at(fs, FAR)) == ([1, 4], [1, 2, 3])
     assert steps_at(fs, FAR) == [2, 3, 4]
-    assert caplog.text.count("level near cannot take step 2; steps go to level far") == 1
+    assert caplog.text.count("level near cannot take step 2; saves go to level far") == 1
     assert "cannot take step 3" not in caplog.text
     assert caplog.text.count("level near takes steps again, from step 4 on") == 1
     assert not [name for name, _ in fs.listdir(NEAR) if "partial" in name]

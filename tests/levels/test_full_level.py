@@ -80,7 +80,7 @@ def test_the_first_save_finds_no_room_for_its_manifest(caplog) -> None:
         settle(ckpt)
         assert no_room.refused == 1
         assert (steps_at(fs, NEAR), steps_at(fs, FAR)) == ([], [1])
-    assert caplog.text.count("level near cannot take step 1; steps go to level far") == 1
+    assert caplog.text.count("level near cannot take step 1; saves go to level far") == 1
 
 
 def test_a_document_has_its_exact_size_in_the_end(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_all_ranks_go_to_the_next_level_when_one_of_them_has_to(rank: int, caplo
         assert (steps_at(fs, NEAR), steps_at(fs, FAR)) == ([1, 4], [1, 2, 3])
         check_newest(ranks, 4)
         assert not partials(fs)
-    assert caplog.text.count("level near cannot take step 2; steps go to level far") == 1
+    assert caplog.text.count("level near cannot take step 2; saves go to level far") == 1
     assert "cannot take step 3" not in caplog.text
     assert caplog.text.count("level near takes steps again, from step 4 on") == 1
 

@@ -153,7 +153,7 @@ def test_a_store_that_cannot_be_reached_is_told_of_once(
         with pytest.raises(StorageError, match="try again when it can be read"):
             ckpt.restore(content(0))
         assert [each.msg.split("\n")[0] for each in caplog.records] == [
-            "level %s cannot be read: passed over"
+            "cannot read level %s; continuing without it"
         ]
         caplog.clear()
         ckpt.save(1, content(1)).wait("committed", DEADLINE_S)

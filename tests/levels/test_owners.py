@@ -78,7 +78,7 @@ def test_a_script_that_was_copied_with_its_url_saves_nothing_there(
     saved(tmp_path, "a", 9)
     assert in_store(tmp_path) == [1, 9]
     assert restored(tmp_path, "b") == 3  # not the 9 of the other run
-    assert "level far is passed over" in caplog.text
+    assert "continuing without level far" in caplog.text
 
 
 def test_a_run_goes_on_where_only_the_store_is_left(
@@ -87,7 +87,7 @@ def test_a_run_goes_on_where_only_the_store_is_left(
     saved(tmp_path, "a", 1)
     shutil.rmtree(tmp_path / "a")
     saved(tmp_path, "b", 2)
-    assert "step 1 is of the run" in caplog.text
+    assert "step 1 belongs to the run" in caplog.text
     assert in_store(tmp_path) == [1, 2]
     caplog.clear()
     assert restored(tmp_path, "b") == 2
@@ -140,7 +140,9 @@ def test_a_run_that_lost_its_id_knows_itself_by_its_directory(
 def test_a_note_that_is_damaged_is_named(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"")
     for raw in (b"", b"{}", Owner("0" * 16, "/x", "h").encode().replace(b"0000", b"zzzz")):
-        with pytest.raises(CorruptionError, match="not a note of whose steps these are"):
+        with pytest.raises(
+            CorruptionError, match="the note of the run that owns these steps is not valid"
+        ):
             Owner.decode(raw, "run.json")
     owner = Owner("0123456789abcdef", "/x", "h")
     assert Owner.decode(owner.encode(), "") == owner

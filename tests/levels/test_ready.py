@@ -106,7 +106,7 @@ def test_a_file_that_cannot_be_made_costs_no_save(
         (memory / ready.READY_NAME).write_text("in the way")
         reused = [save(ckpt, step) for step in range(1, 6)]
     assert reused == [False, False, False, True, True]
-    assert "no file in memory is made ready" in caplog.text
+    assert "cannot prepare a file in memory" in caplog.text
 
 
 SCRIPT = """

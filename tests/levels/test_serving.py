@@ -354,7 +354,7 @@ def test_a_host_that_knows_no_other_is_alone(monkeypatch) -> None:
 def test_an_address_of_another_host_is_refused(root) -> None:
     with pytest.raises(UsageError, match="cannot serve files"):
         FileServer({"memory": str(root)}, "192.0.2.1").start()
-    with pytest.raises(UsageError, match="no name for a place"):
+    with pytest.raises(UsageError, match="not a valid name of a place"):
         FileServer({"../x": str(root)})
 
 

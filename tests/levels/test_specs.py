@@ -39,7 +39,7 @@ def test_a_cadence_is_a_number_of_steps_or_a_time(value: Any, expected: Every) -
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "", "10", "0s", "5 m", "-1s", "Auto", None])
 def test_what_is_no_cadence(value: Any) -> None:
-    with pytest.raises(UsageError, match="not a cadence") as caught:
+    with pytest.raises(UsageError, match="not a valid value of every=") as caught:
         Directory(every=value)
     assert caught.value.facts["got"] == repr(value)
 
@@ -52,19 +52,28 @@ def test_what_is_no_cadence(value: Any) -> None:
         (lambda: Memory(keep=None), "cannot keep all steps"),
         (lambda: Directory(bytes_per_s=0), "at least one byte a second"),
         (lambda: Directory(bytes_per_s="5 parsecs"), "a number and a unit"),
-        (lambda: Directory(name=""), "a level is named by"),
-        (lambda: Directory(name="a/b"), "a level is named by"),
-        (lambda: ObjectStore("bucket/prefix"), "named by a URL"),
+        (lambda: Directory(name=""), "the name of a level must be"),
+        (lambda: Directory(name="a/b"), "the name of a level must be"),
+        (lambda: ObjectStore("bucket/prefix"), "must be a URL"),
         (lambda: ObjectStore("s3://"), "not the URL of an object store"),
         (lambda: check_levels([]), "must not be empty"),
-        (lambda: check_levels(["/scratch"]), "a level is a Memory"),
-        (lambda: check_levels([Level()]), "a level is a Memory"),
-        (lambda: check_levels(Memory()), "levels are a list"),
+        (lambda: check_levels(["/scratch"]), "a level must be a Memory"),
+        (lambda: check_levels([Level()]), "a level must be a Memory"),
+        (lambda: check_levels(Memory()), "levels must be a list"),
         (lambda: check_levels([ObjectStore("s3://b/p")]), "the first level must be"),
-        (lambda: check_levels([Directory(), Directory(path="/x")]), "two levels have one name"),
-        (lambda: check_levels([Directory(), Memory()]), "it is the first"),
-        (lambda: check_levels([Memory(), Memory(name="more")]), "there can be one Memory level"),
-        (lambda: statehold.Checkpointer("x", levels=[Memory()], keep=2), "each of them says"),
+        (
+            lambda: check_levels([Directory(), Directory(path="/x")]),
+            "two levels have the same name",
+        ),
+        (lambda: check_levels([Directory(), Memory()]), "it must be the first"),
+        (
+            lambda: check_levels([Memory(), Memory(name="more")]),
+            "there can be only one Memory level",
+        ),
+        (
+            lambda: statehold.Checkpointer("x", levels=[Memory()], keep=2),
+            "each level has a keep= of its own",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(make: Any, words: str) -> None:
@@ -75,7 +84,7 @@ def test_what_makes_no_sense_is_refused_at_once(make: Any, words: str) -> None:
 def test_two_levels_in_one_directory_are_refused(tmp_path: Path) -> None:
     levels = [Directory(), Directory(path=tmp_path / "other" / ".." / "run", name="again")]
     ckpt = statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL)
-    with pytest.raises(UsageError, match="two levels are in one directory"):
+    with pytest.raises(UsageError, match="two levels use the same directory"):
         ckpt.steps()
 
 
@@ -280,7 +289,7 @@ def a_dangling_link(at: Path) -> None:
 def test_what_somebody_else_has_put_there_is_refused(tmp_path: Path, attack: Any) -> None:
     attack(home(tmp_path))
     before = sorted(each.name for each in tmp_path.rglob("*"))
-    with pytest.raises(StorageError, match="not this user's alone") as caught:
+    with pytest.raises(StorageError, match="does not belong to this user alone") as caught:
         memory_root("/runs/a", str(tmp_path))
     assert caught.value.path == str(home(tmp_path))
     assert sorted(each.name for each in tmp_path.rglob("*")) == before

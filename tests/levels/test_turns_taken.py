@@ -44,7 +44,7 @@ def test_only_steps_that_are_due_are_saved() -> None:
         assert steps_at(fs, RUN) == [1, 3, 6]
     assert [each.step for each in saves if each.is_skipped] == [2, 4, 5, 7, 8]
     assert [each.done() for each in saves] == [not each.is_skipped for each in saves]
-    with pytest.raises(UsageError, match="step 2 was not due: nothing of it was saved"):
+    with pytest.raises(UsageError, match="step 2 was not due, so nothing was saved"):
         saves[1].wait("staged")
     assert "not due" in repr(saves[1])
 

@@ -161,7 +161,7 @@ def test_off_is_off(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="records no trace"):
             ckpt.write_trace(tmp_path / "trace")
     for wrong in ("", 7, True, b"trace"):
-        with pytest.raises(UsageError, match="trace is the path"):
+        with pytest.raises(UsageError, match="trace must be the path"):
             statehold.Checkpointer(tmp_path / "run", trace=wrong)
 
 

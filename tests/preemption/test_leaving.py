@@ -127,7 +127,7 @@ def test_signals_are_given_back(tmp_path: Path) -> None:
         assert signal.getsignal(signal.SIGTERM) != before
         with (
             statehold.Checkpointer(tmp_path / "other") as other,
-            pytest.raises(UsageError, match="watched for signals already"),
+            pytest.raises(UsageError, match="already watches for signals"),
         ):
             other.leave_on(within_s=5)
     assert signal.getsignal(signal.SIGTERM) == before

@@ -360,7 +360,7 @@ def test_a_run_that_another_job_saves_into_is_refused_on_all_ranks(ranks: Ranks)
         assert type(first) is RunBusyError
         for error in rest:
             assert type(error) is PeerFailedError
-            assert "already being saved into" in error.reason
+            assert "already saving into" in error.reason
         check_step(others, 2)  # reading is for everybody
     saved(ranks, 3, 5)
     check_step(ranks, 5)

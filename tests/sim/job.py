@@ -181,7 +181,7 @@ class RankBoard(StoreBoard):
         if rank == 0:
             self.post("token", self._token.encode())
         elif self.wait(["token"], until):
-            raise lost_leader("the ranks met to open the run")
+            raise lost_leader("call the ranks to open the run")
         return self._token
 
     def _call(self, action: Callable[[Any], T]) -> T:

@@ -376,7 +376,7 @@ def test_a_sampler_without_a_state_is_told_of_when_it_can_still_be_changed(
     told = [each.message for each in caplog.records if "has no state" in each.message]
     assert len(told) == 1
     assert told[0].startswith(
-        f'a restart may go on differently in "{name}.data": its RandomSampler'
+        f'a restart may continue differently in "{name}.data": its RandomSampler'
     )
     assert "shuffle=True" in told[0]
 

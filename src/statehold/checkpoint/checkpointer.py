@@ -53,9 +53,9 @@ class Checkpointer:
     copy. The other parameters are the fields of statehold.options.Options.
 
     Nothing is opened before the first use. Use it as a context manager, or call close(): both wait
-    until every save is committed. Without that its saves are finished in the background once it is
-    dropped, or when the program ends; a later Checkpointer of the run waits for them. One
-    Checkpointer at a time may save into a run directory.
+    until every save is committed. Without that, statehold finishes the saves in the background once
+    the Checkpointer is dropped, or when the program ends. A later Checkpointer of the run waits for
+    them. One Checkpointer at a time may save into a run directory.
     Not thread-safe: call it from the thread that trains. In a fork of its process (a data-loading
     worker) it raises ClosedError once it has been used before the fork; the fork may open its own.
     """

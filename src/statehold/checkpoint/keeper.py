@@ -143,7 +143,7 @@ class Keeper(Generic[K]):
         except BaseException as error:
             self._error = error
             if self.is_dropped:
-                self._log.error("%s: could not end a dropped Checkpointer\n%s", self.run, error)
+                self._log.error("%s: cannot end a dropped Checkpointer\n%s", self.run, error)
         finally:
             if self.is_dropped and self._gate is not None:
                 self._gate.retire()
@@ -157,8 +157,8 @@ class Keeper(Generic[K]):
     def _prepare_to_end(self, opened: K) -> None:
         if opened.has_saved:
             self._log.info(
-                "%s: a Checkpointer was dropped without close(); its saves are finished in the "
-                "background", self.run,
+                "%s: a Checkpointer was dropped without close(); statehold finishes its saves in "
+                "the background", self.run,
             )  # fmt: skip
         if self.preemption is not None:
             self.preemption.part()

@@ -136,7 +136,7 @@ def _text(found: study.Study, document: dict[str, Any]) -> str:
     parts += [_listed([f"not possible here: {each['name']}: {each['why']}"
                        for each in document["refused"]])]  # fmt: skip
     if document["unmeasured"]:
-        parts.append(f"no time for {len(document['unmeasured'])} strategies: --seconds")
+        parts.append(f"no time for {len(document['unmeasured'])} strategies; raise --seconds")
     if document["profile"]:
         parts.append("A Checkpointer takes these settings for runs on this storage.")
     return "\n\n".join(part for part in parts if part)

@@ -169,7 +169,7 @@ class _Check:
         if len(said) < manifest.world_size:
             self.cover.is_complete = False  # what is missing has been reported
         elif groups_of(said) != dict(manifest.state):
-            detail = "the groups of ranks in it are not those of the records"
+            detail = "its groups of ranks differ from those of the records"
             self.report.add(Finding("manifest", MANIFEST_NAME, detail=detail))
 
     def _record(self, commit: Commit, rank: int) -> Record | None:

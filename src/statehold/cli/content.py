@@ -54,7 +54,7 @@ class Content:
                 if bad.got is None:
                     raise CorruptionError("bytes of a step cannot be read: " + bad.why, facts=facts)
                 facts["xxh3-64"] = f"expected {bad.expected}, got {bad.got}"
-                hint = "statehold verify lists all that is damaged"
+                hint = "statehold verify lists all damage"
                 raise ChecksumError(
                     "bytes on disk do not match their checksum", facts=facts, hint=hint
                 )

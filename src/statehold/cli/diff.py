@@ -1,4 +1,4 @@
-"""`statehold diff A B`: which tensors and values of two steps differ, and by how much.
+"""`statehold diff A B`: show which tensors and values of two steps differ, and by how much.
 
 Owns: which bytes have to be read to know. Chunks that lie alike on the grid of pieces are compared
 by their checksums, and only pieces that differ are read; all others are read part by part.

@@ -81,7 +81,7 @@ def _machine() -> Iterator[Check]:
     cores = len(os.sched_getaffinity(0))
     threads = Options().copy_thread_count
     yield Check("cores", str(cores), means=f"copies and checks with {threads} threads")
-    yield _package("torch", "needed to save and restore; commands do without it")
+    yield _package("torch", "needed to save and restore; the commands do not need it")
     yield _package("numpy", "needed by diff, and by show for statistics")
     yield _backend()
     yield _sysctl()
@@ -90,10 +90,10 @@ def _machine() -> Iterator[Check]:
         "memory",
         f"{format_bytes(room.nbytes)} {room.limit}",
         bool(room.nbytes) or None,
-        "at most a third of it becomes staging memory, of all ranks together",
+        "all ranks together use at most a third of it as staging memory",
     )
     yield _limit("locked memory", resource.RLIMIT_MEMLOCK, format_bytes,
-                 "staging memory is registered with io_uring where it fits")  # fmt: skip
+                 "staging memory is registered with io_uring if it fits")  # fmt: skip
     yield _limit("open files", resource.RLIMIT_NOFILE, str,
                  "a restore opens every file that it reads, twice")  # fmt: skip
 
@@ -110,7 +110,9 @@ def _backend() -> Check:
     with contextlib.closing(fs):
         if fs.note:
             return Check("backend", fs.backend, None, f"uses threads: {fs.note}")
-        return Check("backend", fs.backend, means="transfers are queued, not one a thread")
+        return Check(
+            "backend", fs.backend, means="queues many transfers instead of one for each thread"
+        )
 
 
 def _sysctl() -> Check:

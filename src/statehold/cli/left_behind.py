@@ -58,7 +58,8 @@ def _memory(home: str) -> Iterator[Left]:
     yield Left(
         "memory of runs",
         f"{counted(len(runs), 'run')}, {used} in use, {size}",
-        f"steps, kept until the host restarts; delete in {home} only runs that you need no more",
+        f"steps that stay until the host restarts; delete only those runs in {home} that you no "
+        f"longer need",
     )
 
 
@@ -66,7 +67,7 @@ def _near(folder: str) -> Iterator[Left]:
     found = [name for name in _own_directories(folder) if name.startswith(PREFIX)]
     if found:
         size = format_bytes(sum(tree_bytes(os.path.join(folder, name))[0] for name in found))
-        means = "of a restore that is under way, or was killed: then remove them"
+        means = "files of a restore that is under way or was killed; remove them if it was killed"
         yield Left("brought near", f"{size} in {folder}/{PREFIX}*", means, is_waste=True)
 
 
@@ -75,19 +76,21 @@ def _in_run(fs: Fs, path: str) -> Iterator[Left]:
     is_used = is_saved_into(path)
     halves = [each for each in left if each["kind"] == "partial"]
     if halves:
-        ended = "of a save or a copy that did not end: the next one clears it, or goes on with it"
+        ended = "from a save or copy that did not end; the next one removes it or continues it"
         means = "a job is at work" if is_used else ended
         yield Left("half steps", _sized(halves), means, is_waste=not is_used)
     aside = [each for each in left if each["kind"] == "corrupt"]
     if aside:
-        yield Left("set aside", _sized(aside), "did not verify: for a person to look at", True)
+        yield Left(
+            "set aside", _sized(aside), "damaged and set aside, for a person to inspect", True
+        )
     if os.path.lexists(os.path.join(path, FILE_NAME)):
-        means = "what is at each: statehold ls RUN --levels"
+        means = "to list their steps: statehold ls RUN --levels"
         yield Left("levels", "noted in " + FILE_NAME, means)
     line = _last_line(os.path.join(path, LOG_NAME))
     if line:
         yield Left(
-            "agent's log", line[:120], f"what it last said after a trainer's death: {LOG_NAME}"
+            "agent's log", line[:120], f"its last report after the death of a trainer: {LOG_NAME}"
         )
 
 

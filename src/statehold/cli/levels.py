@@ -102,7 +102,7 @@ def levels_of(fs: Fs, run: str, *, far: bool, options: Mapping[str, Any] = {}) -
     try:
         remembered = recall(run)
     except CorruptionError as error:
-        note(f"other levels are not looked at: {error}")
+        note(f"cannot look at the other levels: {error}")
         remembered = (itself(run),)
     return [level for told in remembered for level in _all_of(fs, told, far, options)]
 
@@ -275,7 +275,7 @@ class _InObjects:
             size = self._objects.size(step, file.name)
             if size != file.bytes:
                 facts = {"file": file.name, "expected": file.bytes, "got": size}
-                raise CorruptionError("a file is not as it was committed", facts=facts)
+                raise CorruptionError("a file differs from what was committed", facts=facts)
         return part
 
     def _save_of(self, step: int) -> str | None:

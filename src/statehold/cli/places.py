@@ -76,7 +76,7 @@ class Place:
         world_size = load_manifest(fs, self.directory).world_size
         if not 0 <= rank < world_size:
             facts = {"expected": f"0 to {world_size - 1}", "got": rank}
-            raise UsageError("no such rank has saved this step", facts=facts)
+            raise UsageError("this rank did not save the step", facts=facts)
         return open_step(fs.read_file, self.directory, self.step, rank, world_size)
 
 
@@ -105,16 +105,16 @@ def find(fs: Fs, text: str) -> Place:
 def run_of(text: str) -> str:
     """A run directory. Raises NotFoundError if there is none."""
     if not os.path.isdir(text):
-        hint = "RUN is the directory given to Checkpointer; a step of it is RUN@STEP"
+        hint = "RUN is the directory given to Checkpointer; name a step of it as RUN@STEP"
         if "://" in text:
-            hint += ". What is in an object store is listed with it: statehold ls RUN --levels"
+            hint += ". To list the steps in its object store: statehold ls RUN --levels"
         raise NotFoundError("no such run directory", facts={"run": text}, hint=hint)
     path = os.path.abspath(text)
     if named := _STEP_NAME.fullmatch(os.path.basename(path)):  # it would seem to have no steps
         above = os.path.dirname(path)
         facts = {"expected": above, "got": path}
         hint = f"show, verify and diff take a step: {above}@{int(named[1])}"
-        raise NotFoundError("this is a step, and not a run", facts=facts, hint=hint)
+        raise NotFoundError("this is the directory of a step, not of a run", facts=facts, hint=hint)
     return path
 
 

@@ -22,7 +22,7 @@ from statehold.units import format_bytes
 def run(args: argparse.Namespace) -> int:
     if args.keep < 1:
         facts = {"expected": "at least 1", "got": args.keep}
-        raise UsageError("--keep is a number of steps", facts=facts)
+        raise UsageError("--keep must be a number of steps", facts=facts)
     fs, path = file_system(), run_of(args.run)
     store = Store(fs, path, keep=args.keep, reuse=False)
     if args.yes:
@@ -64,4 +64,4 @@ def _show(document: dict[str, Any]) -> None:
     stay = ", ".join(map(str, document["keep"])) or "none"
     print(f"{format_bytes(document['bytes'])} in all; steps that stay: {stay}")
     if rows and not document["done"]:
-        print("nothing was changed: --yes does it")
+        print("nothing was changed; pass --yes to delete them")

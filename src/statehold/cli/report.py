@@ -35,7 +35,10 @@ TENSORS_SHOWN = 25
 
 def run(args: argparse.Namespace) -> int:
     if args.output is None and not args.json:
-        raise UsageError("where should the page go?", hint="-o report.html, or --json for its data")
+        raise UsageError(
+            "report needs a file for the page",
+            hint="pass -o report.html, or --json for the data alone",
+        )
     path = run_of(args.run)
     traces = read_traces(args.trace)
     document = _document(file_system(), path, traces, args)

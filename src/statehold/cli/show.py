@@ -1,4 +1,4 @@
-"""`statehold show RUN[@STEP] [TENSOR]`: what a step holds, or one tensor of it.
+"""`statehold show RUN[@STEP] [TENSOR]`: show the contents of a step, or one tensor.
 
 Invariants: without TENSOR no data is read, and of several ranks one record for each group that says
 the same; with it, the bytes of that tensor are verified as they are read.

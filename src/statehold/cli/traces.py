@@ -153,7 +153,7 @@ def _events_of(path: str) -> list[Any]:
             return events
     except (ValueError, KeyError, RecursionError):
         pass
-    hint = "it is what Checkpointer(..., trace=PATH) writes"
+    hint = "pass a file that Checkpointer(..., trace=PATH) wrote"
     raise UsageError("not a trace", facts={"file": path}, hint=hint)
 
 

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             _show(report, seconds, document.get("level"))
     if not documents:
-        raise StepNotFoundError("the step was given up while it was read")
+        raise StepNotFoundError("the step was retired while it was read")
     intact = all(document["intact"] for document in documents)
     if args.json:
         emit({"intact": intact, "steps": documents})
@@ -105,7 +105,9 @@ def _verify(fs: Fs, place: Place, reader: SpanReader) -> Report | None:
             continue
         if now is None or now == before:
             return None if now is None else report
-    raise storage_error("verify what is replaced again and again", errno.ESTALE, place.directory)
+    raise storage_error(
+        "verify a step that is replaced again and again", errno.ESTALE, place.directory
+    )
 
 
 def _moved(fs: Fs, place: Place) -> Place:

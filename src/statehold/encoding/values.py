@@ -493,7 +493,7 @@ class _Decoder:
     def _leaf(self, payload: Any) -> Any:
         tag = str(self.trail[-1])
         if self.leaf is None:
-            self.fail("a plain value", f"{tag} where there can be none")
+            self.fail("a plain value", f"{tag} is not allowed here")
         return self.leaf(tag, payload)
 
 

@@ -402,7 +402,7 @@ class _SharedStep(SavedStep):
             return own
         if self._narrow:
             raise StateMismatchError(
-                "ranks hold a tensor together that each of them saved for itself",
+                "ranks hold a tensor together, but each of them saved its own",
                 facts={"tensor": name, "saved here": _described(versions[0].held)},
             )
         first, *others = versions
@@ -498,10 +498,10 @@ def _ambiguous(name: str, versions: list[_Version]) -> StateMismatchError:
     for version in versions[:4]:
         facts[f"ranks {version.ranks}"] = _described(version.held)
     return StateMismatchError(
-        "several ranks saved a tensor of this name each for itself, and not the same",
+        "several ranks saved different tensors under this name",
         facts=facts,
-        hint="restore it on as many ranks as saved it, where each takes its own; or leave it out, "
-        "or save it as a DTensor or in a module under DDP, which says that the ranks share it",
+        hint="restore on as many ranks as saved it: each then takes its own. Or leave the tensor "
+        "out with skip=. If the ranks share it, save it as a DTensor or in a module under DDP",
     )
 
 

@@ -194,7 +194,7 @@ def check_answers(answers: Sequence[Answer]) -> None:
     if wrong:
         raise UsageError(
             f"{'patterns match' if len(wrong) > 1 else 'a pattern matches'} nothing, neither in "
-            "the state nor in what was saved; nothing was changed",
+            f"the state nor in the step; nothing was changed",
             facts={given: suggested(near) for given, near in wrong.items()},
             hint='a pattern is a name ("model" stands for all of the model) or a glob ("*.bias")',
         )
@@ -208,7 +208,7 @@ def check_answers(answers: Sequence[Answer]) -> None:
 def suggested(names: Iterable[str]) -> str:
     """What may have been meant, for a message."""
     near = [f'"{name}"' for name in dict.fromkeys(names)]
-    return f"nearest: {', '.join(near[: 2 * _NEAR]) or 'no name is like it'}"
+    return f"nearest: {', '.join(near[: 2 * _NEAR]) or 'no similar name'}"
 
 
 def nearest(text: str, names: Collection[str]) -> list[str]:

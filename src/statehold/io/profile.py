@@ -35,7 +35,7 @@ _DEPTH_MAX = 4
 _THREADS_MAX = 4096
 _TEXT = re.compile(r"[^\x00-\x1f\x7f]{0,1000}")
 _BACKEND = re.compile(r"io_uring|threads")
-_SUMMARY = "not a profile that statehold can use"
+_SUMMARY = "the profile is not valid"
 _HINT = "delete it, or measure again: statehold bench io PATH"
 
 
@@ -183,7 +183,7 @@ def tuned(options: Options, path: str) -> tuple[Options, str]:
     try:
         profile = find(options.profile, path)
     except StateholdError as error:
-        return options, f"moving bytes as without a profile: {error}"
+        return options, f"ignoring the profile of the storage: {error}"
     return (options.filled(believed(profile.moving)), "") if profile else (options, "")
 
 

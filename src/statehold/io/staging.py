@@ -92,7 +92,7 @@ class Staging:
         try:
             self._open(size)
         except StorageError as error:
-            logger.warning("no more staging memory than before: %s", error)
+            logger.warning("cannot enlarge the staging memory: %s", error)
             self._open(before)
 
     def _open(self, size: int) -> None:

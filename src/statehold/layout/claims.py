@@ -252,13 +252,13 @@ def _compared(entries: Mapping[int, Any]) -> Siblings:
 def _no_longer_equal(entries: Mapping[int, Any]) -> ReplicasDifferError:
     ranks = sorted(entries)
     return ReplicasDifferError(
-        "a tensor that was the same on several ranks no longer is",
+        "a tensor that was equal on several ranks has diverged",
         facts={
             "tensor": entries[ranks[0]]["names"][0],
             "ranks": ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else ""),
         },
-        hint="if these should be equal, the ranks have drifted apart; "
-        "the next saves keep every rank's own version",
+        hint="if these should be equal, the ranks have diverged. The next saves write every "
+        "rank's own version",
     )
 
 

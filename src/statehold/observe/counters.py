@@ -39,11 +39,17 @@ _KNOWN: dict[str, tuple[str, str]] = {
 }
 # The same of each level that steps are copied to, which is one more label.
 _OF_LEVEL: dict[str, tuple[str, str]] = {
-    "level_copied_bytes_total": ("counter", "Bytes that this rank copied of steps now there."),
+    "level_copied_bytes_total": (
+        "counter",
+        "Bytes that this rank copied for steps committed at the level.",
+    ),
     "level_copies_failed_total": ("counter", "Copies to the level that began and failed."),
     "level_newest_step": ("gauge", "The newest step that is at the level."),
-    "level_interval_seconds": ("gauge", "How often it gets a step, where that was chosen."),
-    "level_committed_timestamp_seconds": ("gauge", "When a step last got there, Unix time."),
+    "level_interval_seconds": ("gauge", "The interval that was chosen for the level."),
+    "level_committed_timestamp_seconds": (
+        "gauge",
+        "When the level last committed a step, Unix time.",
+    ),
     "level_copy_seconds": ("histogram", "From the start of a copy to its commit at the level."),
 }
 

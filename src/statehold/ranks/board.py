@@ -97,9 +97,9 @@ def new_token() -> str:
     return secrets.token_hex(4)
 
 
-def lost_leader(doing: str) -> PeerLostError:
-    """The error for a rank 0 that does not answer."""
-    return PeerLostError(f"rank 0 did not answer in time while {doing}", ranks=(0,))
+def lost_leader(missing: str) -> PeerLostError:
+    """The error if rank 0 does not do in time what the others wait for."""
+    return PeerLostError(f"rank 0 did not {missing} in time", ranks=(0,))
 
 
 class StoreBoard:
@@ -175,7 +175,7 @@ class StoreBoard:
         if rank == 0:
             self.post(key, new_token().encode())
         elif self.wait([key], until):
-            raise lost_leader("the ranks met to open the run")
+            raise lost_leader("call the ranks to open the run")
         return bytes(self.peek(key) or b"").decode()
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class StoreBoard:
                 "the store through which the ranks talk does not answer",
                 ranks=(0,),
                 facts={"cause": str(error).partition("\n")[0]},
-                hint="it lives in rank 0, or in the launcher on its host: look at what ended there",
+                hint="rank 0 or the launcher on its host runs it: check which of them has ended",
             ) from error
 
     def _add(self, key: str) -> int:
@@ -374,7 +374,7 @@ class DirectoryBoard:
             welcome = self.peek(f"{token}/welcome") if token else None
             if welcome is not None and nonce in welcome.split():
                 return token
-        raise lost_leader("the ranks met to open the run")
+        raise lost_leader("call the ranks to open the run")
 
     def _called(self) -> str:
         """The token in the call; "" without one. After a loss of power a dead job's call may hold

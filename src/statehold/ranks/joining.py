@@ -50,7 +50,9 @@ def _through_directory(run: str, timeout_s: float) -> Peers | None:
     if world_size <= 1:
         return None
     if rank >= world_size:
-        raise UsageError("a rank outside its world", facts={"RANK": rank, "WORLD_SIZE": world_size})
+        raise UsageError(
+            "the rank is outside its world", facts={"RANK": rank, "WORLD_SIZE": world_size}
+        )
     board = DirectoryBoard(os.path.join(run, PEERS_NAME))
     return Peers(board, Membership(rank, world_size), timeout_s)
 

@@ -29,7 +29,7 @@ class Membership:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:
             raise InvariantError(
-                "a rank outside its world", facts={"rank": self.rank, "world size": self.world}
+                "the rank is outside its world", facts={"rank": self.rank, "world size": self.world}
             )
 
     @property

@@ -247,7 +247,9 @@ class Peers:
             missing = self._board.wait([key], time.monotonic() + _PATIENCE * self._timeout_s)
         told = None if missing else self._board.peek(key)
         if told is None:
-            raise lost_leader(f"round {kind} {seq} ended").with_fact("this rank", self.rank)
+            raise lost_leader(f"announce the outcome of {kind} {seq}").with_fact(
+                "this rank", self.rank
+            )
         return _decode(told)
 
 

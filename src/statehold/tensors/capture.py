@@ -85,7 +85,7 @@ def capture(
     """
     if not isinstance(state, Mapping):
         raise UsageError(
-            "a state is a mapping of names to what is to be saved",
+            "the state must be a mapping of names to values",
             facts={"expected": "a dict", "got": type(state).__name__},
             hint='give the parts names: save(step, {"model": model, "optimizer": optimizer})',
         )
@@ -202,7 +202,7 @@ class _Capturer:
 
     def _tell(self, path: str) -> Callable[[str], None]:
         return lambda doubt: self.doubts.append(
-            f'a restart may go on differently in "{path}": {doubt}'
+            f'a restart may continue differently in "{path}": {doubt}'
         )
 
     def _later(self, rng: Rng, path: str) -> dict[str, Any]:
@@ -369,8 +369,8 @@ class _Capturer:
         first = self._parameters[0].name
         return (
             f"{format_bytes(nbytes)} of parameters, such as {first}, are copied before save() "
-            "returns, because the state has tensors of a state_dict(): hand over the module itself "
-            "to have them copied while training goes on"
+            "returns, because the state has tensors of a state_dict(): pass the module itself to "
+            "copy them while training continues"
         )
 
     def _tensor(

@@ -149,11 +149,11 @@ def doubts(value: Any, *, has_rng: bool) -> Iterator[str]:
 
 _MAY_DRAW = (
     "statehold cannot tell whether {} draws random numbers when its first iterator is made. If it "
-    "does, training does not go on bit for bit. Then restore the Rng again after iter(loader), "
+    "does, training does not continue bit for bit. Then restore the Rng again after iter(loader), "
     'before the first batch: ckpt.restore({{"rng": rng}}, step=step, only=["rng"])'
 )
 _OTHER_ORDER = (
-    "its {} has no state, so the samples that are left of the epoch may come in another order. "
+    "its {} has no state, so the remaining samples of the epoch may come in another order. "
     "Pass shuffle=True to StatefulDataLoader, or a sampler with state_dict() and "
     "load_state_dict(). With Accelerate, give such a StatefulDataLoader to prepare()"
 )
@@ -182,7 +182,7 @@ def refusal(value: Any, path: str) -> UnsupportedValueError | None:
     elif is_loader(held.get("_dataloader")):
         hint = f"put the loader in it into the state, {path}._dataloader"
         if not hasattr(held["_dataloader"], "load_state_dict"):
-            hint = f"{hint}, and let that be stateful: {_STATEFUL}"
+            hint = f"{hint}, and make it stateful: {_STATEFUL}"
     elif is_loader(value):
         hint = _STATEFUL
     elif issubclass(kind, _BaseDataLoaderIter):

@@ -73,7 +73,7 @@ class Restoration:
         """After finish(): what may not go on as it was, and what the user can do."""
         for path, live in self.stateful:
             for doubt in loaders.doubts(live, has_rng=bool(self.generators)):
-                yield f'step {self.step} is restored, but "{path}" may go on differently: {doubt}'
+                yield f'step {self.step} is restored; "{path}" may continue differently: {doubt}'
 
     def finish(self) -> None:
         """Apply everything that is not tensor bytes."""
@@ -115,8 +115,8 @@ def _advice(names: list[str], found: Restoration) -> str:
         return f'if "{there[0]}" of the step is "{here[0]}" now: {rename}'
     if any(map(_BY_PLACE.search, found.missing)):
         return (
-            "an optimizer calls parameters by the modules of the state: put the model that it "
-            "updates into the state, and not another copy of it"
+            "an optimizer names its parameters by the modules of the state: put the model that "
+            "it updates into the state, not another copy"
         )
     if tops and not found.missing and all(name.split(".")[0] not in tops for name in names):
         part = ", ".join(f'"{name}"' for name in tops)

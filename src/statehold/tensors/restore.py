@@ -76,7 +76,7 @@ def check_takes_values(state: object) -> MutableMapping[Any, Any]:
     """A state that is restored. Raises UsageError for what cannot be one."""
     if not isinstance(state, MutableMapping):
         raise UsageError(
-            "a state that is restored has to take values",
+            "the state of a restore must be a mutable mapping",
             facts={"expected": "a dict", "got": type(state).__name__},
             hint='give the parts names: restore({"model": model, "optimizer": optimizer})',
         )

@@ -41,7 +41,8 @@ class Rng:
             raise UsageError(
                 "Rng takes generators by name",
                 facts={"expected": "a dict", "got": type(generators).__name__},
-                hint='Rng() is all of the process; Rng({"data": generator}) is another one besides',
+                hint="Rng() holds all generators of the process; "
+                'Rng({"data": generator}) also holds this one',
             )
         self.generators = dict(generators or {})
         for name, generator in self.generators.items():

@@ -121,7 +121,7 @@ def form_of(tensor: Any, path: str) -> Form:
     try:
         node = values.encode(context, f"{path}.<context>", lambda each, _: foreign.torch_node(each))
     except UnsupportedValueError as error:
-        error.hint = f"{kind} keeps this besides its tensors, and no step can hold it; {error.hint}"
+        error.hint = f"{kind} has this value outside its tensors; no step can hold it; {error.hint}"
         raise error.with_fact("class", kind) from None
     return Form(kind, node, tensors)
 
@@ -196,7 +196,7 @@ def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _class_of(kind: str, path: str) -> Any:
     if kind in _allowed:
         return _allowed[kind][0]
-    cls, hint = None, "install the library of it, or call statehold.allow_tensor_class(the class)"
+    cls, hint = None, "install its library, or call statehold.allow_tensor_class(the class)"
     module, _, name = kind.rpartition(".")
     if kind in adapters.ADAPTERS:
         cls, hint = getattr(sys.modules.get(module), name, None), f"import {module} first"
@@ -205,7 +205,7 @@ def _class_of(kind: str, path: str) -> Any:
             cls = getattr(importlib.import_module(module), name, None)
     if cls is None:
         raise UnsupportedValueError(
-            "a tensor of the step is of a class that is not here",
+            "a tensor of the step has a class that is unknown in this process",
             facts={"path": path, "class": kind},
             hint=hint,
         )

@@ -85,7 +85,7 @@ class Persisting:
     def run(self) -> None:
         """Bring the newest step to every level that lacks it."""
         if not self._source.steps():
-            self._log.info("no step is in level %s: nothing to do", self._source.name)
+            self._log.info("level %s has no step: nothing to do", self._source.name)
             return
         self._source.prepare(None)
         until = time.monotonic() + self._orders.give_up_s
@@ -97,7 +97,7 @@ class Persisting:
             self._stopped.wait(self._orders.retry_s)
             targets = self._lacking(targets)
         if self._lost:
-            self._log.error("ended; the newest step did not get to: %s", ", ".join(self._lost))
+            self._log.error("ended; the newest step did not reach: %s", ", ".join(self._lost))
         elif not self._stopped.is_set():
             self._log.info("done")
 

@@ -113,7 +113,7 @@ def _watch(persisting: Persisting, wake: int, log: BackgroundLog) -> None:
         elif persisting.is_stuck:
             why = "storage does not answer"
         with contextlib.suppress(OSError):  # asked again soon
-            why = "a trainer goes on with the run" if persisting.is_wanted else why
+            why = "a trainer has taken over the run" if persisting.is_wanted else why
     log.info("stopped: %s", why)
     end = threading.Timer(STOP_S, os._exit, [1])
     end.daemon = True

@@ -87,14 +87,16 @@ class Agent:
             return
         if self._starts:
             self._close()
-            self._log.warning("the agent of this run was lost; another one is started")
+            self._log.warning("the agent of this run was lost; starting another one")
         self._starts += 1
         try:
             self._start()
         except (OSError, StateholdError) as error:
             self._starts = STARTS_MAX
             self._log.warning(
-                "no agent: if this process is killed, its newest step stays in memory\n%s", error
+                "cannot start an agent: if this process is killed, its newest step stays in "
+                "memory\n%s",
+                error,
             )
 
     def goodbye(self) -> None:
@@ -153,7 +155,7 @@ class Agent:
 
 def _interpreter() -> str:
     if not sys.executable:
-        raise OSError(errno.ENOENT, "it is not known where Python is")
+        raise OSError(errno.ENOENT, "the path of the Python interpreter is unknown")
     return sys.executable
 
 

@@ -38,7 +38,7 @@ def parse_every(value: int | str, level: str | None = None) -> Every:
     if seconds is not None:
         return Every(seconds=seconds)
     raise UsageError(
-        "not a cadence",
+        "not a valid value of every=",
         facts={
             **({} if level is None else {"level": str(level)[:80]}),
             "expected": 'a number of steps, at least 1, a time ("90s", "30min", "2h"), or "auto"',

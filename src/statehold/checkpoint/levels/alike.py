@@ -36,7 +36,7 @@ def check_same(levels: Sequence[Level], of_rank_0: str) -> None:
     found = _difference(json.loads(described(levels)), json.loads(of_rank_0))
     if found is not None:
         raise UsageError(
-            "the levels of this rank are not those of rank 0",
+            "the levels of this rank differ from those of rank 0",
             facts={"difference": found},
             hint="give all ranks of a job the same levels",
         )

@@ -317,7 +317,7 @@ def _mismatch(
     file: DataFile, span: Span, where: tuple[int, int], expected: int, got: int
 ) -> ChecksumError:
     return ChecksumError(
-        "bytes do not match their checksum while they are copied to another level",
+        "bytes read for a copy to another level do not match their checksum",
         facts={
             "tensor": span.name or "none: the header of the file",
             "file": file.name,

@@ -37,10 +37,11 @@ def _check_ours(home: str) -> None:
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
         return
     raise StorageError(
-        "the directory for memory levels is not this user's alone",
+        "the directory for memory levels does not belong to this user alone",
         errno=errno.EPERM,
         path=home,
         facts={"expected": f"a directory of user {os.getuid()}, mode 0700",
                "got": f"owner {found.st_uid}, mode {stat.filemode(found.st_mode)}"},
-        hint="give Memory a path of its own; what is there may hold another user's steps",
+        hint="pass Memory(path=...) on a tmpfs; the existing directory may hold another user's "
+        "steps",
     )  # fmt: skip

@@ -104,7 +104,7 @@ class NearFiles:
                 if free.f_bavail * free.f_frsize > nbytes:
                     return tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=directory)
         raise NoSpaceError(
-            "no room to bring a file of a step near",
+            "not enough space to fetch a file of a step",
             facts={"needed": f"{nbytes} bytes", "looked at": ", ".join(self._directories)},
         )
 
@@ -133,4 +133,4 @@ def _allocated(path: str, nbytes: int, ranges: Sequence[Range]) -> memoryview:
         finally:
             os.close(fd)
     except OSError as error:
-        raise storage_error("bring a file near", error.errno or 0, path) from error
+        raise storage_error("fetch a file", error.errno or 0, path) from error

@@ -231,7 +231,7 @@ class Nearest:
             return set(place.steps())
         except StorageError as error:
             if place.name not in self._told:
-                logger.warning("level %s cannot be read: passed over\n%s", place.name, error)
+                logger.warning("cannot read level %s; continuing without it\n%s", place.name, error)
                 self._told.add(place.name)
             self._unread, self._unread_at = error, place.name
             return set()
@@ -274,14 +274,14 @@ class Nearest:
         self._bad.add((step, name, place.name))
         self._served.pop((step, name), None)
         if self.saves.has_changed(step, place):
-            logger.debug("step %d is another one at level %s by now\n%s", step, place.name, error)
+            logger.debug("step %d was saved again at level %s\n%s", step, place.name, error)
             return
         if isinstance(error, StorageError) and error.errno != errno.ENOENT:
             self._unreadable[step, name] = error
         if (step, name, place.name) not in self._said:
             self._said.add((step, name, place.name))
             logger.warning(
-                "%s of step %d is not intact at level %s; other levels are tried\n%s",
+                "%s of step %d is not intact at level %s; trying other levels\n%s",
                 name, step, place.name, error,
             )  # fmt: skip
 
@@ -290,4 +290,4 @@ class Nearest:
             return self._unreadable[step, name]
         asked = ", ".join(place.name for place in self._places[:8])
         facts = {"file": f"{self.path(step)}/{name}", "levels": asked}
-        return MissingFileError("a file of a step is intact nowhere", facts=facts)
+        return MissingFileError("no level has an intact copy of a file of the step", facts=facts)

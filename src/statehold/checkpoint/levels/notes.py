@@ -43,7 +43,7 @@ def read_note(path: str, summary: str, hint: str) -> bytes | None:
         raise CorruptionError(summary, facts=facts, hint=hint) from error
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CorruptionError(summary, facts={"file": path, "why": "it is no regular file"})
+            raise CorruptionError(summary, facts={"file": path, "why": "it is not a regular file"})
         with open(fd, "rb", closefd=False) as file:
             return file.read(BYTES_MAX)
     finally:

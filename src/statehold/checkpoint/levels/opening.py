@@ -161,7 +161,7 @@ def _check_own(level: Level, root: str, roots: list[str]) -> None:
     """Steps of two levels in one directory would be each other's."""
     if root in roots:
         raise UsageError(
-            "two levels are in one directory",
+            "two levels use the same directory",
             facts={"level": level.name, "directory": root},
             hint="give one of them a path of its own",
         )

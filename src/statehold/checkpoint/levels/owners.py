@@ -44,10 +44,10 @@ FORMAT = "statehold-run"
 VERSION = 1
 _ID = re.compile(r"[0-9a-f]{16}")
 _TEXT = re.compile(r"[^\x00-\x1f\x7f]{0,4096}")
-_SUMMARY = "not a note of whose steps these are"
+_SUMMARY = "the note of the run that owns these steps is not valid"
 _HINT = (
-    "no step is lost. Give the run a URL of its own; or, if no other run saves there, delete this "
-    "note: the next save writes it anew"
+    "no step is lost. Give the run a URL of its own. If no other run saves there, delete this "
+    "note: the next save writes a new one"
 )
 
 
@@ -150,7 +150,9 @@ class OwnedPrefix:
             return False
         if self._leads and not self._was_told:
             self._was_told = True
-            logger.warning("level %s is passed over\n%s", self._level, self._refusal(self._owner))
+            logger.warning(
+                "continuing without level %s\n%s", self._level, self._refusal(self._owner)
+            )
         return True
 
     def claim(self) -> None:
@@ -177,15 +179,15 @@ class OwnedPrefix:
         is_same = owner.run == self._identity.run
         if not is_same and (has_steps or self._identity.lives_elsewhere(owner)):
             error = self._refusal(owner)
-            logger.warning("step %d was restored from another run, and is not its own\n%s", step,
+            logger.warning("step %d was restored from another run\n%s", step,
                            error)  # fmt: skip
             return
         self._identity.adopt(owner)
         if not has_steps:
             logger.warning(
-                "step %d is of the run %s, by level %s: %s. The run directory %s has no steps, and "
-                "goes on as that run. For a run of its own, give the level another URL; that run "
-                "must not be saved meanwhile",
+                "step %d belongs to the run %s; it came from level %s: %s. The run directory %s "
+                "has no steps, so it continues that run. The other job must not save meanwhile. "
+                "To start a run of its own, give the level another URL",
                 step, owner, self._level, self._objects.url, self._identity.run,
             )  # fmt: skip
 
@@ -202,13 +204,13 @@ class OwnedPrefix:
 
     def _refusal(self, owner: Owner | None) -> RunBusyError:
         return RunBusyError(
-            "the steps in the object store are another run's",
+            "the steps in the object store belong to another run",
             facts={"level": self._level, "url": self._objects.url,
-                   "saved there by": owner or "nobody any more",
+                   "saved there by": owner or "no run any more",
                    "this run": self._identity.own or self._identity.run},
-            hint="give this run a URL of its own. If that run is gone for good and this one is to "
-            f"take its place: delete the object {FILE_NAME} there, but its steps are this run's "
-            "then, and are deleted as keep= of this run says",
+            hint="give this run a URL of its own. If that run is gone for good and this run "
+            f"should replace it, delete the object {FILE_NAME} there. Its steps then belong to "
+            "this run, and keep= of this run deletes them",
         )  # fmt: skip
 
 

@@ -300,7 +300,7 @@ class DirectoryPlace(Shared):
         is_there = self._fs.is_dir(self.store.root)
         if is_there and not (self._lock is not None and self._lock.is_lost):
             return False
-        logger.warning("%s, or its lock, was removed: it is made and locked again", self._called)
+        logger.warning("%s, or its lock, was removed; creating and locking it again", self._called)
         self._is_prepared = False
         if self._lock is not None:
             self._lock.release()

@@ -330,8 +330,8 @@ class Promoter:
         if newest > step:
             raise StepOrderError(
                 f"level {self.place.name} has step {newest}, which is newer than step {step}",
-                hint=f"restore(state) loads step {newest}, to go on from there. To keep both, give "
-                "this run another directory for the level",
+                hint=f"restore(state) loads step {newest}; continue from there. To keep both, "
+                f"give this run another directory for the level",
             )
 
     def _before(self, seen: CopyWatch, nbytes: int) -> None:
@@ -349,14 +349,15 @@ class Promoter:
         if self._was_saved_again(step, source):
             error = storage_error("copy a step: it was saved again", errno.ESTALE, "")
             self._set(copying=None, error=error)
-            self._log.info("step %d was saved again while it was copied to level %s: it is copied "
-                           "anew", step, self.place.name)  # fmt: skip
+            self._log.info("step %d was saved again while it was copied to level %s; copying it "
+            "again", step, self.place.name)  # fmt: skip
             return
         self._set(copying=None, error=named(error, f"while copying step {step}"))
         told, self._told = self._told, (step, type(error))
         if not isinstance(error, ClosedError) and told != self._told:  # flush() and close() retry
             self._log.warning(
-                "step %d did not reach level %s; it stays at level %s, the next is tried\n%s",
+                "step %d did not reach level %s; it stays at level %s, and the next step is "
+                "tried\n%s",
                 step, self.place.name, source.name, error,
             )  # fmt: skip
 

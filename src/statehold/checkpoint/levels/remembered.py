@@ -39,8 +39,8 @@ _HERE = "."
 _WHERE = re.compile(r"[^\x00-\x1f\x7f]{1,4096}")
 _HOST = re.compile(r"[^\x00-\x1f\x7f]{0,255}")
 _KIND = re.compile(r"memory|directory|objects")
-_SUMMARY = "not a list of levels that statehold can use"
-_HINT = "delete it; the next save writes it anew"
+_SUMMARY = "the list of levels is not valid"
+_HINT = "delete it; the next save writes a new one"
 
 
 @dataclass(frozen=True, slots=True)

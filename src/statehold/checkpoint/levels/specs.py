@@ -51,7 +51,7 @@ class Level:
         parse_every(self.every, self.name)
         if not (isinstance(self.name, str) and NAME.fullmatch(self.name)):
             raise UsageError(
-                "a level is named by up to 64 letters, digits, dots, dashes and underscores",
+                "the name of a level must be 1 to 64 letters, digits, dots, dashes and underscores",
                 facts={"got": repr(self.name)[:80]},
             )
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
@@ -102,7 +102,7 @@ class Memory(Level):
     def __post_init__(self) -> None:
         Level.__post_init__(self)
         if type(self.agent) is not bool:
-            raise UsageError("agent is True or False", facts={"got": repr(self.agent)[:80]})
+            raise UsageError("agent must be True or False", facts={"got": repr(self.agent)[:80]})
         if self.path is not None:
             check_path(self.path, f"the path of level {self.name}")
         _check_copies(self, self.copies)
@@ -138,13 +138,14 @@ class Directory(Level):
         _check_copies(self, self.copies)
         if self.copies and not self.per_host:
             raise UsageError(
-                "copies on other hosts are for a directory that each host has",
+                "copies= needs per_host=True: if all hosts see the directory, it needs no copies "
+                "on other hosts",
                 facts={"level": self.name},
-                hint="per_host=True, if this is a local disk; else all hosts see it anyway",
+                hint="set per_host=True if this is a local disk, or leave copies= out",
             )
         if self.per_host and self.path is None:
             raise UsageError(
-                "a directory that each host has needs a path: the run directory is shared",
+                "per_host=True needs a path: all hosts share the run directory",
                 facts={"level": self.name},
             )
         if self.per_host and self.keep == 1:
@@ -158,7 +159,7 @@ class Directory(Level):
 def _check_copies(level: Level, copies: object) -> None:
     if type(copies) is not int or copies < 0:
         raise UsageError(
-            "copies is a number of other hosts",
+            "copies must be a number of other hosts",
             facts={"level": level.name, "expected": "0 or more", "got": repr(copies)},
         )
     if copies and level.keep == 1:
@@ -167,7 +168,7 @@ def _check_copies(level: Level, copies: object) -> None:
 
 def _too_few(level: Level) -> UsageError:
     return UsageError(
-        "a level that lies on several hosts keeps at least 2 steps: when one is saved again, the "
+        "a level on several hosts must keep at least 2 steps: when a step is saved again, the "
         "hosts replace it one after the other",
         facts={"level": level.name, "got": f"keep={level.keep}"},
     )
@@ -190,7 +191,7 @@ class ObjectStore(Level):
         Level.__post_init__(self)
         if not isinstance(self.url, str) or "://" not in self.url:
             raise UsageError(
-                "an object store is named by a URL",
+                "the url of an object store must be a URL",
                 facts={"level": self.name, "expected": "such as s3://bucket/prefix",
                        "got": repr(self.url)[:80]},
             )  # fmt: skip
@@ -205,35 +206,37 @@ def check_levels(levels: Sequence[Level]) -> tuple[Level, ...]:
     """The levels of a run, if they make sense together."""
     if not isinstance(levels, list | tuple):
         raise UsageError(
-            "levels are a list, from the nearest on",
+            "levels must be a list, with the nearest level first",
             facts={"got": repr(levels)[:80]},
             hint="write levels=[...]",
         )
     for level in levels:
         if not isinstance(level, Memory | Directory | ObjectStore):
             raise UsageError(
-                "a level is a Memory, a Directory or an ObjectStore",
+                "a level must be a Memory, a Directory or an ObjectStore",
                 facts={"expected": "for example Directory(every=10)", "got": repr(level)[:80]},
             )
     if not levels:
-        raise UsageError("levels must not be empty: leave it out for the run directory alone")
+        raise UsageError(
+            "levels must not be empty: leave levels= out to use the run directory alone"
+        )
     if isinstance(levels[0], ObjectStore):
         raise UsageError(
-            "the first level must be a Memory or a Directory: saves go there, and an object store "
-            "cannot take them while they are made",
+            "the first level must be a Memory or a Directory: saves go there, and statehold "
+            "cannot save directly into an object store",
             hint="put Memory() or Directory() before it",
         )
     names = [level.name for level in levels]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(
-                "two levels have one name",
+                "two levels have the same name",
                 facts={"name": name},
-                hint='give one of them another: name="..."',
+                hint='give one of them another name: name="..."',
             )
     memories = [level for level in levels if isinstance(level, Memory)]
     if len(memories) > 1 or (memories and levels[0] is not memories[0]):
-        raise UsageError("there can be one Memory level, and it is the first")
+        raise UsageError("there can be only one Memory level, and it must be the first")
     return tuple(levels)
 
 
@@ -243,8 +246,8 @@ def levels_of(levels: Sequence[Level] | None, options: Options) -> tuple[Level, 
         return (Directory(keep=options.keep),)
     if options.keep is not None:
         raise UsageError(
-            "with levels, each of them says how many steps it keeps",
+            "with levels=, each level has a keep= of its own",
             facts={"got": f"keep={options.keep}"},
-            hint=f"give keep={options.keep} to the level that is meant",
+            hint=f"pass keep={options.keep} to the level that needs it",
         )
     return check_levels(levels)

@@ -289,7 +289,7 @@ class Restorer:
         )
         unexpected = (*tensors, *values)
         if unexpected and self._selection.strict:
-            problems = [(name, "no rank has a place for it") for name in unexpected]
+            problems = [(name, "an entry that no rank has in its state") for name in unexpected]
             raise mismatch(problems, matched.restoration)
         return replace(matched, unexpected=unexpected)
 

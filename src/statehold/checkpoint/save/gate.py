@@ -49,7 +49,7 @@ class Pass(Protocol):
 
 _UNSEEN = (
     "an optimizer's step() was compiled with fullgraph=True, which lets no code run before the "
-    "update: from now on save() returns only when everything is copied. To have it return early, "
+    "update: from now on save() returns only when everything is copied. To let it return early, "
     "compile step() without fullgraph=True, or compile only what step() calls"
 )
 

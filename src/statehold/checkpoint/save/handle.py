@@ -67,8 +67,8 @@ class Save:
         """
         if self._is_skipped:
             raise UsageError(
-                f"step {self.step} was not due: nothing of it was saved",
-                hint="look at is_skipped before waiting; save(step, state, force=True) saves it",
+                f"step {self.step} was not due, so nothing was saved",
+                hint="check is_skipped before waiting; save(step, state, force=True) always saves",
             )
         timeout = check_timeout(timeout)
         attained = self._wait_ended(_checked(event), timeout)
@@ -184,7 +184,7 @@ def forked(what: str, owner_pid: int) -> ClosedError:
     return ClosedError(
         f"{what} belongs to the process that was forked",
         facts={"begun by": f"process {owner_pid}", "used by": f"process {os.getpid()}"},
-        hint="open another Checkpointer here; the parent's goes on undisturbed",
+        hint="open another Checkpointer in this process; the parent's Checkpointer continues",
     )
 
 

@@ -241,7 +241,7 @@ class LevelChoice:
         first, step = self._places[0].name, work.save.step
         if self._rank == 0 and causes and not self._was_said:
             self._log.warning(
-                "level %s cannot take step %d; steps go to level %s until it can\n%s",
+                "level %s cannot take step %d; saves go to level %s until it can\n%s",
                 first, step, work.place.name, causes[0],
             )  # fmt: skip
         if self._rank == 0 and self._was_said and not causes:

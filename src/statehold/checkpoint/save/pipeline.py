@@ -307,7 +307,7 @@ class Pipeline:
         if PUBLISHED in cause.facts:
             outcome = "its last sync failed"
         elif HALF_PUBLISHED in cause.facts:
-            outcome = "it is no step where not all hosts have published it"
+            outcome = "not all hosts have published it, so it does not count as a step"
         elif self._publisher.is_unsure(work, cause):
             outcome = "published only if rank 0 was lost after it committed"
         else:
@@ -329,8 +329,8 @@ def _check_unmoved(moved: str | None) -> None:
         raise TornSnapshot(
             "a tensor changed while it was being copied",
             facts={"tensor": moved},
-            hint="change state only in an optimizer that is part of the state or after gate(); "
-            "wrap what changes at other times in statehold.Volatile",
+            hint="change the state only through an optimizer that is part of it, or after "
+            "gate(). Wrap tensors that change at other times in statehold.Volatile",
         )
 
 

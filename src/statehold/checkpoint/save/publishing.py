@@ -221,7 +221,7 @@ class Together:
         with work.save._stage("gather"):
             told = [json.loads(each) for each in self._peers.gather(work.number)]
         _check_alike(told, "step", "a rank saves another step than rank 0")
-        _check_alike(told, "version", "a rank knows other things of earlier saves than rank 0")
+        _check_alike(told, "version", "a rank and rank 0 know different outcomes of earlier saves")
         lesson = judge([each["claims"] for each in told])
         commit = Commit(
             step=work.save.step,
@@ -268,7 +268,7 @@ class Together:
 
     def _tell(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:
         """Have it told to the others, when this rank has retired what is no longer kept."""
-        with self._landed(work, "encode what the other ranks are told"):
+        with self._landed(work, "encode the outcome for the other ranks"):
             self._outcome = json.dumps(outcome).encode()
 
     # -- the others ------------------------------------------------------------------------

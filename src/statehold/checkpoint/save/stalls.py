@@ -40,6 +40,6 @@ class Stalls:
     def _tell(self, work: Work) -> None:
         self._log.warning(
             "step %d is not written at level %s after %g s: %s is slow or does not answer, here "
-            "or on a rank that this one waits for; later saves wait, too",
+            "or on a rank that this one waits for. Later saves wait, too",
             work.save.step, work.place.name, self._after_s, work.place.store.root,
         )  # fmt: skip

@@ -42,7 +42,7 @@ def look_beside_a_writer(
         except (StateholdError, OSError):
             if which() == before:
                 raise
-    raise storage_error("look at what is replaced again and again", errno.ESTALE, what)
+    raise storage_error("read a step that is replaced again and again", errno.ESTALE, what)
 
 
 def directory_id(path: str) -> Hashable | None:

@@ -80,8 +80,8 @@ class RunLock:
             if (disk, self._path) in _held:
                 holder = f"another Checkpointer of this process ({os.getpid()})"
                 hint = (
-                    "call close() on that one first, or go on with it. A notebook keeps what a "
-                    "cell has shown: if its name is lost, look in Out"
+                    "call close() on that Checkpointer first, or use it instead. A notebook "
+                    "keeps the values that its cells have shown: if you lost its name, look in Out"
                 )
                 raise _busy(run, holder, hint)
             _held.add((disk, self._path))
@@ -104,7 +104,7 @@ class RunLock:
         except OSError as error:
             raise storage_error("open the run's lock", error.errno or 0, self._path) from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise storage_error("lock what is no regular file", errno.EINVAL, self._path)
+            raise storage_error("lock: .lock is not a regular file", errno.EINVAL, self._path)
         try:
             is_ours = self._take(fd) or self._take_over(fd)
         except OSError as error:
@@ -169,7 +169,7 @@ class RunLock:
             if not _is_stopped(agent):
                 return False
             logger.warning(
-                "the agent of %s, process %d, was stopped, and kept the run for %g s: it is ended",
+                "the agent of %s, process %d, was stopped and held the run for %g s; ending it",
                 os.path.dirname(self._path), agent, TAKE_OVER_S,
             )  # fmt: skip
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -266,7 +266,7 @@ def _is_stopped(pid: int) -> bool:
 
 def _busy(run: str, holder: str, hint: str = _OTHER_JOB) -> RunBusyError:
     return RunBusyError(
-        "the run directory is already being saved into",
+        "another Checkpointer is already saving into the run directory",
         facts={"run": run, "held by": holder},
         hint=hint,
     )

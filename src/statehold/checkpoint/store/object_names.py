@@ -47,7 +47,7 @@ def step_of_commit(name: str) -> int | None:
 def directory_name(step: int, attempt: str) -> str:
     name = f"step-{step:012d}.{attempt}"
     if _DIRECTORY.fullmatch(name) is None:
-        raise InvariantError("no name for an attempt to save", facts={"got": repr(name)})
+        raise InvariantError("not a valid name of an attempt to save", facts={"got": repr(name)})
     return name
 
 
@@ -65,7 +65,7 @@ def is_file_name(name: str) -> bool:
 def check_file(name: str) -> str:
     """`name`, the name of a file of a step."""
     if not is_file_name(name):
-        raise InvariantError("no name for a file of a step", facts={"got": repr(name)})
+        raise InvariantError("not a valid name of a file of a step", facts={"got": repr(name)})
     return name
 
 

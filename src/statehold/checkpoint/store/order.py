@@ -24,16 +24,17 @@ def check_newest(
     if newest is None or step >= newest:
         return
     hint = (
-        f"was restore() forgotten? restore(state) loads step {newest} and returns its number: save "
-        "greater ones from there. To train from the start again, give the Checkpointer another "
+        f"did you forget restore()? restore(state) loads step {newest} and returns its number; "
+        f"save greater steps from there. To train from the start again, give the Checkpointer "
+        f"another "
         "run directory"
     )
     with contextlib.suppress(StorageError):
         older = max((each for each in steps() if each < step), default=None)
         if older is not None:  # a rewind to anything else could give up every step
             hint += (
-                f". To go on from step {older}, restore(state, step={older}) and rewind({older}): "
-                f"that deletes all steps after {older}"
+                f". To continue from step {older}, call restore(state, step={older}) and "
+                f"rewind({older}), which deletes all steps after {older}"
             )
     raise StepOrderError(
         f"step {step} is older than step {newest}, which is saved already",

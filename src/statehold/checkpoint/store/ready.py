@@ -107,7 +107,7 @@ class Ready:
         finally:
             self._done.set()
         if reason is not None:  # said once nobody waits
-            logger.info("no file in memory is made ready for the next save: %s", reason)
+            logger.info("cannot prepare a file in memory for the next save: %s", reason)
 
     def _make(self, file_bytes: int) -> str | None:
         """None, or why there is none."""

@@ -183,7 +183,9 @@ class Store:
         if attempt is None:
             return self.path(step, ".partial")
         if _NAMED.fullmatch(attempt) is None:
-            raise InvariantError("no name for an attempt to save", facts={"got": repr(attempt)})
+            raise InvariantError(
+                "not a valid name of an attempt to save", facts={"got": repr(attempt)}
+            )
         return self.path(step, f".{attempt}.partial")
 
     def steps(self) -> list[int]:

@@ -81,7 +81,7 @@ class Contents:
         chunk = next((c for c in chunks if self.shape(name, c.box.offsets) == offsets), None)
         if chunk is None or tuple(target.shape) != tuple(item.lengths):
             raise UsageError(
-                "a planner asks for what the checkpoint does not have",
+                "a planner asks for an entry that the checkpoint does not have",
                 facts={
                     "name": item.storage_index.fqn,
                     "chunk at": list(offsets),

@@ -163,7 +163,7 @@ class StorageReader(Endpoint, _StorageReader):
             now = self._which()
             if now == self._save:
                 raise
-            found = "it was given up" if now is None else "it was saved again"
+            found = "it was retired" if now is None else "it was saved again"
             raise _changed(self._directory(), found) from error
 
     def _open(self) -> tuple[Contents, str]:

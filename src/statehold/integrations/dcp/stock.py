@@ -142,7 +142,7 @@ class _Matcher:
                 f"the state and the checkpoint differ in {len(problems)} places; nothing was "
                 "changed",
                 problems,
-                "rename= maps names; strict=False leaves what is missing as it is",
+                "rename= maps names; strict=False leaves missing entries unchanged",
             )
         if not self._found.names:
             missing = dict.fromkeys(self._found.missing, "not in the checkpoint")

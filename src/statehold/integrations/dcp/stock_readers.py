@@ -120,7 +120,7 @@ def _check_there(file: str) -> None:
 
 def _no_checkpoint(path: str, there: str, hint: str | None = None) -> UsageError:
     facts = {"path": path, "expected": _EXPECTED, "there": there}
-    return UsageError("this is no checkpoint of torch or Hugging Face", facts=facts, hint=hint)
+    return UsageError("this is not a checkpoint of torch or Hugging Face", facts=facts, hint=hint)
 
 
 class _StockReader(FileSystemReader):
@@ -163,7 +163,7 @@ class _HuggingFaceReader(HuggingFaceStorageReader):
             held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             if held != math.prod(entry.size):
                 facts = {"tensor": name, "shape": str([*entry.size]), "elements there": str(held)}
-                hint = "a shard is missing, or one of another checkpoint lies beside them"
+                hint = "a shard is missing, or the directory has a shard of another checkpoint"
                 raise CorruptionError("the shards do not make a tensor", facts=facts, hint=hint)
         return found
 
@@ -183,5 +183,5 @@ class Planner(DefaultLoadPlanner):
             raise UnsupportedValueError(
                 "a value of the checkpoint cannot be read without trusting its pickle",
                 facts={"path": name, "cause": str(fault).splitlines()[0][:200]},
-                hint="load it with torch where it is from, and save it as plain values",
+                hint="load the checkpoint with torch where you trust it, and save plain values",
             ) from fault

@@ -128,7 +128,7 @@ def _checked(file: str) -> bool:
     if not any(name.endswith("/data.pkl") for name in names):
         shown = ", ".join(names[:4])
         facts = {"file": file, "expected": "data.pkl, as torch.save writes it", "there": shown}
-        raise UsageError("this archive is no file of torch.save", facts=facts)
+        raise UsageError("this archive is not a file of torch.save", facts=facts)
     if any(name.endswith("/constants.pkl") for name in names):
         raise _untrusted(file, "a TorchScript program")
     return True
@@ -136,9 +136,10 @@ def _checked(file: str) -> bool:
 
 def _untrusted(file: str, what: str) -> UnsupportedValueError:
     return UnsupportedValueError(
-        "a file of torch.save holds more than tensors and plain values, and is not trusted",
+        "a file of torch.save holds more than tensors and plain values, and statehold does not "
+        "trust it",
         facts={"file": file, "it holds": what},
-        hint="where the file is from, save state_dict() of its objects with torch.save",
+        hint="where you trust the file, save state_dict() of its objects with torch.save",
     )
 
 

@@ -50,7 +50,7 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 def _layout(name: str) -> torch.layout:
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.layout):
-        raise pickle.UnpicklingError(f"no layout of torch: {name!r}")
+        raise pickle.UnpicklingError(f"not a layout of torch: {name!r}")
     return found
 
 
@@ -63,9 +63,9 @@ class _Restricted(pickle.Unpickler):
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout
         raise UnsupportedValueError(
-            "the metadata of a checkpoint names what metadata does not consist of",
+            "the metadata of a checkpoint names a class that does not belong in metadata",
             facts={"name": f"{module}.{name}"},
-            hint="it may run foreign code when it is unpickled; look at where the file is from",
+            hint="it may run foreign code when it is unpickled; check where the file comes from",
         )
 
 

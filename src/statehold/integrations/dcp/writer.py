@@ -290,7 +290,7 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
             found = _partials(fs, final)
         if len(found) != 1:
             facts = {"checkpoint": final, "expected": "one", "got": len(found)}
-            raise UsageError("the directory of the save under way is not there", facts=facts)
+            raise UsageError("the directory of this save does not exist", facts=facts)
         attempt = found[0].split(".")[-2]
         return dataclasses.replace(
             place, final=final, partial=found[0], step=_step(final), attempt=attempt

@@ -41,7 +41,7 @@ CLIENT_OPTIONS = {"allow_http", "root_certificate"}
 _ALLOW_HTTP = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
 _HINT = (
     "credentials are taken from the environment (AWS_ACCESS_KEY_ID and its like), "
-    "so that they stand in no file, message or log"
+    "so that no file, message or log holds them"
 )
 
 

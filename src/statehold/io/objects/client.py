@@ -227,7 +227,7 @@ class _Source:
         if left:
             what = "more" if left < 0 else f"{self._size - left}"
             facts = {"expected": f"{self._size} bytes", "got": what}
-            raise InvariantError("a file has another size than was said", facts=facts)
+            raise InvariantError("a file has another size than announced", facts=facts)
 
     def _copied(self, piece: memoryview) -> memoryview:
         """A copy in memory that is used again once it was sent: fresh memory costs three copies."""

@@ -50,9 +50,9 @@ _TRANSPORT = {
     "HTTP error": errno.EPROTO,
 }
 _DENIED_HINT = (
-    "credentials come from the environment: are they there, and may they use this bucket?"
+    "credentials come from the environment: check that they are set and may use this bucket"
 )
-_LATER_HINT = "what is committed is untouched; try again later"
+_LATER_HINT = "committed steps are untouched; try again later"
 _HTTP_HINT = 'http:// without encryption needs options={"allow_http": True}, or AWS_ALLOW_HTTP=true'
 
 

@@ -61,11 +61,11 @@ class Deadline:
         """Begin to watch. In the main thread only, as Python has it."""
         global _active
         if threading.current_thread() is not threading.main_thread():
-            raise UsageError("signals can be watched from the main thread only")
+            raise UsageError("leave_on() must be called in the main thread")
         if _active is not None and _active._pid == os.getpid():
             raise UsageError(
-                "this process is watched for signals already",
-                hint="let one Checkpointer of a process leave on signals",
+                "another Checkpointer of this process already watches for signals",
+                hint="call leave_on() on only one Checkpointer of a process",
             )
         _active = self
         for each in signals:
@@ -180,7 +180,7 @@ def _checked(within_s: float) -> float:
     is_number = isinstance(within_s, int | float) and not isinstance(within_s, bool)
     if not is_number or not within_s > 0:
         raise UsageError(
-            "the time to leave is a number of seconds",
+            "the time to leave must be a number of seconds",
             facts={"expected": "a number above 0, such as 25", "got": repr(within_s)[:80]},
         )
     return within_s

@@ -76,7 +76,7 @@ class Preemption:
             is_safe = True
             copied(deadline.remaining_s())
         except StateholdError as error:
-            self._log.error("leaving, with less than was wanted\n%s", error)
+            self._log.error("leaving before everything was done\n%s", error)
         try:
             if self._hearing is not None:
                 self._hearing.part(time.monotonic() + deadline.remaining_s())

@@ -83,8 +83,8 @@ def named_failures(*, memory: bool = True) -> Iterator[None]:
         raise DeviceError(
             "a device failed while bytes were copied from it or to it",
             facts={"cause": str(error).partition("\n")[0]},
-            hint="the error may be that of earlier work on the device; if all its work fails from "
-            "now on, start the process again and restore",
+            hint="an earlier operation on the device may have caused this error. If everything "
+            "on the device fails from now on, start the process again and restore",
         ) from error
 
 

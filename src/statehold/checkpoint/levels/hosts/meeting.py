@@ -228,7 +228,7 @@ def _say_missing(place: HostPlace, hosts: int) -> None:
     if place.wanted_copies >= hosts:
         there = f"there are {hosts} hosts" if hosts > 1 else "this process is alone"
         logger.warning(
-            "level %s: %d copies on other hosts were asked for, and %s: it has %d",
+            "level %s asks for %d copies on other hosts, but %s: it keeps %d",
             place.name, place.wanted_copies, there, hosts - 1,
         )  # fmt: skip
 
@@ -249,7 +249,7 @@ def _hosts(
     if len(leaders) > 1 and place.store.keep == 1:
         shown = sorted({leader["name"] for leader in leaders})[:8]
         raise UsageError(
-            "a level that lies on several hosts keeps at least 2 steps",
+            "a level on several hosts must keep at least 2 steps",
             facts={"level": place.name, "got": "keep=1", "hosts": ", ".join(shown)},
         )
     for ranks in there:

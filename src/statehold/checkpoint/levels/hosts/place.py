@@ -133,7 +133,8 @@ class HostPlace(DirectoryPlace):
             if step not in self._told:
                 self._told.add(step)
                 logger.warning(
-                    "step %d is not whole at level %s: files of rank %s are on no host of this job",
+                    "step %d is not whole at level %s: no host of this job has the files of rank "
+                    "%s",
                     step, self.name, ranks,
                 )  # fmt: skip
 
@@ -142,7 +143,7 @@ class HostPlace(DirectoryPlace):
         try:
             return [holding.document() for holding in self._holdings(identified=True)]
         except StorageError as error:
-            logger.warning("level %s cannot be read: passed over\n%s", self.name, error)
+            logger.warning("cannot read level %s; continuing without it\n%s", self.name, error)
             return []
 
     def _holdings(self, *, identified: bool) -> list[Holding]:
@@ -276,7 +277,7 @@ class HostPlace(DirectoryPlace):
                 there = [step for step in store.steps() if which(step)]
                 store.give_up(set(there) - set(self.known()))
         except StorageError as error:  # the next save tries again
-            logger.warning("level %s keeps what is no step\n%s", self.name, error)
+            logger.warning("cannot remove an unpublished step from level %s\n%s", self.name, error)
 
     def rewind(self, step: int) -> list[int]:
         given_up = set(super().rewind(step))

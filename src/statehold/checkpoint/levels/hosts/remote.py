@@ -103,9 +103,9 @@ class RemoteFiles:
         head, nbytes = self._ask(wire, path, until, asked)
         match = _CONTENT_RANGE.fullmatch(head.fields.get("content-range", ""))
         if match is None or match[1] is None:
-            raise WireError("no range, where one was asked for")
+            raise WireError("the answer has no range")
         if (int(match[1]), int(match[2]) + 1) != (begin, end) or nbytes != len(target):
-            raise WireError("another range than was asked for")
+            raise WireError("the answer has another range than the request")
         wire.read_into(target, until)
 
     def _ask(
@@ -116,7 +116,7 @@ class RemoteFiles:
         wire.send(request.encode(), until)
         head = wire.head(until)
         if len(head.words) < 2 or head.words[0] != "HTTP/1.1":
-            raise WireError("no answer of HTTP/1.1")
+            raise WireError("the answer is not HTTP/1.1")
         if head.words[1] != ("206" if "Range" in fields else "200"):
             raise self._refusal(head, path)
         if "content-length" not in head.fields:
@@ -229,7 +229,7 @@ def _is_absent(error: BaseException) -> bool:
 
 
 def _unavailable(operation: str, number: int, where: str) -> UnavailableError:
-    hint = "the host, or the process of the rank there, may be gone"
+    hint = "the host, or the process of its rank, may be gone"
     return UnavailableError(f"cannot {operation}", errno=number, path=where, hint=hint)
 
 

@@ -41,7 +41,7 @@ class Served:
     def __init__(self, roots: Mapping[str, str]) -> None:
         for place in roots:
             if _PLACE.fullmatch(place) is None:
-                raise UsageError("no name for a place", facts={"got": repr(place)[:80]})
+                raise UsageError("not a valid name of a place", facts={"got": repr(place)[:80]})
         self._roots = {place: os.path.realpath(root) for place, root in roots.items()}
 
     @contextmanager

@@ -146,7 +146,7 @@ class View:
         """A data file as memory, where it lies in that of this host."""
         source = self._reach.source
         if not isinstance(source, Below):
-            raise storage_error("see as memory what another host has", errno.EOPNOTSUPP, name)
+            raise storage_error("map a file of another host into memory", errno.EOPNOTSUPP, name)
         return source.open_view(f"{step_directory(step)}/{name}", nbytes)
 
     def open(self, step: int, name: str) -> SourceFile:
@@ -221,4 +221,4 @@ class _Anywhere:
 
 def _nowhere(step: int, name: str) -> MissingFileError:
     facts = {"file": name, "step": step}
-    return MissingFileError("a file of a step is on no host of this job", facts=facts)
+    return MissingFileError("no host of this job has this file of the step", facts=facts)
