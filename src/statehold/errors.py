@@ -10,7 +10,7 @@
     │   ├── RunBusyError           another process (or object) is saving into this run directory
     │   └── PortInUseError         something else listens on the port for metrics
     ├── TornSnapshot               a tensor changed while it was being copied; nothing was published
-    ├── ReplicasDifferError        ranks hold different values of what had been one tensor
+    ├── ReplicasDifferError        ranks hold different values of a tensor that was equal
     ├── WaitTimeout                a deadline passed; the save itself goes on
     ├── PeerLostError              other ranks did not answer in time; `ranks` says which
     ├── PeerFailedError            another rank failed, and says why; `rank` says which
@@ -18,8 +18,8 @@
     │   ├── NoSpaceError           ENOSPC or EDQUOT
     │   └── UnavailableError       a store or host cannot be reached, or asks to slow down
     ├── DeviceError                a device with tensors of the state has failed
-    ├── CorruptionError            what is on disk is not what was committed
-    │   ├── MissingFileError       a file that the manifest names is not there
+    ├── CorruptionError            the bytes on disk differ from those that were committed
+    │   ├── MissingFileError       a file that the manifest names does not exist
     │   ├── TruncatedFileError     a file is shorter (or longer) than the manifest says
     │   ├── ChecksumError          bytes differ from their checksum
     │   ├── ManifestError          the manifest cannot be parsed or contradicts itself
@@ -28,7 +28,7 @@
     └── InvariantError             statehold is wrong: please report it
 
 A message is one line that says what happened, then one fact a line (what, where, expected and
-got), then a hint. `facts` keeps the same facts as a dict for programs.
+got), then a hint. `facts` has the same facts as a dict for programs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ __all__ = [
     "WaitTimeout",
 ]
 
-# Of a message, in characters.
+# The longest line of a message, in characters.
 LINE_MAX = 1000
 
 # The fact of an error that came after the rename that publishes a step (D6).
@@ -102,7 +102,7 @@ class StateholdError(Exception):
         return f"{type(self).__name__}({self.summary!r}{facts})"
 
     def with_fact(self, name: str, value: Any) -> StateholdError:
-        """Add one fact that only an outer layer knows, such as the step; returns self."""
+        """Add a fact that only an outer layer knows, such as the step; returns self."""
         self.facts[name] = value
         return self
 
@@ -148,7 +148,7 @@ class ReplicasDifferError(StateholdError):
 
 
 class WaitTimeout(StateholdError, TimeoutError):
-    """The deadline of a wait passed; what was waited for goes on in the background."""
+    """The deadline of a wait passed; the work that it waited for continues in the background."""
 
 
 class PeerLostError(StateholdError):
@@ -172,7 +172,7 @@ class PeerLostError(StateholdError):
 class PeerFailedError(StateholdError):
     """Another rank of this job failed: `rank`; `reason` is the text of its error.
 
-    follows: that rank only had the failure of an earlier save to tell, and so began no other.
+    follows: that rank did not begin this save, because an earlier save had failed.
     """
 
     def __init__(self, rank: int, reason: str, *, follows: bool = False) -> None:
@@ -185,7 +185,7 @@ class PeerFailedError(StateholdError):
 
 
 class StorageError(StateholdError):
-    """The storage refused an operation. `errno`, `path` and `offset` (bytes, or None) say where."""
+    """The storage refused an operation: `errno`, `path`, and `offset` in bytes or None."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class NoSpaceError(StorageError):
 
 
 class UnavailableError(StorageError):
-    """A store or host did not answer, or asked to slow down, until the deadline: try later."""
+    """A store or host did not answer before the deadline, or asked to slow down: try later."""
 
 
 class DeviceError(StateholdError):
@@ -225,7 +225,7 @@ class DeviceError(StateholdError):
 
 
 class CorruptionError(StateholdError):
-    """What is on disk is not what was committed."""
+    """The bytes on disk differ from those that were committed."""
 
 
 class MissingFileError(CorruptionError):
@@ -253,11 +253,11 @@ class FormatVersionError(StateholdError):
 
 
 class InvariantError(StateholdError):
-    """An internal check failed. The save or restore was stopped; please report it."""
+    """An internal check failed, and the save or restore was stopped. Please report it."""
 
 
 def _printable(line: str) -> str:
-    """Names come from files: they must not fill, or steer, the terminal that shows an error."""
+    """Names come from files, so they must not fill or control the terminal that shows an error."""
     if len(line) > LINE_MAX:
         line = f"{line[:LINE_MAX]}..."
     if line.isprintable():
@@ -283,7 +283,7 @@ _HINTS = {
 
 
 def named(error: BaseException, when: str) -> StateholdError:
-    """`error` itself; for one that nobody has foreseen, an InvariantError that says so."""
+    """`error` itself if it is ours; an InvariantError that wraps it if it is unexpected."""
     if isinstance(error, StateholdError):
         return error
     if not isinstance(error, Exception):
@@ -301,7 +301,7 @@ def named(error: BaseException, when: str) -> StateholdError:
 
 @contextlib.contextmanager
 def noting(when: str) -> Iterator[None]:
-    """Add to what the user's own code raises here `when` it did, where Python can (3.11)."""
+    """Add a note `when` to an exception of the user's own code (Python 3.11 and later)."""
     try:
         yield
     except Exception as error:
@@ -311,7 +311,7 @@ def noting(when: str) -> Iterator[None]:
 
 
 def no_such_step(step: int, run: str, steps: Sequence[int] | None = None) -> StepNotFoundError:
-    """The error for a step that was asked for; `steps` are those that are committed, if known."""
+    """The error for a step that is not committed. steps: the committed steps, if known."""
     facts = {"run": run}
     if steps is not None:
         shown = ", ".join(map(str, steps[-8:])) or "none"

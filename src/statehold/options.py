@@ -1,9 +1,10 @@
 """The settings of a Checkpointer: one frozen value, validated together.
 
 No environment variable overrides a field, and no field is ignored because of another one. Four
-fields say how bytes move (`Moving`): those left None are taken from the profile that `statehold
-bench io` measured on the storage, if there is one, else from `DEFAULTS`. A field that is given is
-never overridden. Not here: where a profile lies and when it is believed (study.profile).
+fields say how bytes move (`Moving`). If such a field is None, its value comes from the profile that
+`statehold bench io` measured on the storage, if there is one, and otherwise from `DEFAULTS`. A
+profile never overrides a field that the user gave.
+Not here: where a profile lies and when statehold uses it (io/profile).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from statehold.units import MiB, format_bytes, parse_bytes, parse_seconds
 BACKENDS = ("auto", "io_uring", "threads")
 COORDINATIONS = ("auto", "store", "directory", "none")
 
-# A day: no rank that is alive is later than that, and clocks and stores can still count it.
+# A day: no live rank is later than that, and clocks and stores can still count it.
 PEER_TIMEOUT_S_MAX = 86_400
 
 NODES_MAX = 1_000_000
@@ -38,7 +39,7 @@ BUFFER_BYTES_MIN = MiB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moving:
-    """How bytes move: what a profile can say in place of the fields of Options that are None."""
+    """How bytes move: the values that a profile can give to fields of Options that are None."""
 
     buffer_bytes: int
     queue_depth: int
@@ -54,33 +55,34 @@ class Options:
     """How a Checkpointer stages, writes and keeps steps.
 
     keep: committed steps to keep, newest first; None keeps all.
-    staging_bytes: host memory for copies in flight, the most that is ever used. With at least the
-        size of the state, the update of the optimizer waits for a memory copy only; with less, it
-        also waits for the writes of what does not fit. None: 1 GiB, and for a step that is larger,
-        of which this rank writes more than that, one and a quarter of what it writes; in all ranks
-        of a host at most a third of the memory that is available. The log says what was chosen.
-    buffer_bytes: size of one staging buffer and of one write. None: by the profile, or 16 MiB.
-    queue_depth: transfers in flight at once. None: by the profile, or 32.
-    copy_threads: threads that copy and checksum. None: by the profile, or as many as there are
+    staging_bytes: the most host memory that copies in flight use. If it is at least the size of the
+        state, the update of the optimizer waits only for a memory copy. If it is smaller, the
+        update also waits for the writes of the rest. None: 1 GiB, or one and a quarter of what this
+        rank writes if that is more. All ranks of a host together use at most a third of the memory
+        that is available. A log line says what was chosen.
+    buffer_bytes: size of one staging buffer and of one write. None: from the profile, or 16 MiB.
+    queue_depth: transfers in flight at once. None: from the profile, or 32.
+    copy_threads: threads that copy and checksum. None: from the profile, or the number of
         processors, at most 4.
-    backend: "io_uring", "threads" (pread/pwrite), or "auto": io_uring where the kernel allows it.
-        None: by the profile, or "auto".
-    profile: what `statehold bench io` found out about the storage of the run. "auto": the profile
-        of that storage in ~/.config/statehold/io, if there is one; a path: this file; None: none.
+    backend: "io_uring", "threads" (pread/pwrite), or "auto", which takes io_uring if the kernel
+        allows it. None: from the profile, or "auto".
+    profile: the profile of the storage that `statehold bench io` measured. "auto" takes the file in
+        ~/.config/statehold/io, if there is one. A path takes this file. None takes no profile.
     reuse_files: overwrite the files of retired steps instead of allocating new ones.
-    coordination: how the ranks of a job find each other. "store": through the store of
-        torch.distributed; "directory": through files in the run directory, with RANK and WORLD_SIZE
-        from the environment; "none": this process is alone, whatever runs beside it; "auto": the
-        store if torch.distributed is initialized with more than one rank, else alone.
+    coordination: how the ranks of a job find each other. "store" uses the store of
+        torch.distributed. "directory" uses files in the run directory, with RANK and WORLD_SIZE
+        from the environment. With "none" this process saves alone, even if others run beside it.
+        "auto" uses the store if torch.distributed is initialized with more than one rank.
     peer_timeout_s: how long to wait for another rank before it counts as lost.
-    node_mtbf: how often one node fails, for levels with every="auto": the mean time between
-        failures by whatever cause, such as "250d". None: by published figures (264 days).
-    nodes: how many nodes the job has, for the same. None: the hosts on which its ranks are.
-    address: of this host, on the network over which hosts read each other's files, where a level is
-        each host's own; a name or a number, without a port. None: the address from which this host
-        reaches MASTER_ADDR, else that of its own name.
-    trace: a file for what happened when, as Chrome/Perfetto JSON, written at close(); of several
-        ranks each writes its own, with its rank in the name. None: nothing is recorded.
+    node_mtbf: for levels with every="auto", the mean time between failures of one node, such as
+        "250d". None: a published figure (264 days).
+    nodes: for levels with every="auto", the number of nodes of the job. None: the number of hosts
+        of its ranks.
+    address: the address of this host on the network over which hosts read each other's files, if
+        each host has its own level; a name or a number, without a port. None: the address from
+        which this host reaches MASTER_ADDR, or the address of its own name.
+    trace: a file for a Chrome/Perfetto JSON trace, written at close(). Each of several ranks writes
+        its own file, with its rank in the name. None records nothing.
     """
 
     keep: int | None = None
@@ -158,36 +160,36 @@ class Options:
 
     @property
     def staging_size(self) -> int | None:
-        """staging_bytes, in bytes; None: it is chosen when it is known what is saved."""
+        """staging_bytes, in bytes; None: the first save chooses it."""
         return None if self.staging_bytes is None else parse_bytes(self.staging_bytes)
 
     @property
     def buffer_size(self) -> int:
-        """buffer_bytes, in bytes; None resolved, as in what follows."""
+        """buffer_bytes, in bytes, with the default instead of None."""
         return (
             DEFAULTS.buffer_bytes if self.buffer_bytes is None else parse_bytes(self.buffer_bytes)
         )
 
     @property
     def depth(self) -> int:
-        """queue_depth."""
+        """queue_depth, with the default instead of None."""
         return self.queue_depth or DEFAULTS.queue_depth
 
     @property
     def backend_choice(self) -> str:
-        """backend."""
+        """backend, with the default instead of None."""
         return self.backend or DEFAULTS.backend
 
     @property
     def copy_thread_count(self) -> int:
-        """copy_threads."""
+        """copy_threads, with the default instead of None."""
         return self.copy_threads or min(4, os.cpu_count() or 1)
 
     def filled(self, moving: Moving) -> Options:
-        """These options, with those of `moving` in place of what is None.
+        """These options, with the values of `moving` instead of None.
 
-        Buffers of which staging_bytes does not hold two are left out: what opens without a profile
-        opens with one.
+        If staging_bytes does not hold two buffers of the profile, the profile's buffer_bytes is
+        left out. So a run that opens without a profile also opens with one.
         """
         found = {
             field.name: getattr(moving, field.name)
@@ -206,7 +208,7 @@ def _check_choice(name: str, got: str, choices: tuple[str, ...]) -> None:
 
 
 def options_of(given: Mapping[str, Any]) -> Options:
-    """The options that a user has given by name. Raises UsageError, also for what is none."""
+    """The options that a user has given by name. Raises UsageError for an unknown name, too."""
     known = sorted(field.name for field in fields(Options))
     for name in given:
         if name not in known:
@@ -220,7 +222,7 @@ def options_of(given: Mapping[str, Any]) -> Options:
 
 
 def check_path(path: str | os.PathLike[str], what: str) -> str:
-    """`path`, if it can be that of a directory: not empty, and no URL."""
+    """`path`, if it can be the path of a directory: not empty, and not a URL."""
     text = os.fspath(path) if isinstance(path, _PATH) else None
     if not isinstance(text, str) or not text.strip():
         raise UsageError(
@@ -235,7 +237,9 @@ def check_path(path: str | os.PathLike[str], what: str) -> str:
             facts={"expected": "a path such as runs/llama", "got": f"{scheme}://..."},
             hint='pass the object store as a level: levels=[Directory(), ObjectStore("s3://b/llama")]',
         )
-    if (home := os.path.expanduser(text)) != text:  # else a directory called ~ would be made
+    if (
+        home := os.path.expanduser(text)
+    ) != text:  # otherwise statehold would make a directory called ~
         raise UsageError(
             f"{what} begins with ~, which only a shell replaces",
             facts={"expected": home, "got": text},
@@ -248,7 +252,7 @@ def check_run(run: str | os.PathLike[str]) -> str:
     """The path of a run, absolute."""
     path = os.path.abspath(check_path(run, "the run"))
     above, name = os.path.split(path)
-    if _STEP.fullmatch(name):  # else the run would seem to have no steps
+    if _STEP.fullmatch(name):  # otherwise the run would seem to have no steps
         raise UsageError(
             "the run is the directory of a step",
             facts={"expected": above, "got": path},

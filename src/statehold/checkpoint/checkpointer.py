@@ -48,16 +48,16 @@ class Checkpointer:
     A state is a mapping of names to modules, optimizers, anything with `state_dict` and
     `load_state_dict`, tensors, plain values, and dicts, lists and tuples of these.
 
-    levels: where steps are kept, from the nearest on; None: in the run directory alone. Saves go to
-    the first and from there, in the background, to the others; a restore takes the nearest intact
-    copy. The other parameters are the fields of statehold.options.Options.
+    levels: where steps are kept, the nearest level first; None: only in the run directory. Saves go
+    to the first level, and background threads copy them to the others. A restore takes the nearest
+    intact copy. The other parameters are the fields of statehold.options.Options.
 
-    Nothing is opened before the first use. Use it as a context manager, or call close(): both wait
-    until every save is committed. Without that, statehold finishes the saves in the background once
+    The first use opens it. Use it as a context manager, or call close(): both wait until every save
+    is committed. Without that, statehold finishes the saves in the background once
     the Checkpointer is dropped, or when the program ends. A later Checkpointer of the run waits for
     them. One Checkpointer at a time may save into a run directory.
-    Not thread-safe: call it from the thread that trains. In a fork of its process (a data-loading
-    worker) it raises ClosedError once it has been used before the fork; the fork may open its own.
+    Not thread-safe: call it from the thread that trains. If it was used before a fork (such as a
+    data-loading worker), it raises ClosedError in the fork. The fork may open its own.
     """
 
     def __init__(
@@ -85,17 +85,17 @@ class Checkpointer:
     def save(self, step: int, state: Mapping[str, Any], *, force: bool = False) -> Save:
         """Begin to save `state` as `step`; returns in milliseconds with a handle.
 
-        Where the step is not due, by the `every` of the first level, this returns at once with a
-        handle that `is_skipped`. force: save it in any case; so is a step of which is_last() is
-        true.
+        If the `every` of the first level says that the step is not due, this returns at once with a
+        handle that `is_skipped`. force: save the step in any case. A step with is_last() is always
+        saved.
 
-        The state may be used at once, but must not be updated before the save is "staged":
-        torch optimizers wait for that by themselves, other updates call gate() first.
-        Buffers and whatever else may change between updates are copied before this returns.
-        On several ranks all of them call this, equally often and with the same steps and `force`.
+        The state may be used at once, but must not be updated before the save is "staged". torch
+        optimizers wait for that by themselves; call gate() before other updates. Buffers, and
+        everything else that may change between updates, are copied before this returns.
+        All of several ranks call this, equally often and with the same steps and `force`.
 
-        Blocks while two earlier saves are not committed. Where is_last(step), waits until the step
-        is committed, and raises SystemExit (see leave_on).
+        Blocks while two earlier saves are not committed. If is_last(step), waits until the step is
+        committed, and raises SystemExit (see leave_on).
         Raises the error of an earlier save that failed since the last call, StepOrderError for a
         step older than the newest committed one, UnsupportedValueError for a value that no step
         can hold.
@@ -114,10 +114,9 @@ class Checkpointer:
     def gate(self, timeout: float | None = None) -> None:
         """Wait until every save under way is staged: after this the state may be updated.
 
-        Where all that is left to copy is device memory, the current stream waits, not the host:
-        updates then have to be given to that stream.
-        Only needed where the update is not the step() of a torch optimizer, such as a hand-written
-        one. While a CUDA graph is captured this marks the graph: its replays will wait, too.
+        Call it before an update that is not the step() of a torch optimizer. If only device memory
+        is left to copy, the current stream waits and the host does not: updates must then run on
+        that stream. While a CUDA graph is captured, this marks the graph: its replays wait, too.
         Raises WaitTimeout after `timeout` seconds.
         """
         self._gate.wait_or_note(check_timeout(timeout))
@@ -125,14 +124,14 @@ class Checkpointer:
     # -- preemption ------------------------------------------------------------------------
 
     def leave_on(self, *signals: signal.Signals, within_s: float) -> None:
-        """Let the signals, SIGTERM and SIGUSR1 if none is named, end this process in time.
+        """Let the signals (by default SIGTERM and SIGUSR1) end this process in time.
 
-        After one of them the next save() is the last: it waits until the step is committed, and for
-        as long as there is time until all levels have it, and raises SystemExit(75). Save rarely?
-        Ask is_last() at each step. `within_s` seconds after the signal the process has ended
-        whatever it does, with exit code 75 if its last save is committed and 76 if that is not
-        known; older steps are safe. Replaces the signals' handlers until close(). Call it in the
-        main thread, and on each of several ranks: it is enough that one of them gets the signal.
+        After a signal the next save() is the last. It waits until the step is committed and, while
+        there is time, until all levels have it. Then it raises SystemExit(75). If you do not save
+        at every step, call is_last() at each step. The process ends `within_s` seconds after the
+        signal, whatever it does. Its exit code is 75 if the last save is known to be committed, and
+        76 otherwise; older steps are safe. This replaces the signals' handlers until close(). Call
+        it in the main thread, on each of several ranks. A signal to one rank is enough.
         """
         preemption = Preemption(within_s, self._opened().peers)
         preemption.install(*(signals or (signal.SIGTERM, signal.SIGUSR1)))
@@ -141,28 +140,28 @@ class Checkpointer:
             self._keeper.preemption = preemption
 
     def leave(self, within_s: float | None = None) -> None:
-        """Leave as if a signal of leave_on() had come, for warnings that come in other ways.
+        """Act as if a signal of leave_on() had come, for warnings that come in other ways.
 
-        Returns at once. From any thread, on any one rank. within_s: None is the time that
-        leave_on() was given; never longer than an earlier warning leaves.
+        Returns at once. Call it from any thread, on any one rank. within_s: None takes the time of
+        leave_on(). The deadline is never later than that of an earlier warning.
         """
         if self._preemption is None:
             raise UsageError("leave() needs leave_on()", hint="call leave_on(within_s=...) first")
         self._preemption.ask(within_s)
 
     def is_last(self, step: int) -> bool:
-        """Whether this is the step to save and leave with. Ask at each step, on all ranks alike.
+        """Whether this is the step to save and leave with. Call it at the same steps on all ranks.
 
-        False until a warning came to some rank, and then on all ranks from the same step on, which
-        the next save() of each has to be of. Waits for the other ranks once, when one is warned.
+        False until some rank is warned. Then it becomes true on all ranks at the same step, and
+        their next save() must be of that step. Waits for the other ranks once, after the warning.
         """
         step = step_of(step)
         return self._preemption is not None and self._preemption.is_last(step)
 
     @property
     def is_leaving(self) -> bool:
-        """Whether some rank was asked to leave. Ranks learn it at different steps: to decide what
-        to save, ask is_last()."""
+        """Whether some rank was warned to leave. Ranks see this at different steps: to decide what
+        to save, call is_last()."""
         return self._preemption is not None and self._preemption.is_asked
 
     # -- restoring -------------------------------------------------------------------------
@@ -179,20 +178,20 @@ class Checkpointer:
     ) -> int | None:
         """Load a committed step into `state` in place; returns its number.
 
-        Without `step`: the newest intact one, or None when the run has none. A corrupt step is
-        passed over with a warning and set aside. Every byte that is read is verified. Tensors keep
-        their storage. The step may have been saved by any number of ranks in any layout; on
-        several ranks all of them call this.
+        Without `step`, loads the newest intact step, or returns None if the run has no step. Logs a
+        warning for a damaged step and sets it aside. Verifies every byte that it reads. Tensors
+        keep their storage. Any number of ranks may have saved the step, in any layout. All of
+        several ranks call this.
 
         only, skip: names or patterns of what to restore ("model", "*.bias"). rename: saved prefixes
-        and the live ones they become. strict: False accepts what the step lacks or has too much;
-        `restored` then says what happened.
+        and the live prefixes that replace them. strict: False accepts missing or unexpected
+        entries; `restored` then lists them.
 
-        Raises before anything is changed: StateMismatchError when names, shapes or dtypes differ,
-        or nothing would be loaded; UsageError for a pattern that matches nothing on any rank.
-        CorruptionError when `step`, or every step, is damaged: the state may then be partly
-        overwritten, so restore another step before training on. PeerLostError, PeerFailedError: the
-        same, because of another rank.
+        Raises before anything changes: StateMismatchError if names, shapes or dtypes differ, or if
+        nothing would be loaded; UsageError for a pattern that matches nothing on any rank.
+        Raises CorruptionError if `step`, or every step, is damaged, and PeerLostError or
+        PeerFailedError because of another rank. The state may then be partly overwritten: restore
+        another step before you continue to train.
         """
         refuse_in_capture("restore()")
         if step is not None:
@@ -207,26 +206,27 @@ class Checkpointer:
     # -- the run ---------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The steps that are committed at any level, oldest first. All ranks call this, where a
-        level is each host's own."""
+        """The steps that are committed at any level, oldest first. If each host has its own level,
+        all ranks call this."""
         return self._opened().steps()
 
     def rewind(self, step: int) -> list[int]:
-        """Give up every committed step newer than `step`, to go on from there; returns them."""
+        """Discard every step newer than `step`, at every level; returns the discarded steps."""
         step = step_of(step)
         return self._begun_anew().rewind(step)
 
     def levels(self) -> list[LevelStatus]:
-        """How the levels stand, the first one first: their newest step, what is copied, what
-        failed, and how often they get a step where that is chosen ("auto")."""
+        """The status of each level, the first one first: its newest step, the copy under way, the
+        last failure, and its interval if "auto" has chosen it."""
         return self._opened().status()
 
     def flush(self, timeout: float | None = None) -> None:
-        """Bring the newest committed step to every level; all ranks call this.
+        """Copy the newest committed step to every level; all ranks call this.
 
-        Waits for the saves and copies under way, and copies what a level lacks whatever its
-        cadence. A level that fails is logged, and told by levels(). Raises WaitTimeout after
-        `timeout` seconds, PeerLostError if a rank has not come to this by then; the copies go on.
+        Waits for the saves and copies under way, and then copies the step to every level without
+        it, whatever the cadence. If a level fails, logs a warning, and levels() has the error.
+        Raises WaitTimeout after `timeout` seconds, or PeerLostError if a rank has not called this
+        by then; the copies continue.
         """
         session = self._opened()
         session.prepare_saving()
@@ -238,15 +238,15 @@ class Checkpointer:
         return self._opened().runtime.fs.backend
 
     def write_trace(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Write what the option `trace` has recorded so far; returns the file's name.
+        """Write the trace recorded so far to `path`, or to the file of the option `trace`.
 
-        To `path`, or where close() will write it. Raises UsageError where nothing is recorded.
+        Returns the file's name. Raises UsageError if nothing is recorded.
         """
         return self._opened().watch.write_trace(path)
 
     def close(self) -> None:
-        """Wait until every save has ended, bring the newest step to all levels, and give everything
-        back. Safe to call twice.
+        """Wait until every save has ended, copy the newest step to all levels, and release
+        everything. Safe to call twice.
 
         Raises the error of a save that failed since the last call.
         """

@@ -1,11 +1,12 @@
-"""What a restore takes of a step, and what it says it did. Pure.
+"""Which entries of a step a restore takes, and its report. Pure.
 
-Owns: the patterns on dotted names, renaming, which of them match nothing, and the report.
-Invariants: a pattern is a glob (`*` also matches dots); one without wildcards also stands for all
-that is below it, so "model" is the whole model. `only` and `skip` are about the names of the live
-state, and hold for what the step has and for what it lacks. `skip` wins. A pattern that matches
-nothing on any rank is an error: it is a typing error, and would be a silent one. So is a restore
-that would load nothing.
+Owns: the patterns on dotted names, renaming, the search for patterns that match nothing, and the
+report.
+Invariants: a pattern is a glob (`*` also matches dots). A pattern without wildcards also matches
+everything below it, so "model" is the whole model. `only` and `skip` match names of the live state,
+whether the step has these names or not. `skip` wins. A pattern that matches nothing on any rank is
+an error, because a typing error would otherwise be silent. A restore that would load nothing is an
+error, too.
 Not here: live objects and saved trees (tensors/restore), which names there are (tensors/names).
 """
 
@@ -31,8 +32,10 @@ _NEAR = 3
 class RestoreReport:
     """What a restore did, by dotted names of the live state.
 
-    `loaded`: from the step. `missing`: not in the step. `unexpected`: in the step, without a place
-    here. `kept`: left as it was, because it was not selected or because every rank has its own.
+    loaded: entries loaded from the step.
+    missing: entries that the step does not have.
+    unexpected: entries of the step that the state does not have.
+    kept: entries left unchanged, because they were not selected or because every rank has its own.
     """
 
     step: int

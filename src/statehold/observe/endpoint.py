@@ -1,11 +1,10 @@
 """An endpoint for Prometheus: `statehold.metrics.serve(9400)`.
 
-A function, and no option of the Checkpointer: the figures are those of all Checkpointers of the
-process, and options are the same on all ranks, while two ranks of a host cannot share a port.
+This is a function and not an option of the Checkpointer. The figures cover all Checkpointers of the
+process. Options are equal on all ranks, but two ranks of a host cannot share a port.
 
-Invariants: one thread, which serves one request at a time and gives up on a peer that stalls;
-nothing is printed; a forked child does not serve, and does not keep the port either; close() gives
-it back.
+Invariants: one thread serves one request at a time, and drops a client that stalls. Nothing is
+printed. A forked child neither serves nor keeps the port. close() frees the port.
 Not here: what is counted (counters).
 """
 
@@ -27,30 +26,30 @@ __all__ = ["Endpoint", "serve"]
 
 logger = logging.getLogger("statehold")
 
-# How long a peer may take to say what it wants; meanwhile no other is served.
+# How long a client may take to send its request. Meanwhile no other client is served.
 REQUEST_S_MAX = 5.0
 
 
 def serve(port: int, host: str = "127.0.0.1") -> Endpoint:
     """Serve the figures of this process at http://HOST:PORT/metrics until close().
 
-    Port 0 takes a free one. Several ranks of a host need a port each: `9400 + local_rank`. There
-    is no password: give another host than this one only where everybody may read paths of runs.
-    Raises PortInUseError, and UsageError for what is no port or no address of this machine.
+    Port 0 takes a free port. Several ranks of a host need one port each: `9400 + local_rank`. There
+    is no password: pass another address than 127.0.0.1 only if everybody may read paths of runs.
+    Raises PortInUseError, and UsageError for a bad port or an address of another machine.
     """
     if type(port) is not int or not 0 <= port <= 65535:
-        raise UsageError("a port is 0 to 65535", facts={"got": repr(port)})
+        raise UsageError("port must be 0 to 65535", facts={"got": repr(port)})
     try:
         return Endpoint(host, port)
     except OSError as error:
         kind = PortInUseError if error.errno == errno.EADDRINUSE else UsageError
-        hint = "with several ranks on a host: a port each" if kind is PortInUseError else None
+        hint = "give each rank of a host its own port" if kind is PortInUseError else None
         facts = {"address": f"{host}:{port}", "cause": str(error)}
         raise kind("cannot serve metrics at this address", facts=facts, hint=hint) from None
 
 
 class Endpoint:
-    """A port that answers. Usable as a context manager; close() may be called twice."""
+    """A port that answers. A context manager; close() may be called twice."""
 
     def __init__(self, host: str, port: int) -> None:
         self._server = _Server(host, port)
@@ -63,11 +62,11 @@ class Endpoint:
 
     @property
     def port(self) -> int:
-        """The port, also where 0 was asked for."""
+        """The port; the actual one if you passed 0."""
         return int(self._server.server_address[1])
 
     def close(self) -> None:
-        """Stop serving, and give the port back."""
+        """Stop serving, and free the port."""
         if self._is_open:
             self._is_open = False
             self._server.shutdown()

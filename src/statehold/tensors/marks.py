@@ -1,9 +1,9 @@
-"""Marks a user puts around a part of the state, to say who changes it and when.
+"""Marks that a user puts around a part of the state, to say what changes it and when.
 
-Owns: `Volatile` and `Gated`, two transparent boxes. They hold one object and nothing else; capture
-and restore look through them, so a step saved with a mark restores into a state without it.
-Without a mark: module parameters and what an optimizer owns are copied lazily (the gate in front of
-`optimizer.step()` protects them), everything else is copied before `save` returns.
+Owns: `Volatile` and `Gated`, two transparent boxes around one object. Capture and restore look
+through them, so a step saved with a mark restores into a state without it.
+Without a mark, module parameters and the tensors of an optimizer are copied lazily; the gate in
+front of `optimizer.step()` protects them. Everything else is copied before `save` returns.
 No torch here: a state can be marked before torch is imported.
 """
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Mark(Generic[T]):
-    """A box around `value`. Restore replaces `value` only where it cannot be restored in place."""
+    """A box around `value`. Restore replaces `value` only if it cannot be restored in place."""
 
     __slots__ = ("value",)
 
@@ -29,9 +29,9 @@ class Mark(Generic[T]):
 
 
 class Volatile(Mark[T]):
-    """`value` changes outside optimizers, as EMA weights do: it is copied before `save` returns.
+    """`value` changes outside optimizers, as EMA weights do: `save` copies it before it returns.
 
-    Wins over `Gated`, and over a module or an optimizer that shares its memory.
+    This wins over `Gated`, and over a module or an optimizer that shares its memory.
     """
 
     __slots__ = ()
@@ -40,7 +40,8 @@ class Volatile(Mark[T]):
 class Gated(Mark[T]):
     """`value` changes only after `Checkpointer.gate()` or a gated `step()`: it is copied lazily.
 
-    Module buffers inside stay eager: forward changes them, and not every kernel leaves a trace.
+    Module buffers inside stay eager, because forward changes them, and not every kernel raises
+    their version counter.
     """
 
     __slots__ = ()

@@ -1,12 +1,12 @@
 """The random number generators of a process as one object of the state.
 
 Owns: reading and setting Python's `random`, numpy's legacy global generator, torch's CPU generator,
-every CUDA device's generator, and generators that the user names; and `unchanged`, which undoes
-whatever a block of code draws from any of them.
-Always: a state is plain values (ints, floats, bytes), so it lives in the manifest; nothing is drawn
-from any generator while reading or setting it.
-Not here: when it is captured and applied. Both happen last of all (capture, restore), because
-other objects may draw while they give or take their state.
+every CUDA device's generator, and generators that the user names. `unchanged` undoes whatever a
+block of code draws from any of them.
+Invariants: a state consists of plain values (ints, floats, bytes), so it lives in the manifest.
+Reading or setting a generator draws nothing from it.
+Not here: when the state is captured and applied. Both happen last (capture, restore), because other
+objects may draw while they give or take their state.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Tensor subclasses: tensors that are made of other tensors, such as quantized ones.
+"""Tensor subclasses: tensors that consist of other tensors, such as quantized ones.
 
-Owns: the list of classes that a step may hold, and how each takes itself apart and is put together
-(`__tensor_flatten__` and `__tensor_unflatten__`, or an adapter); how its inner tensors are sharded.
-Invariants: no class is imported or called because a file names it: its name must be in the list
-here, or a user has allowed it. What a class keeps besides tensors (its context) is stored as plain
-values.
+Owns: the list of classes that a step may hold, how each is taken apart and put together
+(`__tensor_flatten__` and `__tensor_unflatten__`, or an adapter), and how its inner tensors are
+sharded.
+Invariants: no class is imported or called because a file names it. Its name must be in the list
+here, or a user must have allowed it. The other attributes of a class (its context) are stored as
+plain values.
 Not here: classes without these methods (adapters), names and nodes of the inner tensors (capture,
 composed).
 
@@ -75,13 +76,14 @@ def allow_tensor_class(
     """Let steps hold tensors of `cls`, which has `__tensor_flatten__` and `__tensor_unflatten__`.
 
     Call it in every process that saves or restores such tensors. Steps name the class by module and
-    qualified name. What the class keeps besides tensors has to be plain values.
+    qualified name. The other attributes of the class must be plain values.
 
-    rowwise: the inner tensors whose first dimension follows that of the whole, in order, so that
-    a sharded tensor can be restored into another layout; shared: those that are equal on all ranks.
-    If some inner tensor is in neither, a sharded tensor is restored in the same layout only.
+    rowwise: the inner tensors whose first dimension follows that of the whole tensor, in order.
+    shared: the inner tensors that are equal on all ranks.
+    If every inner tensor is in one of them, a sharded tensor restores into other layouts. Otherwise
+    it restores only into the same layout.
 
-    Raises UsageError for a class that cannot be taken apart.
+    Raises UsageError for a class without the two methods.
     """
     if not isinstance(cls, type) or not says_what_it_is_made_of(cls):
         raise UsageError(

@@ -1,13 +1,13 @@
-"""Tools for testing what is built on statehold: a simulated disk, ranks as threads.
+"""Tools for testing programs that use statehold: a simulated disk, ranks as threads.
 
-`SimFs` is a file system in memory with seeded faults and crashes that lose what was not synced;
-`checkpointer_on` gives a Checkpointer that lives on it, `ranks_on` those of a job. A test that
-injects faults has to look at `fired`: a fault that did not fire tests nothing. `MemoryBoard` is
-where the ranks of a job that are threads of one process meet, `MemoryNetwork` how those that have
-disks of their own, `ranks_on_hosts`, read each other's.
+`SimFs` is a file system in memory with seeded faults, and crashes that lose unsynced data.
+`checkpointer_on` returns a Checkpointer on it, `ranks_on` one for each rank of a job. A test that
+injects faults must check `fired`: a fault that did not fire tests nothing. `MemoryBoard` is the
+board of ranks that are threads of one process. With `ranks_on_hosts`, ranks have disks of their
+own, and read each other's files over a `MemoryNetwork`.
 
-A wheel has everything here but `SimFs`. The simulated disk is built for tests: a checkout has it,
-and `pip install . -C cmake.define.STATEHOLD_SIM=ON` installs it. Elsewhere, importing `SimFs`
+A wheel has everything here except `SimFs`. The simulated disk is built for tests. A checkout has
+it, and `pip install . -C cmake.define.STATEHOLD_SIM=ON` installs it. Elsewhere, importing `SimFs`
 raises an ImportError that says so.
 """
 
@@ -55,8 +55,10 @@ def __getattr__(name: str) -> Any:
 def checkpointer_on(
     fs: Fs, run: str | os.PathLike[str], peers: Peers | None = None, **options: Any
 ) -> Checkpointer:
-    """A Checkpointer whose run directory and levels lie on `fs`, which outlives it; with `peers`,
-    for one rank of several. `options` are all that Checkpointer takes; give each level a path."""
+    """A Checkpointer whose run directory and levels lie on `fs`, which outlives it.
+
+    peers: makes it one rank of several. options: those of Checkpointer; give each level a path.
+    """
     ckpt = Checkpointer(run, **options)
     ckpt._borrowed.fs = fs
     ckpt._borrowed.peers = peers
@@ -78,7 +80,7 @@ def ranks_on(
 def ranks_on_hosts(
     disks: Sequence[Fs], run: str | os.PathLike[str], network: MemoryNetwork, **options: Any
 ) -> list[Checkpointer]:
-    """A Checkpointer for each rank of a job; ranks with the same one of `disks` are on one host."""
+    """A Checkpointer for each rank of a job; ranks with the same disk are on the same host."""
     board = MemoryBoard()
     timeout_s = options.get("peer_timeout_s", Options().peer_timeout_s)
     ckpts = []

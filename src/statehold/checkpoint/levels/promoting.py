@@ -66,10 +66,13 @@ NO_COPIES: Copies = (0, ())
 
 @dataclass(frozen=True, slots=True)
 class LevelStatus:
-    """How a level stands. newest: the newest step that got there since the run was opened, or was
-    there before; copying, bytes_done, bytes_total: the step under way, and this rank's part of it;
-    error: why the last copy failed, until one succeeds; interval: how often it gets a step and why,
-    where rank 0 has chosen that."""
+    """The status of a level.
+
+    newest: the newest step at the level.
+    copying, bytes_done, bytes_total: the step that is being copied, and this rank's part of it.
+    error: why the last copy failed; None again after a copy has succeeded.
+    interval: the interval of the level and the reason for it, if rank 0 has chosen it ("auto").
+    """
 
     name: str
     newest: int | None = None

@@ -1,9 +1,9 @@
-"""What a user says of a level: where it is, how often a step goes there, how many stay, how fast.
+"""The levels as a user describes them: where, how often, how many steps, how fast.
 
     Checkpointer("runs/llama", levels=[Memory(), Directory(every=10), ObjectStore("s3://b/llama")])
 
 Invariants: a level is a value, validated when it is made, and opens nothing. Levels are in the
-order in which a restore looks at them; saves go into the first, and from there to the others.
+order in which a restore looks at them. Saves go into the first level, and copies to the others.
 Not here: when a step is due (cadence), how it gets there (promoting), reading it (nearest).
 """
 
@@ -32,14 +32,14 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 class Level:
     """What all levels have in common.
 
-    every: which steps go here, of those that the level before has: a number n (each time that
-        another n steps have passed), a time ("30min", "90s"), counted from the last one, or "auto":
-        as often as is worth it, by what it costs and how often training fails. At the first level:
-        which calls of save() save.
+    every: which steps this level gets from the level before it. A number n means each time that
+        another n steps have passed. A time ("30min", "90s") counts from the last step. "auto"
+        chooses the interval from the cost of a save and the rate of failures. At the first level,
+        `every` says which calls of save() save.
     keep: committed steps to keep, newest first; None keeps all.
-    bytes_per_s: what copying to this level may take of the bandwidth of the storage, on each rank;
-        an int or "500MB"; None: as fast as it goes.
-    name: for messages and figures, and what ranks call it among each other.
+    bytes_per_s: limit of the bandwidth of copies to this level, on each rank; an int or "500MB".
+        None sets no limit.
+    name: the name in messages and figures, equal on all ranks.
     """
 
     every: int | str = 1
@@ -67,7 +67,7 @@ class Level:
 
     @property
     def survives(self) -> Loss:
-        """The worst that can happen to a job without the loss of what is here."""
+        """The worst loss that the steps at this level survive."""
         return Loss.NODE
 
     @property
@@ -80,17 +80,17 @@ class Level:
 class Memory(Level):
     """Memory of this host that outlives the process: survives the trainer's death, not the host's.
 
-    Takes keep + 1 times the state: one more file is held to be overwritten by the next save, from
-    the first commit on if half of what is free has room for it. What it holds stays until the run
-    goes on, `statehold prune` or a restart of the host.
+    Takes keep + 1 times the state, because one more file waits for the next save to overwrite it.
+    statehold makes that file at the first commit if half of the free memory has room for it. The
+    steps stay until the run continues, until `statehold prune`, or until the host restarts.
 
-    path: a directory on a memory file system (tmpfs); None: one below /dev/shm that belongs to this
-        user and this run. keep: while a step is written, one more than that takes memory; on
-        several hosts at least 2.
-    agent: where there is another level, a small process outlives the trainer, and brings its newest
-        step there if it dies without close().
-    copies: on so many other hosts a copy of what this one saves is kept, in memory as well: with
-        one, the loss of any one host is survived. It takes as much again of the memory.
+    path: a directory on a memory file system (tmpfs). None takes one below /dev/shm that belongs to
+        this user and this run.
+    keep: while a step is written, one more step takes memory. On several hosts at least 2.
+    agent: if there is another level, start a small process that outlives the trainer. If the
+        trainer dies without close(), the agent copies its newest step there.
+    copies: the number of other hosts whose memory keeps a copy of this host's files. With one, the
+        run survives the loss of any one host. Each copy takes the same memory again.
     """
 
     keep: int | None = KEEP_IN_MEMORY
@@ -121,9 +121,10 @@ class Memory(Level):
 class Directory(Level):
     """A directory: a local disk, or a parallel file system.
 
-    path: None: the run directory itself.
-    per_host: a disk of each host, which others do not see: what a rank saves lies on its own host,
-        and all hosts together have the step. copies: as for Memory, on disks of other hosts.
+    path: None takes the run directory itself.
+    per_host: each host has its own disk, which the others do not see. A rank saves on its own host,
+        and all hosts together have the step.
+    copies: as for Memory, on disks of other hosts.
     """
 
     path: str | os.PathLike[str] | None = None
@@ -178,9 +179,10 @@ def _too_few(level: Level) -> UsageError:
 class ObjectStore(Level):
     """An object store: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix.
 
-    Credentials come from the environment, as the providers' own tools read them; they are never
-    written anywhere. options: of the client, such as {"endpoint": "http://127.0.0.1:9000"}; not
-    for secrets.
+    Credentials come from the environment, as the providers' own tools read them. statehold never
+    writes them anywhere.
+
+    options: options of the client, such as {"endpoint": "http://127.0.0.1:9000"}; not for secrets.
     """
 
     url: str = ""
@@ -241,7 +243,7 @@ def check_levels(levels: Sequence[Level]) -> tuple[Level, ...]:
 
 
 def levels_of(levels: Sequence[Level] | None, options: Options) -> tuple[Level, ...]:
-    """The levels of a run as its user has given them; the run directory alone without any."""
+    """The levels that the user has given; without any, only the run directory."""
     if levels is None:
         return (Directory(keep=options.keep),)
     if options.keep is not None:

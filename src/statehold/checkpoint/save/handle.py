@@ -1,9 +1,9 @@
-"""Save: the handle of one save, and what can be known about it while it runs and afterwards.
+"""Save: the handle of one save, with its events and figures.
 
-Three events, in this order and never confused: "staged" (the state may change), "written" (the
-bytes are durable on this rank), "committed" (durable on all ranks, and published). A save that
-fails reaches no further event, and every wait for one raises its error. A step that was not due has
-a handle, too; it reaches none.
+The three events come in this order: "staged" (the state may change), "written" (the bytes are
+durable on this rank), "committed" (durable on all ranks, and published). A save that fails reaches
+no further event, and every wait for an event raises its error. A step that was not due has a
+handle, too, which reaches no event.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Save:
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the step was not due, so that nothing of it is saved."""
+        """Whether the step was not due, so that nothing was saved."""
         return self._is_skipped
 
     @property
@@ -56,14 +56,14 @@ class Save:
         return self._error
 
     def done(self, event: Event = "committed") -> bool:
-        """Whether the event has happened. False for a save that failed or was skipped before."""
+        """Whether the event has happened. False if the save failed before it, or was skipped."""
         return self._reached(_checked(event)) is not None
 
     def wait(self, event: Event = "committed", timeout: float | None = None) -> Save:
-        """Block until the event; `timeout` is in seconds.
+        """Block until the event; `timeout` is in seconds. Returns the handle.
 
-        Raises the save's error if it failed before the event, WaitTimeout when the deadline
-        passes (the save goes on), UsageError for a step that was skipped. Returns the handle.
+        Raises the save's error if it failed before the event, WaitTimeout if the deadline passes
+        (the save continues), and UsageError for a step that was skipped.
         """
         if self._is_skipped:
             raise UsageError(
@@ -80,7 +80,7 @@ class Save:
         raise WaitTimeout(
             f"step {self.step} was not {event} in time",
             facts={"waited": f"{timeout} s", "so far": str(self._stats)},
-            hint="the save goes on in the background; committed steps are untouched",
+            hint="the save continues in the background; committed steps are untouched",
         )
 
     def __repr__(self) -> str:
@@ -129,7 +129,7 @@ class Save:
         self._moving_from = time.perf_counter()
 
     def _moved(self, engine: Mapping[str, int]) -> None:
-        """The engine has written all; its own figures count from when it began."""
+        """The engine has written everything; its own figures count from its beginning."""
         self._watch.save_moved(self.step, self._moving_from, engine)
 
     def _returned(self) -> None:
@@ -139,7 +139,10 @@ class Save:
         self._tell_once()
 
     def _tell_once(self) -> None:
-        """Tell of a committed save once all is known: small ones commit before save() returns."""
+        """Report a committed save once all its figures are known.
+
+        A small save commits before save() returns.
+        """
         with self._changed:
             is_known = self._stats.committed_s is not None and self._stats.blocked_s > 0
             is_due, self._is_told = is_known and not self._is_told, self._is_told or is_known
@@ -165,10 +168,10 @@ class Save:
         self._watch.save_failed(self._started, self._stats)
 
     def _unraised_error(self) -> StateholdError | None:
-        """The error if nobody has been told yet; whoever calls this tells.
+        """The error, if nothing has raised it yet. The caller raises it.
 
-        What follows from another rank's telling is not told: that rank would have to give up the
-        next save for it, and the ranks would fail one another's saves for ever.
+        An error that only follows from another rank's report is not raised. Otherwise that rank
+        would have to skip the next save, and the ranks would fail each other's saves for ever.
         """
         with self._changed:
             if self._error is None or self._raised:
@@ -180,7 +183,7 @@ class Save:
 
 
 def forked(what: str, owner_pid: int) -> ClosedError:
-    """The error where a fork uses what its parent has begun: nothing there would ever end."""
+    """The error if a fork uses what its parent has begun, which would never end in the fork."""
     return ClosedError(
         f"{what} belongs to the process that was forked",
         facts={"begun by": f"process {owner_pid}", "used by": f"process {os.getpid()}"},

@@ -14,13 +14,17 @@ EVENTS: tuple[Event, ...] = get_args(Event)
 
 @dataclass(frozen=True, slots=True)
 class SaveStats:
-    """Figures of one save. Seconds are counted from the call of save(); None means not yet.
+    """Figures of one save. Seconds count from the call of save(); None means not yet.
 
-    blocked_s: how long save() itself took. gate_s: how long optimizers (or gate()) waited for it.
-    waited_s: the part of blocked_s spent waiting for an earlier save. reused: an earlier step's
-    file was overwritten. state_bytes and tensors: what this rank holds; eager_bytes: what of it was
-    copied before save() returned; written_bytes: what this rank writes; balance: how evenly all
-    ranks and their hosts write, known when committed.
+    state_bytes, tensors: what this rank holds.
+    eager_bytes: the part of state_bytes that was copied before save() returned.
+    written_bytes, files: what this rank writes.
+    reused: whether the save overwrote the file of an earlier step.
+    blocked_s: how long save() itself took.
+    waited_s: the part of blocked_s spent waiting for an earlier save.
+    gate_s: how long optimizers (or gate()) waited for this save.
+    staged_s, written_s, committed_s: when the save reached the event.
+    balance: how evenly all ranks and their hosts write, known when committed.
     """
 
     step: int

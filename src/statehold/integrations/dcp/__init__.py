@@ -3,8 +3,8 @@
     dcp.save(state, checkpoint_id="run/step-100", storage_writer=StorageWriter())
     dcp.load(state, checkpoint_id="run/step-100", storage_reader=StorageReader())
 
-The writer and the reader take the place of FileSystemWriter and FileSystemReader in dcp.save,
-dcp.async_save and dcp.load; `restore_stock` reads what those wrote (docs/dcp.md).
+The writer and the reader replace FileSystemWriter and FileSystemReader in dcp.save, dcp.async_save
+and dcp.load. `restore_stock` reads the checkpoints of those (docs/dcp.md).
 """
 
 from __future__ import annotations

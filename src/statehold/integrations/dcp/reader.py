@@ -1,10 +1,10 @@
-"""StorageReader: dcp.load from a step directory, whoever wrote the step.
+"""StorageReader: dcp.load from a step directory of a Checkpointer or a StorageWriter.
 
-Invariants: names are those that torch's planners give to the state that was saved; a subtree can be
-loaded as one object, too; every byte that is used was verified; the records of a step are read
-when metadata is asked for, its data when they are placed. One load reads one save: if the step is
-saved again, or retired, between the two, or two ranks opened different saves, the load says so.
-Not here: what is asked for (the planner), items and chunks (contents), bytes (reading).
+Invariants: names are those that torch's planners give to the saved state. A subtree can be loaded
+as one object, too. Every byte that is used was verified. read_metadata() reads the records of a
+step, read_data() its data. One load reads one save: if the step is saved again or retired between
+the two, or if two ranks opened different saves, the load raises an error.
+Not here: which items are loaded (the planner), items and chunks (contents), bytes (reading).
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ from statehold.tensors.devices.graphs import refuse_in_capture
 
 
 class StorageReader(Endpoint, _StorageReader):
-    """Reads a step of statehold, by a Checkpointer or by a StorageWriter; for
-    torch.distributed.checkpoint.
+    """Reads a step of a Checkpointer or of a StorageWriter; for torch.distributed.checkpoint.
 
     path: the directory of the step; the `checkpoint_id` of a load replaces it.
     staging_bytes, buffer_bytes, queue_depth, copy_threads, backend, profile: as for a Checkpointer.
-    trace: a file for what happened when, written at the end of each load.
+    trace: a file for a trace, written at the end of each load.
     """
 
     _what, _call = "a load", "load"

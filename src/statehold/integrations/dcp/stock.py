@@ -58,19 +58,21 @@ def restore_stock(
     strict: bool = True,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
 ) -> StockReport:
-    """Load a checkpoint of others into `state`, in place: modules, optimizers (also fresh ones),
-    tensors, plain values; plain or sharded. With several ranks, all of them call it.
+    """Load a checkpoint that torch or Hugging Face wrote into `state`, in place.
+
+    The state may hold modules, optimizers (also fresh ones), tensors and plain values, plain or
+    sharded. All of several ranks call this.
 
     path: a directory that dcp.FileSystemWriter or dcp.HuggingFaceStorageWriter wrote, a directory
         of safetensors or of pytorch_model.bin, with or without their index, or one file of
         safetensors or torch.save.
-    strict: raise StateMismatchError, before anything is changed, if the state has what the
-        checkpoint lacks. What the checkpoint has beyond the state is only reported.
-    rename: prefixes of names in the checkpoint -> the live ones they become, as in
-        Checkpointer.restore; or a function from a name in the checkpoint to the live one.
+    strict: raise StateMismatchError, before anything changes, if the checkpoint lacks an entry of
+        the state. Entries that only the checkpoint has are reported, and are no error.
+    rename: prefixes of names in the checkpoint and the live prefixes that replace them, as in
+        Checkpointer.restore; or a function from a name in the checkpoint to the live name.
 
-    Raises UsageError where no checkpoint is, and for a prefix that matches nothing;
-    StateMismatchError, also if not strict, where nothing of the state is in the checkpoint;
+    Raises UsageError if the path is not a checkpoint, and for a prefix that matches nothing;
+    StateMismatchError, also if not strict, if the checkpoint has nothing of the state;
     UnsupportedValueError for a pickle that holds more than data.
     """
     reader: Any = open_checkpoint(path)

@@ -1,14 +1,14 @@
 """StorageWriter: dcp.save and dcp.async_save into one committed step directory.
 
-The path of a save: the coordinator makes `<checkpoint_id>.<attempt>.partial` when it has every plan
-(prepare_global_plan), and its name travels to the ranks in their plans; every rank writes its files
-there (write_data); the coordinator writes the manifest and renames (finish). So a save that fails
-on any rank, or dies, leaves what was at checkpoint_id as it was.
+The path of a save: when the coordinator has every plan, it makes the directory
+`<checkpoint_id>.<attempt>.partial` (prepare_global_plan). The name travels to the ranks in their
+plans. Every rank writes its files there (write_data). The coordinator writes the manifest and
+renames the directory (finish). If a save fails or dies on any rank, the checkpoint at checkpoint_id
+stays as it was.
 
-Invariants: an error on any rank reaches the caller of save through torch; nothing is pickled; a
+Invariants: an error on any rank reaches the caller of save through torch. Nothing is pickled. A
 writer holds no memory, file or thread between two calls, so it can be pickled at any time. torch
-runs each save on one thread: a writer may be in several at once, and each goes where it was told
-to.
+runs each save on one thread. A writer may run several saves at once, each into its own directory.
 Not here: which rank writes what (the planner), the bytes (writing), the records (commit), the
 ranks without collectives (alone), the renames (publish).
 """
@@ -71,14 +71,14 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
 
     path: the directory of the checkpoint; the `checkpoint_id` of a save replaces it. The last
         number in its name is the step.
-    overwrite: replace a checkpoint that is there already once the new one is complete, at no moment
-        without a whole one; False refuses.
+    overwrite: replace an existing checkpoint once the new one is complete. A whole checkpoint
+        exists at every moment. False raises an error if there is a checkpoint.
     staging_bytes, buffer_bytes, queue_depth, copy_threads, backend, profile: as for a Checkpointer.
-        The staging memory is allocated for each save, and never larger than what the rank writes.
-    trace: a file for what happened when, written at the end of each save.
+        Each save allocates its staging memory, never more than the rank writes.
+    trace: a file for a trace, written at the end of each save.
     timeout_s: with use_collectives=False, how long ranks wait for each other.
 
-    As `AsyncStager` of dcp.async_save it copies the state into host memory that is used again.
+    As the `AsyncStager` of dcp.async_save it copies the state into host memory that it reuses.
     """
 
     _what, _call = "a checkpoint", "save"
