@@ -120,7 +120,7 @@ def test_handing_over_parameters_by_their_state_dict_is_told_once(
         for step in range(1, 4):
             training.step()
             ckpt.save(step, training.state).wait("committed", DEADLINE_S)
-    [told] = [record for record in caplog.records if "hand over" in record.getMessage()]
+    [told] = [record for record in caplog.records if "the module itself" in record.getMessage()]
     assert told.levelno == logging.INFO
     assert "model.weight" in told.getMessage()
     assert "4 MiB" in told.getMessage()

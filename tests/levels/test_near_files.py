@@ -125,7 +125,7 @@ def test_where_there_is_room_is_where_it_goes(small, tmp_path) -> None:
     many = near.bring(2, NAME, len(FAR), None, far)
     assert not many.startswith(str(small))
     near.close()
-    with pytest.raises(NoSpaceError, match="no room"):
+    with pytest.raises(NoSpaceError, match="not enough space"):
         NearFiles([str(small)]).bring(1, NAME, len(FAR), None, far)
 
 

@@ -1,1 +1,1 @@
-"""How single things are written: safetensors headers, plain values, strict JSON. Pure."""
+"""The encodings of single things: safetensors headers, plain values, strict JSON. Pure."""

@@ -1,13 +1,13 @@
 """The header of a safetensors file: bytes <-> entries.
 
 Owns: the rules of the safetensors format, and the padding that starts the data on a page.
-Invariants: what `encode` returns, `decode` and every stock reader accept; `decode` refuses whatever
-a stock reader refuses, and unknown members besides, in time and memory linear in the header.
+Invariants: `decode` and every stock reader accept the result of `encode`. `decode` refuses whatever
+a stock reader refuses, and also unknown members, in time and memory linear in the header.
 Not here: which tensor goes where (plan), checksums (manifest), the disk.
 
-Facts of the format: u64 little-endian N; N <= 100,000,000 bytes of JSON that begin with "{" and
-may end in spaces; then the data, C order, little-endian. Sorted by offset the tensors tile the
-data: no hole, no overlap, nothing after the last. `__metadata__` maps strings to strings.
+Facts of the format: u64 little-endian N; N <= 100,000,000 bytes of JSON that begin with "{" and may
+end in spaces; then the data, C order, little-endian. Sorted by offset, the tensors tile the data:
+no hole, no overlap, nothing after the last one. `__metadata__` maps strings to strings.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def encode(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
 def decode(raw: bytes, file_bytes: int, path: str) -> tuple[list[Entry], dict[str, str], int]:
     """(entries in the order of their bytes, metadata, offset of the first byte of data).
 
-    `raw` starts at the start of the file and holds at least the header; what follows the header
-    is ignored. `file_bytes` is the size of the file. Raises HeaderError.
+    `raw` starts at the start of the file and holds at least the header; bytes after the header are
+    ignored. `file_bytes` is the size of the file. Raises HeaderError.
     """
     check = Checker(HeaderError, "a safetensors header is not valid", path)
     length = _length(check, raw, file_bytes)

@@ -1,11 +1,11 @@
-"""JSON from files that may be damaged or hostile, read strictly.
+"""Strict reading of JSON from files that may be damaged or hostile.
 
-Owns: parsing with a depth limit, no duplicate keys and no NaN or Infinity; the checks that a
-parsed value has the type and range its format asks for.
+Owns: parsing with a depth limit, without duplicate keys, NaN or Infinity; the checks that a parsed
+value has the type and range of its format.
 Invariants: any input ends in a value or in the named error of the caller, in time and memory linear
-in the input. Nesting is measured before the recursive parser runs, so that neither a low nor a high
+in the input. Nesting is measured before the recursive parser runs, so neither a low nor a high
 recursion limit of the process matters.
-Not here: what the members mean (header, manifest, values).
+Not here: the meaning of the members (header, manifest, values).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def show(value: object) -> str:
 
 def depth_of(text: bytes) -> int:
     """How deeply arrays and objects nest in JSON text, without recursion."""
-    # An even run of backslashes escapes itself; what is left before a quote escapes the quote.
+    # An even run of backslashes escapes itself. A single one before a quote escapes the quote.
     text = text.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_STRUCTURE)
     # Two quotes side by side never change which brackets are inside a string.
     brackets = _STRING.sub(b"", text.replace(b'""', b""))
@@ -80,7 +80,7 @@ class Checker:
         self.hint = hint
 
     def fail(self, where: str, expected: str, got: str) -> NoReturn:
-        # Names come from the file, too: a message stays readable whatever they are.
+        # Names come from the file, too. A message must stay readable with any name.
         place = where if len(where) <= 300 else f"{where[:300]}..."
         if not place.isprintable():
             place = ascii(place)[1:-1]

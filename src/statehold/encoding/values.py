@@ -1,11 +1,12 @@
 """Plain Python values as JSON, and back, with their types.
 
 Owns: the value tags of the format (docs/format.md, "Values").
-Invariants: decode(encode(x)) has the type and value of x all the way down; what JSON cannot say is
-tagged, what no tag can say is refused with its path, and nothing is ever guessed. Only exact
-types: a subclass may carry behaviour that would be lost. No pickle, no import of torch or numpy.
-Not here: tensors, arrays, scalars and dtypes; the caller's `leaf` hook encodes and decodes them
-(tags $tensor, $ndarray, $complex128, $subclass, $npscalar, $torch), this module only checks their
+Invariants: decode(encode(x)) has the type and value of x at every depth. Values that JSON does not
+have are tagged, values without a tag are refused with their path, and nothing is guessed. Only
+exact types count, because a subclass may carry behaviour that would be lost. No pickle, no import
+of torch or numpy.
+Not here: tensors, arrays, scalars and dtypes. The caller's `leaf` hook encodes and decodes them
+(tags $tensor, $ndarray, $complex128, $subclass, $npscalar, $torch). This module only checks their
 form.
 
 An object that the state holds twice is encoded twice: sharing between containers is not kept.
@@ -32,7 +33,7 @@ Leaf = Callable[[Any, str], Any | None]
 # (tag, payload) -> value.
 LeafReader = Callable[[str, Any], Any]
 
-# Each level takes up to six calls, of the thousand that Python allows and the caller has begun.
+# Each level takes up to six calls of the thousand that Python allows, minus the caller's.
 DEPTH_MAX = 100
 # Containers are expanded at every reference, so a few lists can stand for 2**100 nodes.
 CONTAINERS_MAX = 1 << 22
@@ -48,11 +49,11 @@ _SUBCLASS = ("class", "context", "shape", "stride", "part", "tensors")
 
 
 def encode(value: Any, path: str, leaf: Leaf | None = None) -> Any:
-    """The JSON node for `value`; a snapshot that shares no container with it.
+    """The JSON node for `value`, a snapshot that shares no container with it.
 
-    `leaf` is asked about every value whose type has no plain encoding. Raises
-    UnsupportedValueError (facts path, type) for a value that no tag can hold, for a container
-    that holds itself, and for more than DEPTH_MAX nested containers.
+    `leaf` gets every value whose type has no plain encoding. Raises UnsupportedValueError (facts
+    path, type) for a value without a tag, for a container that holds itself, and for more than
+    DEPTH_MAX nested containers.
     """
     return _Encoder(leaf).node(value, path, 0)
 
@@ -67,10 +68,10 @@ def mapping_of(nodes: dict[Any, Any]) -> Any:
 def decode(node: Any, leaf: LeafReader | None = None) -> Any:
     """The value of a JSON node in one of the forms of docs/format.md.
 
-    `leaf` is called with (tag, payload) for $tensor, $ndarray, $npscalar and $torch, after the
-    payload's form has been checked; for $complex128 with what it returned for the tensor inside;
-    for $subclass with the members, of which `context` and `tensors` are values. Raises
-    ManifestError (facts where, expected, got) for a node in none of them.
+    `leaf` gets (tag, payload) for $tensor, $ndarray, $npscalar and $torch, after the payload's form
+    has been checked. For $complex128 the payload is the decoded tensor inside. For $subclass it is
+    the members, with decoded `context` and `tensors`. Raises ManifestError (facts where, expected,
+    got) for a node in none of these forms.
     """
     decoder = _Decoder(leaf)
     try:
@@ -81,7 +82,7 @@ def decode(node: Any, leaf: LeafReader | None = None) -> Any:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is of a type that is stored by value, whatever is in it."""
+    """Whether a value has a type that is stored by value, whatever it contains."""
     return value is None or type(value) in _SCALARS or type(value) in _CONTAINERS
 
 
@@ -173,7 +174,8 @@ class _Encoder:
         self.hashed = 0  # > 0 inside dict keys and set elements
 
     def node(self, value: Any, path: str, depth: int, key: object = _ROOT) -> Any:
-        """The node of `value` at `path`, or at `path`.`key`: joined only where it is needed."""
+        """The node of `value` at `path`, or at `path`.`key`; the two are joined only when
+        needed."""
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -295,7 +297,7 @@ def _is_tensor(node: Any) -> bool:
 
 
 class _Decoder:
-    """One decoding: the hook, and the way down to the node at hand, for messages."""
+    """One decoding: the hook, and the path to the current node, for messages."""
 
     __slots__ = ("check", "hashed", "leaf", "trail")
 

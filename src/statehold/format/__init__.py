@@ -1,1 +1,1 @@
-"""What a step says of itself: manifests, records, and one view of both for readers. Pure."""
+"""The description of a step: manifests, records, and one view of both for readers. Pure."""

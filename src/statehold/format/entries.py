@@ -1,9 +1,9 @@
-"""What manifests and records have in common: files, chunks, checksums, and the seal.
+"""The common parts of manifests and records: files, chunks, checksums, and the seal.
 
-Owns: the JSON of these parts, their validation, and how a document is sealed by its sha256.
-Invariants: what is read contradicts nothing: every range lies in its file, the chunks of a file
-tile its data, sizes follow from dtypes and shapes, every piece has a checksum. A seal is checked
-before anything else is believed, so a flipped bit is always damage, and never "a newer version".
+Owns: the JSON of these parts, their validation, and the seal of a document by its sha256.
+Invariants: a decoded document contradicts nothing. Every range lies in its file, the chunks of a
+file tile its data, sizes follow from dtypes and shapes, and every piece has a checksum. The seal is
+checked first, so a flipped bit always counts as damage, and never as "a newer version".
 Not here: which members a document has (manifest, record), the disk.
 """
 
@@ -98,8 +98,8 @@ def record_file(
 ) -> tuple[FileEntry, dict[str, TensorEntry]]:
     """The account of a file written by `plan`, as file number `index` of its document.
 
-    `sums` holds 8 little-endian bytes a piece: those of the header, then of each tensor in file
-    order. The tensors come in file order, with global shapes.
+    `sums` holds 8 little-endian bytes a piece, first those of the header, then those of each tensor
+    in file order. The tensors come in file order, with global shapes.
     """
     text = _sums_to_hex(sums)
     at = 16 * piece_count(0, plan.data_begin, block_bytes)
@@ -122,7 +122,7 @@ def record_file(
 
 
 def _sums_to_hex(sums: bytes) -> str:
-    """8 little-endian bytes a checksum, as the engine has them -> 16 hex digits a checksum."""
+    """Checksums as the engine has them (8 little-endian bytes each) -> 16 hex digits each."""
     swapped = array("Q", sums)
     swapped.byteswap()  # reverses each group of eight, whatever the byte order of this machine
     return swapped.tobytes().hex()
@@ -157,7 +157,7 @@ def chunk_document(chunk: Chunk) -> dict[str, Any]:
 
 
 def seal(document: Mapping[str, Any], what: str) -> bytes:
-    """`document` as JSON whose last member, `what`_sha256, is the sha256 of all before it."""
+    """`document` as JSON whose last member, `what`_sha256, is the sha256 of the bytes before it."""
     try:
         text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         body = text[:-1].encode("utf-8")
@@ -223,7 +223,7 @@ def needs_version_3(state: Any) -> bool:
 
 
 def check_state(check: Checker, state: Any, tensors: Container[str], version: int) -> None:
-    """Decode the tree once, only to know that it can be decoded, in a document of `version`."""
+    """Decode the tree once, to check that it can be decoded, in a document of `version`."""
 
     def leaf(tag: str, payload: Any) -> Any:
         if tag in ("$tensor", "$ndarray") and payload not in tensors:
@@ -289,7 +289,7 @@ class EntryReader:
         return sums
 
     def name(self, name: str) -> None:
-        """`name` can be that of a tensor."""
+        """Check that `name` can be the name of a tensor."""
         if name in ("", header.METADATA) or not values.well_formed(name):
             self.check.fail("tensors", "the name of a tensor", show(name))
 
@@ -340,7 +340,8 @@ class EntryReader:
         return Chunk(box.offsets, box.shape, file, begin, end, sums)
 
     def check_tiling(self, tensors: Iterable[tuple[str, Sequence[Chunk]]]) -> None:
-        """In each file the chunks cover [data_begin, bytes) once, and the digest is theirs."""
+        """Check that in each file the chunks cover [data_begin, bytes) once, and that the digest
+        matches."""
         held: list[list[tuple[int, int, str, str]]] = [[] for _ in self.files]
         for name, chunks in tensors:
             for i, chunk in enumerate(chunks):

@@ -1,13 +1,13 @@
-"""The manifest: what makes a directory a step. Versions 1 and 3 hold all, version 2 lists records.
+"""The manifest makes a directory a step. Versions 1 and 3 hold all, version 2 lists records.
 
 Owns: encoding, decoding and validating manifest.json (docs/format.md, "Manifest").
-Invariants: what `decode` returns contradicts nothing: names cannot leave the step directory, the
-parts of version 1 hold what `entries` promises, every tensor that the state refers to exists. A
+Invariants: a decoded manifest contradicts nothing. Names cannot leave the step directory, the parts
+of version 1 keep the promises of `entries`, and every tensor that the state refers to exists. A
 damaged manifest is ManifestError, an intact one of a newer version FormatVersionError.
-Not here: the disk (store), what a rank says (record), whether files match (the reader, by sums).
+Not here: the disk (store), a rank's part (record), whether files match (the reader, by sums).
 
-A document has the lowest version that can hold it: readers of old can read it. The manifest of one
-rank is version 1, or 3 where its state has nodes that version 1 does not know.
+A document has the lowest version that can hold it, so old readers can read it. The manifest of one
+rank is version 1, or version 3 if its state has nodes that version 1 does not know.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _HINT = "this step is damaged; an older committed step is not affected"
 
 @dataclass(frozen=True)
 class Manifest:
-    """Versions 1 and 3: everything about a step of one rank but its tensors' bytes.
+    """Versions 1 and 3: a step of one rank, except for its tensors' bytes.
 
     `state` is the encoded tree (values).
     """
@@ -124,7 +124,8 @@ class RecordEntry:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Tensors that these ranks saved each for itself, though they are the same: any one will do."""
+    """Tensors that each of these ranks saved for itself with equal bytes: any of them can be
+    read."""
 
     ranks: Ranks
     names: tuple[str, ...]
@@ -134,8 +135,8 @@ class Shared:
 class Commit:
     """Version 2: the records of all ranks, by rank.
 
-    `state` has, for each name at the top of the state, groups of ranks whose records say the same
-    of it: the node, and the tensors in it but for where their bytes are.
+    `state` has, for each name at the top of the state, groups of ranks whose records agree about
+    the node and its tensors, except for the places of the bytes.
     """
 
     step: int
@@ -183,7 +184,7 @@ def record_name(rank: int, world_size: int) -> str:
 
 
 def groups_of(said: Sequence[Mapping[str, str]]) -> dict[str, tuple[Ranks, ...]]:
-    """Commit.state, from what each rank's record says (Record.said), by rank."""
+    """Commit.state, from Record.said of each rank, by rank."""
     ranks: dict[str, dict[str, list[int]]] = {}
     for rank, digests in enumerate(said):
         for key, digest in digests.items():
@@ -299,7 +300,7 @@ def _groups(check: Checker, value: Any, key: str, world_size: int) -> tuple[Rank
 
 
 def _ranks(check: Checker, value: Any, where: str, world_size: int) -> Ranks:
-    """Ranges [first, last] that ascend, and have a rank between them."""
+    """Check for ranges [first, last] that ascend and leave a rank between them."""
     ranges, low = [], 0
     for i, node in enumerate(check.array(value, where)):
         place = f"{where}[{i}]"

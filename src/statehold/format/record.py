@@ -1,10 +1,10 @@
-"""A rank's record: what it holds of a step of several ranks, and where its bytes are.
+"""A rank's record: its part of a step of several ranks, and the places of its bytes.
 
 Owns: encoding, decoding and validating rank-*.json (docs/format.md, "Record").
-Invariants: what `decode` returns contradicts nothing: all that `entries` promises; the chunks of a
-tensor are what its layout makes this rank write; ranks exist, and stand once in a mesh; every
-tensor that the state refers to is held. Time and memory are linear in the file: meshes, which are
-written short, are bounded before they are expanded.
+Invariants: a decoded record contradicts nothing. It keeps the promises of `entries`. The chunks of
+a tensor are those that its layout makes this rank write. Ranks exist, and appear once in a mesh.
+Every tensor that the state refers to is held. Time and memory are linear in the file: meshes have a
+short form, and are bounded before they are expanded.
 Not here: which records make a step (manifest), the other ranks' chunks (saved), the disk.
 """
 
@@ -55,10 +55,11 @@ _HINT = "this step is damaged; an older committed step is not affected"
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank says. `chunks` has the tensors written here; `contents` hashes (16 hex digits)
-    of tensors that are this rank's own, to find those that all ranks have alike.
+    """The description of one rank's part.
 
-    `state` is this rank's encoded tree (values), an object.
+    `chunks` has the tensors written here. `contents` has hashes (16 hex digits) of tensors that are
+    this rank's own, to find those that all ranks have alike. `state` is this rank's encoded tree
+    (values), an object.
     """
 
     step: int
@@ -74,7 +75,7 @@ class Record:
 
     @cached_property
     def tensors(self) -> dict[str, Held]:
-        """What is held, by name."""
+        """The held tensors, by name."""
         return {held.name: held for held in self.held}
 
     def encode(self) -> bytes:
@@ -105,11 +106,14 @@ class Record:
         return document
 
     def said(self) -> dict[str, str]:
-        """By name at the top of the state, a digest of what this rank says of it: the node, and
-        the tensors in it but for contents and chunks. Ranks with equal digests make a group."""
+        """For each name at the top of the state, a digest of the node and of the tensors in it.
+
+        Contents and chunks do not count. Ranks with equal digests make a group.
+        """
         digests = {}
         for key, (_, node) in (members_of(self.state) or {}).items():
-            meshes = _MeshTable()  # a new one: the same numbers whatever else a rank holds
+            # a new one: its numbers do not depend on the other tensors of the rank
+            meshes = _MeshTable()
             held = {name: _held_document(self.tensors[name], meshes) for name in tensors_of(node)}
             digests[key] = _digest_of([node, held, meshes.documents()])
         return digests
@@ -150,7 +154,7 @@ class _MeshTable:
 
 
 def _mesh_document(mesh: Mesh) -> dict[str, Any]:
-    """Ranks as first + the sum of index * stride where they are that, as they mostly are."""
+    """Ranks as first + the sum of index * stride if they have this form, which is usual."""
     count, first, strides = len(mesh.ranks), mesh.ranks[0], []
     for size in mesh.shape:
         count //= size
@@ -204,7 +208,7 @@ class _Reader:
         self.world_size = self.entries.world_size
         self.rank = check.integer(members["rank"], "rank", high=self.world_size - 1)
         self.meshes: list[Mesh] = []
-        # Tensors that are split alike share a layout, and what it has worked out.
+        # Tensors with the same split share a layout, and the results that it has cached.
         self.layouts: dict[tuple[int, tuple[tuple[int, int], ...]], Layout] = {}
         self.chunks: dict[str, tuple[Chunk, ...]] = {}
         self.contents: dict[str, str] = {}
@@ -239,7 +243,7 @@ class _Reader:
         return f"rank-{self.rank:05d}-of-{self.world_size:05d}"
 
     def _is_file(self, name: str) -> bool:
-        """rank-r-of-w.safetensors, or with -1, -2, ... behind the w."""
+        """rank-r-of-w.safetensors, or with -1, -2, ... after the w."""
         return re.fullmatch(rf"{self._stem}(-[1-9][0-9]{{0,8}})?\.safetensors", name) is not None
 
     # -- meshes ------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""A committed step as a reader sees it, whatever its version: tensors, tree, and where bytes are.
+"""A committed step as a reader sees it, whatever its version: tensors, tree, and places of bytes.
 
 Owns: which records are read, when, and whether they belong together; which chunks hold a box.
-Invariants: a record is believed only if it is the one that was committed (size, sha256, step,
-attempt, rank); the chunks of a box cover it, each element once. A restore into the layout that was
-saved reads this rank's record, and those of the ranks that wrote what it holds: never all of them.
-Not here: the disk (`read` is handed in), what is done with the bytes (reads), live objects.
+Invariants: a record counts only if it is the committed one (size, sha256, step, attempt, rank). The
+chunks of a box cover it, each element once. A restore into the saved layout reads this rank's
+record, and the records of the ranks that wrote for it, never all records.
+Not here: the disk (the caller passes `read`), the use of the bytes (reads), live objects.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ __all__ = ["PlacedChunk", "Read", "SavedStep", "SavedTensor", "open_step", "read
 
 MANIFEST_NAME = "manifest.json"
 
-# With more groups than these, values of which every group has its own are not compared one by one:
-# a reader in another world would have to read the records of all ranks, only to refuse the values.
+# With more groups than these, values that differ between groups are not compared one by one.
+# Otherwise a reader in another world would read the records of all ranks, only to refuse the
+# values.
 COMPARED_MAX = 64
 
 # (path, at most so many bytes) -> the content of a file.
@@ -67,8 +68,8 @@ class PlacedChunk:
 def open_step(read: Read, directory: str, step: int, rank: int, world_size: int) -> SavedStep:
     """The step in `directory`, for `rank` of a job of `world_size`.
 
-    Reads the manifest; of version 2, also this rank's record, or what another world needs of the
-    others'. Raises ManifestError, MissingFileError or FormatVersionError.
+    Reads the manifest. For version 2, also reads this rank's record, or the records that another
+    world needs. Raises ManifestError, MissingFileError or FormatVersionError.
     """
     path = f"{directory}/{MANIFEST_NAME}"
     manifest = Manifest.decode(_read(read, path, DOCUMENT_BYTES_MAX), path)
@@ -82,7 +83,7 @@ def open_step(read: Read, directory: str, step: int, rank: int, world_size: int)
 
 
 def read_record(read: Read, directory: str, commit: Commit, rank: int) -> Record:
-    """The record of `rank`, if it is the one that was committed. Raises as `open_step` does."""
+    """The record of `rank`, if it is the committed one. Raises as `open_step` does."""
     entry = commit.records[rank]
     path = f"{directory}/{entry.name}"
     raw = _read(read, path, DOCUMENT_BYTES_MAX)
@@ -142,22 +143,25 @@ class SavedStep:
         return 0
 
     def held(self, name: str) -> list[tuple[Ranks, Held]]:
-        """What was saved under a name, for people: the ranks that say so, and what they say."""
+        """The entries under a name, for people: the ranks, and their description."""
         raise NotImplementedError
 
     def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
         """The chunks that meet `box` of a tensor: together they hold each element of it once.
 
         among: the ranks of this job that hold the tensor together; None: this rank has its own.
-        Raises CorruptionError where they do not, StateMismatchError where ranks saved different
-        tensors of this name and no one of them is meant.
+        Raises CorruptionError if the chunks do not cover the box, and StateMismatchError if ranks
+        saved different tensors under this name and none of them belongs to this rank.
         """
         raise NotImplementedError
 
     def unread(self, asked: Iterable[PlacedChunk]) -> list[tuple[str, PlacedChunk]]:
-        """(tensor, chunk) for what this rank has to verify though it did not ask for it, so that
-        all ranks verify all: of a step of one rank every other chunk; of several the others that
-        this rank wrote, if it is at its place again, else nothing."""
+        """(tensor, chunk) that this rank has to verify in addition, so that all ranks verify
+        everything.
+
+        Of a step of one rank, every other chunk. Of a step of several ranks, the other chunks that
+        this rank wrote, if it is at its place again, otherwise nothing.
+        """
         seen = {(chunk.file, chunk.begin) for chunk in asked}
         return [
             (name, chunk)
@@ -171,16 +175,16 @@ class SavedStep:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether only this rank's record is looked at: what others saved besides is not here."""
+        """Whether only this rank's record is read, so entries of other ranks are missing here."""
         return False
 
     def widened(self) -> SavedStep:
-        """The same step with what all ranks saved; itself if it is not narrow."""
+        """The same step with the entries of all ranks; itself if it is not narrow."""
         return self
 
 
 class _WholeStep(SavedStep):
-    """A step of one rank: all is in the manifest."""
+    """A step of one rank: the manifest has everything."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -216,7 +220,7 @@ class _WholeStep(SavedStep):
 
 
 class _Records:
-    """The records of a step, read when they are needed and kept."""
+    """The records of a step, read when they are needed and then kept."""
 
     def __init__(self, read: Read, directory: str, commit: Commit) -> None:
         self.commit = commit
@@ -256,7 +260,7 @@ def _record_error(path: str, expected: str, got: str) -> ManifestError:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """What a group of ranks says of a tensor, in the record of `rank`."""
+    """The description of a tensor by a group of ranks, in the record of `rank`."""
 
     held: Held
     rank: int
@@ -264,8 +268,11 @@ class _Version:
 
 
 class _SharedStep(SavedStep):
-    """A step of several ranks. `own`: this rank, if it is at its place again; `narrow`: look at its
-    record only, which has all that a rank of the same job needs, whatever else the others hold."""
+    """A step of several ranks.
+
+    own: this rank, if it is at its place again. narrow: read only its record, which has everything
+        that a rank of the same job needs, whatever else the others hold.
+    """
 
     def __init__(self, records: _Records, own: int | None, *, narrow: bool) -> None:
         self._records = records
@@ -297,7 +304,8 @@ class _SharedStep(SavedStep):
 
     @cached_property
     def _groups(self) -> dict[str, list[tuple[Ranks, int]]]:
-        """For each name at the top of the state: groups of ranks, and whose record to look at."""
+        """For each name at the top of the state: groups of ranks, and the rank whose record is
+        read."""
         groups: dict[str, list[tuple[Ranks, int]]] = {}
         for key, all_ranks in self._commit.state.items():
             for ranks in all_ranks:
@@ -309,7 +317,7 @@ class _SharedStep(SavedStep):
 
     @cached_property
     def _looked_at(self) -> dict[str, list[tuple[Ranks, int]]]:
-        """The groups whose records are read: one of those that only have values of their own."""
+        """The groups whose records are read: of groups with only their own values, one."""
         return {key: self._sampled(key, groups) for key, groups in self._groups.items()}
 
     def _sampled(self, key: str, groups: list[tuple[Ranks, int]]) -> list[tuple[Ranks, int]]:
@@ -344,7 +352,7 @@ class _SharedStep(SavedStep):
 
     @cached_property
     def _versions(self) -> dict[str, list[_Version]]:
-        """What was saved under each name, in the records that are looked at."""
+        """The entries under each name, in the records that are read."""
         found: dict[str, dict[tuple[Held, int], list[Ranks]]] = {}
         for key, groups in self._looked_at.items():
             for ranks, rank in groups:
@@ -359,7 +367,7 @@ class _SharedStep(SavedStep):
 
     @cached_property
     def tensors(self) -> Mapping[str, SavedTensor]:
-        """Where ranks saved different tensors of one name, that of this rank, else of the first."""
+        """For a name under which ranks saved different tensors, this rank's, else the first."""
         found = {}
         for name, versions in self._versions.items():
             held = (self._own_version(versions) or versions[0]).held
@@ -392,9 +400,9 @@ class _SharedStep(SavedStep):
         return chunks
 
     def _version(self, name: str, among: Sequence[int] | None) -> _Version:
-        """The version of a tensor that is meant: the only one, this rank's, or any of equals.
+        """The version of a tensor to read: the only one, this rank's, or any of several equal ones.
 
-        This rank's own is meant only where the tensor is not one with ranks that saved another.
+        This rank's own is the one to read only if no other ranks saved another tensor with it.
         """
         versions = self._versions[name]
         own = self._own_version(versions)
@@ -430,10 +438,10 @@ class _SharedStep(SavedStep):
         return found
 
     def _writers(self, held: Held, layout: AnyLayout, box: Box) -> Iterable[int]:
-        """The ranks that wrote what meets `box`, each once."""
+        """The ranks that wrote the chunks that meet `box`, each once."""
         own = self._own
         if own is not None and _is_box_of(layout, held.shape, own, box):
-            # The layout that was saved: one box, without a search among those of all ranks.
+            # For the saved layout: one box, without a search among the boxes of all ranks.
             return [layout.replicas(own)[held.writer]]
         met = layout.boxes(held.shape, within=box)
         return dict.fromkeys(ranks[held.writer] for _, ranks in met)
@@ -470,8 +478,11 @@ def _covers(layout: AnyLayout | None, ranks: Sequence[int]) -> bool:
 
 
 def _agrees(other: Held, held: Held, rank: int) -> bool:
-    """Whether the record of `rank` says `other` where another says `held`. Of boxes that a planner
-    chose, a rank need only know its own: the list of all would be in the record of each."""
+    """Whether the record of `rank` has `other` for the tensor that another record has as `held`.
+
+    For boxes that a planner chose, a rank needs to know only its own. Otherwise each record would
+    hold the list of all boxes.
+    """
     if not isinstance(held.layout, ExplicitLayout) or not isinstance(other.layout, ExplicitLayout):
         return other == held
     wrote = set(held.layout.boxes_of(rank)) <= set(other.layout.boxes_of(rank))
@@ -500,7 +511,7 @@ def _ambiguous(name: str, versions: list[_Version]) -> StateMismatchError:
     return StateMismatchError(
         "several ranks saved different tensors under this name",
         facts=facts,
-        hint="restore on as many ranks as saved it: each then takes its own. Or leave the tensor "
+        hint="restore on as many ranks as saved it: each then takes its own. Or leave it "
         "out with skip=. If the ranks share it, save it as a DTensor or in a module under DDP",
     )
 
@@ -526,12 +537,12 @@ def _check_inside(name: str, box: Box, shape: tuple[int, ...]) -> None:
 
 
 def _check_cover(name: str, box: Box, boxes: list[Box], disjoint: bool) -> None:
-    """`boxes`, of which each meets `box`, hold every element of it once."""
+    """Check that `boxes`, each of which meets `box`, hold every element of it once."""
     count = sum(cut.numel for each in boxes if (cut := each.intersection(box)))
     if disjoint and count == box.numel:
         return
     left = [box]
-    # In order, few parts are left at any time; in any other, as many as half of the boxes.
+    # Boxes in order leave few parts at any time. Other orders leave as many as half of the boxes.
     for each in sorted(boxes, key=lambda each: each.offsets):
         left = [rest for part in left for rest in part.minus(each)]
     if left or count != box.numel:

@@ -55,9 +55,11 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The dotted names that patterns may match. taken: those of the live state and, renamed, of the
-    step. saved: those of the step as it has them. live: those of the live state alone; open: its
-    dicts, which take new names, too."""
+    """The dotted names that patterns may match.
+
+    taken: those of the live state and, renamed, of the step. saved: those of the step, not renamed.
+    live: those of the live state alone. open: its dicts, which take new names, too.
+    """
 
     taken: Collection[str]
     saved: Collection[str]
@@ -67,11 +69,12 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a selection found on one rank.
+    """The answer of one rank about a selection.
 
-    patterns: what was given -> the nearest names if it matches nothing here, else None.
-    loads: whether anything is restored. has_rest: whether there is anything that is not.
-    lacks: whether the step lacks something that was asked for.
+    patterns: each given pattern -> the nearest names if it matches nothing here, else None.
+    loads: whether anything is restored.
+    has_rest: whether anything is not restored.
+    lacks: whether the step lacks a requested entry.
     """
 
     patterns: Mapping[str, list[str] | None]
@@ -92,7 +95,7 @@ class _Pattern:
         return self.covers(name) or self._matches(name) is not None
 
     def covers(self, name: str) -> bool:
-        """Whether the pattern stands for `name` and all that may be below it."""
+        """Whether the pattern matches `name` and everything below it."""
         return not self._is_glob and _is_below(name, self._literal)
 
     def reaches(self, name: str) -> bool:
@@ -101,15 +104,15 @@ class _Pattern:
         return not name or literal.startswith(below) or below.startswith(literal)
 
     def nearest(self, names: Collection[str]) -> list[str]:
-        """What may have been meant."""
+        """Suggestions for a pattern that matches nothing."""
         return _nearest_glob(self.text, names) if self._is_glob else nearest(self.text, names)
 
 
 class Selection:
     """Which names of the live state are restored, and under which names the step has them.
 
-    `rename` maps prefixes of saved names to prefixes of live ones. Not `strict`: what the step
-    lacks keeps its live value, and what has no place here is left out.
+    `rename` maps prefixes of saved names to prefixes of live ones. Without `strict`, an entry that
+    the step lacks keeps its live value, and an entry without a live place is left out.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class Selection:
 
     @property
     def has_patterns(self) -> bool:
-        """Whether anything was given that may match nothing."""
+        """Whether any pattern was given that may match nothing."""
         return not self.is_everything or bool(self.rename)
 
     def takes(self, name: str) -> bool:
@@ -154,18 +157,18 @@ class Selection:
         return self._only is None or any(pattern.reaches(name) for pattern in self._only)
 
     def renamed(self, name: str) -> str:
-        """The live name of what was saved as `name`; the longest prefix decides."""
+        """The live name of the saved `name`; the longest prefix decides."""
         for saved in sorted(self.rename, key=len, reverse=True):
             if _is_below(name, saved):
                 return self.rename[saved] + name[len(saved) :]
         return name
 
     def renames_below(self, name: str) -> bool:
-        """Whether a name below `name` has to be renamed by a prefix of its own."""
+        """Whether a name below `name` is renamed by a prefix of its own."""
         return any(not name or saved.startswith(f"{name}.") for saved in self.rename)
 
     def answers(self, names: Names) -> dict[str, list[str] | None]:
-        """Each pattern that was given -> None if it matches a name, else the nearest names."""
+        """Each given pattern -> None if it matches a name, else the nearest names."""
         found: dict[str, list[str] | None] = {}
         for argument, patterns in (("only", self._only or ()), ("skip", self._skip)):
             for pattern in patterns:
@@ -183,8 +186,11 @@ class Selection:
 
 
 def check_answers(answers: Sequence[Answer]) -> None:
-    """Raise UsageError for patterns that match nothing on any rank, StateMismatchError where no
-    rank would load anything. Raises alike on all ranks."""
+    """Check the answers of all ranks. Raises the same error on all ranks.
+
+    Raises UsageError for patterns that match nothing on any rank, and StateMismatchError if no rank
+    would load anything.
+    """
     unmatched: dict[str, list[str]] = {}
     matched: set[str] = set()
     for answer in answers:
@@ -209,13 +215,13 @@ def check_answers(answers: Sequence[Answer]) -> None:
 
 
 def suggested(names: Iterable[str]) -> str:
-    """What may have been meant, for a message."""
+    """Suggestions, for a message."""
     near = [f'"{name}"' for name in dict.fromkeys(names)]
     return f"nearest: {', '.join(near[: 2 * _NEAR]) or 'no similar name'}"
 
 
 def nearest(text: str, names: Collection[str]) -> list[str]:
-    """Names, or what stands above names, that are most like `text`."""
+    """Names, or prefixes of names, that are most like `text`."""
     below = {
         name[: f"{name}.".index(f".{text}.") + len(text) + 1]
         for name in names
@@ -235,7 +241,7 @@ def nearest(text: str, names: Collection[str]) -> list[str]:
 
 
 def _nearest_glob(text: str, names: Collection[str]) -> list[str]:
-    """The glob with a part that no name has replaced by what names have."""
+    """The glob, with a part that occurs in no name replaced by similar parts of names."""
     known = {part for name in names for part in name.split(".")}
     parts = text.split(".")
     for index, part in enumerate(parts):
@@ -246,7 +252,7 @@ def _nearest_glob(text: str, names: Collection[str]) -> list[str]:
 
 
 def _close(part: str, known: Collection[str]) -> list[str]:
-    """What is like `part`; all, where there are few."""
+    """Parts like `part`; all parts if there are few."""
     found = difflib.get_close_matches(part, known, _NEAR, cutoff=0.5)
     return found or (sorted(known) if len(known) <= 2 * _NEAR else [])
 

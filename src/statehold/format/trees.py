@@ -1,10 +1,10 @@
-"""The state as several ranks saw it, as one tree. Pure: works on encoded nodes (values).
+"""The states of several ranks as one tree. Pure: works on encoded nodes (values).
 
-Owns: `merge`; looking into encoded nodes without decoding them.
-Invariants: dicts are united by key, in the order of first appearance; what is equal stays; where
-values differ, a rank that is at its place again keeps its own, any other gets Differs, and never a
+Owns: `merge`, and looking into encoded nodes without decoding them.
+Invariants: dicts are united by key, in the order of first appearance. Equal values stay. If values
+differ, a rank that is at its place again keeps its own. Any other rank gets Differs, and never a
 guess.
-Not here: which ranks say the same (manifest), what live objects make of it (state).
+Not here: which ranks agree (manifest), the live objects (tensors).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PAIRS = ("$dict", "$ordered")
 _GROUPS, _GROUP, _PARAMS = "param_groups", "a group", "params"
 _Members = Mapping[str, tuple[Any, Any]]
 
-# The ranks that say so, and what they say.
+# The ranks that have the node, and the node.
 Tree = tuple[Ranks, Any]
 
 
@@ -41,9 +41,9 @@ class Differs:
 
 
 def merge(trees: Sequence[Tree], rank: int, same_world: bool) -> Any:
-    """One tree of what groups of ranks say. With `same_world`, `rank` was one of those ranks.
+    """One tree from the trees of groups of ranks. With `same_world`, `rank` was one of those ranks.
 
-    Lists of the same length are merged item by item if they hold containers only; the parameter
+    Lists of the same length are merged item by item if they hold only containers. The parameter
     names of optimizer groups are united. Raises ValueError for no trees.
     """
     if not trees:
@@ -54,8 +54,8 @@ def merge(trees: Sequence[Tree], rank: int, same_world: bool) -> Any:
 def members_of(node: Any) -> dict[str, tuple[Any, Any]] | None:
     """{name: (key node, node)} of a dict; None for other nodes.
 
-    The name is the key where that is a plain str, else `$` and the JSON of its node: no plain key
-    begins so.
+    The name is the key if the key is a plain str. Otherwise it is `$` and the JSON of the key's
+    node; no plain key begins with `$`.
     """
     if type(node) is not dict:
         return None
@@ -71,7 +71,7 @@ def members_of(node: Any) -> dict[str, tuple[Any, Any]] | None:
 
 
 def tensors_of(node: Any) -> Iterator[str]:
-    """The names of the tensors that a node refers to, in order; each time it does."""
+    """The names of the tensors that a node refers to, in order, with repetitions."""
     left = [node]
     while left:
         node = left.pop()
@@ -92,7 +92,7 @@ def _name_of(key: Any) -> str:
 
 
 def _text(node: Any) -> str:
-    """Equal for nodes of equal values of the same types: 1, 1.0 and true are three."""
+    """A key that is equal for equal values of the same type: 1, 1.0 and true differ."""
     return json.dumps(node, sort_keys=True)
 
 
@@ -157,7 +157,7 @@ def _is_names(node: Any) -> bool:
 
 
 def _sequence_tag(nodes: Sequence[Any]) -> str | None:
-    """What to merge item by item: "" for lists, "$tuple" for tuples, None for anything else."""
+    """The container to merge item by item: "" for lists, "$tuple" for tuples, None for others."""
     tag = "$tuple" if type(nodes[0]) is dict else ""
     lists = [_items_of(node, tag) for node in nodes]
     if len({len(items) for items in lists}) > 1 or not all(map(_is_nested, lists)):
