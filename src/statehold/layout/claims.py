@@ -1,23 +1,23 @@
-"""Which tensors that several ranks hold under one name are one tensor: learned, and verified.
+"""Learns and verifies which tensors of one name, on several ranks, are one tensor.
 
-A DTensor on a mesh of all ranks says by itself who holds what. But under tensor parallelism a norm
-is a DTensor on the data-parallel mesh alone, once for each tensor-parallel rank, and a buffer is a
-plain tensor everywhere: one tensor to the model, several to us. Experts that every rank keeps
-under the same name look exactly alike, and are not one tensor. Trusting the name loses experts,
-trusting nothing writes everything many times. So:
+A DTensor on a mesh of all ranks says which rank holds what. But under tensor parallelism a norm is
+a DTensor on the data-parallel mesh alone, once for each tensor-parallel rank. A buffer is a plain
+tensor everywhere. Both are one tensor to the model, and several to us. Experts that every rank
+keeps under the same name look exactly alike, and are not one tensor. Trusting the name would lose
+experts; trusting nothing would write everything many times. So:
 
     first save      every claimant writes its own version; the ranks compare fingerprints of the
-                    contents, and those that are equal on all claimants are learned
-    later saves     learned tensors are laid out as replicas and written once; the fingerprints
-                    are still compared: a difference fails the save, and all is learned anew
+                    contents, and learn those that are equal on all claimants
+    later saves     learned tensors are laid out as replicas and written once; the ranks still
+                    compare fingerprints; a difference fails the save, and learning starts again
 
 A claim is the tensors of one rank on one mesh that is not the whole world (a plain tensor's mesh is
-its rank). Claims with the same tensors in the same shape, on meshes of the same shape that do not
-overlap, are siblings.
+its rank). Claims with the same tensors in the same shape are siblings if their meshes have the same
+shape and do not overlap.
 
-Invariants: all ranks use, for a save, what the last one but one before it taught (no more saves
-than that are under way), so they plan alike; a rank that missed an outcome has another `version`
-than the others, and the committer fails the save for it.
+Invariants: for a save, all ranks use the lessons up to the last save but one before it (no more
+saves than that are under way), so they plan alike. A rank that missed an outcome has another
+`version` than the others, and the committer fails the save for it.
 Not here: fingerprints (tensors/fingerprints), messages between ranks (peers), who writes (share).
 """
 
@@ -60,7 +60,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Siblings:
-    """Claims on `meshes` that are the same for the tensors `equal`, and not for the others."""
+    """Claims on `meshes` that are equal for the tensors `equal`, and not for the others."""
 
     meshes: tuple[Mesh, ...]
     equal: tuple[str, ...]
@@ -71,9 +71,9 @@ Lesson = Mapping[str, Siblings]  # by the key of the claims
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The tensors of a claim whose contents have to be compared.
+    """The tensors of a claim whose contents must be compared.
 
-    learned: among how many siblings they were found equal and have to stay so; 0 when unknown.
+    learned: the number of siblings among which they were equal, and must stay equal; 0 if unknown.
     """
 
     claim: Claim
@@ -83,14 +83,14 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The specs with the layouts that are known, and what is to be compared for them."""
+    """The specs with the known layouts, and the comparisons that they need."""
 
     specs: list[TensorSpec]
     comparisons: tuple[Comparison, ...]
 
 
 class Claims:
-    """What one rank knows. `learn` and `forget` may be called from another thread."""
+    """The knowledge of one rank. `learn` and `forget` may be called from another thread."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
@@ -100,21 +100,23 @@ class Claims:
         self._resolved = Resolved([], ())
 
     def learn(self, save: int, lesson: Lesson) -> None:
-        """What the committed save number `save` has taught; may be nothing."""
+        """Take in the lesson of the committed save number `save`; it may be empty."""
         self._due[save] = lesson
 
     def forget(self, save: int) -> None:
-        """The save failed, here or everywhere: start anew."""
+        """The save failed, here or everywhere: start again."""
         self._due[save] = None
 
     @property
     def version(self) -> str:
-        """Equal on all ranks that know the same, which is what planning alike needs."""
+        """Equal on all ranks with the same knowledge, which they need to plan alike."""
         return _digest(lesson_document(self._known))
 
     def resolve(self, specs: Sequence[TensorSpec], settled: int) -> Resolved:
-        """What holds for a save, by the saves up to the number `settled`, which have ended; cheap
-        while the specs stay equal."""
+        """The knowledge for a save, from the saves up to number `settled`, which have ended.
+
+        Cheap while the specs stay equal.
+        """
         changed = self._absorb(settled)
         specs = list(specs)
         if changed or specs != self._specs:
@@ -176,7 +178,7 @@ def _splits(spec: TensorSpec) -> tuple[tuple[int, int], ...]:
 
 
 def _joined(meshes: Sequence[Mesh]) -> Mesh:
-    """All siblings' meshes as one: a new axis in front, along which they replicate."""
+    """The meshes of all siblings as one: a new axis in front, along which they replicate."""
     ranks = tuple(rank for mesh in meshes for rank in mesh.ranks)
     return Mesh((len(meshes), *meshes[0].shape), ranks)
 
@@ -191,10 +193,10 @@ def _layout_on(mesh: Mesh, spec: TensorSpec) -> Layout:
 def message(
     rank: int, comparisons: Iterable[Comparison], fingerprints: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What `rank` tells the committer, as plain values.
+    """The message of `rank` to the committer, as plain values.
 
-    A mesh is told by its first rank alone. Contents that should be equal are told as one digest, so
-    that the messages of steady saves do not grow with the tensors.
+    The first rank of a mesh stands for the mesh. Contents that should be equal become one digest,
+    so the messages of steady saves do not grow with the tensors.
     """
     told = {}
     for comparison in comparisons:
@@ -212,9 +214,9 @@ def message(
 
 
 def judge(messages: Sequence[Mapping[str, Any]]) -> Lesson:
-    """What the messages of all ranks, in order, teach.
+    """The lesson from the messages of all ranks, in order.
 
-    Raises ReplicasDifferError where what had been learned is no longer so.
+    Raises ReplicasDifferError if a learned tensor has diverged.
     """
     by_key: defaultdict[str, dict[int, Any]] = defaultdict(dict)
     for rank, told in enumerate(messages):
@@ -232,12 +234,12 @@ def judge(messages: Sequence[Mapping[str, Any]]) -> Lesson:
 
 
 def _compared(entries: Mapping[int, Any]) -> Siblings:
-    """The meshes all of whose ranks claim, and what is equal on all of them."""
+    """The meshes all of whose ranks claim, and the tensors that are equal on all of them."""
     told = [_mesh_of_document(entry["mesh"]) for entry in entries.values() if entry["mesh"]]
     meshes = tuple(mesh for mesh in told if all(rank in entries for rank in mesh.ranks))
     ranks = [rank for mesh in meshes for rank in mesh.ranks]
     if len(set(ranks)) != len(ranks):
-        return Siblings(meshes, ())  # meshes that overlap: nothing can be said
+        return Siblings(meshes, ())  # meshes that overlap: no conclusion
     names = next(iter(entries.values()))["names"]
     same = [True] * len(names)
     for alike in zip(*(mesh.ranks for mesh in meshes), strict=True):

@@ -1,8 +1,8 @@
-"""Runs of elements as boxes: what a range of a tensor's bytes is in its rows and columns.
+"""Runs of elements as boxes: the rows and columns of a range of a tensor's bytes.
 
 Owns: the cutting of elements [begin, end), counted in C order, into boxes.
-Invariants: the boxes are disjoint, in the order of their elements, each dense in that order, and
-few: at most one fewer than twice the dims.
+Invariants: the boxes are disjoint, in the order of their elements, and each dense in that order.
+Their number is less than twice the number of dims.
 Not here: which bytes are read or written (ranges, plan), who moves them (devices).
 """
 

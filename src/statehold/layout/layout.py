@@ -1,14 +1,14 @@
 """Layouts: which rank holds which box of a tensor. Pure arithmetic.
 
-Owns: boxes, sets of ranks, meshes of ranks, and how a tensor is split over a mesh.
-Invariants: the boxes of a Layout cover the tensor, and two of them are equal or disjoint; ranks
-that differ only along mesh axes without a split hold the same box (replicas). An ExplicitLayout is
-what somebody else decided, and promises nothing: whoever reads by it checks that it covers.
+Owns: boxes, sets of ranks, meshes of ranks, and the split of a tensor over a mesh.
+Invariants: the boxes of a Layout cover the tensor, and two of them are equal or disjoint. Ranks
+that differ only along mesh axes without a split hold the same box (replicas). An ExplicitLayout
+comes from elsewhere and promises nothing: its readers check that it covers the tensor.
 Not here: torch (tensors/placements reads layouts off tensors), who writes what (share), files.
 
-A split cuts what the splits before it left, as `torch.chunk` does: pieces of ceil(n / parts), the
-last ones smaller or empty. FSDP over tensor parallel on one dimension is the split of the tensor
-parallel axis first, and the data parallel axis second, whatever the order of the mesh axes.
+A split cuts the part that the splits before it left, as `torch.chunk` does: pieces of ceil(n /
+parts), the last ones smaller or empty. FSDP over tensor parallel on one dimension splits the
+tensor-parallel axis first and the data-parallel axis second, whatever the order of the mesh axes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Box:
         return tuple(map(sum, zip(self.offsets, self.shape, strict=True)))
 
     def intersection(self, other: Box) -> Box | None:
-        """What both hold, or None where that is nothing."""
+        """The elements of both boxes, or None if there are none."""
         lows = tuple(map(max, self.offsets, other.offsets))
         shape = tuple(
             min(a, b) - low for low, a, b in zip(lows, self.ends, other.ends, strict=True)
@@ -55,7 +55,7 @@ class Box:
         return Box(lows, shape) if all(size > 0 for size in shape) else None
 
     def minus(self, other: Box) -> list[Box]:
-        """What only this box holds, as boxes that are disjoint."""
+        """The elements of only this box, as disjoint boxes."""
         cut = self.intersection(other)
         if cut is None:
             return [self] if self.numel else []
@@ -82,7 +82,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A set of ranks as ranges [first, last], ascending and apart; thousands are often one."""
+    """A set of ranks as ranges [first, last], ascending and separate; thousands are often one."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -112,7 +112,7 @@ class Ranks:
         return rank <= self._end_after(rank)
 
     def _end_after(self, rank: int) -> int:
-        """The last of the range that `rank` is in; -1 if it is in none."""
+        """The last rank of the range that `rank` is in; -1 if it is in none."""
         index = bisect_right(self.ranges, rank, key=itemgetter(0)) - 1
         last = self.ranges[index][1] if index >= 0 else -1
         return last if rank <= last else -1
@@ -146,7 +146,7 @@ class Mesh:
         return rank in self._places
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Where a rank is, one index an axis. KeyError for a rank outside."""
+        """The coordinates of a rank, one index an axis. KeyError for a rank outside."""
         place = self._places[rank]
         coordinate = []
         for size in reversed(self.shape):
@@ -177,7 +177,7 @@ class _Cut(NamedTuple):
     indices: tuple[tuple[int, int], ...]
 
     def parts(self, axis: int, count: int, low: int, end: int) -> Iterator[_Cut]:
-        """Those of its `count` parts along a mesh axis that meet [low, end)."""
+        """The parts, of `count` along a mesh axis, that meet [low, end)."""
         step = -(-self.size // count)
         first = max(0, low - self.begin) // step
         last = min(-(-self.size // step), -(-(end - self.begin) // step))
@@ -208,15 +208,16 @@ class Layout:
         return math.prod(self.mesh.shape[axis] for axis in self.replica_axes)
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
-        """What `rank` holds of a tensor of `shape`; may be empty. KeyError for a rank outside."""
+        """The box that `rank` holds of a tensor of `shape`; may be empty. KeyError for a rank
+        outside."""
         return self._box(shape, self.mesh.coordinate(rank))
 
     def largest_box(self, shape: Sequence[int]) -> Box:
-        """The box at the first coordinate: no other is larger in any dimension."""
+        """The box at the first coordinate; no other box is larger in any dimension."""
         return self._box(shape, (0,) * len(self.mesh.shape))
 
     def replica_index(self, rank: int) -> int:
-        """The place of a rank among those that hold its box."""
+        """The place of a rank among the ranks that hold its box."""
         coordinate, index = self.mesh.coordinate(rank), 0
         for axis in self.replica_axes:
             index = index * self.mesh.shape[axis] + coordinate[axis]
@@ -229,9 +230,9 @@ class Layout:
     def boxes(
         self, shape: Sequence[int], within: Box | None = None
     ) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """Each distinct box that is not empty, and its ranks; only those that meet `within`.
+        """Each distinct non-empty box and its ranks; only boxes that meet `within`.
 
-        Takes time in proportion to the boxes that are returned, not to those that exist.
+        Takes time in proportion to the returned boxes, not to all boxes.
         """
         within = within or Box.whole(shape)
         lists = [self._cuts(dim, size, within) for dim, size in enumerate(shape)]
@@ -288,14 +289,14 @@ class ExplicitLayout:
     def boxes(
         self, shape: Sequence[int], within: Box | None = None
     ) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """Each box that is not empty, and its rank; only those that meet `within`."""
+        """Each non-empty box and its rank; only boxes that meet `within`."""
         within = within or Box.whole(shape)
         for box, rank in self.placed:
             if box.numel and box.intersection(within):
                 yield box, (rank,)
 
     def boxes_of(self, rank: int) -> list[Box]:
-        """The boxes that are not empty of one rank."""
+        """The non-empty boxes of one rank."""
         return [box for box, owner in self.placed if owner == rank and box.numel]
 
 

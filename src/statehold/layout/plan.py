@@ -1,12 +1,12 @@
-"""Where every byte of a data file goes: pure arithmetic.
+"""The place of every byte of a data file: pure arithmetic.
 
 Owns: the order of tensors in a data file, their offsets, the header with the step in it, and the
 grid of checksummed pieces.
-Invariants: the same specs give the same plan; tensors tile [data_begin, file_bytes) in file order,
-each aligned to its dtype; two plans that differ only in the step have the same size and offsets; a
+Invariants: the same specs give the same plan. Tensors tile [data_begin, file_bytes) in file order,
+each aligned to its dtype. Two plans that differ only in the step have the same size and offsets. A
 piece lies in one tensor (or the header) and in one grid block.
-Not here: who writes what (share), the bytes, the disk, the checksums' values (manifest), what to
-read (reads).
+Not here: who writes what (share), the bytes, the disk, the checksums' values (manifest), the reads
+(reads).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = [
 ]
 
 BLOCK_BYTES = 1 * MiB
-# The step has twelve digits in directory names and in headers, so that a name or a header never
-# changes its size, and names sort as numbers do.
+# The step has twelve digits in directory names and in headers. So a name or a header never changes
+# its size, and names sort as numbers do.
 STEP_DIGITS = 12
 STEP_MAX = 10**STEP_DIGITS - 1
 WORLD_MAX = 99_999
-# The step is the first thing in every header: its place needs no search in names that users chose.
+# The step comes first in every header, so its place needs no search in names that users chose.
 _STEP_KEY = "statehold.step"
 _STEP_AT = header.LENGTH_BYTES + len(f'{{"{header.METADATA}":{{"{_STEP_KEY}":"')
 
@@ -49,8 +49,8 @@ _STEP_AT = header.LENGTH_BYTES + len(f'{{"{header.METADATA}":{{"{_STEP_KEY}":"')
 class TensorSpec:
     """A tensor to save, or the box of one. `eager`: it may change soon, so it is copied first.
 
-    `shape` and `nbytes` are those of the box; `layout` is None for a tensor of this rank alone,
-    `global_shape` None for `shape`, `offsets` None for zeros.
+    `shape` and `nbytes` are those of the box. `layout` is None for a tensor of this rank alone.
+    `global_shape` is None if it equals `shape`, and `offsets` is None for zeros.
     """
 
     name: str
@@ -65,8 +65,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """One data file. `specs` and `begins` (absolute offsets) are in file order;
-    `source_index[i]` is where `specs[i]` was in the input."""
+    """One data file. `specs` and `begins` (absolute offsets) are in file order.
+
+    `source_index[i]` is the index of `specs[i]` in the input.
+    """
 
     step: int
     world_size: int
@@ -93,7 +95,8 @@ class SavePlan:
 
 
 def file_name(rank: int, world_size: int, part: int = 0) -> str:
-    """A file holds a name once: a rank with several boxes of one tensor has more, with a number."""
+    """A file holds a name once. A rank with several boxes of one tensor has more files, with a
+    number."""
     number = f"-{part}" if part else ""
     return f"rank-{rank:05d}-of-{world_size:05d}{number}.safetensors"
 
@@ -119,9 +122,9 @@ def plan_save(
 ) -> SavePlan:
     """Plan the data file of `rank`, or number `part` of its files.
 
-    Widest dtypes first, so that every tensor is aligned to its dtype without holes; among equals
-    the eager ones, so that they share blocks; then the order of the input. Raises UsageError for a
-    step out of range, InvariantError for specs that contradict themselves.
+    The widest dtypes come first, so that every tensor is aligned to its dtype without holes. Among
+    these, eager tensors come first, so that they share blocks. The rest follows the input. Raises
+    UsageError for a step out of range, InvariantError for specs that contradict themselves.
     """
     _check_specs(specs)
     bits = header.DTYPE_BITS
@@ -161,7 +164,7 @@ def _check_specs(specs: Sequence[TensorSpec]) -> None:
 
 
 def step_of(given: Any) -> int:
-    """A step that a user gave: an int, or what stands for one exactly, such as a NumPy integer."""
+    """A step from a user: an int, or a value that equals one exactly, such as a NumPy integer."""
     is_bool = isinstance(given, bool) or str(getattr(given, "dtype", "")).endswith("bool")
     try:
         step = -1 if is_bool else operator.index(given)
@@ -184,10 +187,10 @@ def _digits(step: int) -> str:
 
 
 def _metadata(specs: Sequence[TensorSpec], step: int, world_size: int) -> dict[str, str]:
-    """The strings of `__metadata__`: ours, and those that the stock DCP reader asks for.
+    """The strings of `__metadata__`: ours, and those that the stock DCP reader needs.
 
-    DCP takes the box of a chunk from `saved_offsets` and the shape in the header; the global
-    shape it guesses from the files that are there, which is why we also record it.
+    DCP takes the box of a chunk from `saved_offsets` and from the shape in the header. It guesses
+    the global shape from the existing files, so we record that, too.
     """
     offsets, shapes = {}, {}
     for spec in specs:

@@ -1,10 +1,10 @@
-"""Which bytes of a chunk have to be read for a box of it: pure arithmetic.
+"""The bytes of a chunk to read for a box of it: pure arithmetic.
 
 Owns: the ranges of a file that hold the wanted elements, widened to whole pieces, because a piece
-can only be verified whole.
-Invariants: the ranges are sorted and disjoint, cover every wanted element, begin and end where
-pieces do, and leave out what lies at least one piece away from all that is wanted. Where the wanted
-bytes lie together, the pieces of which all is wanted are a range of their own.
+can only be verified as a whole.
+Invariants: the ranges are sorted and disjoint. They cover every wanted element, begin and end at
+pieces, and leave out bytes that lie at least one piece away from all wanted ones. If the wanted
+bytes are contiguous, the pieces that are wanted as a whole are a range of their own.
 Not here: who has the chunk (saved), where the elements go (reads), the reading (engine).
 """
 
@@ -38,9 +38,10 @@ class Range:
 def ranges(
     begin: int, sums: str, shape: Sequence[int], wanted: Box, item_bytes: int, block_bytes: int
 ) -> list[Range]:
-    """What to read of a chunk of `shape` at file offset `begin` for the elements in `wanted`.
+    """The ranges to read of a chunk of `shape` at file offset `begin`, for the elements in
+    `wanted`.
 
-    `wanted` is counted from the chunk's first element; `sums` are those of the whole chunk.
+    `wanted` counts from the chunk's first element. `sums` are those of the whole chunk.
     """
     end = begin + math.prod(shape) * item_bytes
     first_block = begin // block_bytes
@@ -71,8 +72,8 @@ def _extents(
 ) -> Iterator[tuple[int, int]]:
     """Byte ranges of the dense chunk that hold `wanted`, in order.
 
-    The outer dims are gone through index by index as long as what lies between two indices is
-    longer than a piece; the dims further in are taken from their first to their last element.
+    The outer dims are taken index by index while the gap between two indices is longer than a
+    piece. The inner dims are taken from their first to their last element.
     """
     if not wanted.numel:
         return
@@ -93,7 +94,7 @@ def _extents(
 def _joined(
     extents: Iterable[tuple[int, int]], begin: int, block_bytes: int
 ) -> Iterator[tuple[int, int]]:
-    """The extents as file ranges widened to the grid, those that meet as one."""
+    """The extents as file ranges widened to the grid; ranges that meet become one."""
     current: tuple[int, int] | None = None
     for low, high in extents:
         low = (begin + low) // block_bytes * block_bytes

@@ -1,20 +1,20 @@
-"""Which rank writes which part of a state that many ranks hold: pure arithmetic, no talking.
+"""Which rank writes which part of a state that many ranks hold: pure arithmetic, no messages.
 
-Owns: the choice of the writer of every box that several ranks hold, the cutting of large ones, and
+Owns: the choice of the writer of every box that several ranks hold, the cutting of large boxes, and
 the cache that keeps a rank's share with the plan of its data file.
-Invariants: every element of a tensor with a layout is written by exactly one rank, a tensor without
-one by each rank that has it. All ranks of a mesh choose alike: they see the same tensors, and
-choose by global shapes and names alone, never by the size of their own box. Counting every box as
-the largest of its tensor, no replica writes more than the mean of the replicas and one item (a
-piece, or a tensor that is not cut). The time depends on a rank's own tensors, hardly on how many
-ranks there are.
-Not here: boxes (layout), the file (plan), what is on disk (record).
+Invariants: exactly one rank writes every element of a tensor with a layout. Each rank writes its
+tensors without a layout. All ranks of a mesh choose alike: they see the same tensors, and choose
+    only by global shapes and names, never by the size of their own box. If every box counts as the
+    largest of its tensor, no replica writes more than the mean of the replicas and one item (a
+    piece, or a tensor that is not cut). The time depends on a rank's own tensors, and hardly on the
+    number of ranks.
+Not here: boxes (layout), the file (plan), the documents on disk (record).
 
-A box that R replicas hold can be cut into P pieces for each P of a ladder of divisors of R, along
-dim 0: neighbouring replicas take one piece each, and the R / P groups of neighbours are the
-choices. Items go to the group with the fewest bytes, finest cuts first, then the largest, which is
+A box that R replicas hold can be cut into P pieces along dim 0, for each P of a ladder of divisors
+of R. Neighbouring replicas take one piece each, and the R / P groups of neighbours are the choices.
+Items go to the group with the fewest bytes, finest cuts first, then the largest items. This is
 longest-processing-time scheduling. Splitting everything over all replicas was rejected: over
-thousands of them a piece would be a few hundred bytes, and a restore as many reads.
+thousands of replicas a piece would be a few hundred bytes, and a restore would need as many reads.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ PIECE_BYTES = 1 * MiB  # no piece of the largest box is cut smaller
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a record says of a tensor that its rank holds, written there or not.
+    """The entry of a record for a tensor that its rank holds, written there or not.
 
-    `shape` is global. `layout` is the one written (a large replicated tensor is split over its
-    replicas), None for a tensor that is this rank's own. `writer` is the replica that writes.
+    `shape` is global. `layout` is the written one (a large replicated tensor is split over its
+    replicas), or None for a tensor that is this rank's own. `writer` is the replica that writes.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank writes: `rows` (of dim 0; None: all) of the captured spec number `source`."""
+    """A part that this rank writes: `rows` (of dim 0; None: all) of the captured spec `source`."""
 
     spec: TensorSpec
     source: int
@@ -83,9 +83,9 @@ class Share:
 
 
 def share(specs: Sequence[TensorSpec], rank: int) -> Share:
-    """What `rank`, which holds `specs`, writes; `held` is in the order of `specs`.
+    """The part that `rank` writes of its `specs`; `held` is in the order of `specs`.
 
-    Raises InvariantError for a spec whose box is not the one that its layout gives this rank.
+    Raises InvariantError for a spec whose box differs from the one that its layout gives this rank.
     """
     written = [(spec.layout, 0) for spec in specs]
     for members in _replicated(specs):
@@ -116,7 +116,7 @@ def _part(
     if layout.replica_count > 1 and layout.replica_index(rank) != writer:
         return None
     box = own if layout is spec.layout else layout.box(_global_shape(spec), rank)
-    # On a mesh of one rank nobody else could tell that an empty tensor exists.
+    # On a mesh of one rank, only that rank can tell that an empty tensor exists.
     if not box.numel and len(layout.mesh.ranks) > 1:
         return None
     if box == own:
@@ -147,7 +147,7 @@ def _spec_of(spec: TensorSpec, box: Box) -> TensorSpec:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A way to cut: each run of `parts` neighbouring replicas shares a box, a piece each.
+    """A way to cut: each run of `parts` neighbouring replicas shares a box, with a piece for each.
 
     Axis `refined` of the old mesh is two axes in `mesh`, unless it is beyond the last one.
     """
@@ -158,7 +158,7 @@ class _Cut:
     axes: tuple[int, ...]  # of `mesh`, that hold the neighbours
 
     def layout(self, of: Layout) -> Layout:
-        """The layout as written: the pieces are cut after, and out of, the boxes of `of`."""
+        """The written layout: the pieces are cut after, and out of, the boxes of `of`."""
         kept = [(axis + (axis > self.refined), dim) for axis, dim in of.splits]
         return Layout(self.mesh, (*kept, *[(axis, 0) for axis in self.axes]))
 
@@ -178,19 +178,20 @@ class _Item:
 
 
 def _replicated(specs: Sequence[TensorSpec]) -> Iterable[list[int]]:
-    """The tensors that several ranks hold, by the mesh and the axes along which they do."""
+    """The tensors that several ranks hold, by the mesh and the axes along which they hold them."""
     groups: defaultdict[tuple[Mesh, tuple[int, ...]], list[int]] = defaultdict(list)
     for index, spec in enumerate(specs):
         layout = spec.layout
-        # Eager tensors stay with the first replica: DistributedDataParallel takes the buffers of
-        # rank 0 for the true ones, whatever the others have computed meanwhile.
+        # Eager tensors stay with the first replica. DistributedDataParallel takes the buffers of
+        # rank 0 for the true ones, even if the others have computed other values meanwhile.
         if layout is not None and layout.replica_count > 1 and not spec.eager:
             groups[layout.mesh, layout.replica_axes].append(index)
     return groups.values()
 
 
 def _choose(specs: Sequence[TensorSpec]) -> list[tuple[Layout | None, int]]:
-    """(layout as written, writer) of each of `specs`, which have one mesh and replica axes."""
+    """(written layout, writer) of each of `specs`, which have one mesh and the same replica
+    axes."""
     layouts = [spec.layout for spec in specs if spec.layout is not None]
     ladder = _ladder(layouts[0].mesh, layouts[0].replica_axes)
     items = [_item(spec, member, ladder) for member, spec in enumerate(specs)]
@@ -226,7 +227,7 @@ def _primes(n: int) -> Iterator[int]:
 
 
 def _cut(mesh: Mesh, axes: Sequence[int], parts: int) -> _Cut:
-    """Cut over the last replica axes; an axis that `parts` does not use up becomes two."""
+    """Cut over the last replica axes. An axis that `parts` does not use up becomes two."""
     shape, refined, cut, left = list(mesh.shape), len(mesh.shape), [], parts
     for axis in reversed(axes):
         size = mesh.shape[axis]
@@ -244,7 +245,7 @@ def _cut(mesh: Mesh, axes: Sequence[int], parts: int) -> _Cut:
 
 
 def _item(spec: TensorSpec, member: int, ladder: Sequence[_Cut]) -> _Item:
-    """The finest cut that pays, by the nominal size: that of the largest box."""
+    """The finest cut that pays, by the nominal size, which is the size of the largest box."""
     assert spec.layout is not None
     shape = spec.layout.largest_box(_global_shape(spec)).shape
     nbytes = -(-header.DTYPE_BITS[spec.dtype] * math.prod(shape) // 8)
@@ -263,9 +264,9 @@ def _item(spec: TensorSpec, member: int, ladder: Sequence[_Cut]) -> _Item:
 def _schedule(items: Sequence[_Item], parts: Sequence[int]) -> Iterator[tuple[_Item, int]]:
     """Each item and the group of neighbours that writes it; `parts` is the ladder.
 
-    A heap entry is a run of groups with equal load: there are at most twice as many as items,
-    however many groups. The longest run is taken first, and in its middle, so that a few items go
-    to groups far apart: to other hosts.
+    A heap entry is a run of groups with equal load. There are at most twice as many entries as
+    items, however many groups there are. The longest run is taken first, and in its middle, so a
+    few items go to groups that are far apart, on other hosts.
     """
     heap = [(0, -1, 0)]  # bytes, minus the length of the run, its first group
     size = parts[-1]
@@ -287,15 +288,18 @@ def _schedule(items: Sequence[_Item], parts: Sequence[int]) -> Iterator[tuple[_I
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank writes, and where in its data file: `save` plans the specs of `share.parts`,
-    whose places `save.source_index` gives in file order."""
+    """The part that a rank writes, and its place in the data file.
+
+    `save` plans the specs of `share.parts`; `save.source_index` gives their places in file order.
+    """
 
     save: SavePlan
     share: Share
 
 
 class PlanCache:
-    """The plan of the last save, for the next one: a training run saves the same structure."""
+    """The plan of the last save, for the next one, because a training run saves the same
+    structure."""
 
     def __init__(self, membership: Membership = ALONE) -> None:
         self._membership = membership
@@ -334,7 +338,7 @@ class Balance:
 
 
 def balance(rank_bytes: Sequence[int], hosts: Sequence[str]) -> Balance:
-    """How evenly ranks, and the hosts they run on, write: one entry a rank in both."""
+    """How evenly the ranks, and their hosts, write: one entry a rank in both."""
     node_bytes: defaultdict[str, int] = defaultdict(int)
     for nbytes, host in zip(rank_bytes, hosts, strict=True):
         node_bytes[host] += nbytes

@@ -1,1 +1,1 @@
-"""What can be seen of saves, restores and copies: traces, figures, progress, lines in the log."""
+"""Views of saves, restores and copies: traces, figures, progress, log lines."""

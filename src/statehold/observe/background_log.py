@@ -1,11 +1,12 @@
 """Log lines of background threads, written by a thread of their own.
 
-A handler may block for as long as it likes: standard error can be a pipe that nobody reads. Whoever
-logs then waits, and must not be what commits steps. So here lines are only queued, in order; a
-thread writes them and ends when there are no more. It is no daemon: the interpreter waits for it at
-exit, as it would for a print(). Beyond LINES_MAX the oldest lines are dropped.
+A handler may block as long as it likes: standard error can be a pipe that nobody reads. A thread
+that logs then waits, and the thread that commits steps must not. So this module only queues the
+lines, in order. A thread writes them, and ends when there are no more. The thread is not a daemon,
+so the interpreter waits for it at exit, as it would for a print(). If more than LINES_MAX lines
+wait, the oldest are dropped.
 
-Not here: what the trainer's own thread logs, which it writes itself.
+Not here: lines of the trainer's own thread, which writes them itself.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Line = tuple[int, str, tuple[object, ...], Mapping[str, object] | None]
 
 
 class BackgroundLog:
-    """Where background threads log to; nothing here blocks but flush()."""
+    """The log of background threads. Only flush() blocks."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -35,7 +36,7 @@ class BackgroundLog:
         self._queue(logging.INFO, text, values)
 
     def figures(self, text: str, figures: Mapping[str, object]) -> None:
-        """A sentence for people, and the same for programs: the record's `statehold`."""
+        """A sentence for people, and the same for programs as the record's `statehold`."""
         self._queue(logging.INFO, "%s", (text,), {"statehold": figures})
 
     def warning(self, text: str, *values: object) -> None:
@@ -63,7 +64,7 @@ class BackgroundLog:
             self._waiting.append((level, text, values, extra))
             if self._writer is None:
                 writer = threading.Thread(target=self._write, name="statehold-log")
-                with contextlib.suppress(RuntimeError):  # no threads left: written with a later one
+                with contextlib.suppress(RuntimeError):  # no threads left: a later line starts one
                     writer.start()
                     self._writer = writer
 
@@ -74,5 +75,5 @@ class BackgroundLog:
                     self._writer = None
                     return
                 level, text, values, extra = self._waiting.popleft()
-            with contextlib.suppress(Exception):  # a filter: other lines still count
+            with contextlib.suppress(Exception):  # a filter failed: other lines still count
                 logger.log(level, text, *values, extra=extra)

@@ -1,9 +1,9 @@
 """Figures of this process's saves and restores, and their text for Prometheus.
 
-Owns: the names (`statehold_*`), what each means, and the text exposition format 0.0.4.
-Invariants: thread-safe; the figures of the newest RUNS_MAX runs and no more; the same run opened
-again goes on counting where it was, for a counter never falls.
-Not here: when something counts (watching), who asks (metrics).
+Owns: the names (`statehold_*`), their meanings, and the text exposition format 0.0.4.
+Invariants: thread-safe. Keeps the figures of the newest RUNS_MAX runs. A run that is opened again
+continues its counters, because a counter never falls.
+Not here: when something counts (checkpoint/telemetry), the endpoint (endpoint).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KNOWN: dict[str, tuple[str, str]] = {
     "save_blocked_seconds": ("histogram", "How long save() itself took."),
     "restore_seconds": ("histogram", "How long restore() took."),
 }
-# The same of each level that steps are copied to, which is one more label.
+# The same for each level that gets copies; the level is one more label.
 _OF_LEVEL: dict[str, tuple[str, str]] = {
     "level_copied_bytes_total": (
         "counter",
@@ -88,7 +88,7 @@ class Figures:
             return self._levels.setdefault(name, Figures(self._run, self._rank, name))
 
     def levels(self) -> list[Figures]:
-        """Those of all levels so far."""
+        """The figures of all levels so far."""
         with self._guard:
             return list(self._levels.values())
 
@@ -157,8 +157,10 @@ def _metric(name: str, known: tuple[str, str], all_figures: Iterable[Figures]) -
 
 
 def _escaped(text: str) -> str:
-    """A label's value: the three characters that the format escapes; lone surrogates cannot be
-    sent as UTF-8."""
+    """A label's value, with the three characters that the format escapes.
+
+    UTF-8 cannot send lone surrogates.
+    """
     sendable = text.encode("utf-8", "backslashreplace").decode()
     return sendable.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 

@@ -1,4 +1,4 @@
-"""What only tells of something must never make it fail: a committed save stays committed."""
+"""Code that only reports something must never make it fail: a committed save stays committed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def harmless(tell: Callable[P, None]) -> Callable[P, None]:
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             tell(*args, **kwargs)
-        except Exception:  # its cause is outside, in handlers or filters; they may hear of it
+        except Exception:  # its cause is outside, in handlers or filters, which may hear of it
             with contextlib.suppress(Exception):
                 logger.debug("could not tell what happened", exc_info=True)
 

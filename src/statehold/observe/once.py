@@ -1,4 +1,4 @@
-"""What is said once a process: why something may be slower than it could be."""
+"""Notes that are logged once a process, such as why something is slower than it could be."""
 
 from __future__ import annotations
 

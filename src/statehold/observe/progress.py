@@ -1,8 +1,8 @@
-"""How far a long transfer is, in the log: done, of how much, how fast, how long still.
+"""The progress of a long transfer, in the log: bytes done, total, speed, time left.
 
-Invariants: silent for FIRST_S; then at most a line a second, and of a long transfer fewer, so that
-a restore of hours writes a hundred lines and not ten thousand. Never raises into the transfer.
-Not here: what is transferred, and how its bytes are counted (those that use this).
+Invariants: silent for FIRST_S. Then it logs at most a line a second, and fewer for a long transfer,
+so a restore of hours writes a hundred lines and not ten thousand. Never raises into the transfer.
+Not here: the transfer, and the count of its bytes (the callers).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Counts = Callable[[], tuple[int, int]]
 
 
 class Progress:
-    """Says every now and then how far `what` is, from a thread of its own, until left.
+    """Logs from time to time how far `what` is, from a thread of its own, until it is left.
 
-    counts: bytes done and in all, from any thread. seen: told the same whenever a line is written.
-    log: where lines go, so that one that blocks does not hold up who leaves.
+    counts: bytes done and in all, from any thread. seen: gets the same with every line.
+    log: gets the lines, so that a line that blocks does not delay the end of the transfer.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Progress:
         self._thread = threading.Thread(target=self._run, name="statehold-progress", daemon=True)
 
     def __enter__(self) -> None:
-        with contextlib.suppress(RuntimeError):  # no more threads: then nothing is said
+        with contextlib.suppress(RuntimeError):  # no more threads: then it logs nothing
             self._thread.start()
 
     def __exit__(self, *_: object) -> None:
@@ -72,7 +72,7 @@ class Progress:
 
 
 def pause_after(elapsed_s: float) -> float:
-    """How long to be silent, so long after the beginning."""
+    """How long to be silent, by the time since the beginning."""
     return min(max(elapsed_s * _PAUSE_SHARE, PAUSE_S_MIN), PAUSE_S_MAX)
 
 

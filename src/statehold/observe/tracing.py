@@ -1,13 +1,13 @@
 """A trace of saves and restores: what happened when, and on which thread, as Chrome JSON.
 
     span       a stage on the thread that does it (`X`); spans of one thread nest
-    interval   what belongs to no Python thread, such as a whole save (`b` and `e`, by id)
+    interval   an event of no single Python thread, such as a whole save (`b` and `e`, by id)
     level      a figure that changes, such as the bytes read so far (`C`)
 
-Invariants: the newest `events_max` events and no more, how many were dropped is told; thread-safe;
-an event costs about a microsecond. Times are wall-clock microseconds in whole numbers, rounded down
-at both ends, so that spans nest as they did and the traces of several ranks line up.
-Not here: what the stages are (those that enter them), files (watching), how it looks (cli).
+Invariants: keeps the newest `events_max` events, and says how many were dropped. Thread-safe. An
+event costs about a microsecond. Times are wall-clock microseconds in whole numbers, rounded down at
+both ends, so spans nest as they did and the traces of several ranks line up.
+Not here: the stages (their callers), files (checkpoint/telemetry), the drawing (cli).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Span:
 
 
 class Trace:
-    """The newest events of one rank. Times that are handed in are of time.perf_counter()."""
+    """The newest events of one rank. Times in arguments are those of time.perf_counter()."""
 
     def __init__(self, rank: int = 0, ranks: int = 1, events_max: int = EVENTS_MAX) -> None:
         self._rank = rank
@@ -71,18 +71,19 @@ class Trace:
         return Span(self, name, facts)
 
     def add(self, name: str, begin_s: float, end_s: float, facts: Mapping[str, Any]) -> None:
-        """A stage on this thread that has ended."""
+        """Record a stage on this thread that has ended."""
         thread = threading.current_thread()
         self._append(_Event("X", name, begin_s, end_s, (thread.ident or 0, thread.name), facts))
 
     def interval(
         self, name: str, begin_s: float, end_s: float, key: str, facts: Mapping[str, Any]
     ) -> None:
-        """What lasted from `begin_s` to `end_s`; those of one `key` are drawn below each other."""
+        """Record an interval from `begin_s` to `end_s`; intervals of one `key` are drawn
+        together."""
         self._append(_Event("b", name, begin_s, end_s, None, facts, key))
 
     def level(self, name: str, **figures: float) -> None:
-        """What some figures are now."""
+        """Record the present values of some figures."""
         now_s = time.perf_counter()
         self._append(_Event("C", name, now_s, now_s, None, figures))
 
@@ -98,7 +99,7 @@ class Trace:
         return json.dumps(self.document(), separators=(",", ":"), allow_nan=False).encode()
 
     def document(self) -> dict[str, Any]:
-        """What encode() writes: metadata, then events in the order of their beginnings."""
+        """The events of encode(): metadata, then events in the order of their beginnings."""
         with self._guard:
             events, dropped = list(self._events), self._added - len(self._events)
         lanes = _lanes(events)

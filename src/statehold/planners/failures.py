@@ -1,4 +1,4 @@
-"""How often training fails, by what is lost with it, and which level of a run is needed for that.
+"""How often training fails, by the loss, and which level of a run a restart then needs.
 
     PROCESS   the training process: a bug, no memory left, a link that is down; its host is not lost
     NODE      a node, with its memory and its disk
@@ -7,16 +7,17 @@
 Published figures behind the defaults:
 - nodes: 419 unexpected interruptions in 54 days on 16,384 GPUs, eight in a node (Llama Team, "The
   Llama 3 Herd of Models", 2024, section 3.3.4): one in 264 days of a node. Of them 98 were
-  software, dependencies, the network or unknown (table 5: 54 + 2 + 35 + 7), and are counted here as
-  losses of a process; the other 321, GPUs, hosts and their maintenance, as losses of a node.
-Assumed, for want of published figures:
-- any job, however small, is ended once a day by what has nothing to do with its nodes: its own
-  bugs, its memory, somebody's hand;
+  software, dependencies, the network or unknown (table 5: 54 + 2 + 35 + 7). They count here as
+  losses of a process. The other 321 (GPUs, hosts and their maintenance) count as losses of a node.
+
+Assumed, because there are no published figures:
+- any job, however small, ends once a day for reasons unrelated to its nodes, such as its own bugs,
+  its memory, or an operator;
 - a cluster is lost once in a year, however many nodes the job has;
-- of a hundred restarts, one finds the nearest copy that it should have found damaged, or away.
+- one of a hundred restarts finds a damaged or missing nearest copy.
 
 Invariants: rates are in failures a second, of the whole job. Pure.
-Not here: intervals that follow (intervals), what kinds of levels there are (levels/specs).
+Not here: the intervals that follow (intervals), the kinds of levels (levels/specs).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ BAD_COPIES = 0.01
 
 
 class Loss(IntEnum):
-    """What a failure takes with it; each takes what the ones before it take, too."""
+    """The loss that a failure causes; each loss includes the ones before it."""
 
     PROCESS = 0
     NODE = 1
@@ -47,7 +48,7 @@ class Loss(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Failures a second of a job, by what they take."""
+    """Failures a second of a job, by loss."""
 
     process: float
     node: float
@@ -58,8 +59,8 @@ class Rates:
 
 
 def rates_of(nodes: int, node_mtbf_s: float | None = None) -> Rates:
-    """The rates of a job on so many nodes. node_mtbf_s: the mean time between failures of one node,
-    by whatever cause."""
+    """The rates of a job on so many nodes. node_mtbf_s: the mean time between failures of one
+    node."""
     nodes_rate = nodes / (node_mtbf_s or NODE_MTBF_S)
     of_processes = _OF_PROCESSES / _INTERRUPTIONS
     return Rates(
@@ -70,9 +71,12 @@ def rates_of(nodes: int, node_mtbf_s: float | None = None) -> Rates:
 
 
 def rates_by_level(survived: Sequence[Loss], rates: Rates) -> list[float]:
-    """For each level, nearest first, how often a restart needs what is there: after failures that
-    it survives and no nearer level does, and where the nearer copies are bad. `survived`: the worst
-    loss that a level survives. What no level survives is lost however often it was saved."""
+    """For each level, nearest first, how often a restart needs it.
+
+    A restart needs a level after failures that it survives and no nearer level survives, and if the
+    nearer copies are bad. survived: the worst loss that each level survives. A loss that no level
+        survives does not depend on the intervals.
+    """
     needed = [0.0] * len(survived)
     for loss in Loss:
         nearest = next((i for i, each in enumerate(survived) if each >= loss), None)

@@ -1,23 +1,23 @@
 """How often a step should go to each level: the intervals that waste the least time.
 
-A level costs `cost_s` each time a step goes there, and a failure that needs it costs, on average,
-half of its interval once more. For one level, Young (1974): the best interval is sqrt(2 cost mtbf);
-Daly (2006, equation 37) adds the terms that matter where a save is not short against the time
-between failures. For several, Benoit, Cavelan, Le Fevre, Robert and Sun ("Towards Optimal
-Multi-Level Checkpointing", IEEE TC 66(7), 2017): to first order each level has its own such
-interval, by its own cost and the rate of the failures that need it, and the waste is the sum of
+A level costs `cost_s` each time a step goes there. A failure that needs the level costs, on
+average, half of its interval once more. For one level, Young (1974): the best interval is sqrt(2
+cost mtbf). Daly (2006, equation 37) adds the terms that matter if a save is not short compared with
+the time between failures. For several levels, Benoit, Cavelan, Le Fevre, Robert and Sun ("Towards
+Optimal Multi-Level Checkpointing", IEEE TC 66(7), 2017): to first order each level has its own such
+interval, from its own cost and the rate of the failures that need it. The waste is the sum of
 sqrt(2 cost rate).
 
-What is added here, all of it exact for that sum of convex terms:
-- a level gets only what the one before it has. Where a farther one wants more, the two go together,
-  as one level with the sum of their costs and rates, until the intervals grow from level to level;
-- intervals are whole steps, and each a multiple of the one before it;
-- a level is not asked for more than it can take (`busy_s`), nor for less than once in a day;
-- a level with a cadence of its own is not touched, and the intervals of the nearer ones do not
-  exceed its own.
-Restarts and the time until a step is committed cost the same at all intervals: they count in the
+Added here, all of it exact for that sum of convex terms:
+- A level gets only steps of the level before it. If a farther level wants more, the two are joined
+  into one level with the sum of their costs and rates, until the intervals grow with the distance.
+- Intervals are whole steps, and each is a multiple of the one before it.
+- No interval is shorter than the level can sustain (`busy_s`), or longer than a day.
+- A level with a given cadence keeps it, and the intervals of the nearer levels do not exceed it.
+
+Restarts, and the time until a step is committed, cost the same at all intervals. They count in the
 waste, and not in the choice. Pure.
-Not here: what a save costs (checkpoint/cadence/costs), how often training fails (failures).
+Not here: the cost of a save (checkpoint/cadence/costs), how often training fails (failures).
 """
 
 from __future__ import annotations
@@ -33,9 +33,13 @@ INTERVAL_S_MAX = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class LevelCost:
-    """A level, as far as it matters here. cost_s: what training loses each time; rate: failures a
-    second that need it; busy_s: how long it takes; restart_s: how long a restart from it takes;
-    fixed_s: the interval, if it is not to be chosen."""
+    """A level, as far as intervals need it.
+
+    cost_s: the time that training loses with each step. rate: failures a second that need the
+        level.
+    busy_s: how long a save or copy takes. restart_s: how long a restart from the level takes.
+    fixed_s: the interval, if the user gave it.
+    """
 
     cost_s: float
     rate: float
@@ -50,7 +54,7 @@ def young_s(cost_s: float, rate: float) -> float:
 
 
 def best_s(cost_s: float, rate: float) -> float:
-    """The best interval, without what the save itself takes: Daly's equation 37."""
+    """The best interval, minus the time of the save itself: Daly's equation 37."""
     if rate <= 0:
         return math.inf if cost_s > 0 else 0.0
     share = cost_s * rate / 2  # of the time between failures
@@ -60,8 +64,10 @@ def best_s(cost_s: float, rate: float) -> float:
 
 
 def waste(level: LevelCost, interval_s: float) -> float:
-    """The share of the time that is lost to a level with this interval: in saving to it, and in
-    doing once more what was not there yet when it was needed."""
+    """The share of the time lost to a level with this interval.
+
+    It is lost to saving, and to repeating the work since the last step at the level.
+    """
     return loss(level, interval_s) + level.rate * (level.busy_s + level.restart_s)
 
 
@@ -113,7 +119,7 @@ class _Group:
 
 
 def _end_of_run(levels: Sequence[LevelCost], begin: int) -> int:
-    """Where the levels from `begin` on that are to be chosen end."""
+    """The end of the levels, from `begin` on, whose interval is chosen."""
     found = (i for i in range(begin, len(levels)) if levels[i].fixed_s is not None)
     return next(found, len(levels))
 
@@ -130,7 +136,7 @@ def _groups(levels: Sequence[LevelCost]) -> list[_Group]:
 
 
 def _steps(group: _Group, step_s: float, below: int, limit_s: float) -> int:
-    """The best multiple of `below` steps, the interval of the level before."""
+    """The best multiple of `below` steps, the interval of the level before it."""
     unit_s = below * step_s
     wanted_s = min(group.best_s, limit_s)
     low = max(1, int(wanted_s / unit_s))

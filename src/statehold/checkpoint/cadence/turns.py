@@ -1,24 +1,25 @@
 """Which calls of save() save: the cadence of the first level, the same on all ranks of a job.
 
-A call is due when its step is past a multiple of n that the call before was not past. That looks
-back at one call only, due or not, and at n: ranks that call alike and have the same n decide alike,
-without a word between them, whatever they decided before. A fixed n is all that is needed then.
+A call is due if its step is past a multiple of n that the call before was not past. This looks back
+at one call only, due or not, and at n. Ranks with the same calls and the same n make the same
+decision without a message, whatever they decided before. A fixed n needs nothing else.
 
-Where n changes (a time, or "auto"), rank 0 alone measures and decides, and tells it with the
-outcome of a committed save (learn), and of the next ones until it is in force. It comes into force
-with the LAG-th save that follows: no more than two saves are ever under way, so every rank has had
-that outcome by then and the next one too, either of which tells it.
+If n changes (a time, or "auto"), rank 0 alone measures and decides. It announces n with the outcome
+of a committed save (learn), and of the next ones until n is in force. n comes into force with the
+LAG-th save that follows. No more than two saves are ever under way, so by then every rank has had
+that outcome, and the next one, and either announces n.
 
-A rank that missed both goes on with the old n, and saves where no other does, or not where they do.
-It cannot do so for ever. A save that not all ranks take part in fails on those that do, and its own
-next one is at most n steps away; with every save that failed, a rank looks for the rule that rank 0
-has left on the board, and takes it over if it is in force since a later call than its own (adopt).
-Ranks count all calls alike, and what is left there is no older than the newest save that rank 0 has
-ended: so no rank goes back, and once it has the rule of rank 0 it decides as rank 0 does.
+A rank that missed both keeps the old n. It saves when no other rank does, or does not save when
+they do. This cannot last. A save that not all ranks take part in fails on those that do, and the
+rank's own next save is at most n steps away. After every failed save, a rank looks for the rule
+that rank 0 has left on the board. It adopts the rule if that is in force since a later call than
+its own (adopt). All ranks count all calls alike, and the rule on the board is no older than the
+newest save that rank 0 has ended. So no rank goes back, and with the rule of rank 0 it decides as
+rank 0 does.
 
-Until the first rule is told, n doubles with each save: there are soon calls enough without one.
+Until the first rule comes, n doubles with each save, so there are soon enough calls without a save.
 Pure; learn and adopt may be called from another thread.
-Not here: what n should be (intervals, checkpoint/cadence/costs), how it travels (save/publishing).
+Not here: the choice of n (intervals, checkpoint/cadence/costs), how it travels (save/publishing).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from dataclasses import dataclass
 
 __all__ = ["LAG", "Rule", "Turns", "is_past_next"]
 
-# When a save is called, the one before the two that may be under way has ended: 3 back. One more,
-# so that the outcome of the save after the one that told a rule first is there, too.
+# When a save is called, the save 3 back has ended, because only two may be under way. One more, so
+# that the outcome of the save after the one that first announced a rule is there, too.
 LAG = 4
 GROWING_MAX = 8
 _RECENT = LAG + 1
@@ -37,15 +38,18 @@ _RECENT = LAG + 1
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Every so many steps, in calls above the number `since`."""
+    """A save at every so many steps, for calls above the number `since`."""
 
     since: int
     steps: int
 
 
 class Turns:
-    """The turns of one rank. steps: every so many; None: what rank 0 tells. lag: after how many
-    saves it holds; LAG among several ranks."""
+    """The turns of one rank.
+
+    steps: the fixed interval; None: rank 0 announces it. lag: the number of saves after which a
+        rule holds; LAG among several ranks.
+    """
 
     def __init__(self, steps: int | None, lag: int = LAG) -> None:
         self._rule = Rule(-1, steps or 1)
@@ -58,8 +62,8 @@ class Turns:
         self._due = deque([-1] * _RECENT, maxlen=_RECENT)
 
     def call(self, number: int, step: int, *, wanted: bool = False) -> bool:
-        """Whether the call of save() with this number is to save `step`. wanted: it does so in any
-        case, on all ranks."""
+        """Whether the call of save() with this number saves `step`. wanted: it saves in any case,
+        on all ranks."""
         found = self._found
         if found is not None and self._rule.since < found.since < number:
             self._hold(found)
@@ -70,33 +74,34 @@ class Turns:
         return is_due
 
     def goes_on_from(self, step: int) -> None:
-        """All ranks: the run was restored to this step, or taken back to it."""
+        """All ranks: the run was restored to this step, or rewound to it."""
         self._last_step = step
 
     @property
     def settled(self) -> int:
-        """The number of the last save but one before the newest: it has ended on all ranks, once
-        the newest has found room."""
+        """The number of the last save but one before the newest. It has ended on all ranks once the
+        newest has found room."""
         return self._due[-3]
 
     @property
     def rule(self) -> Rule:
-        """What is in force."""
+        """The rule in force."""
         return self._rule
 
     @property
     def told(self) -> Rule | None:
-        """What was told and is not in force yet: `since` is the number of the save that told it."""
+        """A rule that was announced and is not in force yet. `since` is the save that announced
+        it."""
         return self._told
 
     def learn(self, told: Rule) -> None:
-        """What the outcome of a save tells; perhaps not for the first time."""
+        """Take in the rule of a save's outcome; a rule may come several times."""
         if told.since > self._told_last:
             self._told_last = told.since
             self._told = told
 
     def adopt(self, rule: Rule) -> None:
-        """What is in force on rank 0."""
+        """The rule in force on rank 0."""
         self._found = rule
 
     def _saving(self, number: int) -> None:
@@ -114,6 +119,8 @@ class Turns:
 
 
 def is_past_next(last: int | None, step: int, steps: int) -> bool:
-    """Whether `step` is past a multiple of `steps` that `last` was not past. A first step is, and
-    one that is not newer: it is saved again."""
+    """Whether `step` is past a multiple of `steps` that `last` was not past.
+
+    True for a first step, and for a step that is not newer, because it is saved again.
+    """
     return last is None or step <= last or step // steps > last // steps

@@ -60,7 +60,9 @@ class RunNotes:
                 self._identity.establish()
             remember(self._specs, self._run, apart)
         except (OSError, StateholdError) as error:
-            logger.debug("who the run is, and its levels, are not noted in it: %s", error)
+            logger.debug(
+                "cannot write the id and the levels of the run into its directory: %s", error
+            )
 
     def restored(self, step: int, served: Collection[str], near: Sequence[Place]) -> None:
         """`step` was restored from the levels named in `served`: see whose steps those are.
