@@ -235,7 +235,7 @@ def check_path(path: str | os.PathLike[str], what: str) -> str:
         raise UsageError(
             f"{what} is a URL, not the path of a directory",
             facts={"expected": "a path such as runs/llama", "got": f"{scheme}://..."},
-            hint='pass the object store as a level: levels=[Directory(), ObjectStore("s3://b/llama")]',
+            hint='make the store a level: levels=[Directory(), ObjectStore("s3://b/llama")]',
         )
     if (
         home := os.path.expanduser(text)
