@@ -233,10 +233,10 @@ uint64_t gather_hashed(const Place& place, uint64_t begin, uint64_t end, std::by
   for (uint64_t at = begin; at < end;) {
     const uint64_t bytes = std::min(kCacheBytes, end - at);
     std::byte* to = dense + (at - begin);
-    if (place.contiguous()) {
-      std::memcpy(to, place.address + at, bytes);
-    } else {
+    if (place.strides) {
       place.strides->gather(place.address, at, at + bytes, to);
+    } else {
+      std::memcpy(to, place.address + at, bytes);
     }
     if (end - begin <= kCacheBytes) return xxh3_64(to, bytes);
     hash.update(to, bytes);
@@ -341,11 +341,11 @@ uint64_t copy_hashed_nontemporal(const std::byte* from, uint64_t bytes, std::byt
 }
 
 void scatter(const std::byte* dense, const Place& place, uint64_t begin, uint64_t end) {
-  if (place.contiguous()) {
-    std::memcpy(place.address + begin, dense, end - begin);
-  } else {
+  if (place.strides) {
     const uint64_t skip = place.skip_bytes;
     place.strides->scatter(dense, skip + begin, skip + end, place.address);
+  } else {
+    std::memcpy(place.address + begin, dense, end - begin);
   }
 }
 

@@ -69,11 +69,9 @@ Progress apply_result(IoRequest& request, int64_t result, Status& status) {
 }
 
 void call_done(IoRequest& request, Status status) noexcept {
-  try {
-    request.done(std::move(status));
-  } catch (...) {
-    // Against its contract. Whoever threw knows of it, and the threads of the Fs serve others, too.
-  }
+  // A throw is against its contract. Whoever threw knows of it, and the threads of the Fs serve
+  // others, too.
+  static_cast<void>(guarded([&] { request.done(std::move(status)); }));
 }
 
 }  // namespace statehold

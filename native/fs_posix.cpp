@@ -31,7 +31,9 @@
 #include <csignal>
 #include <cstdio>
 #include <ctime>
-#include <mutex>
+#include <type_traits>
+
+#include "mutex.h"
 
 namespace statehold {
 namespace {
@@ -238,49 +240,56 @@ std::shared_ptr<MappedFile> renewed(const std::string& path, uint64_t bytes,
 // needs memory.
 class OpenFiles {
  public:
-  static OpenFiles& instance() {
-    static OpenFiles* const files = new OpenFiles;  // files may be closed after all destructors
-    return *files;
-  }
+  constexpr OpenFiles() = default;
 
   void add(PosixFile& file) {
-    const std::lock_guard lock(mutex_);
+    close_in_children();
+    const Lock lock(mutex_);
     file.after_ = first_;
     if (first_ != nullptr) first_->before_ = &file;
     first_ = &file;
   }
 
   void remove(PosixFile& file) {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     (file.before_ != nullptr ? file.before_->after_ : first_) = file.after_;
     if (file.after_ != nullptr) file.after_->before_ = file.before_;
   }
 
  private:
-  OpenFiles() {
-    const int error =
-        ::pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
-                         [] { instance().close_in_child(); });
-    if (error != 0) throw Failure(Status::io(error, "prepare for forks", {}));
-  }
+  static void close_in_children();
 
-  void close_in_child() {
+  void close_all() REQUIRES(mutex_) {
     for (PosixFile* file = first_; file != nullptr; file = file->after_) file->close();
-    mutex_.unlock();
   }
 
-  std::mutex mutex_;
-  PosixFile* first_ = nullptr;  // guarded by mutex_, as the links
+  Mutex mutex_;
+  PosixFile* first_ GUARDED_BY(mutex_) = nullptr;  // and the links
 };
+
+// Exists before the first file, and after the last: files may be closed after all destructors.
+static constinit OpenFiles open_files;
+static_assert(std::is_trivially_destructible_v<OpenFiles>);
+
+// The mutex is held from before the fork until after it, in the parent and in the child.
+void OpenFiles::close_in_children() {
+  static const int error = ::pthread_atfork([]() NOT_ANALYSED { open_files.mutex_.lock(); },
+                                            []() NOT_ANALYSED { open_files.mutex_.unlock(); },
+                                            []() NOT_ANALYSED {
+                                              open_files.close_all();
+                                              open_files.mutex_.unlock();
+                                            });
+  if (error != 0) throw Failure(Status::io(error, "prepare for forks", {}));
+}
 
 PosixFile::PosixFile(int fd, std::string path, bool direct)
     : File(std::move(path), direct), fd_(fd) {
-  OpenFiles::instance().add(*this);
+  open_files.add(*this);
 }
 
 PosixFile::~PosixFile() {
-  OpenFiles::instance().remove(*this);
-  close();
+  open_files.remove(*this);
+  PosixFile::close();
 }
 
 void PosixFile::close() {
@@ -385,6 +394,7 @@ Result<std::vector<DirEntry>> PosixFs::listdir(const std::string& path) {
   if (!dir) return {last_error("listdir", path)};
   static_cast<void>(opened.release());  // it is the stream's now
   std::vector<DirEntry> entries;
+  // No other thread has this stream. NOLINTNEXTLINE(concurrency-mt-unsafe)
   for (errno = 0; const dirent* entry = ::readdir(dir.get()); errno = 0) {
     const std::string name = entry->d_name;
     if (name == "." || name == "..") continue;
@@ -484,7 +494,7 @@ bool PosixFs::can_reuse(const std::string& path) {
 
 Result<std::shared_ptr<File>> PosixFs::open_mapped(const std::string& path, uint64_t bytes,
                                                    bool reuse, std::shared_ptr<File> kept) {
-  if (auto file = reuse ? renewed(path, bytes, std::move(kept)) : nullptr) {
+  if (auto file = reuse ? renewed(path, bytes, kept) : nullptr) {
     Status status = allocate_pages(file->fd(), bytes, path);
     return {std::move(status), std::move(file)};
   }

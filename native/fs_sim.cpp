@@ -25,17 +25,17 @@ class SimFile final : public File {
   ~SimFile() override { close(); }
 
   void close() override {
-    const std::lock_guard lock(disk_->mutex_);
+    const Lock lock(disk_->mutex_);
     if (std::exchange(open_, false)) --node_->open_count;
   }
 
   Result<uint64_t> size_bytes() override {
-    const std::lock_guard lock(disk_->mutex_);
+    const Lock lock(disk_->mutex_);
     return {{}, node_->data.bytes().size()};
   }
 
   Status truncate(uint64_t bytes) override {
-    const std::lock_guard lock(disk_->mutex_);
+    const Lock lock(disk_->mutex_);
     disk_->moment("truncate", path());
     const int error = usable("truncate");
     if (error == 0) node_->data.resize(bytes);
@@ -43,7 +43,7 @@ class SimFile final : public File {
   }
 
   Status sync() override {
-    const std::lock_guard lock(disk_->mutex_);
+    const Lock lock(disk_->mutex_);
     disk_->moment("sync", path());
     const int error = usable("sync");
     if (error == 0) node_->data.sync();
@@ -52,7 +52,7 @@ class SimFile final : public File {
   }
 
   Status read(std::byte* memory, uint64_t bytes, uint64_t offset) override {
-    const std::lock_guard lock(disk_->mutex_);
+    const Lock lock(disk_->mutex_);
     const int64_t result = faulty(IoRequest::Kind::read, bytes, offset);
     if (result < 0) {
       return Status::io(static_cast<int>(-result), "read", path(), static_cast<int64_t>(offset));
@@ -65,7 +65,7 @@ class SimFile final : public File {
 
   // Some blocks are, some are not: both paths of a reader are used.
   bool cached(uint64_t offset, uint64_t) override {
-    const std::lock_guard lock(disk_->mutex_);
+    const Lock lock(disk_->mutex_);
     return disk_->chance("cached", path(), offset) < 0.5;
   }
 
@@ -73,7 +73,7 @@ class SimFile final : public File {
 
   // What one system call would do: bytes, or -errno.
   int64_t transfer(IoRequest& request) {
-    const std::lock_guard lock(disk_->mutex_);
+    const Lock lock(disk_->mutex_);
     const uint64_t offset = request.next_offset();
     const int64_t allowed = faulty(request.kind, request.next_bytes(), offset);
     if (allowed < 0) return allowed;
@@ -86,13 +86,13 @@ class SimFile final : public File {
   }
 
  private:
-  int usable(const char* operation) {
+  int usable(const char* operation) REQUIRES(disk_->mutex_) {
     if (epoch_ != disk_->epoch_) return EIO;
     return disk_->injected(operation);
   }
 
   // -errno, or how many of the bytes this call may transfer.
-  int64_t faulty(IoRequest::Kind kind, uint64_t bytes, uint64_t offset) {
+  int64_t faulty(IoRequest::Kind kind, uint64_t bytes, uint64_t offset) REQUIRES(disk_->mutex_) {
     const char* operation = kind == IoRequest::Kind::read ? "read" : "write";
     if (const int error = usable(operation); error != 0) return -error;
     if (disk_->fires("eio", disk_->options_.eio, path(), offset)) return -EIO;
@@ -105,7 +105,7 @@ class SimFile final : public File {
     return static_cast<int64_t>(bytes);
   }
 
-  int64_t get(std::byte* memory, uint64_t bytes, uint64_t offset) {
+  int64_t get(std::byte* memory, uint64_t bytes, uint64_t offset) REQUIRES(disk_->mutex_) {
     const std::string& data = node_->data.bytes();
     if (offset >= data.size()) return 0;
     const uint64_t count = std::min<uint64_t>(bytes, data.size() - offset);
@@ -113,7 +113,7 @@ class SimFile final : public File {
     return static_cast<int64_t>(count);
   }
 
-  int64_t put(const std::byte* memory, uint64_t bytes, uint64_t offset) {
+  int64_t put(const std::byte* memory, uint64_t bytes, uint64_t offset) REQUIRES(disk_->mutex_) {
     if (disk_->grows_too_much(node_->data.bytes().size(), offset + bytes)) return -ENOSPC;
     const std::string_view data(reinterpret_cast<const char*>(memory), bytes);
     disk_->moment("write", path());
@@ -128,16 +128,16 @@ class SimFile final : public File {
   const std::shared_ptr<SimDisk> disk_;
   const SimNodePtr node_;
   const uint64_t epoch_;
-  bool open_ = true;  // guarded by the disk's mutex
+  bool open_ GUARDED_BY(disk_->mutex_) = true;
 };
 
 void SimDisk::crash() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   lose(SimChoices(random_, options_.torn), nullptr);
 }
 
 std::vector<int> SimDisk::crash(std::vector<int> choices) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<int> arities;
   lose(SimChoices(std::move(choices)), &arities);
   return arities;
@@ -157,7 +157,7 @@ void SimDisk::lose(SimChoices choices, std::vector<int>* arities) {
 }
 
 void SimDisk::cut_power(uint64_t after) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   power_left_ = after;
 }
 
@@ -172,30 +172,31 @@ bool SimDisk::is_off() {
 }
 
 void SimDisk::set_faults(SimOptions options) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   options_ = options;
   injections_.clear();
 }
 
 void SimDisk::record() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   recording_ = true;
 }
 
 std::vector<std::string> SimDisk::recorded() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<std::string> operations;
+  operations.reserve(moments_.size());
   for (const SimMoment& moment : moments_) operations.push_back(moment.operation);
   return operations;
 }
 
 SimTree SimDisk::recorded_tree(size_t index) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return moments_.at(index).tree.clone();
 }
 
 std::vector<std::string> SimDisk::damaged() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<std::string> paths;
   for (const auto& [path, node] : tree_.files()) {
     if (node->damaged) paths.push_back(path);
@@ -208,27 +209,27 @@ void SimDisk::moment(const std::string& operation, const std::string& path) {
 }
 
 void SimDisk::count(const std::string& fault) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   ++fired_[fault];
 }
 
 void SimDisk::fail_next(const std::string& operation, int error, int count, int skip) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   injections_[operation].push_back({error, count, skip});
 }
 
 std::map<std::string, uint64_t> SimDisk::fired() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return fired_;
 }
 
 std::vector<std::string> SimDisk::operations() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return operations_;
 }
 
 Status SimDisk::corrupt(const std::string& path, uint64_t offset, uint8_t mask) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   const SimNodePtr node = tree_.find(path);
   if (!node || offset >= node->data.bytes().size()) return Status::io(ENOENT, "corrupt", path);
   node->data.corrupt(offset, mask);
@@ -242,6 +243,7 @@ void SimDisk::misdirect(const SimNodePtr& node, const std::string& path, uint64_
                         std::string_view data) {
   const auto files = tree_.files();
   const auto pick = [&](const char* what, uint64_t count) {
+    mutex_.assert_held();
     return static_cast<uint64_t>(chance(what, path, offset) * static_cast<double>(count));
   };
   // There may be no file left: who still writes to this one may have unlinked it.
@@ -310,7 +312,7 @@ SimFs::~SimFs() { close(); }
 template <class Change>
 Status SimFs::name_change(const char* operation, const std::string& path, const std::string& detail,
                           Change&& change) {
-  const std::lock_guard lock(disk_->mutex_);
+  const Lock lock(disk_->mutex_);
   disk_->moment(operation, path);
   int error = disk_->injected(operation);
   if (error == 0) error = change(disk_->tree_);
@@ -342,7 +344,7 @@ Status SimFs::sync_dir(const std::string& path) {
 }
 
 Result<std::vector<DirEntry>> SimFs::listdir(const std::string& path) {
-  const std::lock_guard lock(disk_->mutex_);
+  const Lock lock(disk_->mutex_);
   const SimNodePtr dir = disk_->tree_.find(path);
   if (!dir) return {Status::io(ENOENT, "listdir", path)};
   if (!dir->is_dir) return {Status::io(ENOTDIR, "listdir", path)};
@@ -352,13 +354,13 @@ Result<std::vector<DirEntry>> SimFs::listdir(const std::string& path) {
 }
 
 Result<int64_t> SimFs::stat_bytes(const std::string& path) {
-  const std::lock_guard lock(disk_->mutex_);
+  const Lock lock(disk_->mutex_);
   const SimNodePtr node = disk_->tree_.find(path);
   return {{}, node ? static_cast<int64_t>(node->data.bytes().size()) : -1};
 }
 
 Result<bool> SimFs::is_dir(const std::string& path) {
-  const std::lock_guard lock(disk_->mutex_);
+  const Lock lock(disk_->mutex_);
   const SimNodePtr node = disk_->tree_.find(path);
   return {{}, node && node->is_dir};
 }
@@ -381,14 +383,17 @@ int SimFs::store(const std::string& path, std::string_view data) {
 }
 
 Status SimFs::write_file(const std::string& path, std::string_view data) {
-  Status status = name_change("write_file", path, {}, [&](SimTree&) { return store(path, data); });
+  Status status = name_change("write_file", path, {}, [&](SimTree&) {
+    disk_->mutex_.assert_held();
+    return store(path, data);
+  });
   if (!status.ok()) write_half(path, data);
   return status;
 }
 
 // What a write_file that fails may leave: the file, empty or cut, and not durable.
 void SimFs::write_half(const std::string& path, std::string_view data) {
-  const std::lock_guard lock(disk_->mutex_);
+  const Lock lock(disk_->mutex_);
   if (!disk_->fires("half a file", 0.5, path, 0)) return;
   SimNodePtr node = disk_->tree_.find(path);
   if (!node && disk_->tree_.create(path, node) != 0) return;
@@ -398,7 +403,7 @@ void SimFs::write_half(const std::string& path, std::string_view data) {
 }
 
 Result<std::string> SimFs::read_file(const std::string& path, uint64_t bytes_max) {
-  const std::lock_guard lock(disk_->mutex_);
+  const Lock lock(disk_->mutex_);
   const SimNodePtr node = disk_->tree_.find(path);
   int error = disk_->injected("read_file");
   if (error == 0 && !node) error = ENOENT;
@@ -425,7 +430,7 @@ int SimFs::prepare(const std::string& path, uint64_t bytes, bool reuse, SimNodeP
 
 Result<std::shared_ptr<File>> SimFs::open_write(const std::string& path, uint64_t bytes,
                                                 bool reuse) {
-  const std::lock_guard lock(disk_->mutex_);
+  const Lock lock(disk_->mutex_);
   SimNodePtr node;
   const int error = prepare(path, align_up(bytes, kPageBytes), reuse, node);
   Status status = disk_->done("open_write", path, error, reuse ? "reuse" : "");
@@ -434,7 +439,7 @@ Result<std::shared_ptr<File>> SimFs::open_write(const std::string& path, uint64_
 }
 
 Result<std::shared_ptr<File>> SimFs::open_read(const std::string& path, bool direct) {
-  const std::lock_guard lock(disk_->mutex_);
+  const Lock lock(disk_->mutex_);
   const SimNodePtr node = disk_->tree_.find(path);
   if (const int error = disk_->injected("open_read"); error != 0) {
     return {Status::io(error, "open_read", path)};
@@ -445,14 +450,14 @@ Result<std::shared_ptr<File>> SimFs::open_read(const std::string& path, bool dir
 }
 
 bool SimFs::can_reuse(const std::string& path) {
-  const std::lock_guard lock(disk_->mutex_);
+  const Lock lock(disk_->mutex_);
   const SimNodePtr node = disk_->tree_.find(path);
   return node && !node->is_dir && node->open_count == 0;
 }
 
 void SimFs::submit(IoRequest request) {
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     if (!closed_) {
       queue_.push_back(std::move(request));
       wake_.notify_one();
@@ -474,7 +479,7 @@ IoRequest SimFs::next(bool& reordered) {
 void SimFs::delay(const IoRequest& request) {
   double wait_s = 0;
   {
-    const std::lock_guard lock(disk_->mutex_);
+    const Lock lock(disk_->mutex_);
     const std::string& path = request.file->path();
     if (disk_->fires("slow", disk_->options_.slow, path, request.offset)) {
       wait_s = disk_->chance("wait", path, request.offset) * 1e-3;
@@ -484,9 +489,9 @@ void SimFs::delay(const IoRequest& request) {
 }
 
 void SimFs::serve() noexcept {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   while (true) {
-    wake_.wait(lock, [this] { return closed_ || !queue_.empty(); });
+    while (!closed_ && queue_.empty()) wake_.wait(lock);
     if (queue_.empty()) return;
     bool reordered = false;
     IoRequest request = next(reordered);
@@ -507,7 +512,7 @@ void SimFs::serve() noexcept {
 
 void SimFs::close() {
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     closed_ = true;
   }
   wake_.notify_all();

@@ -11,7 +11,6 @@
 // that fired are counted, because a fault that did not fire tests nothing.
 #pragma once
 
-#include <condition_variable>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,6 +20,7 @@
 #include <vector>
 
 #include "fs.h"
+#include "mutex.h"
 #include "sim_tree.h"
 
 namespace statehold {
@@ -78,31 +78,31 @@ class SimDisk {
     int skip;
   };
 
-  // All with the mutex.
-  void lose(SimChoices choices, std::vector<int>* arities);
-  void moment(const std::string& operation, const std::string& path);
-  bool is_off();
-  int injected(const std::string& operation);  // an errno, or 0
-  bool fires(const char* kind, double probability, const std::string& path, uint64_t offset);
+  void lose(SimChoices choices, std::vector<int>* arities) REQUIRES(mutex_);
+  void moment(const std::string& operation, const std::string& path) REQUIRES(mutex_);
+  bool is_off() REQUIRES(mutex_);
+  int injected(const std::string& operation) REQUIRES(mutex_);  // an errno, or 0
+  bool fires(const char* kind, double probability, const std::string& path, uint64_t offset)
+      REQUIRES(mutex_);
   void misdirect(const SimNodePtr& node, const std::string& path, uint64_t offset,
-                 std::string_view data);
-  double chance(const char* kind, const std::string& path, uint64_t offset);
-  bool grows_too_much(uint64_t from_bytes, uint64_t to_bytes);
+                 std::string_view data) REQUIRES(mutex_);
+  double chance(const char* kind, const std::string& path, uint64_t offset) REQUIRES(mutex_);
+  bool grows_too_much(uint64_t from_bytes, uint64_t to_bytes) REQUIRES(mutex_);
   Status done(const std::string& operation, const std::string& path, int error,
-              const std::string& detail = {});
+              const std::string& detail = {}) REQUIRES(mutex_);
 
-  SimOptions options_;
-  std::mutex mutex_;
-  SimRandom random_;
-  SimTree tree_;
-  std::optional<uint64_t> power_left_;  // operations until it goes off
-  bool recording_ = false;
-  std::vector<SimMoment> moments_;
-  uint64_t epoch_ = 0;  // files opened before a crash are dead
-  std::map<std::string, std::vector<Injection>> injections_;
-  std::map<std::string, uint64_t> fired_;
-  std::map<uint64_t, uint64_t> tries_;
-  std::vector<std::string> operations_;
+  Mutex mutex_;
+  SimOptions options_ GUARDED_BY(mutex_);
+  SimRandom random_ GUARDED_BY(mutex_);
+  SimTree tree_ GUARDED_BY(mutex_);                        // and all its nodes
+  std::optional<uint64_t> power_left_ GUARDED_BY(mutex_);  // operations until it goes off
+  bool recording_ GUARDED_BY(mutex_) = false;
+  std::vector<SimMoment> moments_ GUARDED_BY(mutex_);
+  uint64_t epoch_ GUARDED_BY(mutex_) = 0;  // files opened before a crash are dead
+  std::map<std::string, std::vector<Injection>> injections_ GUARDED_BY(mutex_);
+  std::map<std::string, uint64_t> fired_ GUARDED_BY(mutex_);
+  std::map<uint64_t, uint64_t> tries_ GUARDED_BY(mutex_);
+  std::vector<std::string> operations_ GUARDED_BY(mutex_);
 };
 
 class SimFs final : public Fs {
@@ -134,22 +134,23 @@ class SimFs final : public Fs {
 
  private:
   void serve() noexcept;
-  IoRequest next(bool& reordered);  // mutex_ held
+  IoRequest next(bool& reordered) REQUIRES(mutex_);
   void delay(const IoRequest& request);
-  int store(const std::string& path, std::string_view data);
+  int store(const std::string& path, std::string_view data) REQUIRES(disk_->mutex_);
   void write_half(const std::string& path, std::string_view data);
-  int prepare(const std::string& path, uint64_t bytes, bool reuse, SimNodePtr& node);
+  int prepare(const std::string& path, uint64_t bytes, bool reuse, SimNodePtr& node)
+      REQUIRES(disk_->mutex_);
   template <class Change>
   Status name_change(const char* operation, const std::string& path, const std::string& detail,
                      Change&& change);
 
   const std::shared_ptr<SimDisk> disk_;
   const bool reorder_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::vector<IoRequest> queue_;  // guarded by mutex_
-  bool closed_ = false;           // guarded by mutex_
-  SimRandom order_;               // guarded by mutex_
+  Mutex mutex_;
+  Condition wake_;
+  std::vector<IoRequest> queue_ GUARDED_BY(mutex_);
+  bool closed_ GUARDED_BY(mutex_) = false;
+  SimRandom order_ GUARDED_BY(mutex_);
   std::thread thread_;
   std::once_flag closing_;
 };

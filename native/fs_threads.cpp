@@ -34,7 +34,7 @@ ThreadsFs::~ThreadsFs() { close(); }
 void ThreadsFs::submit(IoRequest request) {
   auto owned = std::make_unique<IoRequest>(std::move(request));
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     if (!closed_) {
       queue_.push(std::move(owned));
       wake_.notify_one();
@@ -45,9 +45,9 @@ void ThreadsFs::submit(IoRequest request) {
 }
 
 void ThreadsFs::serve() noexcept {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   while (true) {
-    wake_.wait(lock, [this] { return closed_ || !queue_.empty(); });
+    while (!closed_ && queue_.empty()) wake_.wait(lock);
     std::unique_ptr<IoRequest> request = queue_.pop();
     if (!request) return;  // closed, and everything accepted has been done
     lock.unlock();
@@ -64,7 +64,7 @@ void ThreadsFs::serve() noexcept {
 
 void ThreadsFs::close() {
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     closed_ = true;
   }
   wake_.notify_all();

@@ -2,7 +2,6 @@
 // as the plain reference in tests. The number of threads bounds the transfers in flight.
 #pragma once
 
-#include <condition_variable>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -10,6 +9,7 @@
 
 #include "fs_posix.h"
 #include "io_queue.h"
+#include "mutex.h"
 
 namespace statehold {
 
@@ -27,10 +27,10 @@ class ThreadsFs final : public PosixFs {
   void serve() noexcept;
 
   const std::string note_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  IoQueue queue_;        // guarded by mutex_
-  bool closed_ = false;  // guarded by mutex_
+  Mutex mutex_;
+  Condition wake_;
+  IoQueue queue_ GUARDED_BY(mutex_);
+  bool closed_ GUARDED_BY(mutex_) = false;
   std::vector<std::thread> threads_;
   std::once_flag closing_;
 };

@@ -13,7 +13,7 @@
 #include "fs_uring.h"
 
 #include <cerrno>
-#include <cstring>
+#include <system_error>
 
 #ifdef STATEHOLD_HAVE_URING
 
@@ -28,6 +28,7 @@
 
 #include "fs_posix.h"
 #include "io_queue.h"
+#include "mutex.h"
 
 namespace statehold {
 namespace {
@@ -66,23 +67,25 @@ class UringFs final : public PosixFs {
   void complete(std::unique_ptr<IoRequest> request, int result);
   void fail_refused();
   bool drained();
-  // With the mutex, as all below. False: the request is with those that are refused.
-  bool issue(std::unique_ptr<IoRequest> request) noexcept;
-  void issue_pending() noexcept;
-  Status hand_over(IoRequest& request);
-  void wake_reaper();
-  int submit_entries();  // an errno: the kernel did not take the newest one
+  // False: the request is with those that are refused.
+  bool issue(std::unique_ptr<IoRequest> request) noexcept REQUIRES(mutex_);
+  void issue_pending() noexcept REQUIRES(mutex_);
+  Status hand_over(IoRequest& request) REQUIRES(mutex_);
+  void wake_reaper() REQUIRES(mutex_);
+  // An errno: the kernel did not take the newest one.
+  int submit_entries() REQUIRES(mutex_);
 
   const int depth_;
   io_uring ring_{};
-  std::mutex mutex_;  // the submission side and everything below
-  IoQueue pending_;
-  IoList refused_;     // could not be started: `done` is still to be called, without the mutex
-  int in_flight_ = 0;  // taken by the kernel, up to the return of `done`
-  int broken_ = 0;     // an errno: the ring takes no more transfers
-  bool closed_ = false;
   bool ring_open_ = false;
-  std::vector<int> free_slots_;
+  Mutex mutex_;  // also of the submission side of the ring
+  IoQueue pending_ GUARDED_BY(mutex_);
+  // Could not be started: `done` is still to be called, without the mutex.
+  IoList refused_ GUARDED_BY(mutex_);
+  int in_flight_ GUARDED_BY(mutex_) = 0;  // taken by the kernel, up to the return of `done`
+  int broken_ GUARDED_BY(mutex_) = 0;     // an errno: the ring takes no more transfers
+  bool closed_ GUARDED_BY(mutex_) = false;
+  std::vector<int> free_slots_ GUARDED_BY(mutex_);
   std::thread reaper_;
   std::once_flag closing_;
 };
@@ -94,6 +97,7 @@ int UringFs::open() {
   ring_open_ = true;
   if ((ring_.features & IORING_FEAT_EXT_ARG) == 0) return ENOSYS;  // waiting would submit
   if (io_uring_register_buffers_sparse(&ring_, kSlots) == 0) {
+    const Lock lock(mutex_);
     for (int slot = kSlots - 1; slot >= 0; --slot) free_slots_.push_back(slot);
   }
   reaper_ = std::thread([this] { reap(); });
@@ -103,7 +107,7 @@ int UringFs::open() {
 void UringFs::submit(IoRequest request) {
   auto owned = std::make_unique<IoRequest>(std::move(request));
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     if (closed_) {
       owned->refusal = Status::closed("transfer");
       refused_.push(std::move(owned));
@@ -122,7 +126,10 @@ void UringFs::issue_pending() noexcept {
 }
 
 bool UringFs::issue(std::unique_ptr<IoRequest> request) noexcept {
-  request->refusal = guarded([&] { must(hand_over(*request)); });
+  request->refusal = guarded([&] {
+    mutex_.assert_held();
+    must(hand_over(*request));
+  });
   if (!request->refusal.ok()) {
     refused_.push(std::move(request));
     return false;
@@ -176,7 +183,7 @@ void UringFs::fail_refused() {
   while (true) {
     std::unique_ptr<IoRequest> request;
     {
-      const std::lock_guard lock(mutex_);
+      const Lock lock(mutex_);
       request = refused_.pop();
     }
     if (!request) return;
@@ -206,7 +213,7 @@ void UringFs::wait_for_completion() {
 
 size_t UringFs::take_completions(std::array<Completion, 16>& taken) {
   // The kernel orders a completion after its submission; the mutex says so to a race detector.
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   std::array<io_uring_cqe*, 16> cqes;
   const unsigned count = io_uring_peek_batch_cqe(&ring_, cqes.data(), cqes.size());
   for (unsigned i = 0; i < count; ++i) {
@@ -226,7 +233,7 @@ void UringFs::complete(std::unique_ptr<IoRequest> request, int result) {
     request.reset();
   }
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     if (again && issue(std::move(request))) return;
     --in_flight_;
     issue_pending();
@@ -235,12 +242,12 @@ void UringFs::complete(std::unique_ptr<IoRequest> request, int result) {
 }
 
 bool UringFs::drained() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return closed_ && in_flight_ == 0 && pending_.empty();
 }
 
 int UringFs::register_buffer(std::byte* memory, uint64_t bytes) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (closed_ || free_slots_.empty()) return -1;
   const int slot = free_slots_.back();
   const iovec range{memory, bytes};
@@ -251,7 +258,7 @@ int UringFs::register_buffer(std::byte* memory, uint64_t bytes) {
 }
 
 void UringFs::unregister_buffer(int slot) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (closed_ || slot < 0) return;
   const iovec nothing{nullptr, 0};
   const auto index = static_cast<unsigned>(slot);
@@ -269,7 +276,7 @@ void UringFs::wake_reaper() {
 
 void UringFs::close() {
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     if (!std::exchange(closed_, true) && reaper_.joinable()) wake_reaper();
   }
   std::call_once(closing_, [this] {
@@ -303,7 +310,7 @@ namespace statehold {
 
 std::string uring_hint(int error) {
   const std::string reason =
-      std::string("io_uring is not available (") + std::strerror(error) + "): ";
+      "io_uring is not available (" + std::generic_category().message(error) + "): ";
   switch (error) {
     case EPERM:
     case EACCES:

@@ -3,12 +3,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
-#include <mutex>
 #include <stdexcept>
 
 #include "buffers.h"
+#include "mutex.h"
 
 namespace statehold {
 namespace {
@@ -33,7 +32,7 @@ class RawRun {
   }
 
   ~RawRun() {
-    wait();
+    static_cast<void>(wait());
     for (const int slot : slots_) fs_.unregister_buffer(slot);
   }
 
@@ -51,20 +50,21 @@ class RawRun {
       request.done = [this](Status status) { transferred(std::move(status)); };
       start(std::move(request));
     }
-    wait();
-    must(error_);
+    must(wait());
   }
 
  private:
-  void wait() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return in_flight_ == 0; });
+  // The first error of all transfers.
+  Status wait() {
+    Lock lock(mutex_);
+    while (in_flight_ > 0) changed_.wait(lock);
+    return copy_of(error_);
   }
 
   void start(IoRequest request) {
     {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return in_flight_ < options_.depth; });
+      Lock lock(mutex_);
+      while (in_flight_ >= options_.depth) changed_.wait(lock);
       ++in_flight_;
     }
     const Status status = guarded([&] { fs_.submit(std::move(request)); });
@@ -72,7 +72,7 @@ class RawRun {
   }
 
   void transferred(Status status) {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     --in_flight_;
     if (!status.ok() && error_.ok()) error_ = std::move(status);
     changed_.notify_one();
@@ -82,10 +82,10 @@ class RawRun {
   const RawOptions options_;
   StagingMemory memory_;
   std::vector<int> slots_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  int in_flight_ = 0;  // guarded by mutex_
-  Status error_;       // guarded by mutex_
+  Mutex mutex_;
+  Condition changed_;
+  int in_flight_ GUARDED_BY(mutex_) = 0;
+  Status error_ GUARDED_BY(mutex_);
 };
 
 double seconds_since(std::chrono::steady_clock::time_point start) {

@@ -69,7 +69,8 @@ void visit_all(const SimNodePtr& node, Seen& seen, bool now, bool durable, Visit
 void list_files(const SimNodePtr& node, const std::string& path,
                 std::vector<std::pair<std::string, SimNodePtr>>& found) {
   if (!node->is_dir) found.emplace_back(path, node);
-  for (const auto& [name, child] : node->names) list_files(child, path + '/' + name, found);
+  const std::string prefix = path + '/';
+  for (const auto& [name, child] : node->names) list_files(child, prefix + name, found);
 }
 
 // Copies nodes with all that they lead to, each once.
@@ -315,6 +316,7 @@ std::vector<std::shared_ptr<NameChange>> SimTree::pending() const {
     for (const auto& change : dir.pending) found[change->order] = change;
   });
   std::vector<std::shared_ptr<NameChange>> changes;
+  changes.reserve(found.size());
   for (auto& [order, change] : found) changes.push_back(std::move(change));
   return changes;
 }
