@@ -1,7 +1,7 @@
 """Byte sizes and durations as people write them.
 
 Owns: the binary unit constants, and the one parser and the formatters for sizes and times.
-Invariants: a size is an int of bytes everywhere else; only this module knows its spelling.
+Invariants: everywhere else a size is an int of bytes; only this module knows its spelling.
 Not here: limits on particular sizes (options).
 """
 
@@ -46,10 +46,10 @@ _HINT = 'write an int of bytes, or a string such as "512 MiB", "1.5GiB" or "2GB"
 
 
 def parse_bytes(value: int | str) -> int:
-    """The number of bytes that `value` says: an int, or a number with a unit.
+    """The number of bytes in `value`: an int, or a number with a unit.
 
     KiB, MiB, GiB and TiB are powers of 1024; kB, MB, GB and TB powers of 1000. A bare "G" is
-    refused because people disagree on what it means. The result must be a whole number of bytes.
+    refused because people disagree on its meaning. The result must be a whole number of bytes.
     """
     if type(value) is int:
         if value < 0:

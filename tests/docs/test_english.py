@@ -28,7 +28,7 @@ _BEGIN = r"(?:^|(?<=[.!?:] ))"  # of a sentence
 HABITS = {
     "say who does it": r"\b(is|are|was|were|be|been) (told|said) ?(of|once|so)?\b",
     "say what of what": r"\bof (which|whom)(?=[.;:?]|$)",
-    "say what it is not": r"\b(what (is|has|are|have) (no|none)|(is|are) none)\b",
+    "say what it is not": r"\b(what (is|has|are|have) (no|none)|(?<!there )(is|are) none)\b",
     'write "Invariants:"': r"\bHolds:|What holds:",
     "begin with a noun": _BEGIN + r"(Such an? |One (that|of which) |That (which|of) |Those that )",
     "put the subject first": _BEGIN + r"(So (is|are|does|do) |Nor )",

@@ -1,6 +1,6 @@
-"""Which storage a path lies on, as the kernel's list of mounts has it.
+"""The storage of a path, from the kernel's list of mounts.
 
-Invariants: the answer is the same for every path below one mount, and outlives a reboot: it has no
+Invariants: the answer is equal for every path below one mount, and outlives a reboot: it has no
 device numbers, which change.
 """
 
@@ -28,7 +28,7 @@ class Mount:
 
     @property
     def key(self) -> str:
-        """A name for this storage that fits into a file name."""
+        """A name for this storage that can be part of a file name."""
         text = json.dumps([self.device, self.point, self.kind])
         return hashlib.sha256(text.encode()).hexdigest()[:_KEY_DIGITS]
 
@@ -45,7 +45,7 @@ def mount_of(path: str) -> Mount:
     real, found = os.path.realpath(path), UNKNOWN
     for line in lines:
         device, point, kind, *_ = (_unescaped(word) for word in line.split(" "))
-        # Of mounts on one point the last one counts: it hides the others.
+        # Of several mounts on one point the last one counts, because it hides the others.
         if _is_inside(real, point) and len(point) >= len(found.point):
             found = Mount(device, point, kind)
     return found

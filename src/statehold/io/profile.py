@@ -1,9 +1,9 @@
-"""The profile of a storage: how bytes move best on it, as `statehold bench io` has measured.
+"""The profile of a storage: the fastest settings that `statehold bench io` has measured on it.
 
-Owns: the file (strict JSON, versioned), where it lies, and when a Checkpointer believes it.
-Invariants: a profile is advice. One that is broken, of another version, or of another storage is
-passed over with a note, and never makes anything fail that works without it.
-Not here: how it is found out (measure, choose).
+Owns: the file (strict JSON, versioned), its place, and whether a Checkpointer uses it.
+Invariants: a profile is advice. A profile that is broken, of another version, or of another storage
+is ignored with a note. It never makes anything fail that works without it.
+Not here: the measurement (cli/study).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Profile", "Rates", "described", "find", "path_for", "rates_of", "sav
 
 FORMAT = "statehold-io-profile"
 VERSION = 2
-# Version 1 says nothing of rates.
+# Version 1 has no rates.
 VERSIONS = (1, VERSION)
 _RATE_MAX = 1 << 60
 _BYTES_MAX = 64 * 1024
@@ -41,8 +41,8 @@ _HINT = "delete it, or measure again: statehold bench io PATH"
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the storage can take and give, in bytes a second: the most that any strategy of the
-    study has reached, writing until durable, and reading what no memory holds."""
+    """The highest rates of the storage, in bytes a second, of any strategy of the study: writing
+    until durable, and reading data that no memory holds."""
 
     write_bytes_per_s: int
     read_bytes_per_s: int
@@ -50,8 +50,8 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """How bytes move best on the storage `mount`, when that was measured, why it is so, and how
-    fast that storage is, as far as the profile says it."""
+    """The best settings for the storage `mount`, when they were measured, why they are the best,
+    and the rates of that storage if the profile has them."""
 
     mount: Mount
     moving: Moving
@@ -73,7 +73,7 @@ class Profile:
 
 
 def decode(text: bytes, file: str) -> Profile:
-    """A profile from its file. Raises CorruptionError that says what is wrong with it."""
+    """A profile from its file. Raises CorruptionError that names the problem."""
     check = Checker(CorruptionError, _SUMMARY, file, _HINT)
     document = check.object(check.parse(text, "the file", _DEPTH_MAX), "the file")
     version = document.get("version")
@@ -127,7 +127,7 @@ def _rates(check: Checker, value: Any) -> Rates | None:
 
 
 def path_for(path: str) -> Path:
-    """Where the profile of the storage that `path` lies on is looked for, and written."""
+    """The place of the profile of the storage that `path` lies on."""
     home = os.path.expanduser("~")
     return Path(home, ".config", "statehold", "io", f"{mount_of(path).key}.json")
 
@@ -149,7 +149,7 @@ def save(profile: Profile, file: Path) -> None:
 def find(chosen: str | os.PathLike[str] | None, path: str) -> Profile | None:
     """The profile that Options.profile = `chosen` means for a run at `path`, or None.
 
-    Raises CorruptionError for one that cannot be used.
+    Raises CorruptionError for a profile that cannot be used.
     """
     if chosen is None:
         return None
@@ -178,8 +178,8 @@ def _read(file: Path, *, is_needed: bool) -> bytes | None:
 
 
 def tuned(options: Options, path: str) -> tuple[Options, str]:
-    """The options of a run at `path` with its profile in place of what they leave open, and what
-    has to be said about a profile that was passed over ("": nothing)."""
+    """The options of a run at `path`, with values of its profile instead of None. Also a note about
+    an ignored profile, or ""."""
     try:
         profile = find(options.profile, path)
     except StateholdError as error:
@@ -188,7 +188,7 @@ def tuned(options: Options, path: str) -> tuple[Options, str]:
 
 
 def rates_of(path: str) -> Rates | None:
-    """How fast the storage that `path` lies on is, if its profile says so."""
+    """The rates of the storage that `path` lies on, if its profile has them."""
     try:
         profile = find("auto", path)
     except StateholdError:
@@ -197,7 +197,7 @@ def rates_of(path: str) -> Rates | None:
 
 
 def believed(moving: Moving) -> Moving:
-    """io_uring only where it is allowed: the kernel may have been configured since."""
+    """Take io_uring only if it is allowed: the kernel's configuration may have changed."""
     backend = "auto" if moving.backend == "io_uring" else moving.backend
     return Moving(
         buffer_bytes=moving.buffer_bytes,

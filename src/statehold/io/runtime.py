@@ -1,14 +1,14 @@
 """Runtime: what moves bytes in this process. It knows no run, no step and no rank.
 
-    file system      io_uring or threads; or one that is handed in
+    file system      io_uring or threads; or one from the caller
     staging memory   the engine and its buffers, which a larger step may ask to grow
-    devices          what copies between devices and these buffers
+    devices          copies between devices and these buffers
     budget           how many ranks share the memory of this host
 
-Invariants: a runtime outlives the sessions on it, one after the other. The next session finds the
-staging memory as the last one left it, so a change of membership faults no page in again. Only one
-session at a time uses a runtime: a step that makes the memory grow waits for that session alone.
-Not here: how large the staging memory is (staging), what the bytes mean (checkpoint).
+Invariants: a runtime outlives its sessions, which come one after the other. The next session finds
+the staging memory as the last one left it, so a change of membership faults no page in again. Only
+one session at a time uses a runtime: a step that makes the memory grow waits only for that session.
+Not here: the size of the staging memory (staging), the meaning of the bytes (checkpoint).
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ __all__ = ["Runtime"]
 class Runtime:
     """The file system, the staging memory, the engine and the devices.
 
-    storage: the directory whose profile tunes `options`. fs: a file system that is handed in, which
-    no profile knows, and which close() leaves open. sharing: how many ranks share this host.
+    storage: the directory whose profile tunes `options`.
+    fs: a file system from the caller, which no profile knows and which close() leaves open.
+    sharing: how many ranks share this host.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class Runtime:
 
     @property
     def engine(self) -> Engine:
-        """What moves the bytes of saves and restores."""
+        """The engine, which moves the bytes of saves and restores."""
         return self._staging.engine
 
     @property
     def devices(self) -> Devices:
-        """What copies between devices and the engine's buffers."""
+        """The devices, which copy to and from the engine's buffers."""
         return self._staging.devices
 
     @staticmethod
@@ -68,20 +69,23 @@ class Runtime:
         return _core.hash_memory(address, nbytes)
 
     def share_with(self, ranks: int) -> None:
-        """From now on so many ranks share the memory of this host, this one among them."""
+        """From now on so many ranks, including this one, share the memory of this host."""
         self._staging.ranks = ranks
 
     def fit(self, step_bytes: int, drain: Callable[[], None]) -> None:
-        """Have staging memory for `step_bytes` of a step. `drain` ends what is under way."""
+        """Make sure that there is staging memory for `step_bytes` of a step.
+
+        `drain` ends the work under way.
+        """
         self._staging.fit(step_bytes, drain)
 
     def close(self) -> None:
-        """Give everything back; every session on this has ended."""
+        """Release everything. Every session on this runtime has ended."""
         self._owned.close()
 
 
 def _open_fs(options: Options) -> Fs:
     fs = _core.open_fs(options.backend_choice, options.depth)
-    if options.backend_choice != "threads":  # else it was asked for
+    if options.backend_choice != "threads":  # otherwise a user asked for it
         say_once(fs.note and f"saving with threads instead of io_uring: {fs.note}")
     return fs

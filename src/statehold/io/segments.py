@@ -1,9 +1,9 @@
-"""Segments of files -> a read job of the engine, and what a segment number means when it answers.
+"""Segments of files -> a read job of the engine, and the meaning of a segment number in answers.
 
-Owns: the one call of Engine.read; whose bytes a bad piece has.
-Invariants: every byte of a segment is verified, whether it has a place or not.
-Not here: which segments, and where their bytes go (reads); all of a step, fast (cli/reading).
-Does not import torch: the commands use this, too.
+Owns: the one call of Engine.read; the tensor of a bad piece.
+Invariants: every byte of a segment is verified, whether it has a destination or not.
+Not here: which segments, and the destinations of their bytes (reads); reading a whole step fast
+(cli/reading). Does not import torch, because the commands use this module, too.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where bytes go: to `address`, dense or as `box` says, or to `external`, a place that the
-    engine cannot reach. `owner`: the tensor that keeps the memory at `address` alive. `shared`:
-    other processes read them, too."""
+    """The destination of bytes: `address`, dense or in the layout of `box`, or `external`, which
+    the engine cannot reach.
+
+    `owner`: the tensor that keeps the memory at `address` alive. `shared`: other processes read the
+    bytes, too.
+    """
 
     address: int = 0
     owner: torch.Tensor | None = None
@@ -48,8 +51,10 @@ NOWHERE = Where()  # only verified
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The bytes [begin, end) of a file, which belong to one tensor (`name`), or to the header
-    (""), the checksums of their pieces, and where they go."""
+    """The bytes [begin, end) of a file, the checksums of their pieces, and their destination.
+
+    They belong to one tensor (`name`), or to the header ("").
+    """
 
     file: int
     begin: int
@@ -70,12 +75,13 @@ class Reading:
     job: ReadJob
     segments: Sequence[Segment]
     files: Sequence[str]
-    hint: str  # for who meets a bad piece
+    hint: str  # for the error about a bad piece
 
     def finish(self, fill: Callable[[ReadJob, Mapping[int, Place]], None] | None = None) -> None:
-        """Return once every byte is in place and verified; else ChecksumError, with the tensor.
+        """Return once every byte is in place and verified. Otherwise raise ChecksumError.
 
-        fill: moves what the job hands out to the places that the engine cannot reach.
+        The error names the tensor. fill: moves bytes to the destinations that the engine cannot
+        reach.
         """
         try:
             if fill is not None:
@@ -87,7 +93,7 @@ class Reading:
             self.job.cancel()
 
     def external(self) -> dict[int, Place]:
-        """The places that the engine cannot reach, by segment."""
+        """The destinations that the engine cannot reach, by segment."""
         places = enumerate(each.where.external for each in self.segments)
         return {index: place for index, place in places if place is not None}
 
@@ -114,9 +120,10 @@ def start_read(
     first_segment: int = 0,
     hint: str = "",
 ) -> Reading:
-    """Begin to read `segments`, which are in order, of `files`: path -> bytes, by their numbers.
+    """Begin to read `segments`, in order, of `files`: path -> bytes. Segments have the files'
+    numbers.
 
-    first_segment: where to begin if others read these files, too.
+    first_segment: where to begin if other ranks read these files, too.
     """
     _check_blocks(block_bytes, engine.buffer_bytes)
     places = [each.where for each in segments]
@@ -129,7 +136,7 @@ def start_read(
         sizes=array("q", [each.end - each.begin for each in segments]),
         addresses=array("Q", [where.address for where in places]),
         flags=bytes([where.flags for where in places]),
-        strided={},  # what is not dense is a box
+        strided={},  # if not dense, it is a box
         boxes={index: where.box for index, where in enumerate(places) if where.box is not None},
         sums=sums_to_bytes("".join([each.sums for each in segments])),
         owner=[where.owner for where in places],
@@ -139,7 +146,7 @@ def start_read(
 
 
 def _check_blocks(block_bytes: int, buffer_bytes: int) -> None:
-    """A piece is verified in one buffer: the grid of the step has to divide it."""
+    """A piece is verified in one buffer, so the grid of the step has to divide the buffer."""
     if buffer_bytes % block_bytes:
         raise UsageError(
             "the checksums of this step do not fit the buffers",

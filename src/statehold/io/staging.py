@@ -1,14 +1,14 @@
-"""The staging memory of a run: how large it is, and the engine and the devices that use it.
+"""The staging memory of a run: its size, and the engine and the devices that use it.
 
-    staging_bytes is given    so large, from the opening on
-    it is not                 FIRST_BYTES from the opening on: a restore needs no more. Where what
-                              this rank writes of a step is larger, that and a quarter of it,
-                              but at most the share of this rank in the memory that is available
+    staging_bytes is given    this size, from the opening on
+    it is not                 FIRST_BYTES from the opening on, which is enough for a restore. If
+                              this rank writes more than that of a step: one and a quarter of what
+                              it writes, but at most its share of the memory that is available
 
 Invariants: the size is chosen before a byte of such a step is copied, while nothing is under way.
-It is chosen again only for a step that has outgrown that quarter: an optimizer has no state before
-its first step. In between nothing grows. There are always two buffers.
-Not here: what memory is available (memory), how buffers are used (the engine).
+It is chosen again only for a step that has outgrown that quarter, because an optimizer has no state
+before its first step. In between nothing grows. There are always two buffers.
+Not here: the memory that is available (process/host_memory), the use of buffers (the engine).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["FIRST_BYTES", "SHARE", "Staging", "chosen"]
 
 FIRST_BYTES = GiB
-# One part in so many of the memory that is available goes to the ranks of a host. The rest is for
-# what training takes after its first save: activations, data loaders, page cache.
+# The ranks of a host get one part in so many of the available memory. The rest is for training
+# after its first save: activations, data loaders, page cache.
 SHARE = 3
 
 logger = logging.getLogger("statehold")
@@ -41,8 +41,8 @@ logger = logging.getLogger("statehold")
 def chosen(step_bytes: int, available_bytes: int, ranks: int) -> int:
     """The staging memory for steps of which this rank writes `step_bytes`.
 
-    A quarter more than the step, so that a state may grow a little, and the next save find
-    buffers while the last ones of this save are written.
+    A quarter more than the step. So a state may grow a little, and the next save finds buffers
+    while the last ones of this save are written.
     """
     wanted = max(FIRST_BYTES, step_bytes + step_bytes // 4)
     return min(wanted, available_bytes // SHARE // ranks)
@@ -64,7 +64,8 @@ class Staging:
         self._open(chosen(0, memory.available().nbytes, ranks) if size is None else size)
 
     def fit(self, step_bytes: int, drain: Callable[[], None]) -> None:
-        """See that there is memory for copying `step_bytes`. `drain` ends what is under way."""
+        """Make sure that there is memory for copying `step_bytes`. `drain` ends the work under
+        way."""
         if self._options.staging_size is not None:
             return
         if step_bytes > max(self._fits, self.engine.staging.nbytes):
@@ -72,7 +73,7 @@ class Staging:
         self._copied = max(self._copied, step_bytes)
 
     def close(self) -> None:
-        """Give the memory back; every job has ended."""
+        """Release the memory. Every job has ended."""
         self.devices.close()
         self.engine.close()
 
@@ -80,7 +81,7 @@ class Staging:
         before = self.engine.staging.nbytes
         drain()
         room = memory.available()
-        # What is there already comes back before more is taken.
+        # The old memory is released before new memory is taken.
         size = chosen(step_bytes, room.nbytes + min(before, self._copied), self.ranks)
         if size > before:
             self._reopen(size, before)

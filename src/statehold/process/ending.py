@@ -1,9 +1,9 @@
-"""The end of a script that closes nothing: what is open is closed before its threads are gone.
+"""The end of a script that closes nothing: open objects are closed before their threads end.
 
-Invariants: whoever was remembered and not forgotten is ended once, when the main thread has ended,
-by itself, by an exception or by sys.exit. A fork that ends ends nothing of its parent's. An atexit
-handler would come too late: executors take no work by then, and a step that is committed at the end
-could not go on to its other levels.
+Invariants: an object that was remembered and not forgotten is ended once, when the main thread has
+ended by itself, by an exception or by sys.exit. The end of a fork ends nothing of its parent. An
+atexit handler would come too late: executors take no work by then, and a step that is committed at
+    the end could not be copied to its other levels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["forget", "remember"]
 
 class Ends(Protocol):
     def _end(self) -> None:
-        """The program ends."""
+        """Called when the program ends."""
 
 
 _open: weakref.WeakSet[Ends] = weakref.WeakSet()
@@ -25,18 +25,18 @@ _is_registered = False
 
 
 def remember(one: Ends) -> None:
-    """End it with the program."""
+    """End `owner` with the program."""
     global _is_registered
     _open.add(one)
     if not _is_registered:
         _is_registered = True
-        # As concurrent.futures does, before whose own end this runs; without it the saves under
-        # way are still committed, by that.
+        # This registers as concurrent.futures does, and so runs before the end of that module.
+        # Without it, concurrent.futures would still commit the saves under way.
         getattr(threading, "_register_atexit", lambda _: None)(_end_all)
 
 
 def forget(one: Ends) -> None:
-    """It has ended by itself."""
+    """`owner` has ended by itself."""
     _open.discard(one)
 
 

@@ -1,7 +1,7 @@
-"""What a forked child lets go of: the sockets that threads of its parent serve.
+"""What a forked child closes: the sockets that threads of its parent serve.
 
-A child has copies of them, but not the threads: a port would stay taken, and connections half open,
-as long as a data loader's worker lives.
+A child has copies of the sockets, but not the threads. While a data loader's worker lived, a port
+would stay taken, and connections half open.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Forgets(Protocol):
     """Something with sockets."""
 
     def forget(self) -> None:
-        """Close them, in a child, which takes nothing away from the parent."""
+        """Close the sockets in a child; the parent keeps its own."""
 
 
 _open: weakref.WeakSet[Forgets] = weakref.WeakSet()

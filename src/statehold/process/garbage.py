@@ -1,8 +1,8 @@
 """When Python looks for cyclic garbage.
 
-A capture, and the document of a step, make some objects for each tensor, none of which is garbage:
-to look for it among them takes longer than to make them. Objects that survive such looks also lead
-to a look through all objects of the process, during which no thread runs Python.
+A capture, and the document of a step, make some objects for each tensor. None of them is garbage,
+and searching them takes longer than making them. Objects that survive such searches also cause a
+search through all objects of the process, during which no thread runs Python.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _was_enabled = False
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside, no thread collects cyclic garbage: for milliseconds, never around a wait."""
+    """Inside, no thread collects cyclic garbage. For milliseconds, never around a wait."""
     global _inside, _was_enabled
     with _guard:
         if _inside == 0:

@@ -1,11 +1,12 @@
-"""Whether anybody can still use an object, or only tracebacks of old errors hold it.
+"""Whether only tracebacks of old errors still hold an object.
 
-After a failed cell of a notebook the error is kept, and its traceback keeps the variables of every
-function that the error has left. An object that nothing else holds is not in use.
+After a failed cell, a notebook keeps the error. Its traceback keeps the variables of every function
+that the error has left. An object that nothing else holds is not in use.
 
-Counts references as the cyclic collector does: an object, and all that leads to it, are unused if
-their references come from each other and from tracebacks alone. What a running function, a module
-or native code holds is in use. So is what cannot be decided soon.
+This counts references as the cyclic collector does. An object, and everything that leads to it, is
+unused if its references come only from each other and from tracebacks. An object that a running
+function, a module or native code holds is in use. If the question cannot be decided soon, the
+object counts as in use.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any
 __all__ = ["is_only_in_tracebacks"]
 
 HOLDERS_MAX = 300
-# Of an item of a list, while it is counted: the list's reference, and the argument's.
+# The references to an item of a list while it is counted: the list's, and the argument's.
 _OWN_REFERENCES = 2
 
 
 def is_only_in_tracebacks(target: weakref.ref[Any]) -> bool:
-    """Whether nothing but tracebacks of errors keeps the object alive. True where it is gone."""
+    """Whether only tracebacks of errors keep the object alive. True if it is gone."""
     value = target()
     if value is None:
         return True
@@ -44,7 +45,8 @@ def is_only_in_tracebacks(target: weakref.ref[Any]) -> bool:
 
 
 def _holders(found: list[Any], begin: int, tracebacks: list[TracebackType]) -> list[Any] | None:
-    """What refers to the objects from `begin` on, tracebacks apart; None: one of them is in use."""
+    """The referrers of the objects from `begin` on, without tracebacks; None: one of them is in
+    use."""
     ours = {id(found), id(tracebacks), *map(id, found), *map(id, tracebacks)}
     running = _running_functions()
     more: list[Any] = []
@@ -65,8 +67,8 @@ def _is_own_frame(holder: object) -> bool:
 
 
 def _running_functions() -> set[int]:
-    """Their frames, where those are seen as holders of their variables. From Python 3.11 on the
-    collector does not see what a running function holds: there it counts as held elsewhere."""
+    """Their frames, if the collector sees frames as holders of their variables. From Python 3.11 on
+    it does not see the variables of a running function, which then count as held elsewhere."""
     ids: set[int] = set()
     if sys.version_info >= (3, 11):
         return ids
@@ -88,7 +90,7 @@ def _is_lasting(holder: object) -> bool:
 
 
 def _are_held_elsewhere(found: list[Any], tracebacks: list[TracebackType]) -> bool:
-    """Whether an object has more references than come from the others and from tracebacks."""
+    """Whether an object has more references than those from the others and from tracebacks."""
     known = {id(each) for each in found}
     holders: tuple[Any, ...] = (*found, *tracebacks)
     inside = Counter(

@@ -1,16 +1,17 @@
-"""How much memory this process may still take, and who shares it.
+"""How much memory this process may still take, and how many ranks share it.
 
 Owns: reading /proc, the control groups and the limits of the process.
-Invariants: the smallest of all limits counts; one that cannot be read is none.
-Not here: what the memory is for (staging, checkpoint/store/ready).
+Invariants: the smallest of all limits counts. A limit that cannot be read does not count.
+Not here: the use of the memory (staging, checkpoint/store/ready).
 
-Facts about Linux that decide what is here:
-- MemAvailable counts page cache that can be given up. It knows nothing of control groups.
-- The usage of a group counts page cache as well; `active_file` and `inactive_file` can be given up.
+Facts about Linux behind this module:
+- MemAvailable counts page cache that the kernel can drop. It knows nothing of control groups.
+- The usage of a group counts page cache, too; the kernel can drop `active_file` and
+  `inactive_file`.
 - A limit of a group holds for every group inside it. /proc/self/cgroup names the group of a process
-  from the root of the hierarchy. A container may not see that path: then the group is what it sees
-  as the root.
-- With vm.overcommit_memory = 2, and against ulimit -v, what is mapped counts, used or not.
+  from the root of the hierarchy. A container may not see that path. Then its group is the one that
+  it sees as the root.
+- With vm.overcommit_memory = 2, and for ulimit -v, mapped memory counts, whether it is used or not.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
 _NEVER_OVERCOMMIT = "2"
 _CACHE = ("active_file", "inactive_file")
-# As torchrun, Open MPI, MPICH and SLURM say it, the one that starts the ranks first.
+# As torchrun, Open MPI, MPICH and SLURM set them. The launcher that starts the ranks comes first.
 _RANKS = (
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -40,21 +41,21 @@ _TASKS = re.compile(r"(\d{1,6})(?:\(x\d{1,6}\))?")
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that can still be taken, and what limits them."""
+    """Bytes that can still be taken, and the limit behind the number."""
 
     nbytes: int
     limit: str
 
 
 def available(proc: Path = _PROC, groups: Path = _GROUPS) -> Room:
-    """The memory that this process may still take. Where nothing can be read, none."""
+    """The memory that this process may still take. Without readable limits, there is no limit."""
     rooms = [*_of_host(proc), *_of_groups(proc, groups), *_of_process(proc)]
     least = min(rooms, key=lambda room: room.nbytes, default=Room(0, "unknown"))
     return Room(max(0, least.nbytes), least.limit)
 
 
 def ranks_on_host(world_size: int, environ: Mapping[str, str] = os.environ) -> int:
-    """How many ranks share the memory of this host: as the launcher says, else all of them."""
+    """How many ranks share the memory of this host: the launcher's number, or else all of them."""
     for name in _RANKS:
         found = _TASKS.findall(environ.get(name, ""))
         if found:
@@ -84,7 +85,7 @@ def _of_groups(proc: Path, groups: Path) -> Iterator[Room]:
 
 def _of_group(group: Path, name: str) -> Iterator[Room]:
     stat = _numbers(group / "memory.stat")
-    # Version 1 counts what is inside the group under names of their own.
+    # Version 1 has other names for the counts that include inner groups.
     cached = sum(stat.get(f"total_{key}", stat.get(key, 0)) for key in _CACHE)
     for used, limits in (
         ("memory.current", ("memory.max", "memory.high")),
@@ -115,7 +116,7 @@ def _numbers(file: Path) -> dict[str, int]:
 
 
 def _text(file: Path) -> str:
-    """What a file of the kernel says; "" for one that is not there or cannot be read."""
+    """The content of a kernel file; "" if it does not exist or cannot be read."""
     try:
         return file.read_text().strip()
     except (OSError, ValueError):

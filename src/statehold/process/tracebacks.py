@@ -1,8 +1,8 @@
-"""An error that is kept must not keep what the functions held that it came through.
+"""A kept error must not keep the variables of the functions that it came through.
 
-A traceback keeps the variables of every function that the error has left: an open file, whose
-space does not come back, a native job, the tensors of a state. An error in a handle, or in the
-status of a level, may be kept for as long as the process runs.
+A traceback keeps the variables of every function that the error has left: an open file, whose space
+does not come back, a native job, the tensors of a state. A handle, or the status of a level, may
+keep an error as long as the process runs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ __all__ = ["let_go"]
 
 
 def let_go(error: BaseException) -> None:
-    """Clear the variables of the functions that have ended by `error`, and by what caused it.
+    """Clear the variables of the functions that `error`, and its causes, have ended.
 
-    The traceback still says where the error came from. Functions that still run keep theirs.
+    The traceback still shows the origin of the error. Functions that still run keep their
+    variables.
     """
     left: list[BaseException | None] = [error]
     seen: set[int] = set()

@@ -1,11 +1,11 @@
-"""Where an object store is and how it is opened: a URL, a few options, and nothing secret.
+"""The address of an object store and how it is opened: a URL, a few options, and no secrets.
 
-Owns: which URLs and options are taken; the first use of `obstore`, with its deadlines and retries.
-Invariants: credentials come from the environment alone, where obstore finds them (AWS_*, GOOGLE_*,
-AZURE_*, or the role of the machine). They are refused in URLs and options, so they stand in no
-file, message or log of ours. Options are a list of what is taken, not of what is refused: a secret
-under a name that nobody thought of is refused, too.
-Not here: transfers (object_client).
+Owns: the accepted URLs and options; the first use of `obstore`, with its deadlines and retries.
+Invariants: credentials come only from the environment, where obstore finds them (AWS_*, GOOGLE_*,
+AZURE_*, or the role of the machine). URLs and options with credentials are refused, so no file,
+message or log of ours has them. There is a list of accepted options, not of refused ones, so a
+secret under an unexpected name is refused, too.
+Not here: transfers (client).
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def open_store(url: str, options: Mapping[str, Any], deadline_s: float) -> Objec
         return from_url(url, mkdir=True, automatic_cleanup=True)
     config = {name: value for name, value in options.items() if name in STORE_OPTIONS}
     client = {name: value for name, value in options.items() if name in CLIENT_OPTIONS}
-    # Options of the client that are given replace those of the environment, all of them.
+    # Options of the client replace all options of the environment.
     client.setdefault("allow_http", _is_true(os.environ.get(_ALLOW_HTTP[scheme], "")))
     half = timedelta(seconds=deadline_s / 2)
-    # No retry begins after one half, and the last one ends within the other.
+    # No retry begins after one half of the time, and the last one ends within the other half.
     return from_url(  # type: ignore[call-overload,no-any-return]  # the scheme decides, at run time
         url,
         config=config,
@@ -122,6 +122,6 @@ def _has_more(parts: SplitResult) -> bool:
 
 
 def _shown(parts: SplitResult) -> str:
-    """The URL as far as it cannot hold a secret."""
+    """The part of the URL that cannot hold a secret."""
     host = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme}://{host}{parts.path}"[:200]

@@ -1,13 +1,13 @@
-"""Objects below one prefix of an object store: whole or not there, moved in parallel parts.
+"""Objects below one prefix of an object store: whole or missing, moved in parallel parts.
 
-Owns: what is asked of `obstore`, into what parts a transfer is cut, and how many are under way.
+Owns: the requests to `obstore`, the parts of a transfer, and how many are under way.
 Invariants: an object appears whole or not at all. A transfer has at most IN_FLIGHT_BYTES (or two
-parts) in memory, whatever its size. A request, its retries included, ends within `deadline_s`; a
-transfer is many of them, so it ends when the store stops to answer, and not because it is large. A
-block that could be written to is copied, so whoever made it may use its memory again at once; one
-that is read-only is sent from where it is, and stays alive until then.
-Not here: which objects make a step (objects), addresses and credentials (object_address), what
-failures are called (object_errors).
+parts) in memory, whatever its size. A request, with its retries, ends within `deadline_s`. A
+transfer consists of many requests, so it ends when the store stops answering, and not because it is
+large. A writable block is copied, so its owner may use its memory again at once. A read-only block
+is sent from its place, and stays alive until then.
+Not here: which objects make a step (checkpoint/store/objects), addresses and credentials (address),
+the names of failures (errors).
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ __all__ = ["ObjectClient", "no_limit"]
 PART_BYTES = 5 * MiB  # the least that S3 takes; twelve of them are under way
 PARTS_MAX = 9_000  # of the 10,000 that S3 takes
 IN_FLIGHT_BYTES = 64 * MiB
-PIECE_BYTES = 4 * MiB  # handed on at once, and what a throttle is asked for
-COPY_BYTES = 1 * MiB  # copied at once: so long no other Python thread runs
+PIECE_BYTES = 4 * MiB  # passed on at once, and the unit of the throttle
+COPY_BYTES = 1 * MiB  # copied at once: no other Python thread runs meanwhile
 DEADLINE_S = 120.0
 
 T = TypeVar("T")
 
 
 def no_limit(_: int) -> None:
-    """A throttle that holds nothing up."""
+    """A throttle that never waits."""
 
 
 class ObjectClient:
@@ -102,7 +102,7 @@ class ObjectClient:
         return None
 
     def put(self, name: str, data: bytes) -> None:
-        """Make an object, or replace it, by one request."""
+        """Create an object, or replace it, with one request."""
         self._ask("write", name, lambda store: store.put(name, data, use_multipart=False))
 
     def list(self) -> tuple[list[str], list[str]]:
@@ -122,7 +122,7 @@ class ObjectClient:
             for entries in store.list(directory):
                 store.delete([entry["path"] for entry in entries])
 
-        with contextlib.suppress(MissingFileError):  # somebody else deletes it, too
+        with contextlib.suppress(MissingFileError):  # another process deletes it, too
             self._ask("delete", directory, delete)
 
     # -- uploads ---------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class ObjectClient:
     def upload(
         self, name: str, size: int, blocks: Iterable[memoryview], before: Callable[[int], None]
     ) -> None:
-        """Make an object of the `size` bytes of `blocks`, in parts. See ObjectSteps.upload."""
+        """Create an object from the `size` bytes of `blocks`, in parts. See ObjectSteps.upload."""
         source = _Source(blocks, size, before)
         part_bytes, in_flight = parts_of(size, self._part_bytes)
         is_small = size <= part_bytes
@@ -191,9 +191,10 @@ def parts_of(size: int, part_bytes: int) -> tuple[int, int]:
 
 
 class _Source:
-    """The bytes of `blocks` in pieces that do not change: exactly `size` of them, or a failure.
+    """The bytes of `blocks` in pieces that do not change: exactly `size` bytes, or a failure.
 
-    `failure` is what was raised while they were made: that, and not what the store makes of it.
+    `failure` is the exception raised while the blocks were made. The upload raises it, and not the
+    store's error that follows from it.
     """
 
     def __init__(
@@ -230,7 +231,8 @@ class _Source:
             raise InvariantError("a file has another size than announced", facts=facts)
 
     def _copied(self, piece: memoryview) -> memoryview:
-        """A copy in memory that is used again once it was sent: fresh memory costs three copies."""
+        """A copy in memory that is reused after it was sent, because fresh memory costs three
+        copies."""
         buffer = self._spare.popleft() if self._spare else bytearray(COPY_BYTES)
         copy = memoryview(buffer)[: len(piece)]
         copy[:] = piece

@@ -1,10 +1,10 @@
 """Errors of an object store, by name and without secrets.
 
-Owns: what a failure of `obstore` is called here, and what of its text is shown.
-Invariants: nothing of that text is passed on. It quotes URLs, and in these stand signatures, tokens
-and passwords; so a message is made of what is recognised in it: an HTTP status, the code that the
-store gave, an errno, the kind of transport failure. The original is not chained either.
-Not here: retries (the client's, configured in object_client).
+Owns: the names of `obstore` failures, and the shown parts of their texts.
+Invariants: no text of obstore is passed on, because it quotes URLs with signatures, tokens and
+passwords. A message consists of recognised parts: an HTTP status, the code of the store, an errno,
+    the kind of transport failure. The original error is not chained.
+Not here: retries (the client's, configured in address).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _BUSY = {"408", "429", "500", "502", "503", "504"}
 _DENIED = {"401", "403"}
 _DENIED_KINDS = {"PermissionDeniedError", "UnauthenticatedError"}
 _FULL = {"507", "QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity"}
-# What the transport says of itself in its debug text, and the errno that says the same; the first
-# that is found counts, so what is said closest to the wire comes first.
+# Debug texts of the transport, and the errno with the same meaning. The first match counts, so
+# texts from closest to the wire come first.
 _TRANSPORT = {
     "ConnectionRefused": errno.ECONNREFUSED,
     "TimedOut": errno.ETIMEDOUT,
@@ -72,20 +72,21 @@ def too_large(operation: str, path: str, bytes_max: int) -> StorageError:
 
 
 def is_past_end(fault: Exception) -> bool:
-    """Whether obstore says that a range begins behind the end of an object."""
+    """Whether obstore says that a range begins after the end of an object."""
     return _PAST_END.search(str(fault)) is not None
 
 
 def naming(operation: str, path: str, action: Callable[[], T]) -> T:
-    """The result of `action`; what obstore raises in it becomes an error of ours, unchained."""
+    """The result of `action`. An error of obstore becomes an error of ours, unchained."""
     try:
         return action()
     except StateholdError:
         raise
     except Exception as fault:
         error = _named(fault, operation, path)
-    # Outside of the handler, and not in a context manager: what obstore raised, with all that it
-    # quotes, would become the context of this, and stand in every traceback and error report.
+    # This is outside of the handler, and not in a context manager. Otherwise the error of obstore,
+    # with everything that it quotes, would become the context of this error, and appear in every
+    # traceback and error report.
     raise error
 
 
@@ -102,7 +103,7 @@ def _named(fault: Exception, operation: str, path: str) -> StateholdError:
 
 
 def _refusal(status: str, code: str | None, operation: str, path: str) -> StorageError:
-    """The error for an answer that is not the one we want."""
+    """The error for an unexpected answer."""
     if {status, code} & _FULL:
         return storage_error(operation, errno.ENOSPC, path)
     kind, number, hint = StorageError, errno.EIO, None
@@ -117,7 +118,7 @@ def _refusal(status: str, code: str | None, operation: str, path: str) -> Storag
 
 
 def _transport_failure(text: str, operation: str, path: str) -> StorageError:
-    """The error where no answer came, or half of one; or of the local disk (file://)."""
+    """The error for a missing or incomplete answer, or of the local disk (file://)."""
     number = next((number for sign, number in _TRANSPORT.items() if sign in text), None)
     if number is None or "Generic LocalFileSystem" in text:
         local = _first(_OS_ERROR, text)

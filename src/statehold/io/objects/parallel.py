@@ -1,8 +1,8 @@
 """Transfers, and parts of large ones, made by a bounded number of threads at once.
 
-Invariants: when a call returns or raises, nothing that it began is under way any more: whoever gave
-memory may use it again. A fork has threads of its own.
-Not here: how a part is moved (object_client, checkpoint/levels/hosts/remote).
+Invariants: when a call returns or raises, none of its work is under way any more, so the caller may
+use its memory again. A fork has threads of its own.
+Not here: how a part is moved (client, checkpoint/levels/hosts/remote).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeVar
 
 __all__ = ["Parallel", "Target"]
 
-# Bytes of a file from an offset on, and the memory that they go to.
+# Bytes of a file from an offset on, and their destination in memory.
 Target = tuple[int, memoryview]
 
 
@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 
 class Parallel:
-    """Up to `threads` calls at once; thread-safe, but a call may not wait for others of its own."""
+    """Up to `threads` calls at once. Thread-safe, but a call must not wait for others of its
+    own."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._count = threads
@@ -34,8 +35,8 @@ class Parallel:
         self._threads: ThreadPoolExecutor | None = None
 
     def __call__(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """What the calls return, in order; or raises what the first of them that failed did."""
-        if len(calls) <= 1:  # without the way to another thread
+        """The results of the calls, in order; raises the first exception of a call."""
+        if len(calls) <= 1:  # without the cost of another thread
             return [call() for call in calls]
         threads = self._pool()
         running = [threads.submit(call) for call in calls]
