@@ -4,9 +4,9 @@ A level costs `cost_s` each time a step goes there. A failure that needs the lev
 average, half of its interval once more. For one level, Young (1974): the best interval is sqrt(2
 cost mtbf). Daly (2006, equation 37) adds the terms that matter if a save is not short compared with
 the time between failures. For several levels, Benoit, Cavelan, Le Fevre, Robert and Sun ("Towards
-Optimal Multi-Level Checkpointing", IEEE TC 66(7), 2017): to first order each level has its own such
-interval, from its own cost and the rate of the failures that need it. The waste is the sum of
-sqrt(2 cost rate).
+Optimal Multi-Level Checkpointing", IEEE TC 66(7), 2017) have this result. To first order each level
+has its own such interval, from its own cost and the rate of the failures that need it. The waste is
+the sum of sqrt(2 cost rate).
 
 Added here, all of it exact for that sum of convex terms:
 - A level gets only steps of the level before it. If a farther level wants more, the two are joined

@@ -1,1 +1,1 @@
-"""A small process that outlives the trainer, and persists its newest step in memory if it dies."""
+"""A small process that outlives the trainer, and copies its newest step from memory if it dies."""

@@ -1,7 +1,7 @@
-"""The agent of a session: seen to be there while the run is saved, and told how the run ended.
+"""The agent of a session: it is started when the run is saved, and ended with the run.
 
-Invariants: an agent that is told goodbye has nothing left to copy. It is kept only while it could
-copy a whole step: not where each host has a part of one.
+Invariants: an agent that gets a goodbye has nothing left to copy. A session has an agent only
+while that could copy a whole step, so not if each host has only a part of one.
 Not here: how an agent is started (starting), what it does (process).
 """
 
@@ -18,7 +18,7 @@ __all__ = ["Companion"]
 
 
 class Companion:
-    """`agent`: None where the run has none."""
+    """`agent`: None if the run has none."""
 
     def __init__(self, agent: Agent | None, levels: Levels) -> None:
         self._agent = agent
@@ -36,7 +36,7 @@ class Companion:
             ahead(self._agent.start)
 
     def end(self) -> None:
-        """The agent is needed no more, unless a level lacks the newest step."""
+        """The agent is no longer needed, unless a level lacks the newest step."""
         if self._agent is None:
             return
         if self._levels.lacks_newest():

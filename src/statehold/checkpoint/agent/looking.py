@@ -1,4 +1,4 @@
-"""What is seen of agents: which there are on this host, and where they say what they did.
+"""The agents on this host, and the places of their logs.
 
 For people: nothing relies on it.
 """
@@ -17,7 +17,7 @@ LOG_NAME = ".agent.log"  # in the run directory
 
 def agents_of(run: str) -> list[int]:
     """The processes that are agents of a run."""
-    # One begins as a process that leaves another behind, perhaps while we look.
+    # An agent begins as a process that leaves another behind, perhaps while we look.
     return _listed(run) or _listed(run)
 
 

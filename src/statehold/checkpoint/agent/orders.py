@@ -1,10 +1,10 @@
-"""What a trainer tells its agent, as one line of JSON through a pipe.
+"""The orders of a trainer to its agent, as one line of JSON through a pipe.
 
     {"format": "statehold-agent", "trainer": 4711, "pidfd": 12, "path": [...], "run": ..., ...}
 
-Invariants: no secrets: credentials are in the environment, which the agent inherits. What is read
-is checked as strictly as anything from a file.
-Not here: how it gets there (starting), what is done with it (process, persisting).
+Invariants: no secrets; credentials are in the environment, which the agent inherits. The orders are
+checked as strictly as any file.
+Not here: how they get there (starting), how they are carried out (process, persisting).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from statehold.errors import CorruptionError, UsageError
 
 __all__ = ["GIVE_UP_S", "RETRY_S", "Orders"]
 
-# A level that fails is tried again so often, and for so long after the trainer's death.
+# How often a failing level is tried again, and how long after the trainer's death.
 RETRY_S = 10.0
 GIVE_UP_S = 600.0
 
@@ -32,9 +32,11 @@ _KINDS: dict[str, type[Level]] = {kind.__name__: kind for kind in (Memory, Direc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Orders:
-    """trainer, pidfd: the process to watch, its number for people and its descriptor in the agent.
-    path: where modules are found. run, levels: as the trainer has them; backend, queue_depth and
-    buffer_bytes: how bytes move."""
+    """trainer, pidfd: the process to watch, by its number for people and its descriptor in the
+        agent.
+    path: where modules are found. run, levels: those of the trainer.
+    backend, queue_depth, buffer_bytes: how bytes move.
+    """
 
     trainer: int
     pidfd: int
@@ -48,7 +50,7 @@ class Orders:
     give_up_s: float = GIVE_UP_S
 
     def encode(self) -> bytes:
-        """One line. Raises UsageError where an option of a level is no JSON."""
+        """One line. Raises UsageError if JSON cannot hold an option of a level."""
         told = {each.name: getattr(self, each.name) for each in fields(self)}
         told["levels"] = [_said(level) for level in self.levels]
         try:

@@ -1,13 +1,13 @@
-"""What an agent does when its trainer has died: bring the newest step in memory to other levels.
+"""The work of an agent after its trainer's death: copy the newest step in memory to other levels.
 
-With the trainer's own means: places, promotions and their limits, one level after the other, from
-the nearest on, whatever their cadence. A level that fails does not keep the next one waiting; it is
-tried again every `retry_s`, until `give_up_s` after the death; where nothing moves for so long,
-all of it ends. A step that turns out to be damaged is passed over for the one before, if the level
-lacks that too.
+It uses the trainer's own means: places, promotions and their limits. It goes through the levels one
+after the other, the nearest first, whatever their cadence. A failing level does not delay the next
+one. It is tried again every `retry_s`, until `give_up_s` after the death. If nothing moves for that
+long, the agent ends. If a step turns out to be damaged, the step before it is copied, unless the
+level has that already.
 
-Invariants: nothing is touched without the locks of the run, and they go to whoever wants them. What
-is copied is verified, and published by the level's own commit: whenever this ends, by whatever
+Invariants: nothing is touched without the locks of the run, and another process that asks gets
+them. Copies are verified, and published by the level's own commit. Whenever this ends, by whatever
 means, a level has the step or not.
 Not here: when it begins, and what makes it stop (process).
 """
@@ -42,7 +42,8 @@ __all__ = ["Persisting"]
 
 Target = tuple["Level", "Place"]
 
-# Whoever has the level has what is newer, or does this itself: to ask again is of no use.
+# The process that holds the level has a newer step, or does this work itself, so asking again is of
+# no use.
 _FINAL = (ClosedError, CorruptionError, RunBusyError, StepOrderError)
 
 
@@ -79,11 +80,11 @@ class Persisting:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether storage has not answered for as long as anything is tried."""
+        """Whether storage has not answered for the whole time of retries."""
         return time.monotonic() - self._moved_s > self._orders.give_up_s
 
     def run(self) -> None:
-        """Bring the newest step to every level that lacks it."""
+        """Copy the newest step to every level that lacks it."""
         if not self._source.steps():
             self._log.info("level %s has no step: nothing to do", self._source.name)
             return
@@ -102,18 +103,18 @@ class Persisting:
             self._log.info("done")
 
     def stop(self) -> None:
-        """End what is under way; returns when it has ended."""
+        """End the work under way; returns when it has ended."""
         self._stopped.set()
         copying = self._copying
         if copying is not None:
             copying.close()
 
     def _lacking(self, targets: list[Target]) -> list[Target]:
-        """Try each of the levels; those that are to be tried again."""
+        """Try each of the levels; returns those to try again."""
         return [target for target in targets if not self._bring(*target)]
 
     def _bring(self, level: Level, place: Place) -> bool:
-        """Bring the newest step that is intact to a level; False: try again."""
+        """Copy the newest intact step to a level; False: try again."""
         if self._stopped.is_set():
             return True
         self._moved_s = time.monotonic()

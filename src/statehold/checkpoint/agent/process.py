@@ -2,16 +2,16 @@
 
     wait      until the trainer says goodbye (nothing to do), or has died, however it did
     persist   (persisting) until that is done, SIGTERM comes, or a trainer wants the run
-    end       at once, or STOP_S after it was asked to
+    end       at once, or STOP_S after a request
 
-The trainer is watched through a pidfd of its own making: no other process is ever taken for it, and
-what it has forked does not keep this from noticing. The end of the pipe says nothing: a fork may
-hold it, and the trainer may have closed it without a goodbye.
+The trainer is watched through a pidfd that the trainer itself made. So no other process is taken
+for the trainer, and its forks do not hide its death. The end of the pipe says nothing: a fork may
+    hold it, and the trainer may have closed it without a goodbye.
 
-Invariants: says what it does in RUN/.agent.log, or in the level in memory where that cannot be.
-Ends in bounded time whatever storage does, short of a call that the kernel does not interrupt: what
-is half done is invisible, and the next trainer goes on with it, or clears it.
-Not here: what is copied, and where to (persisting); who starts it (starting).
+Invariants: the log is RUN/.agent.log, or lies in the level in memory if that cannot be written. The
+agent ends in bounded time whatever storage does, except during a call that the kernel does not
+interrupt. Unfinished work is invisible, and the next trainer continues or clears it.
+Not here: what is copied, and where to (persisting); who starts the agent (starting).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from statehold.observe.background_log import BackgroundLog
 
 __all__ = ["main"]
 
-LOG_BYTES_MAX = 1 << 20  # beyond that the next agent begins anew
+LOG_BYTES_MAX = 1 << 20  # beyond that the next agent begins a new log
 
-STOP_S = TAKE_OVER_S / 5  # what waits for it waits longer
+STOP_S = TAKE_OVER_S / 5  # processes that wait for it wait longer
 _LOOK_MS = 100
 _PIPE = 0
 
@@ -46,7 +46,7 @@ logger = logging.getLogger("statehold")
 
 
 def main(line: bytes, rest: bytes) -> NoReturn:
-    """`line`: the orders; `rest`: what came after them through the pipe."""
+    """`line`: the orders; `rest`: the bytes after them in the pipe."""
     code = 1
     try:
         orders = Orders.decode(line)
@@ -71,7 +71,7 @@ def _signals() -> int:
 
 
 def _has_died(pidfd: int, wake: int) -> bool:
-    """Wait; True if the trainer has died, False if there is nothing to do for it any more."""
+    """Wait; True if the trainer has died, False if there is nothing left to do for it."""
     poller = select.poll()
     for fd in (pidfd, wake, _PIPE):
         poller.register(fd, select.POLLIN)
@@ -97,13 +97,13 @@ def _act(orders: Orders, wake: int) -> None:
         persisting.run()
     except StateholdError as error:
         log.error("the newest step stays in memory\n%s", error)
-    except Exception as error:  # nobody else will say so
+    except Exception as error:  # no other log has it
         log.error("the newest step stays in memory\nunexpected %r", error)
     log.flush()
 
 
 def _watch(persisting: Persisting, wake: int, log: BackgroundLog) -> None:
-    """Stop when told so."""
+    """Stop on a signal, on stuck storage, or for a trainer."""
     poller = select.poll()
     poller.register(wake, select.POLLIN)
     why = ""

@@ -1,16 +1,16 @@
-"""The trainer's side of its agent: start it, see whether it is there, and say goodbye.
+"""The trainer's side of its agent: start it, check that it is alive, and say goodbye.
 
     Agent(options) -> start(), on a background thread -> [the run] -> goodbye()
 
-The agent is a program of its own, started with vfork, so that nothing of this process is copied but
-what it is told, and is in a session of its own, so that signals for this one's group, or terminal,
-do not reach it. It is no child of this process either: nobody here has to wait for it, and who ends
-this process with all its children does not end it. Its standard streams lead nowhere, for whoever
-reads this process's output waits for the end of it.
+The agent is a program of its own, started with vfork, so it copies nothing of this process except
+its orders. It has a session of its own, so signals for this process's group or terminal do not
+reach it. It is no child of this process: this process need not wait for it, and a supervisor that
+    ends this process with all its children does not end it. Its standard streams lead nowhere,
+    because a reader of this process's output waits for the end of that output.
 
-Invariants: what it is told goes through a pipe, not through arguments or the environment. Without
-an agent training goes on; why there is none is logged once.
-Not here: what it does (process, persisting).
+Invariants: the orders go through a pipe, not through arguments or the environment. Without an agent
+training continues, and the reason is logged once.
+Not here: its work (process, persisting).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _GOODBYE = b"goodbye\n"
 STARTS_MAX = 3
 FIRST_S = 5.0
 
-# The first process ends at once, so that the agent is nobody's child. It finds modules where the
-# trainer does, whatever the trainer's working directory was.
+# The first process ends at once, so the agent has no parent. It finds modules where the trainer
+# does, whatever the trainer's working directory was.
 _PROGRAM = """
 import json, os, sys
 if os.fork():
@@ -66,7 +66,7 @@ _PIDFD_OPEN = 434  # the same number on all architectures
 class Agent:
     """The agent of this process's Checkpointer of a run.
 
-    orders: what it is told, by the number of its pidfd. For one thread at a time.
+    orders: makes its orders from the number of its pidfd. For one thread at a time.
     """
 
     def __init__(self, orders: Callable[[int], Orders], log: BackgroundLog) -> None:
@@ -78,11 +78,11 @@ class Agent:
 
     @property
     def is_missing(self) -> bool:
-        """Whether one has to be started: there is none yet, or it was lost."""
+        """Whether an agent must be started: there is none yet, or it was lost."""
         return self._starts < STARTS_MAX and not self._is_there()
 
     def start(self) -> None:
-        """Start it, or another one in place of one that was lost."""
+        """Start an agent, or another one in place of a lost one."""
         if not self.is_missing:
             return
         if self._starts:
@@ -118,7 +118,7 @@ class Agent:
             return False
         poller = select.poll()
         poller.register(self._pipe, 0)
-        return not poller.poll(0)  # an error: nobody has the other end
+        return not poller.poll(0)  # an error: no process has the other end
 
     def _start(self) -> None:
         read, self._pipe = os.pipe()
@@ -183,14 +183,14 @@ def agent_for(
 
 
 def _module_path() -> list[str]:
-    """Where this process finds modules, for one in another directory."""
+    """Where this process finds modules, for a process in another directory."""
     here = str(Path(__file__).resolve().parents[2])
     found = [os.path.abspath(each) for each in sys.path if isinstance(each, str)]
     return [*found, here]
 
 
 def _own_pidfd() -> int:
-    """What tells the end of this process, and of no other that is given its number later."""
+    """A descriptor for the end of this process, and of no later process with its number."""
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(os.getpid())
     # A Python that was built with old headers does not have it.

@@ -1,11 +1,11 @@
-"""Looking at what a writer may replace, or remove, at any moment.
+"""Looking at files that a writer may replace or remove at any moment.
 
 A job saves a step again by exchanging two directories, and retires steps by renaming them. Readers
-take no lock, so a name that was listed may be gone when it is opened, and two files that were read
-one after the other may be of two saves.
+take no lock. So a listed name may be gone when it is opened, and two files that were read one after
+the other may belong to two saves.
 
-Invariants: a failure counts only where what was looked at is still the same. If it is gone there is
-nothing to see; if it was replaced, the look begins again.
+Invariants: a failure counts only if the directory is still the same. If it is gone, there is
+nothing to see. If it was replaced, the look begins again.
 Not here: restores, on which several ranks agree (restoring, checkpoint/levels/saves).
 """
 
@@ -28,10 +28,10 @@ LOOKS_MAX = 100
 def look_beside_a_writer(
     look: Callable[[], T], which: Callable[[], Hashable | None], what: str = ""
 ) -> T | None:
-    """What `look` returns; None if there is nothing to look at any more.
+    """The result of `look`; None if there is nothing to look at any more.
 
-    which: tells one save of it from another; None when it is gone. what: its name, for the error
-    after LOOKS_MAX saves. Raises as `look` does where it failed at one and the same save.
+    which: tells one save from another; None when it is gone. what: its name, for the error after
+        LOOKS_MAX saves. Raises as `look` does if it failed on one and the same save.
     """
     for _ in range(LOOKS_MAX):
         before = which()
@@ -46,7 +46,7 @@ def look_beside_a_writer(
 
 
 def directory_id(path: str) -> Hashable | None:
-    """Tells the directory at `path` from one that takes its name later; None if there is none."""
+    """Tells the directory at `path` from a later one with its name; None if there is none."""
     try:
         found = os.stat(path)
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Directories made with durable names, and deleted with all that is in them.
+"""Directories that are made with durable names, and deleted with their contents.
 
-Not here: what they are for (store, integrations/dcp/writer).
+Not here: their purpose (store, integrations/dcp/writer).
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ __all__ = ["delete", "make_directories", "parent_of", "unless"]
 def make_directories(fs: Fs, path: str) -> None:
     """Make a directory, its parents included, and make their names durable.
 
-    Also those that are there: who made them may have died before it could sync them.
+    Existing ones are synced, too: the process that made them may have died before it could sync
+    them.
     """
     missing = []
     while path and not fs.is_dir(path):
-        # Another rank may make it between the two questions.
+        # Another rank may make it between the two calls.
         if fs.stat_bytes(path) is not None and not fs.is_dir(path):
             raise storage_error("create the directory: a file is in its place", errno.ENOTDIR, path)
         missing.append(path)
         path = path.rpartition("/")[0]
-    # All that is above it was synced before it was made, and so was what lies in it.
+    # Everything above it was synced before it was made, and its contents, too.
     if path:
-        with unless(errno.EACCES):  # a parent that we may not read was not made by us
+        with unless(errno.EACCES):  # we did not make a parent that we may not read
             fs.sync_dir(parent_of(path))
     for path in reversed(missing):
         with unless(errno.EEXIST):  # another rank made it
@@ -41,7 +42,7 @@ def make_directories(fs: Fs, path: str) -> None:
 
 
 def delete(fs: Fs, directory: str) -> None:
-    """Delete a directory that no name of a step leads to, with all that is in it."""
+    """Delete a directory that no name of a step leads to, with its contents."""
     for name, is_dir in fs.listdir(directory):
         if is_dir:
             delete(fs, f"{directory}/{name}")
@@ -53,7 +54,7 @@ def delete(fs: Fs, directory: str) -> None:
 
 @contextlib.contextmanager
 def unless(expected: int) -> Iterator[None]:
-    """Pass over a storage error with this errno."""
+    """Ignore a storage error with this errno."""
     try:
         yield
     except StorageError as error:

@@ -1,18 +1,18 @@
 """At most one Checkpointer saves into a run directory.
 
-A POSIX record lock on `RUN/.lock` keeps other processes out: the kernel drops it when its owner
+A POSIX record lock on `RUN/.lock` keeps other processes out. The kernel drops it when its owner
 dies, however it dies, and a forked child (a data-loading worker) does not inherit it. Record locks
 do not exclude within one process, so a set of the paths held here does that.
 
 Readers take no lock: a committed step never changes under its name.
 
-An agent (statehold/agent) may hold the lock of a run whose trainer has died, and gives it up to
-whoever asks. An agent that does not within TAKE_OVER_S, because it was stopped, is killed. Bytes of
-the lock file say who is who, and the kernel forgets each with its owner; no process is known by a
-number that another one may have by now:
+An agent (checkpoint/agent) may hold the lock of a run whose trainer has died. It gives the lock up
+when another process asks. If it does not within TAKE_OVER_S, because it was stopped, it is killed.
+Bytes of the lock file say which process does what, and the kernel forgets each byte with its owner.
+No process is identified by a number that another process may have by now:
 
-    RIGHT    locked by the one who may save
-    WANTED   shared by those who wait for an agent to give RIGHT up; it looks for them
+    RIGHT    locked by the process that may save
+    WANTED   shared by those that wait for an agent to give RIGHT up; it looks for them
     YIELDS   shared by agents, from before they take RIGHT until after they have given it up
 """
 
@@ -37,7 +37,7 @@ logger = logging.getLogger("statehold")
 
 _RIGHT, _WANTED, _YIELDS = 0, 1, 2
 
-# An agent that is asked gives the lock up, or ends, within a fifth of this (agent/process.py).
+# When asked, an agent gives the lock up, or ends, within a fifth of this (agent/process.py).
 TAKE_OVER_S = 10.0
 _LOOK_S = 0.01
 _END_S = 2  # from SIGKILL to the end of a process
@@ -51,7 +51,7 @@ _held_guard = threading.RLock()  # a lock may be dropped, and released, inside i
 
 
 def _forget_held() -> None:
-    """In a fork: what its parent holds, the kernel knows; nobody here is inside the guard."""
+    """In a fork: the kernel knows what the parent holds, and no thread here is inside the guard."""
     global _held_guard
     _held.clear()
     _held_guard = threading.RLock()
@@ -63,9 +63,9 @@ os.register_at_fork(after_in_child=_forget_held)
 class RunLock:
     """The right to save into `run`; acquired on construction, given up by release().
 
-    disk: the simulated disk that the run lives on, so that only this process can know it; 0: none.
-    yields: an agent has it, which looks for `is_wanted`. took_over: an agent was asked to give it
-    up.
+    disk: the simulated disk that the run lives on, which only this process can know; 0: none.
+    yields: the holder is an agent, which looks for `is_wanted`.
+    took_over: an agent was asked to give the right up.
     """
 
     def __init__(self, run: str, *, disk: int = 0, yields: bool = False) -> None:
@@ -94,10 +94,10 @@ class RunLock:
                 raise
 
     def __del__(self) -> None:
-        self.release()  # who took it could not note it, as after Ctrl-C
+        self.release()  # its owner could not note it, as after Ctrl-C
 
     def _lock(self, run: str) -> None:
-        # Its content is overwritten: never that of a file elsewhere, to which a link might lead.
+        # Its content is overwritten. It must never be a file elsewhere, to which a link might lead.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             fd = self._fd = _not_standard(os.open(self._path, flags, 0o644))
@@ -114,12 +114,12 @@ class RunLock:
             raise _busy(run, holder or "another process")
         who = "the agent of a dead trainer, process" if self._yields else "process"
         owner = f"{who} {os.getpid()} on {socket.gethostname()}\n".encode()
-        with contextlib.suppress(OSError):  # only a courtesy to whoever finds the lock taken
+        with contextlib.suppress(OSError):  # only for people who find the lock taken
             os.ftruncate(fd, 0)
             os.pwrite(fd, owner, 0)
 
     def _take(self, fd: int) -> bool:
-        """Take the right if nobody has it."""
+        """Take the right if no process has it."""
         if self._yields:
             fcntl.lockf(fd, fcntl.LOCK_SH, 1, _YIELDS)
         try:
@@ -127,7 +127,7 @@ class RunLock:
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
-            if self._yields:  # who sees it waits for us, and we have nothing to give up
+            if self._yields:  # an agent that sees it waits for us, and we have nothing to give up
                 fcntl.lockf(fd, fcntl.LOCK_UN, 1, _YIELDS)
             return False
         return True
@@ -150,11 +150,11 @@ class RunLock:
         return self._end_agent(fd) and self._take(fd)
 
     def _end_agent(self, fd: int) -> bool:
-        """End an agent that was stopped (SIGSTOP) while it had the right: it cannot hear that it is
-        asked, or end by itself. Whatever it was doing is invisible. False for any other holder.
+        """End an agent that was stopped (SIGSTOP) while it had the right.
 
-        The kernel says which process has the right, and again once a descriptor stands for it: no
-        other process that was given its number meanwhile is ever meant.
+        It can neither hear a request nor end by itself. Its unfinished work is invisible. False for
+        any other holder. The kernel says which process has the right, and says it again once a
+        descriptor stands for that process. So no other process with the same number is ever killed.
         """
         agent = _holder(fd, _RIGHT)
         if not agent or agent != _holder(fd, _YIELDS):
@@ -183,7 +183,7 @@ class RunLock:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the file that is locked is not the one in the run directory any more."""
+        """Whether the locked file is no longer the one in the run directory."""
         if self._fd < 0:
             return False
         try:
@@ -191,13 +191,13 @@ class RunLock:
         except FileNotFoundError:
             return True
         except OSError:
-            return False  # nobody knows; whoever writes there finds out
+            return False  # unknown; the next write there finds out
         mine = os.fstat(self._fd)
         return (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody waits for the right."""
+        """Whether another process waits for the right."""
         return self._fd >= 0 and _is_locked(self._fd, _WANTED)
 
     def release(self) -> None:
@@ -214,7 +214,7 @@ class RunLock:
 
 
 def is_saved_into(run: str) -> bool:
-    """Whether a job, or an agent, has the run now; asks the kernel, and takes nothing."""
+    """Whether a job, or an agent, has the run now. Asks the kernel, and takes nothing."""
     path = os.path.join(os.path.realpath(run), ".lock")
     with _held_guard:
         if any(
@@ -232,7 +232,8 @@ def is_saved_into(run: str) -> bool:
 
 
 def _not_standard(fd: int) -> int:
-    """The descriptor, moved off a standard stream's number: what is printed must not land here."""
+    """The descriptor, moved off the number of a standard stream, so that no output lands in the
+    file."""
     if fd > 2:
         return fd
     try:
@@ -249,7 +250,7 @@ def _is_locked(fd: int, byte: int) -> bool:
 
 
 def _holder(fd: int, byte: int) -> int:
-    """The process that has this byte of the file locked; 0: none, or one that is not known here."""
+    """The process that has this byte of the file locked; 0: none, or one that is unknown here."""
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
     return 0 if kind == fcntl.F_UNLCK else max(0, pid)

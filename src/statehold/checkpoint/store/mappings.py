@@ -1,10 +1,11 @@
-"""The files of a store in memory that this process has mapped, by the step that they belong to.
+"""The files of a store in memory that this process has mapped, by step.
 
-A mapping is worth keeping: to set one up costs as much as to fill it. It goes with its file, from a
-step in the making to a committed one, to a retired one, and to the save that overwrites it.
-Invariants: where a file is deleted its mapping is closed, too, or its memory would not come back.
-Not synchronised: the store's guard is held. Empty where the store is not in memory, or several
-ranks write: none of them knows then which file another one has retired.
+A mapping is worth keeping, because setting one up costs as much as filling it. It moves with its
+file: from a step in the making to a committed one, to a retired one, and to the save that
+    overwrites it.
+Invariants: if a file is deleted, its mapping is closed, too, or its memory would not come back. Not
+synchronised: the caller holds the store's guard. Empty if the store is not in memory, or if several
+ranks write, because then no rank knows which file another rank has retired.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ class Mappings:
         _close(self._making.pop(step, {}).values())
 
     def committed(self, step: int) -> None:
-        """The step in the making is `step`; the one it replaces, if any, is what is abandoned."""
+        """The step in the making is `step`; a step that it replaces is then the abandoned one."""
         before = self._committed.pop(step, {})
         self._committed[step] = self._making.pop(step, {})
         if before:
             self._making[step] = before
 
     def retired(self, step: int) -> None:
-        """A committed step is given up: its files are those of a step in the making again."""
+        """A committed step is retired: its files are those of a step in the making again."""
         self._making[step] = self._committed.pop(step, {})
 
     def spared(self, step: int) -> None:
-        """The files of a step that was given up are held back to be overwritten."""
+        """The files of a retired step are held back to be overwritten."""
         self._spare = self._making.pop(step, {})
 
     def spare(self, name: str) -> File | None:
@@ -59,7 +60,7 @@ class Mappings:
         self._spare.pop(name, None)
 
     def dropped(self) -> None:
-        """What was held back is deleted."""
+        """The files that were held back are deleted."""
         _close(self._spare.values())
         self._spare = {}
 

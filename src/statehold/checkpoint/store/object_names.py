@@ -1,13 +1,12 @@
-"""What the objects of a run are called, and what a commit object says.
+"""The names of the objects of a run, and the content of a commit object.
 
     step-000000000100.5f3a09c1-7/manifest.json     one attempt at a step: a whole step directory
     step-000000000100.5f3a09c1-7/rank-00000-of-00001.safetensors
     step-000000000100.commit                       names the attempt that counts
 
 Owns: these names, and the JSON of a commit object, sealed like a manifest.
-Invariants: what is read is parsed strictly, and no name, given or read, leads out of the run's
-prefix.
-Not here: the store (object_client), the order of things (objects).
+Invariants: parsing is strict, and no name, given or read, leads out of the run's prefix.
+Not here: the store (io/objects/client), the order of operations (objects).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def commit_name(step: int) -> str:
 
 
 def step_of_commit(name: str) -> int | None:
-    """The step whose commit object has this name; None for the name of anything else."""
+    """The step whose commit object has this name; None for any other name."""
     match = _COMMIT.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -52,18 +51,18 @@ def directory_name(step: int, attempt: str) -> str:
 
 
 def attempt_of(name: str) -> tuple[int, str] | None:
-    """(step, attempt) of a directory with this name; None for the name of anything else."""
+    """(step, attempt) of a directory with this name; None for any other name."""
     match = _DIRECTORY.fullmatch(name)
     return (int(match[1]), match[2]) if match else None
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file of a step may be called so."""
+    """Whether a file of a step may have this name."""
     return _FILE.fullmatch(name) is not None
 
 
 def check_file(name: str) -> str:
-    """`name`, the name of a file of a step."""
+    """`name`, checked as the name of a file of a step."""
     if not is_file_name(name):
         raise InvariantError("not a valid name of a file of a step", facts={"got": repr(name)})
     return name
@@ -71,7 +70,7 @@ def check_file(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CommitObject:
-    """Which directory is the step, and the sha256 of the manifest in it."""
+    """The directory of the step, and the sha256 of its manifest."""
 
     step: int
     directory: str

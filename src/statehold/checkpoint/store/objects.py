@@ -1,22 +1,22 @@
 """The steps of one run in an object store: the commit protocol on a store without rename.
 
     PREFIX/step-000000000100.5f3a09c1-7/...     a step directory, manifest.json included
-    PREFIX/step-000000000100.commit             committed: this object is all that makes it so
-    PREFIX/run.json                             whose steps these are (checkpoint/levels/owners)
+    PREFIX/step-000000000100.commit             committed: this object alone makes it so
+    PREFIX/run.json                             the run that owns the steps (levels/owners)
 
-A step is uploaded file by file into the directory of its attempt; every object there is whole or
-not there. `publish` puts the manifest, then the commit object: one request, which replaces the
-commit object of an earlier attempt, or makes one. The directory that it no longer names is deleted
-after that. `retire` deletes the commit object first. So what a listing shows is always a whole
-step, and what is deleted or uploaded was never, or is no longer, named by anything. Who reads a
-step while it is replaced gets MissingFileError, and the new one when they ask again.
+A step is uploaded file by file into the directory of its attempt. Every object there is whole or
+missing. `publish` puts the manifest, then the commit object. One request creates the commit object,
+or replaces that of an earlier attempt. Afterwards the directory that it no longer names is deleted.
+`retire` deletes the commit object first. So a listing always shows whole steps, and a commit object
+never names files that are being deleted or uploaded. If a step is replaced while it is read, the
+reader gets MissingFileError, and the new step when it asks again.
 
-What a death leaves behind is directories that no commit object names: `clear`. And parts of an
-upload that were never put together, which no listing of objects shows: the store's own lifecycle
-rule takes those (docs/format.md).
+A death leaves directories that no commit object names; `clear` deletes them. It also leaves parts
+of an upload that were never put together, which no listing shows. The store's own lifecycle rule
+removes those (docs/format.md).
 
-Invariants: thread-safe; one job writes, any number may read; names never lead out of PREFIX.
-Not here: which steps are kept, what is uploaded when (levels); transfers (object_client).
+Invariants: thread-safe. One job writes, any number may read. Names never lead out of PREFIX.
+Not here: which steps are kept, what is uploaded when (levels); transfers (io/objects/client).
 """
 
 from __future__ import annotations
@@ -68,9 +68,12 @@ class Uploaded:
 class ObjectSteps:
     """The steps below `url`: s3://bucket/prefix, gs://..., az://..., file:///..., memory://.
 
-    options: where the store is and how it is spoken to (object_address lists them); credentials
-    come from the environment. deadline_s: how long one request may take with all its retries.
-    part_bytes: of uploads and downloads. memory:// is seen by this object alone.
+    options: options of the store (io/objects/address lists them); credentials come from the
+        environment.
+    deadline_s: how long one request may take with all its retries.
+    part_bytes: size of the parts of uploads and downloads.
+
+    Only this object sees memory://.
     """
 
     def __init__(
@@ -90,17 +93,17 @@ class ObjectSteps:
 
     @property
     def url(self) -> str:
-        """Below which the steps are."""
+        """The URL below which the steps are."""
         return self._client.url
 
     def note(self, name: str) -> bytes | None:
-        """A small object beside the steps; None if there is none."""
+        """A small object next to the steps; None if there is none."""
         with contextlib.suppress(MissingFileError):
             return self._client.get(name, COMMIT_BYTES_MAX)
         return None
 
     def put_note(self, name: str, content: bytes) -> None:
-        """Make or replace a small object beside the steps."""
+        """Create or replace a small object next to the steps."""
         self._client.put(name, content)
 
     def close(self) -> None:
@@ -129,7 +132,7 @@ class ObjectSteps:
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         """The content of a file of a committed step.
 
-        Reading the manifest is where a reader begins: it asks anew which attempt is the step.
+        A reader begins with the manifest. Reading it asks again which attempt is the step.
         Raises StepNotFoundError, MissingFileError, CorruptionError or StorageError.
         """
         is_manifest = name == MANIFEST_NAME
@@ -149,18 +152,18 @@ class ObjectSteps:
         return None
 
     def fetch(self, step: int, name: str, begin: int, memory: memoryview) -> None:
-        """Fill `memory` with the bytes of a file of a committed step from `begin`; all or raise."""
+        """Fill `memory` with the bytes of a file of a committed step from `begin`, or raise."""
         self.fetch_ranges(step, name, [(begin, memory)])
 
     def fetch_ranges(self, step: int, name: str, targets: Sequence[Target]) -> None:
-        """fetch(), for several ranges of a file: in parallel parts, with some of IN_FLIGHT_BYTES of
-        memory besides."""
+        """fetch(), for several ranges of a file, in parallel parts, with up to IN_FLIGHT_BYTES of
+        memory."""
         with self._directory(step) as commit:
             self._client.fetch(f"{commit.directory}/{check_file(name)}", targets)
 
     @contextlib.contextmanager
     def _directory(self, step: int, anew: bool = False) -> Iterator[CommitObject]:
-        """The commit object of a step; it is asked for again after a file was missing."""
+        """The commit object of a step; asked for again after a file was missing."""
         with self._guard:
             known = self._commits.get(step)
         commit = self._commit(step) if anew or known is None else known
@@ -173,7 +176,7 @@ class ObjectSteps:
             raise
 
     def _commit(self, step: int) -> CommitObject | None:
-        """What the commit object of a step says now; None if there is none."""
+        """The commit object of a step as it is now; None if there is none."""
         name = commit_name(step)
         try:
             raw = self._client.get(name, COMMIT_BYTES_MAX)
@@ -200,22 +203,22 @@ class ObjectSteps:
         blocks: Iterable[memoryview],
         before: Callable[[int], None] = no_limit,
     ) -> None:
-        """Make a file of an attempt, `size` bytes from `blocks`; whole, or not there.
+        """Create a file of an attempt, `size` bytes from `blocks`; whole or not at all.
 
-        Streams: blocks are asked for as parts are sent. The memory of a block may be used again
-        when the next one is asked for: it is copied, unless it is read-only (bytes, a mapped file),
-        which is faster. `before(n)` is called before each n bytes; what it or `blocks` raises ends
-        the upload and is raised here.
+        This streams: it takes blocks as it sends parts. The memory of a block may be used again
+        when the next block is taken, because the block is copied. A read-only block (bytes, a
+        mapped file) is not copied, which is faster. `before(n)` is called before each n bytes. An
+        exception of it or of `blocks` ends the upload, and is raised here.
         """
         path = f"{directory_name(step, attempt)}/{check_file(name)}"
         self._client.upload(path, size, blocks, before)
 
     def has(self, step: int, attempt: str, name: str, size: int) -> bool:
-        """Whether a file of an attempt was uploaded before: objects are whole or not there."""
+        """Whether a file of an attempt was uploaded before: objects are whole or missing."""
         return self._client.size(f"{directory_name(step, attempt)}/{check_file(name)}") == size
 
     def uploaded(self, step: int, attempt: str, name: str) -> Uploaded:
-        """A file of an attempt that was not published, to be read."""
+        """A file of an attempt that was not published, for reading."""
         return Uploaded(self._client, f"{directory_name(step, attempt)}/{check_file(name)}")
 
     def publish(self, step: int, attempt: str, manifest: bytes) -> None:
@@ -232,7 +235,7 @@ class ObjectSteps:
         try:
             self._client.put(commit_name(commit.step), commit.encode())
         except StorageError:
-            # The answer may be what was lost, and not the request.
+            # The answer may have been lost, and not the request.
             if not self._confirms(commit):
                 raise
         with self._guard:
@@ -248,13 +251,13 @@ class ObjectSteps:
         try:
             commit = self._commit(step)
         except CorruptionError:
-            return None  # whatever it meant to name, clear() finds
+            return None  # clear() finds the directory that it should have named
         return commit.directory if commit else None
 
     # -- deleting --------------------------------------------------------------------------
 
     def retire(self, step: int) -> None:
-        """Take a step back: its commit object first, then its files. Not there: nothing happens."""
+        """Retire a step: first its commit object, then its files. A missing step is no error."""
         directory = self._named_by(step)
         self._forget(step)
         self._client.delete(commit_name(step))
@@ -262,9 +265,9 @@ class ObjectSteps:
             self._client.delete_below(directory)
 
     def abandon(self, step: int, attempt: str) -> None:
-        """Give up an attempt that was not published; what cannot be deleted now is left to clear().
+        """Give up an attempt that was not published. clear() deletes what cannot be deleted now.
 
-        One that was published after all, though nobody was told, stays.
+        An attempt that was published after all, although no answer said so, stays.
         """
         directory = directory_name(step, attempt)
         with contextlib.suppress(StorageError):
@@ -272,17 +275,17 @@ class ObjectSteps:
                 self._client.delete_below(directory)
 
     def clear(self, but_for: int | None = None) -> None:
-        """Delete the directories that no commit object names, but for attempts at the step
+        """Delete the directories that no commit object names, except attempts at the step
         `but_for`.
 
-        For the one job that writes: attempts of others that are under way go, too.
+        For the one job that writes: it also deletes attempts of other jobs that are under way.
         """
         names, directories = self._client.list()
         committed = {step_of_commit(name) for name in names}
         found = {name: known for name in directories if (known := attempt_of(name))}
         several = Counter(step for step, _ in found.values())
         for directory, (step, _) in found.items():
-            # The only directory of a committed step is the one that is meant: it costs no request.
+            # The only directory of a committed step is its own, so that needs no request.
             is_named = step in committed and several[step] == 1
             if not is_named and step != but_for:
                 self._clear_one(step, directory)
@@ -291,6 +294,6 @@ class ObjectSteps:
         try:
             commit = self._commit(step)
         except CorruptionError:
-            return  # it may be the one that was meant: left for a person
+            return  # it may be the step's own: left for a person
         if commit is None or commit.directory != directory:
             self._client.delete_below(directory)

@@ -1,6 +1,6 @@
-"""Steps are saved in order: what is refused, and what the error advises.
+"""Steps are saved in order: the refusal of older steps, and the advice in the error.
 
-Invariants: the advice never gives up every step of a run.
+Invariants: the advice never discards every step of a run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["check_newest"]
 def check_newest(
     run: str, step: int, known: Iterable[int | None], steps: Callable[[], Iterable[int]]
 ) -> None:
-    """Refuse to save `step` where a newer one is known in the directory `run`.
+    """Refuse to save `step` if a newer one is known in the directory `run`.
 
-    steps: lists the committed steps; only asked for the message.
+    steps: lists the committed steps; called only for the message.
     """
     newest = max((n for n in known if n is not None), default=None)
     if newest is None or step >= newest:
@@ -31,7 +31,7 @@ def check_newest(
     )
     with contextlib.suppress(StorageError):
         older = max((each for each in steps() if each < step), default=None)
-        if older is not None:  # a rewind to anything else could give up every step
+        if older is not None:  # a rewind to anything else could discard every step
             hint += (
                 f". To continue from step {older}, call restore(state, step={older}) and "
                 f"rewind({older}), which deletes all steps after {older}"

@@ -1,10 +1,10 @@
 """How a directory of finished files becomes visible: the second half of the commit protocol.
 
-Owns: D3 and D5 to D7 of docs/durability.md, for whoever has written the files (D1, D2) and knows
-what the manifest says (D4): the steps of a run (store), or one checkpoint directory (dcp).
-Invariants: a crash at any point leaves `final` as it was, or whole and new; one rename decides.
-What is replaced is exchanged in one operation, or keeps a name that counts (replacing).
-Not here: which directories there are, and when they go.
+Owns: D3 and D5 to D7 of docs/durability.md. The caller has written the files (D1, D2) and knows the
+content of the manifest (D4). Callers are the steps of a run (store) and one checkpoint (dcp).
+Invariants: a crash at any point leaves `final` as it was, or whole and new; one rename decides. The
+old directory is exchanged in one operation, or keeps a name that counts (replacing).
+Not here: which directories exist, and when they are deleted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def publish(fs: Fs, partial: str, final: str, manifest: bytes) -> Replaced:
-    """D3 and D5 to D7; what became of the directory that `final` was before."""
+    """D3 and D5 to D7. Returns what became of the old directory `final`."""
     fs.sync_dir(partial)  # D3
     fs.write_file(f"{partial}/{MANIFEST_NAME}", manifest)  # D5
     fs.sync_dir(partial)  # D5: the manifest's name as well
@@ -37,7 +37,8 @@ def publish(fs: Fs, partial: str, final: str, manifest: bytes) -> Replaced:
 
 
 def make_durable(fs: Fs, directory: str) -> None:
-    """D7: sync the directory that has the name of a published step; an error says that it has."""
+    """D7: sync the directory that has the name of a published step. An error has the fact
+    PUBLISHED."""
     try:
         fs.sync_dir(directory)
     except Exception as error:

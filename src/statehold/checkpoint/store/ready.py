@@ -1,15 +1,14 @@
-"""A file in memory that is made ready before the next save asks for it: allocated, and mapped.
+"""A file in memory, allocated and mapped before the next save asks for it.
 
     RUN/.ready/rank-00000-of-00001.safetensors
 
-To make the pages of a new file takes longer than to copy into them. So while there is no retired
-file to be overwritten, the first saves of a run, one is made in the background, and the next save
-takes it as it would take a retired one.
-Invariants: one at a time, and never beyond half of the memory that is free, shared with the ranks
-that do the same; a save waits for the one that is being made, and never makes a second one beside
-it. A file that cannot be made costs a line in the log: the save makes its own. Each rank has its
-own.
-Not here: whether there is room for one more by what the level keeps (store).
+Making the pages of a new file takes longer than copying into them. The first saves of a run have no
+retired file to overwrite. So a background thread makes a file, and the next save takes it as it
+would take a retired one.
+Invariants: there is one such file at a time. All ranks that make one take at most half of the free
+memory. A save waits for the file that is being made, and never makes a second one. If the file
+cannot be made, a line is logged, and the save makes its own. Each rank has its own file.
+Not here: whether the level may keep one more file (store).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["READY_NAME", "Ready", "free_memory"]
 
 READY_NAME = ".ready"
-_NICENESS = 5  # as the threads that copy
+_NICENESS = 5  # like the threads that copy
 _PART_BYTES = 64 << 20
 
 logger = logging.getLogger("statehold")
@@ -40,8 +39,8 @@ logger = logging.getLogger("statehold")
 class Ready:
     """At most one file, of the run directory `root`, made for the next save of one of `ranks`.
 
-    Not thread-safe but for the thread that makes it: the store's guard is held, or its only user,
-    the thread that commits, calls.
+    Not thread-safe, except for the thread that makes the file. Callers hold the store's guard, or
+    are its only user, the thread that commits.
     """
 
     def __init__(self, fs: Fs, root: str, ranks: int) -> None:
@@ -55,7 +54,7 @@ class Ready:
         self._is_wanted = False
 
     def begin(self, name: str, file_bytes: int) -> None:
-        """Make a file for the next save, which will call it `name`, if there is none."""
+        """Make a file for the next save, which will call it `name`, unless there is one."""
         if self._file is not None or not self._done.is_set():
             return
         self._name, self._is_wanted = name, False
@@ -66,7 +65,7 @@ class Ready:
             self._done.set()
 
     def wait(self) -> None:
-        """Return once nothing is being made; somebody is waiting from now on."""
+        """Return once no file is being made, and hurry: a caller waits from now on."""
         self._is_wanted = True
         self._done.wait()
 
@@ -78,7 +77,7 @@ class Ready:
         return f"{self._folder}/{name}"
 
     def taken(self) -> None:
-        """The file is a save's now."""
+        """The file now belongs to a save."""
         self._file = None
 
     def drop(self) -> None:
@@ -106,18 +105,18 @@ class Ready:
             reason = str(error)
         finally:
             self._done.set()
-        if reason is not None:  # said once nobody waits
+        if reason is not None:  # logged when no caller waits
             logger.info("cannot prepare a file in memory for the next save: %s", reason)
 
     def _make(self, file_bytes: int) -> str | None:
-        """None, or why there is none."""
+        """None, or why there is no file."""
         with unless(errno.EEXIST):  # another rank made it, or it was needed before
             self._fs.mkdir(self._folder)
         free = free_memory(self._folder)
         if file_bytes * self._ranks > free // 2:
             return f"{file_bytes} bytes for each of {self._ranks} ranks, and {free} are free"
         path = self.path(self._name)
-        if self._fs.stat_bytes(path) is not None:  # of a job that was killed on this rank's place
+        if self._fs.stat_bytes(path) is not None:  # left by a killed job with this rank
             self._fs.unlink(path)
         file = self._fs.open_write(path, file_bytes, mapped=True)
         for begin in range(0, file_bytes, _PART_BYTES):
@@ -129,7 +128,9 @@ class Ready:
 
 
 def free_memory(folder: str) -> int:
-    """Bytes of memory that a file in `folder` may still take: of its file system, and of what this
-    process may."""
+    """Bytes of memory that a file in `folder` may still take.
+
+    The limit is the file system's, or that of this process.
+    """
     room = os.statvfs(folder)
     return min(room.f_bavail * room.f_frsize, available().nbytes)

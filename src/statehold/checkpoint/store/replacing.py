@@ -47,7 +47,7 @@ REPLACED = ".replaced"
 
 
 class Replaced(Enum):
-    """What became of the directory that was `final` before."""
+    """What became of the old directory `final`."""
 
     NOTHING = "there was none"
     HIDDEN = "it has the name of the partial, for good"
@@ -61,7 +61,7 @@ _REFUSED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def exchanged(fs: Fs, partial: str, final: str) -> bool:
-    """D6 in one operation; False where the file system has none."""
+    """D6 in one operation; False if the file system has none."""
     try:
         fs.exchange(partial, final)
     except StorageError as error:
@@ -72,7 +72,7 @@ def exchanged(fs: Fs, partial: str, final: str) -> bool:
 
 
 def set_aside(fs: Fs, final: str, *, is_there: bool) -> bool:
-    """E1 and E2; False if there is nothing to replace. is_there: whether `final` is."""
+    """E1 and E2; False if there is nothing to replace. is_there: whether `final` exists."""
     aside = final + REPLACED
     has_aside = fs.is_dir(aside)  # an earlier save has failed between E1 and E4
     if not is_there and not has_aside:
@@ -86,8 +86,11 @@ def set_aside(fs: Fs, final: str, *, is_there: bool) -> bool:
 
 @contextlib.contextmanager
 def came_back(fs: Fs, final: str) -> Iterator[None]:
-    """After an error from E1 to D6 `final` is what it was. If that fails, too, readers find it at
-    its other name, and the next save or recovery tries again."""
+    """After an error from E1 to D6, give `final` its old directory back.
+
+    If that fails, too, readers find it under its other name, and the next save or recovery tries
+    again.
+    """
     try:
         yield
     except BaseException:
@@ -98,7 +101,7 @@ def came_back(fs: Fs, final: str) -> Iterator[None]:
 
 
 def hidden(fs: Fs, final: str, partial: str) -> Replaced:
-    """E3 and E4, after D7. `final` is committed: an error is none of the save."""
+    """E3 and E4, after D7. `final` is committed, so an error does not fail the save."""
     try:
         fs.rename(final + REPLACED, partial)  # E3
         fs.sync_dir(parent_of(final))  # E4
@@ -108,10 +111,10 @@ def hidden(fs: Fs, final: str, partial: str) -> Replaced:
 
 
 def settle(fs: Fs, final: str) -> None:
-    """Let nothing be at final.replaced, and let no crash bring it back. Only a writer calls this.
+    """Remove final.replaced, and let no crash bring it back. Only a writer calls this.
 
-    If `final` is missing, final.replaced is renamed back. Else it is deleted, once `final` is
-    durable: what is half deleted never counts, because `final` stays until this has succeeded.
+    If `final` is missing, final.replaced is renamed back. Otherwise it is deleted, once `final` is
+    durable. A half-deleted directory never counts, because `final` stays until this has succeeded.
     """
     aside = final + REPLACED
     if not fs.is_dir(aside):
@@ -134,8 +137,11 @@ def where(fs: Fs, final: str) -> str:
 
 
 def read_standing(fs: Fs, final: str, look: Callable[[str], T]) -> T:
-    """What `look` returns of the directory that counts as `final`. It looks again where a file was
-    missing because the directory got another name in between. Raises as `look` does."""
+    """The result of `look` at the directory that counts as `final`.
+
+    It looks again if a file was missing because the directory got another name in between. Raises
+    as `look` does.
+    """
     directory = final
     for _ in range(LOOKS_MAX):
         try:
@@ -151,9 +157,9 @@ def read_standing(fs: Fs, final: str, look: Callable[[str], T]) -> T:
 
 
 def missing_path(error: Exception) -> str | None:
-    """The file that is missing, if that is the error."""
+    """The missing file, if that is the error."""
     if isinstance(error, StorageError):
         return error.path if error.errno == errno.ENOENT else None
-    if isinstance(error, MissingFileError) and "expected" not in error.facts:  # else: no file
+    if isinstance(error, MissingFileError) and "expected" not in error.facts:  # otherwise: no file
         return str(error.facts.get("file", ""))
     return None

@@ -16,24 +16,24 @@ step, and every older step untouched:
     D3 fsync step-n.partial/                          D4 every rank has done D1 to D3
     D5 write and fsync the manifest                   D6 rename step-n.partial to step-n
     D7 fsync the run directory
-D1 and D2 are done by the engine on files that `data_file` opens; `commit` does D3 to D7.
-Where several ranks write, each calls `begin`, `data_file` and `seal`, which is D3 on its own host
-and also writes its record; D4 is peers'; one rank then commits: rank 0, or, of a store that each
-host has, the first rank there. It leads: it alone makes, hides and deletes directories, nobody else
-recovers, commits, abandons, retains or rewinds. An attempt's name is new every time, so what a rank
-of a dead job still writes is never in a step of this one.
+The engine does D1 and D2 on files that `data_file` opens. `commit` does D3 to D7.
+If several ranks write, each calls `begin`, `data_file` and `seal`, which is D3 on its own host and
+also writes its record. The peers do D4. Then one rank commits: rank 0, or the first rank of a host
+that has its own store. It leads: only this rank makes, hides and deletes directories, recovers,
+commits, abandons, retains and rewinds. An attempt's name is new every time, so files that a rank of
+a dead job still writes are never in a step of this one.
 
-Retire: R1 rename step-n to step-n.retired; R2 fsync the run directory; only then may R3 overwrite
-or delete its files. So a name that a restore can find never leads to bytes that are being changed.
+Retire: R1 rename step-n to step-n.retired. R2 fsync the run directory. Only then R3 may overwrite
+or delete its files. So a name that a restore can find never leads to bytes that are changing.
 
-Overwriting beats allocating (blocks are already mapped), so one retired step is held back and its
-files are handed to the next save. A file is reused only when the kernel confirms that nobody on
-this host has it open or mapped and no other name links to it; otherwise it is deleted, which
-leaves those readers undisturbed. With several ranks each takes the file of its own name when it
-needs it, and the one that leads deletes what is left when it has another step to hold back.
+Overwriting beats allocating (blocks are already mapped), so one retired step is held back, and the
+next save gets its files. A file is reused only if the kernel confirms that no process on this host
+has it open or mapped, and that no other name links to it. Otherwise it is deleted, so its readers
+are not disturbed. With several ranks, each takes the file of its own name when it needs it. The
+leading rank deletes the rest when it has another step to hold back.
 
-Invariants: the newest committed step is never retired; what is protected is never retired.
-Not here: what the bytes mean (manifest, header), who waits for whom (pipeline).
+Invariants: the newest committed step, and a protected step, are never retired.
+Not here: the meaning of the bytes (manifest, header), who waits for whom (pipeline).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def step_of(name: str) -> int | None:
 
 
 class CommitRecord(Protocol):
-    """What D5 writes: the manifest of any format version."""
+    """The content of D5: the manifest of any format version."""
 
     @property
     def step(self) -> int: ...
@@ -95,9 +95,9 @@ class Store:
     """The steps of the run directory `root` on the file system `fs`.
 
     keep: how many committed steps to keep; None keeps all. reuse: overwrite retired files.
-    mapped: it lies on a memory file system, and its data files are written as memory.
+    mapped: `root` lies on a memory file system, and data files are written as memory.
     rank, world_size: of the job that saves. `attempt` names its directory of a step in the making;
-    without one, only one rank writes. Thread-safe. One job may write; any number may read.
+        without it, only one rank writes. Thread-safe. One job may write; any number may read.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class Store:
         self._is_unsettled = False  # a replaced step's name may come back
         self._mapped = mapped
         self._mappings = Mappings()
-        self._newest_guard = threading.Lock()  # the trainer asks, and waits for no cleaning up
-        self._remembers = False  # this job alone can change what the newest step is
+        self._newest_guard = threading.Lock()  # the trainer asks, and does not wait for a cleanup
+        self._remembers = False  # only this job can change the newest step
         self._is_known = False
         self._newest: int | None = None
         self._ready = Ready(fs, self._root, world_size)
@@ -132,7 +132,7 @@ class Store:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether its data files are written as memory."""
+        """Whether data files are written as memory."""
         return self._mapped
 
     @property
@@ -141,7 +141,7 @@ class Store:
         return self._leads
 
     def lead(self) -> None:
-        """This rank does that: of those that see these files, it is the first."""
+        """This rank leads: of the ranks that see these files, it is the first."""
         self._leads = True
 
     # -- reading ---------------------------------------------------------------------------
@@ -153,11 +153,11 @@ class Store:
 
     @property
     def keep(self) -> int | None:
-        """How many committed steps it keeps; None: all."""
+        """How many committed steps to keep; None: all."""
         return self._keep
 
     def names(self, step: int) -> list[str] | None:
-        """The files of a committed step; None if it is none any more."""
+        """The files of a committed step; None if it is no longer committed."""
         try:
             entries = read_standing(self._fs, self.path(step), self._fs.listdir)
         except StorageError:
@@ -171,7 +171,7 @@ class Store:
         return where(self._fs, self.path(step))
 
     def has_file(self, step: int, name: str) -> bool:
-        """Whether a file of a step is there now."""
+        """Whether a file of a step exists now."""
         return self._fs.stat_bytes(f"{self.where(step)}/{name}") is not None
 
     def path(self, step: int, suffix: str = "") -> str:
@@ -217,7 +217,7 @@ class Store:
         return read_standing(self._fs, self.path(step), look)
 
     def confirm(self, step: int, attempt: str) -> bool:
-        """Whether `attempt` at a step is committed; if so, D7 is made sure of."""
+        """Whether `attempt` at a step is committed; if so, repeats D7."""
         try:
             is_ours = self.open(step).attempt == attempt
         except (StepNotFoundError, CorruptionError):
@@ -248,7 +248,7 @@ class Store:
         return entries or []
 
     def check_there(self) -> None:
-        """Raise where the run directory could not be one: a file is in its place."""
+        """Raise if the run directory cannot be one, because a file is in its place."""
         if not self._fs.is_dir(self._root):
             with unless(errno.ENOENT):
                 self._fs.listdir(self._root)
@@ -258,10 +258,10 @@ class Store:
     def create(self) -> None:
         """Make the run directory, its parents included, and make their names durable."""
         make_directories(self._fs, self._root)
-        self._remembers = not self._leads  # who leads holds the lock, and asks itself
+        self._remembers = not self._leads  # the leading rank holds the lock, and checks itself
 
     def was_removed(self) -> None:
-        """Nothing is left of the directory: what this process still holds of it is given back."""
+        """Nothing is left of the directory: release everything that this process holds of it."""
         with self._guard:
             self._mappings.close()
             self._spare = None
@@ -269,9 +269,9 @@ class Store:
             self.look_again()
 
     def recover(self, token: str | None = None) -> None:
-        """Clear away what a crash left behind. Call once, holding the run's lock.
+        """Clear the leftovers of a crash. Call once, holding the run's lock.
 
-        Other ranks of the job `token` may be ahead: its attempts are left alone.
+        Other ranks of the job `token` may be ahead, so its attempts are left alone.
         """
         self._lead("clear a run")
         with self._guard:
@@ -281,7 +281,7 @@ class Store:
             self._settle_replaced()
             for hidden in (SPARE_NAME, READY_NAME):
                 if self._fs.is_dir(f"{self._root}/{hidden}"):
-                    with contextlib.suppress(StorageError):  # no save fails for what is left behind
+                    with contextlib.suppress(StorageError):  # no save fails because of leftovers
                         delete(self._fs, f"{self._root}/{hidden}")
             for name in self._leftovers():
                 attempted = _ATTEMPTED.fullmatch(name)
@@ -291,15 +291,14 @@ class Store:
                     self._clear(name, is_attempt=attempted is not None)
 
     def _clear(self, name: str, *, is_attempt: bool) -> None:
-        # Where ranks on other hosts may be outliving their job, nothing they might still be
-        # writing to is used again.
+        # Ranks on other hosts may outlive their job. No file that they may still write is reused.
         if is_attempt:
             delete(self._fs, f"{self._root}/{name}")
         else:
             self._discard(f"{self._root}/{name}")
 
     def _settle_replaced(self) -> None:
-        """Finish, or undo, replacements that a crash or an error has cut off."""
+        """Finish, or undo, replacements that a crash or an error has interrupted."""
         for name, is_dir in self._entries():
             if is_dir and _REPLACED.fullmatch(name):
                 # Until that succeeds a step is read where it is; _retire tries again.
@@ -330,13 +329,13 @@ class Store:
                 self._newest = max(step, self._newest if self._newest is not None else step)
 
     def look_again(self) -> None:
-        """Every rank: steps may have been given up; the newest one is no longer known."""
+        """Every rank: steps may have been discarded, so the newest one is no longer known."""
         with self._newest_guard:
             self._is_known = False
 
     def _remembered(self) -> int | None:
-        """The newest step. Once the run is this job's, the directory is listed no more for it: that
-        takes the longer the more steps there are, and the trainer waits."""
+        """The newest step. Once the run belongs to this job, this no longer lists the directory:
+        the trainer waits, and a listing takes longer with more steps."""
         with self._newest_guard:
             if not self._is_known:
                 self._newest = self.newest()
@@ -359,8 +358,8 @@ class Store:
                 self._fs.mkdir(partial)
 
     def reserve(self, step: int, attempt: str | None, name: str, guess: Callable[[], int]) -> None:
-        """D1, after begin(): room for a document of this rank. guess: its bytes, about, if there
-        was none of this name before. Raises StorageError."""
+        """D1, after begin(): space for a document of this rank. guess: its size, if there was no
+        document of this name before. Raises StorageError."""
         self._rooms.make(self._fs, self.partial(step, attempt), name, guess)
 
     def data_file(
@@ -391,8 +390,8 @@ class Store:
             return (self._mappings.spare(name) or self._ready.file(name)) is not None
 
     def make_ready(self, name: str, file_bytes: int) -> None:
-        """After a commit, on every rank: begin to make the file of the next save, where that is
-        memory, no retired one waits, and with it there are no more than `keep` and one."""
+        """After a commit, on every rank: begin to make the file of the next save. Only in memory,
+        if no retired file waits, and if there are then at most `keep` files and one."""
         if not self._mapped or not self._reuse or self._keep is None:
             return
         with self._guard, contextlib.suppress(StorageError):  # the save makes its own
@@ -426,13 +425,13 @@ class Store:
     def _drop_replaced(self, partial: str, step: int) -> None:
         try:
             self._discard(partial, step)
-        except StateholdError:  # the step is committed; the next save of it, or job, clears that
+        except StateholdError:  # the step is committed; a later save or job clears that
             self._mappings.abandoned(step)
 
     def abandon(self, step: int, attempt: str | None = None) -> None:
-        """Give a partial step up; what cannot be removed now is cleared by a later begin or open.
+        """Abandon a partial step. A later begin or open clears what cannot be removed now.
 
-        Nothing happens where another rank leads: it removes what all of them wrote.
+        If another rank leads, this does nothing: that rank removes the files of all ranks.
         """
         with self._guard, contextlib.suppress(StorageError):
             partial = self.partial(step, attempt)
@@ -446,13 +445,13 @@ class Store:
         token, _, number = under_way.partition("-")
 
         def has_ended(match: re.Match[str] | None) -> bool:
-            # Other ranks may be ahead, where one of them has ended an attempt by failing.
+            # Other ranks may be ahead, if one of them has ended an attempt by failing.
             ahead = match and match["token"] == token and int(match["number"]) >= int(number)
             return match is not None and not ahead
 
         names = self._leftovers()
         ended = [name for name in names if has_ended(_ATTEMPTED.fullmatch(name))]
-        # What cannot be deleted, where a rank still writes perhaps, is deleted next time.
+        # If a rank still writes to a directory, it cannot be deleted now, but next time.
         with contextlib.suppress(StorageError):
             if ended:
                 self._settle_names()
@@ -497,7 +496,7 @@ class Store:
                     self._retire(step, ".retired")
 
     def quarantine(self, step: int) -> str:
-        """Take a corrupt step out of sight without deleting it; returns its new path."""
+        """Rename a corrupt step, so that no reader takes it; returns its new path."""
         self._lead("set a step aside")
         with self._guard:
             self._retire(step, ".corrupt")
@@ -512,7 +511,7 @@ class Store:
                 self._spare = None
 
     def close(self) -> None:
-        """Give back what this process holds of the store: spare files, and mappings."""
+        """Release everything that this process holds of the store: spare files, and mappings."""
         try:
             self._ready.drop()
             self.drop_spare()
@@ -521,7 +520,7 @@ class Store:
                 self._mappings.close()
 
     def _retire(self, step: int, suffix: str) -> None:
-        if self._is_unsettled:  # what a step has replaced must not count instead of it
+        if self._is_unsettled:  # the replaced directory must not count instead of it
             self._settle_names()
             self._is_unsettled = False
         settle(self._fs, self.path(step))
@@ -540,17 +539,16 @@ class Store:
             self._mappings.abandoned(step)
 
     def _settle_names(self) -> None:
-        """Before a hidden directory is changed: no name of a step may come back to it.
+        """Make sure that no name of a step may come back to a hidden directory, before a change.
 
-        After a failure, or the death of a process, the sync that should have made sure of that
-        (D7, R2) may not have happened.
+        After a failure, or the death of a process, the sync for that (D7, R2) may be missing.
         """
         self._fs.sync_dir(self._root)
 
     def _discard(self, directory: str, step: int | None = None) -> None:
         """Hold an invisible directory, of `step`, back for reuse, or delete it."""
         if self._shared:
-            self.drop_spare()  # what no rank has taken until now
+            self.drop_spare()  # files that no rank has taken until now
         if not self._reuse or self._spare is not None:
             if step is not None:
                 self._mappings.abandoned(step)
@@ -562,7 +560,7 @@ class Store:
             self._mappings.spared(step)
 
     def _take_spare(self, name: str, path: str) -> bool:
-        """Move the spare file `name` to `path` if there is one that nobody else can see."""
+        """Move the spare file `name` to `path` if no other process can see it."""
         with self._guard:
             if self._shared:
                 return self._reuse and self._take(f"{self._root}/{SPARE_NAME}/{name}", path)
@@ -571,7 +569,7 @@ class Store:
             taken = self._take(f"{self._spare}/{name}", path, self._mappings.spare(name))
             if taken:
                 self._mappings.taken(name)
-            with contextlib.suppress(StorageError):  # what cannot be deleted now is, later
+            with contextlib.suppress(StorageError):  # deleted later if it cannot be deleted now
                 self.drop_spare()
             return taken
 
@@ -583,11 +581,11 @@ class Store:
         taken = self._take(self._ready.path(name), path, file)
         if taken:
             self._ready.taken()
-        self._ready.drop()  # where somebody else has it open: one file, not two
+        self._ready.drop()  # if another process has it open: one file, not two
         return taken
 
     def _take(self, spare_file: str, path: str, kept: File | None = None) -> bool:
-        # Who leads may have deleted it meanwhile; and where it cannot be had, a new one is made.
+        # The leading rank may have deleted it meanwhile. If it is not available, a new one is made.
         with contextlib.suppress(StorageError):
             if self._fs.stat_bytes(spare_file) is None:
                 return False

@@ -1,16 +1,16 @@
-"""Copies of steps in the making: what they are called, and what earlier ones have left to go on.
+"""Unfinished copies of steps: their names, and the files of earlier copies to continue from.
 
     RUN/step-000000000100.5f3a09c1-7.copy-0123456789abcdef.partial/
 
-The last part is the beginning of the sha256 of the manifest that is copied: it tells what the files
-are to become. A step that was saved again has another manifest, so nothing of the one before is
-taken for it. The attempt before it is new every time, as that of a save: a copy never goes on in a
-directory that a process of an earlier job may still know, but moves the files out of it, and only
-those that the kernel says nobody has open (as with spare files, checkpoint/store/store).
+The last part is the beginning of the sha256 of the copied manifest, which says what the files will
+become. A step that was saved again has another manifest, so no file of the earlier save is taken
+for it. The attempt before it is new every time, as for a save. A copy never continues in a
+directory that a process of an earlier job may still know. It moves the files out, and only files
+that no process has open, as the kernel says (as for spare files, checkpoint/store/store).
 
-Invariants: what is taken over is to be verified by whoever takes it; a name proves nothing. Nobody
-but a copy looks at these directories: readers and saves pass over them.
-Not here: the bytes (levels/copying); when a copy is given up (levels/promoting).
+Invariants: the caller must verify the files that it takes over; a name proves nothing. Only copies
+look at these directories; readers and saves ignore them.
+Not here: the bytes (levels/copying); when a copy is abandoned (levels/promoting).
 """
 
 from __future__ import annotations
@@ -53,12 +53,14 @@ class Unfinished:
         self._root = root
 
     def steps(self) -> set[int]:
-        """The steps of which a copy was begun and not finished."""
+        """The steps with an unfinished copy."""
         return {int(match["step"]) for match in self._found()}
 
     def adopt(self, partial: str, name: str) -> str | None:
-        """The file `name` of an earlier copy of what is to be the directory `partial`, moved there;
-        None if there is none that nobody else has."""
+        """The file `name` of an earlier copy, moved into the directory `partial`.
+
+        None if there is no such file that no other process has.
+        """
         target = _NAME.fullmatch(partial.rpartition("/")[2])
         path = f"{partial}/{name}"
         for match in self._found():
@@ -72,17 +74,17 @@ class Unfinished:
         return None
 
     def clear_all(self) -> None:
-        """Delete all of them, where nothing is copied to: whoever holds the lock may."""
+        """Delete all of them, if nothing is copied to this level. The caller holds the lock."""
         for match in list(self._found()):
-            with contextlib.suppress(StorageError):  # no save fails for what is left behind
+            with contextlib.suppress(StorageError):  # no save fails because of leftovers
                 self._fs.sync_dir(self._root)
                 delete(self._fs, f"{self._root}/{match[0]}")
 
     def clear(self, but_for: int | None, attempt: str, *, and_own: bool = True) -> None:
-        """Who leads: delete the unfinished copies of all steps `but_for` one. Newer ones of the job
-        of `attempt` stay, and without `and_own` this one: other ranks may be ahead.
+        """The leading rank: delete the unfinished copies of all steps `but_for` one.
 
-        What cannot be deleted now is deleted when this is called again.
+        Newer copies of the job of `attempt` stay, and without `and_own` this one, too: other ranks
+        may be ahead. Directories that cannot be deleted now are deleted by the next call.
         """
         token, number = attempt.partition(".")[0].split("-")
         for match in list(self._found()):
@@ -109,5 +111,5 @@ class Unfinished:
 
 
 def _copied(match: re.Match[str]) -> tuple[str, str]:
-    """What a directory is a copy of."""
+    """The step and manifest that a directory is a copy of."""
     return match["step"], match["digest"]
