@@ -33,6 +33,7 @@ DONE = [
     for name in (
         "checkpoint/agent",
         "checkpoint/store",
+        "cli",
         "encoding",
         "errors.py",
         "format",

@@ -1,10 +1,10 @@
-"""The command `statehold`: look at runs, verify, compare and prune them (docs/cli.md).
+"""The command `statehold`: inspects, verifies, compares and prunes runs (docs/cli.md).
 
-Owns: arguments, the choice of a command, and what becomes of errors: a message on stderr and an
+Owns: arguments, the choice of a command, and the handling of errors: a message on stderr and an
 exit code.
-Invariants: nothing here imports torch; NumPy is imported only by what needs numbers, and a
-command's module only when the command runs.
-Not here: what a command does (one module each), how output looks (output).
+Invariants: nothing here imports torch. Only code that needs numbers imports NumPy. A command's
+module is imported only when the command runs.
+Not here: what a command does (one module each), the form of output (output).
 """
 
 from __future__ import annotations

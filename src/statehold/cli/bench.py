@@ -1,8 +1,8 @@
-"""`statehold bench io PATH`: what decides checkpoint I/O on the storage of PATH, and its profile.
+"""`statehold bench io PATH`: the factors of checkpoint I/O on the storage of PATH, and its profile.
 
 Invariants: everything is written into a temporary directory in PATH, which is removed again, also
-after an error; the profile is written last, so an interrupted study leaves none.
-Not here: what is measured and chosen (statehold.cli.study).
+after an error. The profile is written last, so an interrupted study leaves none.
+Not here: what is measured and chosen (cli/study).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from statehold.options import Options
 from statehold.units import MiB, format_bytes, format_seconds, parse_bytes
 
 _SIZE_MIN = 1 * MiB
-_ROOM = 2.5  # of the size: what is written to warm an engine up, what is measured, and slack
+_ROOM = 2.5  # of the size: writes that warm an engine up, the measured writes, and slack
 _CLEAR = "\r\x1b[K"
 _NAME_MAX = 100
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(path: str, args: argparse.Namespace) -> int:
-    """The size of the state, if the study can be made."""
+    """The size of the state, if there is space for the study."""
     if not os.path.isdir(path):
         raise codes.NotFoundError("no such directory", facts={"path": path})
     size = parse_bytes(args.size)
@@ -176,7 +176,7 @@ def _cells(figures: Figures, strategy: Strategy, operation: Operation, top: floa
 
 
 def _other_table(figures: Figures) -> str:
-    """What only some strategies are measured by."""
+    """Factors by which only some strategies are measured."""
     rows = []
     for strategy, operation in figures.rates:
         if operation not in JUDGED:

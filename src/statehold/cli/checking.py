@@ -1,11 +1,10 @@
-"""A whole step against what its manifest says: documents, files, headers, pieces, and completeness.
+"""A whole step compared with its manifest: documents, files, headers, pieces, and completeness.
 
-Owns: what counts as damage, and where it is: file, bytes, tensor, rank.
-Invariants: goes on to the end whatever is found; of several ranks one record is in memory at a
-time, so that memory grows with tensors, and with boxes only where a planner cut freely. Damage that
-is next to damage of the same tensor is one finding, so that a file full of it is still a short
-list.
-Not here: reading fast (reading), which step (places), how it is told (verify).
+Owns: which findings count as damage, and their place: file, bytes, tensor, rank.
+Invariants: the check never stops at a finding. Of several ranks, one record is in memory at a time,
+so memory grows with tensors, and with boxes only if a planner cut freely. Adjacent damage of one
+tensor is one finding, so a file full of damage is still a short list.
+Not here: reading fast (reading), which step (places), the output (verify).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = ["Finding", "Report", "check_step"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong. Half-open `begin`, `end` in the file, where it is about bytes.
+    """One finding. Half-open `begin`, `end` in the file, if the finding is about bytes.
 
     what: "manifest", "record", "missing", "size", "header", "checksum", "unreadable" or "cover".
     """
@@ -56,7 +55,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """What was looked at, and what is wrong with it."""
+    """What was checked, and the findings."""
 
     place: Place
     files: int = 0
@@ -89,13 +88,13 @@ def _goes_on(last: Finding, finding: Finding) -> bool:
 def check_step(
     fs: Fs, place: Place, reader: SpanReader, done: Callable[[int], None] = lambda _: None
 ) -> Report:
-    """Look at every byte of a step. `done` is told how many bytes more have been."""
+    """Check every byte of a step. `done` gets the number of bytes checked since its last call."""
     return _Check(fs, place, reader, done).run()
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one document, a manifest of version 1 or a record, says of data files."""
+    """What one document, a manifest of version 1 or a record, says about data files."""
 
     rank: int
     block_bytes: int
@@ -136,7 +135,7 @@ class _Check:
         return report
 
     def _names(self) -> set[str]:
-        """What lies in the directory; nothing if the step was given up meanwhile."""
+        """The contents of the directory; nothing if the step was retired meanwhile."""
         is_there = self.fs.is_dir(self.place.directory)
         return {name for name, _ in self.fs.listdir(self.place.directory)} if is_there else set()
 
@@ -167,7 +166,7 @@ class _Check:
                 dtypes = {name: record.tensors[name].dtype for name in record.chunks}
                 yield _Part(rank, record.block_bytes, record.files, record.chunks, dtypes)
         if len(said) < manifest.world_size:
-            self.cover.is_complete = False  # what is missing has been reported
+            self.cover.is_complete = False  # missing files have been reported
         elif groups_of(said) != dict(manifest.state):
             detail = "its groups of ranks differ from those of the records"
             self.report.add(Finding("manifest", MANIFEST_NAME, detail=detail))
@@ -178,7 +177,7 @@ class _Check:
         try:
             return read_record(self.fs.read_file, self.place.directory, commit, rank)
         except StateholdError as error:
-            # Its data files cannot be judged without it: they are not foreign for that.
+            # Its data files cannot be judged without it, but that does not make them foreign.
             stem = commit.records[rank].name.removesuffix(".json")
             beside = {name for name in self._names() if name.startswith(stem)}
             self.known |= beside
@@ -192,7 +191,7 @@ class _Check:
     # -- files -------------------------------------------------------------------------------
 
     def _spans(self, parts: Iterable[_Part]) -> Iterator[Span]:
-        """What to read, file after file; says on the way what is wrong with the files."""
+        """The spans to read, file after file; reports problems of the files on the way."""
         for part in parts:
             held: list[list[tuple[int, int, str, str]]] = [[] for _ in part.files]
             for name, chunks in part.chunks.items():
@@ -230,7 +229,7 @@ class _Check:
                 yield from self._cut_off(span)
 
     def _cut_off(self, span: Span) -> Iterator[Span]:
-        """Of a span that a file is too short for: the pieces that are there."""
+        """For a span that a short file cuts off: the pieces that exist."""
         whole = span.begin
         for begin, end, _ in span.pieces():
             if end <= span.file_bytes:
@@ -246,7 +245,7 @@ class _Check:
     def _check_header(
         self, span: Span, part: _Part, file: FileEntry, ranges: list[tuple[int, int, str, str]]
     ) -> Iterator[Span]:
-        """A header has to say what the manifest or the record says of the same bytes."""
+        """Check that a header agrees with the manifest or the record about the same bytes."""
         bad = list(scan(span))
         for each in bad:
             self.report.add(_bad(each))
@@ -274,10 +273,10 @@ class _Check:
 
 
 class _Cover:
-    """Whether what the ranks wrote of a tensor makes all of it, counted in elements.
+    """Whether the chunks of all ranks make the whole tensor, counted in elements.
 
     A record holds exactly the boxes that its layout makes a rank write, so chunks of one layout do
-    not overlap; boxes that a planner chose freely might, which a count alone does not show.
+    not overlap. Boxes that a planner chose freely might overlap, which a count alone does not show.
     """
 
     def __init__(self) -> None:
@@ -293,21 +292,21 @@ class _Cover:
             key: object = held
             chunks = record.chunks.get(held.name, ())
             if isinstance(held.layout, ExplicitLayout):
-                key = held.name, held.dtype, held.shape  # a rank may know its own boxes only
+                key = held.name, held.dtype, held.shape  # a rank may know only its own boxes
                 chunks = tuple(chunk for chunk in chunks if self._is_new(key, chunk))
             numel = sum(math.prod(chunk.shape) for chunk in chunks)
             self._wrote[key] = self._wrote.get(key, 0) + numel
             self._shapes[key] = held.name, held.shape
 
     def _is_new(self, key: object, chunk: Chunk) -> bool:
-        """Without collectives several ranks may write the same box; any one of them will do."""
+        """Without collectives several ranks may write the same box; any of them can be read."""
         boxes = self._boxes.setdefault(key, set())
         is_new = chunk.box not in boxes
         boxes.add(chunk.box)
         return is_new
 
     def findings(self) -> Iterator[Finding]:
-        """Nothing where records were missing: that is the reason, and has been said."""
+        """Nothing if records were missing, because that is the reason, and has been reported."""
         for key, numel in self._wrote.items():
             name, shape = self._shapes[key]
             if self.is_complete and numel != math.prod(shape):

@@ -1,4 +1,4 @@
-"""Exit codes: 0 and 1 answer the question that was asked; the others say why nobody can."""
+"""Exit codes: 0 and 1 answer the question; the others say why there is no answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ exit codes:
 
 
 class NotFoundError(UsageError):
-    """What a command was asked about does not exist."""
+    """The subject of a command does not exist."""
 
 
 def code_of(error: StateholdError) -> int:
@@ -32,6 +32,6 @@ def code_of(error: StateholdError) -> int:
         return NOT_FOUND
     if isinstance(error, CorruptionError):
         return NO
-    # Whoever has to wait for another job has made no mistake.
+    # A user who has to wait for another job has made no mistake.
     is_mistake = isinstance(error, UsageError) and not isinstance(error, RunBusyError)
     return USAGE if is_mistake else FAILED

@@ -1,9 +1,8 @@
 """The bytes of a tensor of a step, verified, a bounded part at a time.
 
-Owns: reading a range of a chunk by its pieces; a box of a tensor out of whatever chunks hold it.
-Invariants: no byte is returned before the checksum of its piece was right; memory is PART_BYTES for
-each tensor, or what the range between the first and the last element of a row is where a chunk is
-wider.
+Owns: reading a range of a chunk by its pieces; assembling a box of a tensor from its chunks.
+Invariants: no byte is returned before its checksum was verified. Memory is PART_BYTES for each
+tensor, or, if a chunk is wider, the range between the first and the last element of a row.
 Not here: numbers (numbers), the speed of the device (reading).
 """
 

@@ -1,9 +1,9 @@
 """`statehold diff A B`: show which tensors and values of two steps differ, and by how much.
 
-Owns: which bytes have to be read to know. Chunks that lie alike on the grid of pieces are compared
-by their checksums, and only pieces that differ are read; all others are read part by part.
-Invariants: an element differs if its bits do. What cannot be compared is listed, never called
-equal.
+Owns: which bytes have to be read for the answer. Chunks with the same pieces are compared by their
+checksums, and only pieces that differ are read. All others are read part by part.
+Invariants: an element differs if its bits do. A tensor that cannot be compared is listed, never
+reported as equal.
 Not here: numbers (numbers), bytes (content).
 """
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _beside(fs: Fs, first: Place, args: argparse.Namespace) -> dict[str, Any]:
-    """The step `first` beside the other one."""
+    """The step `first` next to the other one."""
     same_run = os.path.dirname(first.directory) if args.b.startswith("@") else ""
     return at_rest(fs, f"{same_run}{args.b}", lambda second: _compared(fs, first, second, args))
 
@@ -112,7 +112,7 @@ class _Pair:
     # -- one tensor --------------------------------------------------------------------------
 
     def _tensor(self, name: str) -> dict[str, Any] | None:
-        """What is different about a tensor that both have; None for nothing."""
+        """The difference of a tensor that both steps have; None if there is none."""
         a, b = self.a.saved.tensors[name], self.b.saved.tensors[name]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             sides = {"a": a, "b": b}
@@ -140,7 +140,7 @@ class _Pair:
         }
 
     def _parts(self, name: str) -> Iterator[tuple[bytearray, bytearray]]:
-        """The bytes of both that have to be looked at, alike in order."""
+        """The bytes of both steps to compare, in the same order."""
         ours = {chunk.box: chunk for chunk in self.a.chunks(name)}
         theirs = {chunk.box: chunk for chunk in self.b.chunks(name)}
         if ours.keys() != theirs.keys():
@@ -175,7 +175,7 @@ class _Pair:
                 )
 
     def _boxes(self, name: str) -> Iterator[tuple[bytearray, bytearray]]:
-        """Of tensors that are cut in different ways: the same boxes of both."""
+        """For tensors that are cut in different ways: the same boxes of both."""
         tensor = self.a.saved.tensors[name]
         if DTYPE_BITS[tensor.dtype] % 8:
             raise StateMismatchError(f"{tensor.dtype} in other chunks is not unpacked here")

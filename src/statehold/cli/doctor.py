@@ -1,8 +1,8 @@
-"""`statehold doctor [PATH]`: what this machine and the file system of PATH let statehold do, and
-what dead jobs have left there (left_behind).
+"""`statehold doctor [PATH]`: what statehold can do on this machine and in PATH.
 
-Invariants: says only what was tried or read just now, through the same file system layer that saves
-use; whatever is tried happens in a temporary directory in PATH, which is removed again.
+It also lists the leftovers of dead jobs (left_behind).
+Invariants: reports only what was tried or read just now, through the same file system layer that
+saves use. All trials happen in a temporary directory in PATH, which is removed again.
 Not here: how fast it is (bench).
 """
 
@@ -45,8 +45,11 @@ _FILE_BYTES = 1 * MiB
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at. ok: True, False: saving will not work, None: works, but less
-    well. `means` is what statehold does about it."""
+    """One check.
+
+    ok: True; False: saving will not work; None: it works, but less well.
+    means: what statehold does about it.
+    """
 
     name: str
     value: str
@@ -172,7 +175,7 @@ def _file_system(path: str) -> Check:
 
 
 def _profile(path: str) -> Check:
-    """What a Checkpointer of a run here would find."""
+    """The profile that a Checkpointer of a run here would use."""
     try:
         profile = find("auto", path)
     except StateholdError as error:
@@ -184,7 +187,7 @@ def _profile(path: str) -> Check:
 
 
 def _agents(path: str) -> Iterator[Check]:
-    """What waits for the trainer of a run here, or does its work after its death."""
+    """The agents of a run here: they wait for the trainer's end, or work after its death."""
     means = (
         f"when the trainer dies, copies its newest step from memory; {LOG_NAME} says what it did"
     )

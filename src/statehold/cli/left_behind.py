@@ -1,8 +1,8 @@
-"""What dead jobs have left where `statehold doctor` looks: memory, files brought near, half copies.
+"""The leftovers of dead jobs: memory, fetched files, half copies.
 
-Invariants: looks and changes nothing; what belongs to other users is not looked at, and no link is
-followed. Says what a live job uses, as far as the kernel knows.
-Not here: removing it (the next save, prune, a person).
+Invariants: reads, and changes nothing. Ignores files of other users, and follows no link. Says what
+a live job uses, as far as the kernel knows.
+Not here: removing them (the next save, prune, a person).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LINE_BYTES_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Something that lies somewhere. is_waste: nobody needs it as far as one can see."""
+    """A leftover. is_waste: nobody needs it, as far as one can see."""
 
     name: str
     value: str
@@ -42,7 +42,7 @@ class Left:
 
 
 def left_behind(fs: Fs, path: str, shared: str = SHARED_MEMORY) -> Iterator[Left]:
-    """What lies in the run `path`, if it is one, and in the memory of this host."""
+    """The leftovers in the run `path`, if it is one, and in the memory of this host."""
     yield from _memory(os.path.join(shared, f"statehold-{os.getuid()}"))
     for folder in dict.fromkeys((shared, path)):
         yield from _near(folder)
@@ -100,7 +100,7 @@ def _sized(found: list[dict[str, object]]) -> str:
 
 
 def _own_directories(folder: str) -> list[str]:
-    """The names of directories of this user; none where it cannot be read."""
+    """The names of directories of this user; none if the parent cannot be read."""
     found = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:

@@ -1,12 +1,12 @@
-"""All levels of a run, for commands: which steps are where, and what each copy is.
+"""All levels of a run, for commands: where the steps are, and the state of each copy.
 
-Owns: what is looked at. Directories and memory are read; an object store is only asked when the
-user wants it (`--levels`), for a run directory may be somebody else's, and asking costs a network.
-Invariants: a level that is away, or cannot be read, is told of and hides no other; nothing is made,
-and nothing is changed. What is brought near to be verified is removed again. Of a level that
-several hosts have, this host's part is told of, and what it keeps for others beside it
-(`NAME.copies`); a step of which that is not all is "part", no damage.
-Not here: which levels there are (levels/remembered), what is damage (checking), tables (ls, page).
+Owns: which levels are read. Directories and memory are always read. An object store is read only
+with `--levels`, because the run directory may belong to somebody else, and reading costs network.
+Invariants: a level that is unreachable or unreadable is reported, and hides no other. Nothing is
+created or changed. Files that are fetched for verification are removed again. Of a level that
+several hosts have, this host's part is shown, and next to it the files that it keeps for others
+(`NAME.copies`). If a step is not complete there, it is "part", not damaged.
+Not here: which levels a run has (levels/remembered), what is damage (checking), tables (ls, page).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Document = dict[str, Any]
 
 
 class Held(Protocol):
-    """The steps of a level that can be read."""
+    """The steps of a level, if it can be read."""
 
     def steps(self) -> list[int]: ...
     def describe(self, step: int) -> Document | None: ...
@@ -65,8 +65,8 @@ class Held(Protocol):
 
 @dataclass
 class Level:
-    """A level as it was found. state: "there", "not there", "not asked" or "unreadable"; held: what
-    is there, by step."""
+    """A level as it was found. state: "there", "not there", "not asked" or "unreadable". held: the
+    steps there."""
 
     told: Remembered
     state: str = "there"
@@ -75,7 +75,7 @@ class Level:
     held: dict[int, Document] = field(default_factory=dict)
 
     def document(self) -> Document:
-        """What is said of a level with --json."""
+        """The level in the output of --json."""
         told = self.told
         about: Document = {"file_system": None, "free_bytes": None, "limit_bytes_per_s": None,
                            "read_limit_bytes_per_s": None}  # fmt: skip
@@ -97,8 +97,8 @@ class Level:
 
 
 def levels_of(fs: Fs, run: str, *, far: bool, options: Mapping[str, Any] = {}) -> list[Level]:
-    """The levels of a run, from the nearest on, and what is there. far: ask object stores, too, and
-    speak to them with `options`."""
+    """The levels of a run, the nearest first, and their steps. far: also read object stores, with
+    `options`."""
     try:
         remembered = recall(run)
     except CorruptionError as error:
@@ -108,7 +108,7 @@ def levels_of(fs: Fs, run: str, *, far: bool, options: Mapping[str, Any] = {}) -
 
 
 def _all_of(fs: Fs, told: Remembered, far: bool, options: Mapping[str, Any]) -> list[Level]:
-    """A level; where several hosts have it, also what this one keeps of the others' files."""
+    """A level; if several hosts have it, also the files that this host keeps for the others."""
     own = _looked_at(fs, told, far, options)
     beside = os.path.realpath(told.where) + COPIES_SUFFIX
     if not told.per_host:
@@ -123,7 +123,7 @@ def _all_of(fs: Fs, told: Remembered, far: bool, options: Mapping[str, Any]) -> 
 
 
 def _count_ranks(here: Sequence[Document]) -> None:
-    """Of how many ranks this host has the files of a step: its own and copies of one save."""
+    """The number of ranks whose files of a step this host has: its own and copies of one save."""
     sound = [copy for copy in here if copy["state"] == "committed"]
     for save in {(copy["created"], copy["world_size"]) for copy in sound}:
         same = [copy for copy in sound if (copy["created"], copy["world_size"]) == save]
@@ -135,7 +135,7 @@ def _count_ranks(here: Sequence[Document]) -> None:
 
 
 def _names(directory: str) -> list[str]:
-    """What lies in the directory of a step; nothing if the step was given up meanwhile."""
+    """The contents of the directory of a step; nothing if the step was retired meanwhile."""
     is_there = partial(directory_id, directory)
     return look_beside_a_writer(partial(os.listdir, directory), is_there, directory) or []
 
@@ -165,7 +165,7 @@ def _held(fs: Fs, told: Remembered, options: Mapping[str, Any]) -> Held:
 
 
 def _is_there(told: Remembered) -> bool:
-    """A store in a directory is one that exists: opening it would make it."""
+    """Only an existing directory is a store, because opening would create it."""
     parts = urlsplit(told.where) if told.kind == "objects" else None
     if parts is None or parts.scheme == "file":
         return os.path.isdir(unquote(parts.path) if parts else told.where)
@@ -187,7 +187,7 @@ def steps_of(levels: Sequence[Level]) -> list[int]:
 
 
 def copies_of(levels: Sequence[Level], step: int) -> list[tuple[Level, Document]]:
-    """The copies of a step, from the nearest on."""
+    """The copies of a step, the nearest first."""
     return [(level, level.held[step]) for level in levels if step in level.held]
 
 
@@ -218,7 +218,7 @@ class _InDirectory:
 
 
 class _InObjects:
-    """Of an object store, sizes are compared with what the step says: that costs no data."""
+    """For an object store, compare sizes with those in the step, which costs no data."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._objects = ObjectSteps(url, options=options)
@@ -252,7 +252,7 @@ class _InObjects:
 
     @contextlib.contextmanager
     def near(self, step: int) -> Iterator[str]:
-        """The whole step in a temporary directory: it is verified by what verifies all others."""
+        """Download the whole step into a temporary directory, and verify it like all others."""
         folder = tempfile.mkdtemp(prefix=".statehold-verify-")
         try:
             part = self._part(step)
@@ -269,7 +269,7 @@ class _InObjects:
         return {}
 
     def _whole(self, step: int) -> Part:
-        """What a step consists of, once its files have the right sizes."""
+        """The files of a step, once they have the right sizes."""
         part = self._part(step)
         for file in part.files:
             size = self._objects.size(step, file.name)
@@ -279,7 +279,7 @@ class _InObjects:
         return part
 
     def _save_of(self, step: int) -> str | None:
-        """The save of a step; None if it was given up, "" where that cannot be read."""
+        """The save of a step; None if it was retired, "" if that cannot be read."""
         try:
             return sha256(self._objects.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX))
         except StepNotFoundError:

@@ -1,7 +1,7 @@
-"""`statehold ls RUN [--levels]`: the steps of a run, and what else lies there; at all levels.
+"""`statehold ls RUN [--levels]`: the steps of a run, and its other files, at all levels.
 
-Invariants: reads manifests and the sizes of files, never records or data; a step whose manifest is
-damaged is listed as such, and the others all the same.
+Invariants: reads manifests and the sizes of files, never records or data. A step with a damaged
+manifest is listed as such, and does not hide the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statehold.cli.output import emit, plain, table
 from statehold.cli.places import describe, file_system, leftovers_of, run_of
 from statehold.units import format_bytes
 
-# What a step that is not committed is called, for people.
+# The names of directories that are not committed steps, for people.
 KINDS = {
     "partial": "being written, or left by a crash",
     "retired": "given up",

@@ -1,8 +1,8 @@
-"""HTML and SVG by construction: text cannot become markup, whatever somebody named a tensor.
+"""HTML and SVG by construction: text cannot become markup, even if it is the name of a tensor.
 
-Invariants: only tag() and join() make Markup, and everything else that they are given is escaped,
-after control characters (and what turns the direction of text) have become visible.
-Not here: what a page says (page, timeline).
+Invariants: only tag() and join() make Markup. They escape everything else, after they have made
+control characters (and those that turn the direction of text) visible.
+Not here: the text of a page (page, timeline).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def tag(name: str, *children: Piece, **attributes: str | float | None) -> Markup
 
 
 def join(pieces: Iterable[Piece]) -> Markup:
-    """Pieces one after another; what is not Markup is escaped."""
+    """Pieces one after another; a piece that is not Markup is escaped."""
     return Markup("".join(p if isinstance(p, Markup) else _safe(str(p)) for p in pieces))
 
 

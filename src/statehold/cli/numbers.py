@@ -1,11 +1,11 @@
-"""Bytes of a tensor as numbers, and what to say of them: the only module that needs NumPy.
+"""Bytes of a tensor as numbers, and statistics of them: the only module that needs NumPy.
 
-Owns: every dtype of the format as NumPy has it; bfloat16 and the 8-bit floats, which it has not,
-widened to float32; statistics over any number of parts; differences.
-Invariants: integers are exact; sums are in double precision and over what is finite; two elements
-are equal if their bits are, so that a NaN equals itself and 0.0 differs from -0.0. Elements of 4
-and 6 bits are not unpacked: they have no statistics, and differ by bytes.
-Not here: where the bytes come from (content).
+Owns: every dtype of the format as NumPy has it. NumPy has no bfloat16 and no 8-bit floats, so they
+are widened to float32. Statistics over any number of parts, and differences.
+Invariants: integers are exact. Sums are in double precision and over finite elements. Two elements
+are equal if their bits are, so a NaN equals itself and 0.0 differs from -0.0. Elements of 4 and 6
+bits are not unpacked: they have no statistics, and differ by bytes.
+Not here: the source of the bytes (content).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PLAIN = {
     "I64": "<i8",
     "U64": "<u8",
 }
-# Bits of the exponent and of the mantissa, bias, and what stands for what is not a number.
+# Bits of the exponent and of the mantissa, bias, and the code of a NaN.
 _FLOAT8 = {
     "F8_E5M2": (5, 2, 15, "ieee"),
     "F8_E4M3": (4, 3, 7, "all ones"),
@@ -50,7 +50,7 @@ _FLOAT8 = {
 
 
 def numpy() -> Any:
-    """NumPy. Raises UsageError where it is not installed."""
+    """NumPy. Raises UsageError if it is not installed."""
     try:
         import numpy
     except ImportError as error:
@@ -76,7 +76,7 @@ def numbers_of(dtype: str, bits: Array) -> Array:
 
 
 def bits_of(dtype: str, raw: bytes | bytearray) -> Array:
-    """Elements as unsigned integers; bytes, where elements have 4 or 6 bits."""
+    """Elements as unsigned integers; as bytes if elements have 4 or 6 bits."""
     size = max(1, DTYPE_BITS[dtype] // 8)
     found: Array = numpy().frombuffer(raw, f"<u{size}")
     return found
@@ -109,7 +109,7 @@ def _value(dtype: str, code: int) -> float:
 
 @dataclass
 class Statistics:
-    """Of the elements given to `add`; of a complex one, of its magnitude."""
+    """Statistics of the elements given to `add`; of a complex element, of its magnitude."""
 
     count: int = 0
     finite: int = 0
@@ -160,8 +160,10 @@ class Statistics:
 
 @dataclass
 class Difference:
-    """Of two tensors of one shape. max_abs: None if the elements that differ have no numbers;
-    infinite or NaN if one of a pair is."""
+    """The difference of two tensors of one shape.
+
+    max_abs: None if the elements that differ have no numbers; infinite or NaN if one of a pair is.
+    """
 
     elements: int = 0
     max_abs: float | None = None

@@ -1,8 +1,8 @@
-"""How commands speak: tables and JSON on stdout, progress on stderr.
+"""The output of commands: tables and JSON on stdout, progress on stderr.
 
-Invariants: JSON output is one document, with NaN and infinities as strings, since JSON has no such
-numbers; text from a step (names, values) cannot move the cursor or colour the terminal.
-Not here: what is said (the commands).
+Invariants: JSON output is one document, with NaN and infinities as strings, because JSON has no
+such numbers. Text from a step (names, values) cannot move the cursor or colour the terminal.
+Not here: the content (the commands).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def emit(document: Any) -> None:
 
 
 def note(text: str) -> None:
-    """Say what is not the answer, on stderr."""
+    """Print a note that is not the answer, on stderr."""
     print(f"statehold: {plain(text)}", file=sys.stderr)
 
 
 def plain(text: str) -> str:
-    """`text` without control characters: names in a step are whatever somebody chose."""
+    """`text` without control characters, because names in a step may hold anything."""
     return text if text.isprintable() else "".join(map(_escaped, text))
 
 
@@ -43,7 +43,7 @@ def counted(count: int, what: str) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]], right: str = "") -> str:
-    """Aligned columns. `right` names those that are numbers, separated by spaces."""
+    """Aligned columns. `right` names the columns with numbers, separated by spaces."""
     lines = [list(header), *([plain(str(cell)) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     to_right = [name in right.split() for name in header]
@@ -57,7 +57,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], right: str = 
 
 
 class Progress:
-    """Bytes done of `total_bytes`, drawn on stderr while that is a terminal."""
+    """Bytes done of `total_bytes`, drawn on stderr if that is a terminal."""
 
     def __init__(self, label: str, total_bytes: int) -> None:
         self._label = label
@@ -67,7 +67,7 @@ class Progress:
         self._is_drawn = sys.stderr.isatty()
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more are done; 0 only redraws."""
+        """Count more bytes as done; 0 only redraws."""
         self._done_bytes += nbytes
         now_s = time.monotonic()
         if self._is_drawn and now_s - self._drawn_s >= _REDRAW_S:

@@ -1,7 +1,7 @@
-"""The page of a report: one HTML file that needs nothing else, and lets nothing else in.
+"""The page of a report: one HTML file that needs no other, and loads no other.
 
-Invariants: no address of another file or site is in it; a policy forbids all scripts but the page's
-own, by its hash, and all that would be loaded. It says the same without the script.
+Invariants: the page has no address of another file or site. A policy forbids all scripts except the
+page's own, by its hash, and all loading. The page has the same content without the script.
 Not here: the data (report), escaping (markup), the timeline.
 """
 
@@ -131,7 +131,7 @@ def _badge(kind: str, text: str) -> Markup:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[Piece]], right: str = "") -> Markup:
-    """`right`: the columns that are numbers."""
+    """`right`: the columns with numbers."""
     kinds = [_NUMBERS if name in right.split() else None for name in header]
     # "_" stands for a space in the names of columns.
     head = [
@@ -253,7 +253,7 @@ def _saves(document: Document) -> Markup:
 
 
 def _course(save: Document, longest: float) -> Markup:
-    """How a save went, from its call to the commit, as parts of the longest."""
+    """The course of a save, from its call to the commit, as parts of the longest."""
     ends = [save["staged_s"], save["written_s"], save["committed_s"] or 0]
     drawn = [tag("rect", class_="k-plan", width=f"{save['blocked_s'] / longest:.2%}", height=3)]
     at = 0.0
@@ -265,7 +265,7 @@ def _course(save: Document, longest: float) -> Markup:
 
 
 def _restores(document: Document) -> Markup:
-    # Of several levels a trace does not say from which one was read.
+    # With several levels, a trace does not say from which level a restore read.
     levels = document["levels"]
     limit = levels[0]["read_limit_bytes_per_s"] if len(levels) == 1 else None
     rows = [
@@ -309,7 +309,7 @@ def _copies(document: Document) -> Markup:
 
 
 def _of(each: Document, limit: int | None) -> str:
-    """The rate as a share of what the level can take, or give."""
+    """The rate as a share of the level's limit."""
     rate = each["bytes_per_s"]
     return f"{rate / limit:.0%}" if rate and limit else "-"
 
@@ -319,7 +319,7 @@ def _rate(each: Document) -> str:
 
 
 def _look(about: Document) -> Markup:
-    """A step's number, which the script makes a way to its place on the timeline."""
+    """A step's number, which the script links to its place on the timeline."""
     return tag("button", about["step"], type="button", class_="look",
                data_begin=about["begin_us"], data_end=about["end_us"], disabled="")  # fmt: skip
 
@@ -358,7 +358,7 @@ def _level_state(state: str) -> Piece:
 
 
 def _limits(level: Document) -> str:
-    """What its profile says."""
+    """The limits in its profile."""
     write, read = level["limit_bytes_per_s"], level["read_limit_bytes_per_s"]
     if write is None or read is None:
         return "-"
@@ -366,7 +366,7 @@ def _limits(level: Document) -> str:
 
 
 def _where(document: Document) -> Markup:
-    """A row for each step, a column for each level: which copies there are, and how they are."""
+    """A row for each step, a column for each level, with the state of each copy."""
     names = [level["name"] for level in document["levels"]]
     rows = []
     for step in reversed(document["steps"]):

@@ -1,8 +1,8 @@
-"""Which step is meant: RUN, RUN@STEP, or the directory of a step.
+"""Which step an argument means: RUN, RUN@STEP, or the directory of a step.
 
-Owns: the reading of arguments, and the file system that commands use.
-Invariants: a path that exists is never cut at an `@`; reading takes no lock.
-Not here: what is in a step (saved), who may change a run (prune).
+Owns: the parsing of arguments, and the file system of the commands.
+Invariants: a path that exists is never cut at an `@`. Reading takes no lock.
+Not here: the contents of a step (saved), changes of a run (prune).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def file_system() -> Fs:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A step on disk; `label` is how it was asked for; is_part: other hosts have the files of the
-    ranks of which none are here."""
+    """A step on disk. label: the argument that named it. is_part: other hosts have the files of the
+    ranks that have none here."""
 
     directory: str
     step: int
@@ -70,7 +70,7 @@ class Place:
     is_part: bool = False
 
     def open(self, fs: Fs, rank: int | None = None) -> SavedStep:
-        """The step as `rank` of those that saved it sees it, or as somebody else does (None)."""
+        """The step as `rank` of its ranks sees it, or as somebody else does (None)."""
         if rank is None:
             return open_step(fs.read_file, self.directory, self.step, 0, 0)
         world_size = load_manifest(fs, self.directory).world_size
@@ -98,7 +98,7 @@ def find(fs: Fs, text: str) -> Place:
     if wanted is None:
         raise StepNotFoundError("no step is committed in this run", facts={"run": run})
     if wanted not in store.steps():
-        store.open(wanted)  # raises, and says which there are
+        store.open(wanted)  # raises, and lists the existing steps
     return Place(store.where(wanted), wanted, text)
 
 
@@ -110,7 +110,8 @@ def run_of(text: str) -> str:
             hint += ". To list the steps in its object store: statehold ls RUN --levels"
         raise NotFoundError("no such run directory", facts={"run": text}, hint=hint)
     path = os.path.abspath(text)
-    if named := _STEP_NAME.fullmatch(os.path.basename(path)):  # it would seem to have no steps
+    # otherwise it would seem to have no steps
+    if named := _STEP_NAME.fullmatch(os.path.basename(path)):
         above = os.path.dirname(path)
         facts = {"expected": above, "got": path}
         hint = f"show, verify and diff take a step: {above}@{int(named[1])}"
@@ -131,15 +132,17 @@ def tree_bytes(directory: str) -> tuple[int, int]:
     total = count = 0
     for parent, _, names in os.walk(directory):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # its job gave it up meanwhile
+            with contextlib.suppress(FileNotFoundError):  # its job retired it meanwhile
                 total += os.lstat(os.path.join(parent, name)).st_size
                 count += 1
     return total, count
 
 
 def at_rest(fs: Fs, text: str, look: Callable[[Place], T]) -> T:
-    """What `look` returns of the step that an argument means, read from one save of it. Raises
-    StepNotFoundError, also where the step was given up meanwhile."""
+    """The result of `look` at the step that an argument means, read from one save of it.
+
+    Raises StepNotFoundError, also if the step was retired meanwhile.
+    """
     while True:
         place = find(fs, text)
         directory = place.directory
@@ -151,7 +154,7 @@ def at_rest(fs: Fs, text: str, look: Callable[[Place], T]) -> T:
 
 
 def describe(fs: Fs, store: Store, step: int) -> dict[str, Any] | None:
-    """What is known of a step without reading more than its manifest; None if it was given up."""
+    """The facts of a step from its manifest alone; None if it was retired."""
     directory = store.where(step)
     found: dict[str, Any] = {"step": step, "path": directory, "state": "committed"}
     found["bytes"], found["files"] = tree_bytes(directory)
@@ -160,7 +163,7 @@ def describe(fs: Fs, store: Store, step: int) -> dict[str, Any] | None:
             lambda: load_manifest(fs, directory), lambda: directory_id(directory), directory
         )
     except (CorruptionError, FormatVersionError, StorageError) as error:
-        # Not intact, or too new: which of them decides whether a person should worry.
+        # Damaged, or too new: a person should worry only about the first.
         newer = isinstance(error, FormatVersionError)
         return {**found, "state": "newer format" if newer else "damaged", "error": str(error)}
     if manifest is None:
@@ -176,7 +179,7 @@ def describe(fs: Fs, store: Store, step: int) -> dict[str, Any] | None:
 
 
 def leftovers_of(fs: Fs, run: str) -> list[dict[str, Any]]:
-    """What lies in a run besides committed steps: name, kind and bytes of each directory."""
+    """The directories in a run that are not committed steps: name, kind and bytes of each."""
     found = []
     names = [name for name, is_dir in sorted(fs.listdir(run)) if is_dir]
     for name in names:
@@ -190,6 +193,6 @@ def leftovers_of(fs: Fs, run: str) -> list[dict[str, Any]]:
 
 
 def _number_of(fs: Fs, directory: str) -> int:
-    """By its name, or, where somebody has renamed it, by its manifest."""
+    """By its name, or, if somebody has renamed it, by its manifest."""
     named = _STEP_NAME.fullmatch(os.path.basename(os.path.abspath(directory)))
     return int(named[1]) if named else load_manifest(fs, directory).step

@@ -1,4 +1,4 @@
-"""`statehold prune RUN --keep N`: give up all but the newest steps.
+"""`statehold prune RUN --keep N`: delete all but the newest steps.
 
 Invariants: nothing changes without --yes; with it the run is locked, so no job saves meanwhile, and
 steps go in the order R1 to R3 (store). The newest step always stays, and so do steps that were set
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(fs: Any, store: Store, path: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What goes, as things are now."""
+    """The steps to delete, as things are now."""
     steps = store.steps()
     going = [{"step": n, "bytes": tree_bytes(store.where(n))[0]} for n in steps[: -args.keep]]
     leftovers = leftovers_of(fs, path) if args.leftovers else []

@@ -1,14 +1,14 @@
-"""Every byte of many spans, read at the speed of the device, and which pieces are bad.
+"""Every byte of many spans, read at the speed of the device, and the bad pieces.
 
 Owns: batches of spans for the engine, a few of them in flight; the second look at a batch that
 failed, piece by piece.
-Invariants: memory is the engine's buffers and a few batches, however large the step; reading goes
-on behind a bad piece; what the page cache has of a file is dropped first, so that the device
-speaks.
-Not here: which spans a step has, what a bad one means (checking).
+Invariants: memory is the engine's buffers and a few batches, however large the step is. Reading
+continues after a bad piece. The page cache of a file is dropped first, so the bytes come from the
+device.
+Not here: which spans a step has, the meaning of a bad span (checking).
 
-The engine stops a job at its first bad piece. A batch is small, so looking at all of a failed one
-again costs little; asking the engine to go on would put a list of failures into every restore.
+The engine stops a job at its first bad piece. A batch is small, so checking all of a failed batch
+again costs little. Asking the engine to continue would put a list of failures into every restore.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Span:
             yield begin, end, self.sums[SUM_DIGITS * i : SUM_DIGITS * (i + 1)]
 
     def part(self, begin: int, end: int) -> Span:
-        """What lies in [begin, end), where no piece may be cut."""
+        """The part in [begin, end), which must not cut a piece."""
         first = self.begin // self.block_bytes
         low, high = max(begin, self.begin), min(end, self.end)
         digits = slice(
@@ -78,8 +78,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class BadPiece:
-    """A piece that is not what was committed: `got` is its checksum, or None if it cannot be read,
-    for which `why` is the reason."""
+    """A piece that differs from what was committed.
+
+    got: its checksum, or None if it cannot be read; `why` is then the reason.
+    """
 
     span: Span
     begin: int
@@ -95,7 +97,7 @@ def scan(span: Span) -> Iterator[BadPiece]:
 
 
 def scan_bytes(span: Span) -> Iterator[tuple[bytes, BadPiece | None]]:
-    """The bytes of each piece, and what is wrong with it."""
+    """The bytes of each piece, and its problem."""
     try:
         fd = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -114,7 +116,7 @@ def _look(
     fd: int, span: Span, begin: int, end: int, expected: str
 ) -> tuple[bytes, BadPiece | None]:
     try:
-        data = os.pread(fd, end - begin, begin)  # a regular file is short at its end only
+        data = os.pread(fd, end - begin, begin)  # a regular file is short only at its end
     except OSError as error:
         return b"", BadPiece(span, begin, end, expected, None, os.strerror(error.errno or 0))
     if len(data) < end - begin:
@@ -142,7 +144,7 @@ class SpanReader:
     def bad_pieces(self, spans: Iterable[Span], done: Callable[[int], None]) -> Iterator[BadPiece]:
         """The bad pieces of `spans`, which are sorted by begin within a file.
 
-        done: told how many bytes more have been looked at, now and then with 0.
+        done: gets the number of newly checked bytes, from time to time 0.
         """
         under_way: deque[tuple[list[Span], ReadJob | None]] = deque()
         try:
@@ -168,7 +170,7 @@ class SpanReader:
         try:
             return start_read(self._engine, files, segments, batch[0].block_bytes).job
         except StateholdError:
-            return None  # the second look says what is wrong with which file
+            return None  # the second look finds the file and the problem
 
     def _drop_caches(self, paths: Iterable[str]) -> None:
         for path in paths:
@@ -178,7 +180,7 @@ class SpanReader:
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError:
-                continue  # the read will say so
+                continue  # the read will report it
             try:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
@@ -207,8 +209,11 @@ class SpanReader:
 
 
 def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Groups of spans that one job reads: cut where a window of BATCH_BYTES of a file ends, so that
-    the engine's buffers are full ones; small windows are read together."""
+    """Groups of spans for one job each.
+
+    They are cut at the end of a window of BATCH_BYTES of a file, so that the engine's buffers are
+    full. Small windows are read together.
+    """
     batch: list[Span] = []
     size, files = 0, set[str]()
     window: object = None

@@ -1,10 +1,10 @@
 """`statehold report RUN -o FILE`: one self-contained page about a run; or its data, with --json.
 
-Owns: the data of the page: steps at all levels. With traces: how saves, restores and copies went,
-all ranks of a save together.
-Invariants: reads manifests, traces and, with --verify, everything else; changes nothing in the run,
-and the page is written whole or not at all.
-Not here: how it looks (page), what a trace says (traces), what counts as damage (checking).
+Owns: the data of the page: steps at all levels. With traces also the saves, restores and copies,
+with all ranks of a save together.
+Invariants: reads manifests, traces and, with --verify, everything else. Changes nothing in the run,
+and writes the page whole or not at all.
+Not here: the look (page), the content of a trace (traces), what counts as damage (checking).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from statehold.units import parse_bytes
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-# Of the newest step, the largest.
+# The largest tensors of the newest step.
 TENSORS_SHOWN = 25
 
 
@@ -88,8 +88,8 @@ def _verify(fs: Fs, looked: Iterable[Level]) -> None:
 
 
 def _step(looked: Sequence[Level], step: int) -> dict[str, Any]:
-    """A step as the first copy says that is damaged, else as the nearest one does that is whole, or
-    a part; and all."""
+    """A step as its first damaged copy has it, or else its nearest whole or partial copy; and all
+    copies."""
     copies = [{"level": level.told.name, **copy} for level, copy in copies_of(looked, step)]
     damaged = [copy for copy in copies if copy["state"] == "damaged"]
     whole = [copy for copy in copies if copy["state"] != "part"]
@@ -99,14 +99,14 @@ def _step(looked: Sequence[Level], step: int) -> dict[str, Any]:
 
 
 def _newest(fs: Fs, looked: Sequence[Level]) -> dict[str, Any] | None:
-    """What the newest step that is readable near by holds: dtypes, and the largest tensors."""
+    """The contents of the newest step that is readable near by: dtypes, and the largest tensors."""
     near = [level for level in looked if level.told.kind != "objects"]
     for step in reversed(steps_of(near)):
         for _, copy in copies_of(near, step):
             try:
                 place = Place(copy["path"], step, copy["path"])
                 told = show.describe(fs, place.open(fs), place)
-            except StateholdError:  # the table of steps says what is wrong with it
+            except StateholdError:  # the table of steps has the problem
                 continue
             tensors = sorted(told["tensors"], key=lambda tensor: (-tensor["bytes"], tensor["name"]))
             keys = ("step", "tensor_bytes", "dtypes")
@@ -178,7 +178,7 @@ def _copy(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(told: dict[str, Any], name: str) -> float:
-    """A fact that is a number; 0 where it is not, or not yet."""
+    """A fact that is a number; 0 if it is not a number, or not known yet."""
     value = told.get(name)
     return value if isinstance(value, int | float) else 0
 

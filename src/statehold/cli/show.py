@@ -1,7 +1,7 @@
 """`statehold show RUN[@STEP] [TENSOR]`: show the contents of a step, or one tensor.
 
-Invariants: without TENSOR no data is read, and of several ranks one record for each group that says
-the same; with it, the bytes of that tensor are verified as they are read.
+Invariants: without TENSOR this reads no data, and of several ranks one record for each group with
+equal records. With TENSOR, its bytes are verified as they are read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _looked_at(fs: Fs, place: Place, args: argparse.Namespace) -> dict[str, Any]
 
 
 def describe(fs: Fs, saved: SavedStep, place: Place) -> dict[str, Any]:
-    """What a step holds; of its data nothing is read."""
+    """The contents of a step, without reading its data."""
     manifest = load_manifest(fs, place.directory)
     tensors = [_entry(saved, name) for name in saved.tensors]
     size, files = tree_bytes(place.directory)
@@ -180,7 +180,7 @@ def _tensor(saved: SavedStep, place: Place, name: str) -> dict[str, Any]:
 
 
 def _statistics(content: Content, name: str, nbytes: int) -> dict[str, Any] | None:
-    """None for dtypes without numbers, whose bytes are verified all the same."""
+    """None for dtypes without numbers, whose bytes are still verified."""
     dtype = content.saved.tensors[name].dtype
     known = numbers.has_numbers(dtype)
     statistics = numbers.Statistics()

@@ -1,7 +1,7 @@
 """The timeline of a report: a lane for each thread of each rank, and one below it for the engine.
 
-Owns: where a mark lies. Positions are shares of the width, so that the drawing follows the page;
-its script only moves them when somebody looks closer.
+Owns: the place of a mark. Positions are shares of the width, so the drawing follows the page. The
+script only moves them when a reader zooms in.
 Not here: the marks (traces), colours (report.css).
 """
 
@@ -16,7 +16,7 @@ from statehold.units import format_seconds
 
 __all__ = ["KINDS", "timeline"]
 
-# Stages by what they do, which is what the colours say.
+# Stages by kind, which the colours show.
 KINDS: dict[str, tuple[str, ...]] = {
     "wait": ("wait", "gate", "arrive", "gather", "wait for rank 0", "meet"),
     "plan": ("save()", "capture", "plan", "open", "prepare", "discover"),
@@ -42,7 +42,7 @@ _TICKS = 4  # a quarter of the width each: report.css draws lines there
 
 
 def timeline(traces: Traces) -> Markup:
-    """The lanes, the axis below them, and what the colours mean."""
+    """The lanes, the axis below them, and the legend of the colours."""
     drawable = [lane for lane in traces.lanes if lane.marks]
     lanes, more = drawable[:LANES_MAX], len(drawable) - LANES_MAX
     begin = min(mark.begin for lane in lanes for mark in lane.marks)
@@ -85,7 +85,7 @@ def _row(lane: Lane, begin: int, end: int, several: bool) -> Markup:
 
 
 def _stacked(marks: Iterable[Mark]) -> Iterator[tuple[Mark, int]]:
-    """Each mark and its row: below those that are not over when it begins."""
+    """Each mark and its row: below the marks that are not over when it begins."""
     ends: list[int] = []
     for mark in marks:
         row = max([i + 1 for i, end in enumerate(ends) if end > mark.begin], default=0)

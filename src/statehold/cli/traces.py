@@ -1,9 +1,10 @@
 """Trace files, read back: spans by lane, saves and restores, on one clock.
 
-Owns: what of a trace a report uses. Another tool's trace of the same form gives a timeline, too.
-Invariants: a file is bounded, and nothing in it is trusted: an event that is not well-formed is
-left out and counted; a file that is no trace at all is an error.
-Not here: writing traces (tracing), drawing them (timeline).
+Owns: the parts of a trace that a report uses. A trace of another tool in the same form gives a
+timeline, too.
+Invariants: a file is bounded, and nothing in it is trusted. An event that is not well-formed is
+left out and counted. A file that is not a trace is an error.
+Not here: writing traces (observe/tracing), drawing them (timeline).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from statehold.errors import UsageError
 __all__ = ["Lane", "Mark", "Traces", "read_traces"]
 
 TRACE_BYTES_MAX = 128 * 1024 * 1024
-# Of all files together; the newest are kept. A page with more is slow, and nobody can see them.
+# Of all files together. The newest are kept. A page with more is slow and hard to read.
 MARKS_MAX = 6000
 RANK_MAX = 10**6
 
@@ -50,8 +51,11 @@ class Lane:
 
 @dataclass(slots=True)
 class Traces:
-    """What all files say. saves, restores, copies (to other levels): the facts of each that has
-    ended, with its `begin` and `end`."""
+    """The contents of all files.
+
+    saves, restores, copies (to other levels): the facts of each that has ended, with its `begin`
+    and `end`.
+    """
 
     lanes: list[Lane] = field(default_factory=list)
     saves: list[dict[str, Any]] = field(default_factory=list)
@@ -61,7 +65,7 @@ class Traces:
 
 
 def read_traces(paths: Iterable[str]) -> Traces:
-    """Read trace files. Raises UsageError for what is no trace."""
+    """Read trace files. Raises UsageError for a file that is not a trace."""
     found = Traces()
     for path in paths:
         for rank, thread, mark in _File(path, found):
@@ -76,7 +80,7 @@ def _sort_in(found: Traces, rank: int, thread: str, mark: Mark) -> None:
     about = {**mark.facts, "rank": rank, "begin": mark.begin, "end": mark.end}
     if type(mark.facts.get("step")) is int:
         if thread == _ENGINE and event in ("save", "failed save"):
-            found.saves.append(about)  # the whole of it: its stages are what the lanes show
+            found.saves.append(about)  # the whole save: the lanes show its stages
             return
         if event == "restore":
             found.restores.append(about)
@@ -158,7 +162,7 @@ def _events_of(path: str) -> list[Any]:
 
 
 def _facts(event: dict[str, Any]) -> dict[str, Any]:
-    """The facts that are plain: numbers that are numbers, and text."""
+    """The plain facts: numbers that are numbers, and text."""
     return {
         _text(key): value
         for key, value in event.get("args", {}).items()

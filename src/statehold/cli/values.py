@@ -1,8 +1,8 @@
-"""The plain values of a state, flat: where each is, and what it is. Works on encoded nodes.
+"""The plain values of a state, flat: the place of each, and its value. Works on encoded nodes.
 
-Invariants: equal states have equal leaves and different ones do not: a container that is no plain
-dict or list says so at its own place, and so does an empty one.
-Not here: what the tags mean (values), how ranks are merged (trees).
+Invariants: equal states have equal leaves, and different ones do not. A container that is not a
+plain dict or list has an entry at its own place, and an empty one, too.
+Not here: the meaning of the tags (encoding/values), how ranks are merged (trees).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NOTHING = object()
 
 
 def leaves_of(node: Any) -> dict[str, Any]:
-    """{path: node} of what is neither a container nor a tensor."""
+    """{path: node} of nodes that are neither a container nor a tensor."""
     return dict(_leaves(node, ""))
 
 
@@ -34,7 +34,7 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _opened(node: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """(members, what to say of the node itself)."""
+    """(members, the entry of the node itself)."""
     if isinstance(node, Differs):
         return [], {"ranks differ": str(node)}
     if isinstance(node, list):

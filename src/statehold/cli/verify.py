@@ -1,7 +1,7 @@
-"""`statehold verify RUN[@STEP] [--levels]`: read every byte of a step, or of its copies, and check.
+"""`statehold verify RUN[@STEP] [--levels]`: read and check every byte of a step, or of its copies.
 
-Invariants: says for every bad piece which file, bytes, tensor and rank it is of; files that no
-document names are listed, and are no damage: a restore does not look at them.
+Invariants: for every bad piece it shows the file, bytes, tensor and rank. Files that no document
+names are listed. They are not damage, because a restore does not look at them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(fs: Fs, args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Report, float]]:
-    """(what is said with --json, what was found, in how many seconds) of each step, or copy."""
+    """(output for --json, findings, seconds) of each step, or copy."""
     if not args.levels:
         places = _all(fs, args.step) if args.all else [find(fs, args.step)]
         for report, seconds in verified(fs, places):
@@ -65,16 +65,16 @@ def _checked(fs: Fs, args: argparse.Namespace) -> Iterator[tuple[dict[str, Any],
 
 
 def verified_copy(fs: Fs, level: levels.Level, step: int) -> Iterator[tuple[Report, float]]:
-    """What was found in a copy of a step at a level; nothing, if it was given up meanwhile."""
+    """The findings in a copy of a step at a level; nothing if it was retired meanwhile."""
     if level.place is not None:
         with level.place.near(step) as directory:
             yield from verified(fs, [Place(directory, step, level.told.name, level.told.per_host)])
 
 
 def verified(fs: Fs, places: Iterable[Place]) -> Iterator[tuple[Report, float]]:
-    """Read and check steps; what was found in each, and in how many seconds.
+    """Read and check steps; the findings in each, and the seconds.
 
-    A step that its job retires while it is read is passed over: there is nothing to say of it.
+    A step that its job retires meanwhile is left out.
     """
     with SpanReader() as reader:
         for place in places:
@@ -93,7 +93,7 @@ def _all(fs: Fs, text: str) -> list[Place]:
 
 
 def _verify(fs: Fs, place: Place, reader: SpanReader) -> Report | None:
-    """What was found in one save of a step; None if it was given up meanwhile."""
+    """The findings in one save of a step; None if it was retired meanwhile."""
     for _ in range(LOOKS_MAX):
         before = directory_id(place.directory)
         report = _read_all(fs, place, reader)
@@ -124,7 +124,7 @@ def _read_all(fs: Fs, place: Place, reader: SpanReader) -> Report:
 
 
 def document_of(report: Report, seconds: float) -> dict[str, Any]:
-    """What is said of a step with --json."""
+    """The output of a step with --json."""
     return {
         "step": report.place.step,
         "path": report.place.directory,

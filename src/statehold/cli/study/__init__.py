@@ -1,1 +1,1 @@
-"""What decides checkpoint I/O on a storage, measured on it, and the profile that follows."""
+"""The factors of checkpoint I/O on a storage, measured on it, and the resulting profile."""

@@ -1,10 +1,11 @@
-"""What to use and why: pure functions of figures.
+"""The choice of the settings, and the reasons: pure functions of figures.
 
-Owns: the figures of a study and their medians; the score of a setting; the choice; the findings as
-sentences.
-Invariants: the choice is one setting for saves and restores: the one whose worst share of the best
-is largest. Where others are as good within the noise, the one that changes least is taken.
-Not here: measuring (study), writing the profile (profile).
+Owns: the figures of a study and their medians, the score of a setting, the choice, and the findings
+as sentences.
+Invariants: the choice is one setting for saves and restores. It is the setting whose worst share of
+the best is largest. If others are as good within the noise, the setting that changes least is
+taken.
+Not here: measuring (study), writing the profile (io/profile).
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ __all__ = [
 
 # Two settings whose scores differ by less are equally good, however still the storage is.
 MARGIN_MIN = 0.03
-# Before a figure was measured three times, nobody knows how far it moves.
+# Before a figure was measured three times, its spread is unknown.
 MARGIN_UNKNOWN = 0.1
 SPREADS_MIN = 3
-# By how much two medians of n figures differ for nothing: median absolute deviation to standard
-# deviation, that of one to that of a median, and two of them.
+# The chance difference of two medians of n figures: median absolute deviation to standard
+# deviation, deviation of one to that of a median, and two of them.
 DEVIATIONS = 1.4826 * 1.2533 * 2**0.5
 # A figure whose runs lie further apart has moved: it is marked.
 MOVED = 1.25
@@ -57,7 +58,7 @@ class Figures:
             self.rates.setdefault((strategy, operation), []).append(rate)
 
     def of(self, strategy: Strategy, operation: Operation) -> float | None:
-        """The median, or None where nothing was measured."""
+        """The median, or None without measurements."""
         found = self.rates.get((strategy, operation))
         return median(found) if found else None
 
@@ -69,21 +70,21 @@ class Figures:
         return list(dict.fromkeys(strategy for strategy, _ in self.rates))
 
     def engines(self) -> list[Strategy]:
-        """Those that a profile can ask for."""
+        """The strategies that a profile can ask for."""
         return [each for each in self.strategies() if each.is_engine]
 
 
 def best_of(
     figures: Figures, candidates: Iterable[Strategy], operation: Operation
 ) -> Strategy | None:
-    """The candidate with the highest median, or None where none was measured."""
+    """The candidate with the highest median, or None without measurements."""
     found = [(figures.of(each, operation) or 0.0, i, each) for i, each in enumerate(candidates)]
     top = max(found, key=lambda item: (item[0], -item[1]), default=None)
     return top[2] if top and top[0] > 0 else None
 
 
 def score(figures: Figures, strategy: Strategy, candidates: Iterable[Strategy]) -> float:
-    """The smallest share of the best that a strategy reaches in anything it is judged by."""
+    """The smallest share of the best that a strategy reaches in any operation that counts."""
     pool, shares = list(candidates), []
     for operation in JUDGED:
         best = best_of(figures, pool, operation)
@@ -94,7 +95,8 @@ def score(figures: Figures, strategy: Strategy, candidates: Iterable[Strategy]) 
 
 
 def margin(figures: Figures) -> float:
-    """Scores that differ by less differ for nothing: how far the figures of a study move."""
+    """Scores that differ by less differ by chance, as the spread of the figures of a study
+    shows."""
     found = [
         DEVIATIONS * _deviation(rates) / len(rates) ** 0.5
         for (strategy, operation), rates in figures.rates.items()
@@ -110,9 +112,9 @@ def _deviation(rates: list[float]) -> float:
 
 
 def combined(figures: Figures, middle: Strategy, full: bool) -> Strategy:
-    """The best level of each setting, as measured around the middle, put together.
+    """The best value of each setting, as measured around the middle, combined.
 
-    A level that wins by less than the noise stays at the middle's.
+    A value that wins by less than the noise stays at the middle's.
     """
     around = [each for each in neighbours(middle, full) if each in figures.engines()]
     best = middle
@@ -124,15 +126,17 @@ def combined(figures: Figures, middle: Strategy, full: bool) -> Strategy:
 
 
 def likely(figures: Figures, middle: Strategy, full: bool) -> list[Strategy]:
-    """What the choice is made from: the middle, the best of each setting together, and the best so
-    far. They are measured more often: the best of many single figures is the luckiest."""
+    """The candidates: the middle, the best of each setting together, and the best so far.
+
+    They are measured more often, because the best of many single figures is the luckiest.
+    """
     pool = figures.engines()
     ranked = sorted(pool, key=lambda each: -score(figures, each, pool))
     return list(dict.fromkeys([middle, combined(figures, middle, full), *ranked[:LIKELY]]))
 
 
 def choose(figures: Figures, candidates: list[Strategy], middle: Strategy) -> Strategy:
-    """The settings for the profile, of `candidates`; judged by the best of everything."""
+    """The settings for the profile, of `candidates`, judged by the best of everything."""
     scores = {each: score(figures, each, figures.engines()) for each in candidates}
     if not scores:
         return middle
@@ -152,7 +156,7 @@ def _with(strategy: Strategy, name: str, value: object) -> Strategy:
 
 
 def moving_of(strategy: Strategy) -> Moving:
-    """What a profile says of a strategy of the engine."""
+    """The entries of a profile for a strategy of the engine."""
     return Moving(
         buffer_bytes=strategy.block_bytes,
         queue_depth=strategy.depth,
@@ -162,15 +166,15 @@ def moving_of(strategy: Strategy) -> Moving:
 
 
 def rates_of(figures: Figures) -> Rates | None:
-    """How fast the storage is: the most that was reached by any strategy, with or without copies
-    and checksums, into new files or old ones."""
+    """The rates of the storage: the highest of any strategy, with or without copies and checksums,
+    into new files or old ones."""
     write = max(top(figures, Operation.FRESH), top(figures, Operation.OVERWRITE))
     read = top(figures, Operation.COLD)
     return Rates(int(write * _GB), int(read * _GB)) if write and read else None
 
 
 def top(figures: Figures, operation: Operation) -> float:
-    """What the best of all strategies reaches; 0 where nothing was measured."""
+    """The best rate of all strategies; 0 without measurements."""
     best = best_of(figures, figures.strategies(), operation)
     return (figures.of(best, operation) or 0.0) if best else 0.0
 
@@ -179,7 +183,7 @@ def top(figures: Figures, operation: Operation) -> float:
 
 
 def finding(figures: Figures, same: Iterable[Comparison]) -> str | None:
-    """Comparisons of the same two things as one sentence, or None where nothing was measured."""
+    """Comparisons of the same two things as one sentence, or None without measurements."""
     parts, what = [], ""
     for each in same:
         a, b = figures.of(*each.a), figures.of(*each.b)

@@ -1,8 +1,8 @@
-"""Times one strategy: its files are made, overwritten, and read cold and warm, and are gone again.
+"""Times one strategy: makes its files, overwrites them, reads them cold and warm, deletes them.
 
-Invariants: whatever happens, no file of a case stays; a write ends when the bytes are durable;
-before a cold read the kernel is asked to drop what it has of these files. It is asked file by file
-and not for the whole machine, which needs no privilege and leaves other jobs their cache.
+Invariants: no file of a case ever stays. A write ends when the bytes are durable. Before a cold
+read the kernel is asked to drop these files from its cache. It is asked file by file, and not for
+the whole machine, which needs no privilege and leaves other jobs their cache.
 Not here: what is timed and how often (sweep, study).
 """
 
@@ -72,7 +72,7 @@ class Bench:
 
 
 def _prepare(session: Session, operation: Operation) -> None:
-    """Bring the page cache into the state that a restore is to find."""
+    """Bring the page cache into the state that the restore should find."""
     if operation.is_write:
         return
     for path in session.paths:

@@ -1,8 +1,7 @@
 """The memory that a study saves from and restores into.
 
-Invariants: the kept memory is touched, of huge pages where the kernel gives them, and full of bytes
-that no storage can take for zeros; restoring writes the same bytes into it again, so it never
-changes.
+Invariants: the kept memory is touched. It has huge pages if the kernel gives them, and bytes that
+no storage can take for zeros. Restoring writes the same bytes into it again, so it never changes.
 """
 
 from __future__ import annotations
@@ -44,5 +43,5 @@ def kept(nbytes: int) -> Memory:
 
 
 def new(nbytes: int) -> Memory:
-    """As an allocator gives it: not a page of it is there yet."""
+    """As an allocator gives it: none of its pages exists yet."""
     return Memory(nbytes)

@@ -1,6 +1,6 @@
-"""The plot of a study: what every strategy reaches, and what each setting does. Needs matplotlib.
+"""The plot of a study: the rates of every strategy, and the effect of each setting.
 
-Invariants: matplotlib is imported when something is drawn, and nobody else needs it.
+Invariants: only this module needs matplotlib, and imports it when something is drawn.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a study found, as a document and as sentences.
+"""The results of a study, as a document and as sentences.
 
-Owns: the JSON document of a study; why the chosen settings were chosen.
-Invariants: pure; every figure says how often it was measured and between which ends it lies.
-Not here: tables and files (cli.bench), the plot (plot).
+Owns: the JSON document of a study; the reasons for the chosen settings.
+Invariants: pure. Every figure comes with the number of its measurements and its range.
+Not here: tables and files (cli/bench), the plot (plot).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _SETTINGS = {
 
 
 def findings(study: Study) -> list[str]:
-    """What the comparisons say, as far as they were measured."""
+    """The findings from the comparisons, as far as they were measured."""
     made = groupby(comparisons(study.middle), key=lambda each: (each.what, each.than))
     told = [finding(study.figures, same) for _, same in made]
     return [text for text in told if text is not None]
 
 
 def reasons(study: Study) -> list[str]:
-    """What to use, and why."""
+    """The settings to use, and the reasons."""
     chosen = study.chosen
     lines = [f"use {described(moving_of(chosen))}"]
     changed = [name for name in _SETTINGS if getattr(chosen, name) != getattr(study.middle, name)]

@@ -1,9 +1,9 @@
-"""Strategies that the native core can do: bytes that only move, and whole saves by the engine.
+"""Strategies of the native core: bytes that only move, and whole saves by the engine.
 
-Owns: one session for each kind, with the same shape as threads.PythonSession; `open_session`.
-Invariants: what an engine saves it reads back with the checksums it took, so a restore that is
-timed has been verified, as statehold's own are.
-Not here: which operations follow each other, what the page cache has meanwhile (measure).
+Owns: one session for each kind, with the same interface as threads.PythonSession; `open_session`.
+Invariants: an engine reads its saves back with the checksums that it took, so a timed restore has
+been verified, as statehold's own are.
+Not here: the order of operations, the state of the page cache (measure).
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class EngineSession:
         self._warm_up(f"{directory}/first")
 
     def _warm_up(self, path: str) -> None:
-        """The first job of an engine waits for its buffers to be faulted in: not what is asked."""
+        """The first job of an engine waits until its buffers are faulted in, which is not
+        measured."""
         self._save(path, reuse=False)
         os.unlink(path)
 

@@ -1,9 +1,9 @@
-"""The strategies and the states of the I/O study: descriptions, and which byte goes where.
+"""The strategies and the states of the I/O study: descriptions, and the place of every byte.
 
-Owns: what a strategy is and how it is called; the sizes of a model's tensors; the files and the
-transfers that a strategy makes of them.
-Invariants: pure; the transfers of a strategy cover every byte of the state once, and those of a
-direct strategy begin and end on a page.
+Owns: the definition and the name of a strategy; the sizes of a model's tensors; the files and the
+transfers of a strategy.
+Invariants: pure. The transfers of a strategy cover every byte of the state once. Those of a direct
+strategy begin and end on a page.
 Not here: moving the bytes (sessions, threads), which strategies are tried (sweep).
 """
 
@@ -27,17 +27,18 @@ class Mover(str, Enum):
 
     IO_URING = "io_uring"
     THREADS = "threads"
-    PYTHON = "Python threads"  # statehold never does it so: for what its core cannot do
+    # statehold itself never does this: for strategies that its core does not have
+    PYTHON = "Python threads"
 
 
 class Operation(str, Enum):
-    """What is timed. A write is over when it is durable; a restore when all is in memory."""
+    """A timed operation. A write is over when it is durable; a restore when all is in memory."""
 
     FRESH = "fresh"  # new files
     OVERWRITE = "overwrite"  # the same files again, as with the files of retired steps
-    COLD = "cold"  # nothing of the files in the page cache
+    COLD = "cold"  # the page cache has nothing of the files
     COLD_NEW = "cold-new"  # into memory that was allocated just now
-    WARM = "warm"  # all of the files in the page cache
+    WARM = "warm"  # the page cache has all of the files
     WARM_NEW = "warm-new"
 
     @property
@@ -57,11 +58,14 @@ class Operation(str, Enum):
 class Strategy:
     """One way to save and restore a state.
 
-    layout: "tensor" (a file each), "rank" (a file each), or "shared" (one, each rank its part).
-    block_bytes: of the longest transfer. depth: transfers in flight. coalesced: transfers are
-    blocks with whatever tensors lie in them; otherwise no transfer has bytes of two tensors.
-    aligned: every tensor begins on a page. copy_threads: statehold's engine copies the tensors
-    to buffers and checksums them; 0: nobody copies, bytes only move.
+    layout: "tensor" (a file each), "rank" (a file each), or "shared" (one file, each rank its
+        part).
+    block_bytes: of the longest transfer. depth: transfers in flight.
+    coalesced: transfers are blocks with whatever tensors lie in them; otherwise no transfer has
+        bytes of two tensors.
+    aligned: every tensor begins on a page.
+    copy_threads: statehold's engine copies the tensors to buffers and checksums them; 0: nothing is
+        copied, bytes only move.
     """
 
     mover: Mover = Mover.IO_URING
@@ -77,7 +81,7 @@ class Strategy:
 
     @property
     def is_engine(self) -> bool:
-        """Whether it is how statehold saves; the others are what it could do, or does not do."""
+        """Whether statehold saves like this; the others are alternatives."""
         return self.copy_threads > 0
 
     @property
@@ -100,7 +104,7 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A strategy and what is timed of it, in an order in which each finds what it needs."""
+    """A strategy and its timed operations, in an order in which each finds what it needs."""
 
     strategy: Strategy
     operations: tuple[Operation, ...]
@@ -129,8 +133,8 @@ _VOCABULARY = 62.5  # in model dimensions
 def llama(total_bytes: int) -> State:
     """A Llama-shaped decoder with mixed-precision AdamW, of about that many bytes.
 
-    Nine tensors a layer, three besides; of each the weight, the master weight, both moments and
-    the optimizer's count of steps: so a fifth of the tensors has 4 bytes, and a quarter a few KiB.
+    Nine tensors a layer, and three more. Each has its weight, the master weight, both moments and
+    the optimizer's count of steps. So a fifth of the tensors has 4 bytes, and a quarter a few KiB.
     """
     parameters = total_bytes / _BYTES_PER_PARAMETER
     dim = 16
@@ -151,7 +155,7 @@ def _parameters(dim: int, layers: int) -> float:
 
 
 def uniform(total_bytes: int) -> State:
-    """Equal tensors of 16 MiB, or smaller ones where there would be less than eight."""
+    """Equal tensors of 16 MiB, or smaller ones if there would be less than eight."""
     size = min(16 * MiB, max(PAGE_BYTES, total_bytes // 8 // PAGE_BYTES * PAGE_BYTES))
     return State("uniform", (size,) * max(1, total_bytes // size))
 
@@ -161,7 +165,7 @@ def uniform(total_bytes: int) -> State:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes of a file and where they lie in memory, where the whole state lies in one piece."""
+    """Bytes of a file and their place in memory, where the whole state lies in one piece."""
 
     offset: int
     memory: int
@@ -176,7 +180,8 @@ class FilePlan:
 
 
 def spans_of(strategy: Strategy, state: State) -> list[tuple[int, int]]:
-    """Where each tensor lies in memory, [begin, end); what is aligned is padded to whole pages."""
+    """The place of each tensor in memory, [begin, end); aligned tensors are padded to whole
+    pages."""
     spans, at = [], 0
     for size in state.sizes:
         padded = _whole_pages(size) if strategy.aligned else size
@@ -186,7 +191,7 @@ def spans_of(strategy: Strategy, state: State) -> list[tuple[int, int]]:
 
 
 def files_of(strategy: Strategy, state: State) -> list[FilePlan]:
-    """The files of a strategy and what is moved to or from them, in order."""
+    """The files of a strategy and the transfers to or from them, in order."""
     spans = spans_of(strategy, state)
     if strategy.layout == "tensor":
         return [_file(strategy, f"tensor-{i}", [span], 0) for i, span in enumerate(spans)]
@@ -201,7 +206,7 @@ def files_of(strategy: Strategy, state: State) -> list[FilePlan]:
 
 
 def _parts(spans: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
-    """Neighbouring tensors for each rank, of about equally many bytes; no rank has none."""
+    """Neighbouring tensors for each rank, of about equally many bytes; every rank has one."""
     parts: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     total = spans[-1][1]
     for begin, end in spans:
@@ -210,7 +215,7 @@ def _parts(spans: list[tuple[int, int]], count: int) -> list[list[tuple[int, int
 
 
 def _file(strategy: Strategy, name: str, spans: list[tuple[int, int]], file_begin: int) -> FilePlan:
-    """A file of neighbouring tensors, of which the first lies at `file_begin`."""
+    """A file of neighbouring tensors, the first of which lies at `file_begin`."""
     first, last = spans[0][0], spans[-1][1]
     whole = [(first, last)] if strategy.coalesced else spans
     transfers = tuple(

@@ -1,10 +1,10 @@
 """A whole study: rounds of cases until the time is over, a choice, and its proof.
 
-Owns: what happens in which order, and how long; the result.
+Owns: the order of the work, and its duration; the result.
 Invariants: the candidates of the choice are measured first, so a study that runs out of time has
-them; figures of one case lie minutes apart, so a median has seen the storage at several times; at
-the end what was chosen and what was best are measured again in turns, and that ratio is reported.
-Not here: the cases (sweep), the choice (choose), how it looks (report).
+them. Figures of one case lie minutes apart, so a median has seen the storage at several times. At
+the end the choice and the best are measured again in turns, and that ratio is reported.
+Not here: the cases (sweep), the choice (choose), the output (report).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Told = Callable[[str, float], None]  # what runs now, and the share of the time 
 class Proof:
     """The chosen settings against the best other ones of a kind, measured again in turns.
 
-    ratio: the median of the ratios of the turns, `low` and `high` their ends.
+    ratio: the median of the ratios of the turns; `low` and `high` are their ends.
     """
 
     kind: str  # "statehold": of all settings; "bytes": of all strategies, without copy and checksum
@@ -60,10 +60,10 @@ class Proof:
 
 @dataclass
 class Study:
-    """What was found: `refused` are the strategies that cannot be run here, and why.
+    """The result: `refused` are the strategies that cannot run here, and the reasons.
 
-    score, score_before: of what was chosen and of the middle, by the rounds, in which scores that
-    differ by less than `margin` are equal.
+    score, score_before: of the choice and of the middle, from the rounds. Scores that differ by
+        less than `margin` are equal.
     """
 
     middle: Strategy
@@ -121,15 +121,18 @@ class _Clock:
 
     @property
     def share(self) -> float:
-        """Of the time that is over."""
+        """The share of the time that is over."""
         return min(1.0, self.elapsed_s / self._seconds)
 
     def is_over(self, share: float) -> bool:
         return self.elapsed_s >= share * self._seconds
 
     def rounds(self, cases: Sequence[Case], share: float, most: int) -> None:
-        """Whole rounds until that share of the time is over. The first may take all but what the
-        proof needs; what it does not come to is not measured."""
+        """Whole rounds until that share of the time is over.
+
+        The first round may take all the time except that of the proof. Cases without time are not
+        measured.
+        """
         for index in range(most):
             for case in ordered(cases, index):
                 if self.is_over(SECOND if index == 0 else share):
@@ -156,9 +159,9 @@ def _judged(found: Sequence[Strategy]) -> list[Figure]:
 
 
 def _prove(study: Study, clock: _Clock) -> None:
-    """Let the best others challenge the choice; who is better side by side takes its place.
+    """Let the best others challenge the choice; the one that is better side by side replaces it.
 
-    Rounds compare figures that lie minutes apart, turns such that lie seconds apart.
+    Rounds compare figures that lie minutes apart. Turns compare figures that lie seconds apart.
     """
     beaten: set[Strategy] = set()
     for _ in range(CHALLENGES_MAX):
@@ -182,14 +185,14 @@ def _prove(study: Study, clock: _Clock) -> None:
 
 
 def _rivals(figures: Figures, pool: Sequence[Strategy], chosen: Strategy) -> list[Strategy]:
-    """The best others in what is proved."""
+    """The best others in the operations that are proved."""
     others = [each for each in pool if each != chosen]
     found = [best_of(figures, others, operation) for operation in PROVED]
     return list(dict.fromkeys(each for each in found if each is not None))
 
 
 def is_lost(duel: Sequence[Proof]) -> bool:
-    """Whether the other is better: what it does worst, and by more than nothing."""
+    """Whether the other is better in its worst operation, by more than chance."""
     own = min((proof.ratio for proof in duel), default=1.0)
     others = min((1 / proof.ratio for proof in duel), default=1.0)
     return own < 1 - SLACK and others > own
@@ -208,7 +211,7 @@ def _turned(proof: Proof) -> Proof:
 
 
 def _duel(clock: _Clock, kind: str, chosen: Strategy, rival: Strategy) -> list[Proof]:
-    """Both in turns, until a part of the time that is left is over; who goes first changes."""
+    """Both in turns, until a part of the remaining time is over; the first of each turn changes."""
     cases = cases_of([(each, operation) for each in (chosen, rival) for operation in PROVED])
     ratios: dict[Operation, list[float]] = {operation: [] for operation in PROVED}
     until = clock.share + (1 - clock.share) / DUELS

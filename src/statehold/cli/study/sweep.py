@@ -1,9 +1,9 @@
-"""What is measured: one factor at a time around a centre, then the best of each together.
+"""The measurements: one factor at a time around a centre, then the best of each together.
 
-Owns: the strategies of a study, the comparisons that its findings are made of, the order of rounds.
-Invariants: pure. A full factorial of the factors would have thousands of cases: `full` only takes
-more levels of each. Every comparison differs in one thing, so that a finding has one cause.
-Not here: how a case is run (measure), what follows from the figures (choose).
+Owns: the strategies of a study, the comparisons behind its findings, the order of rounds.
+Invariants: pure. A full factorial of the factors would have thousands of cases, so `full` only
+takes more values of each. Every comparison differs in one thing, so a finding has one cause.
+Not here: how a case is run (measure), the conclusions from the figures (choose).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SMALL_BYTES = 256 * KiB  # smaller than any buffer of statehold
 PYTHON_DEPTH = 8
 
 FRESH, OVERWRITE, COLD = Operation.FRESH, Operation.OVERWRITE, Operation.COLD
-# What every strategy is judged by.
+# The operations that count for every strategy.
 JUDGED = (FRESH, OVERWRITE, COLD)
 
 Figure = tuple[Strategy, Operation]
@@ -60,7 +60,7 @@ def bytes_of(strategy: Strategy) -> Strategy:
 
 
 def neighbours(middle: Strategy, full: bool) -> list[Strategy]:
-    """`middle` and all that differ from it in one setting."""
+    """`middle` and all strategies that differ from it in one setting."""
     blocks, depths = (BLOCKS_FULL, DEPTHS_FULL) if full else (BLOCKS, DEPTHS)
     found = [middle]
     found += [replace(middle, block_bytes=size) for size in blocks]
@@ -73,14 +73,14 @@ def neighbours(middle: Strategy, full: bool) -> list[Strategy]:
     return list(dict.fromkeys(found))
 
 
-# What statehold does not do, by Python threads: of several ranks, and of one.
+# Strategies that statehold does not have, by Python threads: of several ranks, and of one.
 RANKS = Strategy(mover=Mover.PYTHON, ranks=RANK_FILES, depth=PYTHON_DEPTH)
 ALONE = replace(RANKS, ranks=1)
 BUFFERED = replace(RANKS, direct=False)
 
 
 def comparisons(middle: Strategy) -> list[Comparison]:
-    """What the findings say, each on a write and where it matters on a restore."""
+    """The comparisons of the findings, each on a write and, if it matters, on a restore."""
     return [
         *_layouts(),
         *_coalescing(),
@@ -164,7 +164,7 @@ def _engine(middle: Strategy) -> list[Comparison]:
 
 
 def strategies(middle: Strategy, full: bool) -> list[Figure]:
-    """Every figure of the first rounds; those a profile is chosen from come first."""
+    """Every figure of the first rounds; those for the choice of a profile come first."""
     judged = [*neighbours(middle, full), *neighbours(bytes_of(middle), full)]
     found = [(strategy, operation) for strategy in judged for operation in JUDGED]
     for each in comparisons(middle):
@@ -181,5 +181,5 @@ def cases_of(figures: Iterable[Figure]) -> list[Case]:
 
 
 def ordered(cases: Sequence[Case], round_index: int) -> list[Case]:
-    """There and back: what drifts in the meantime drifts for both ends alike."""
+    """There and back, so that a drift in the meantime affects both ends alike."""
     return list(cases) if round_index % 2 == 0 else list(reversed(cases))

@@ -1,6 +1,6 @@
-"""Transfers by pread and pwrite on Python threads: what the native core does not do.
+"""Transfers by pread and pwrite on Python threads: strategies that the native core does not have.
 
-Statehold never moves bytes like this. It is here to measure, on equal terms with each other,
+Statehold never moves bytes like this. This module measures, on equal terms with each other,
 buffered writes, a file for each tensor, shared files, and transfers that are not coalesced.
 """
 
@@ -101,7 +101,7 @@ def _read_all(descriptor: int, part: memoryview, offset: int) -> None:
 
 
 def in_turns(moves: Sequence[Move] | Iterator[Move], depth: int) -> None:
-    """Do all of them, `depth` at a time. Raises the first error, when no thread is at work."""
+    """Do all of them, `depth` at a time. Raises the first error after all threads have stopped."""
     waiting, guard = iter(moves), threading.Lock()
     errors: list[BaseException] = []
 
