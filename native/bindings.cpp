@@ -25,6 +25,15 @@ std::vector<uint64_t> integers(nb::handle source, const char* name) {
   return values;
 }
 
+std::vector<uint64_t> sums_from(nb::bytes source) {
+  if (source.size() % sizeof(uint64_t) != 0) {
+    throw std::invalid_argument("sums must hold 8-byte integers");
+  }
+  std::vector<uint64_t> sums(source.size() / sizeof(uint64_t));
+  if (source.size() > 0) std::memcpy(sums.data(), source.data(), source.size());
+  return sums;
+}
+
 nb::object view_of(Region region) {
   const nb::object owner = nb::cast(std::move(region));
   PyObject* view = PyMemoryView_FromObject(owner.ptr());
@@ -237,15 +246,19 @@ void read_into(PyFile& file, nb::handle memory, uint64_t offset) {
 }
 
 void new_engine(PyEngine* self, PyFs& fs, uint64_t staging_bytes, uint64_t buffer_bytes,
-                int copy_threads) {
-  const EngineOptions options{staging_bytes, buffer_bytes, copy_threads};
+                int copy_threads, const ClientTable& clients) {
+  EngineOptions options{staging_bytes, buffer_bytes, copy_threads, {}};
+  for (const auto& [reserved, weight] : clients) options.clients.push_back({reserved, weight});
   new (self) PyEngine(std::make_shared<Engine>(fs.shared(), options));
 }
 
 PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_bytes,
                         nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
-                        nb::dict strided, nb::bytes header, nb::object owner, PyFile* file) {
+                        nb::dict strided, nb::bytes header, nb::object owner, PyFile* file,
+                        uint32_t client, uint32_t path) {
   WriteRequest request;
+  request.client = client;
+  request.path = path;
   if (file != nullptr) request.file = file->opened();
   request.file_bytes = file_bytes;
   request.block_bytes = block_bytes;
@@ -263,8 +276,10 @@ PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
                       std::vector<uint64_t> file_bytes, uint64_t block_bytes, nb::handle file_index,
                       nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
                       nb::dict strided, nb::bytes sums, nb::object owner, nb::dict boxes,
-                      uint64_t first_segment) {
+                      uint64_t first_segment, uint32_t client, uint32_t path) {
   ReadRequest request;
+  request.client = client;
+  request.path = path;
   request.paths = std::move(files);
   request.file_bytes = std::move(file_bytes);
   request.block_bytes = block_bytes;
@@ -272,21 +287,71 @@ PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
   request.first_segment = first_segment;
   apply_boxes(boxes, request.segments);
   const std::vector<uint64_t> file = integers(file_index, "file_index");
-  if (file.size() != request.segments.size() || sums.size() % sizeof(uint64_t) != 0) {
-    throw std::invalid_argument("file_index or sums has the wrong length");
+  if (file.size() != request.segments.size()) {
+    throw std::invalid_argument("file_index has the wrong length");
   }
   for (size_t i = 0; i < file.size(); ++i) {
     if (file[i] >= request.paths.size()) throw std::invalid_argument("file_index: no such file");
     request.segments[i].file = static_cast<uint32_t>(file[i]);
   }
-  request.sums.resize(sums.size() / sizeof(uint64_t));
-  if (sums.size() > 0) std::memcpy(request.sums.data(), sums.data(), sums.size());
+  request.sums = sums_from(sums);
   std::shared_ptr<ReadJob> job;
   {
     const GilReleased gil_released;
     job = engine->read(std::move(request));
   }
   return {std::move(job), engine->memory(), std::move(owner)};
+}
+
+PyRangesJob engine_ranges(PyEngine& engine, bool write, const nb::list& files,
+                          nb::handle file_index, nb::handle offsets, nb::handle sizes,
+                          nb::handle addresses, nb::bytes sums, nb::object owner, uint32_t client,
+                          std::vector<uint32_t> paths) {
+  RangesRequest request;
+  request.kind = write ? IoRequest::Kind::write : IoRequest::Kind::read;
+  for (const nb::handle file : files) request.files.push_back(nb::cast<PyFile&>(file).opened());
+  if (!paths.empty() && paths.size() != request.files.size()) {
+    throw std::invalid_argument("paths must be as many as files, or none");
+  }
+  request.paths = std::move(paths);
+  request.client = client;
+  const std::vector<uint64_t> file = integers(file_index, "file_index");
+  const std::vector<uint64_t> offset = integers(offsets, "offsets");
+  const std::vector<uint64_t> size = integers(sizes, "sizes");
+  const std::vector<uint64_t> address = integers(addresses, "addresses");
+  const std::vector<uint64_t> sum = sums_from(sums);
+  const size_t count = offset.size();
+  if (file.size() != count || size.size() != count || address.size() != count ||
+      sum.size() != (write ? 0 : count)) {
+    throw std::invalid_argument(
+        "there must be one file_index, size, address and (reading) sum, "
+        "and (writing) no sum, for each offset");
+  }
+  request.ranges.resize(count);
+  for (size_t i = 0; i < count; ++i) {
+    // An index that does not fit is one that there is not.
+    Range& range = request.ranges[i];
+    range.file = static_cast<uint32_t>(std::min<uint64_t>(file[i], UINT32_MAX));
+    range.offset = offset[i];
+    range.bytes = size[i];
+    range.memory = reinterpret_cast<std::byte*>(address[i]);
+    range.sum = write ? 0 : sum[i];
+  }
+  std::shared_ptr<RangesJob> job;
+  {
+    const GilReleased gil_released;
+    job = engine->ranges(std::move(request));
+  }
+  return {std::move(job), engine->memory(), std::move(owner)};
+}
+
+std::vector<uint64_t> next_done(PyRangesJob& job, Timeout timeout) {
+  std::vector<uint64_t> done;
+  wait(timeout, [&](Deadline deadline) {
+    done = job->next_done(deadline);
+    return !done.empty() || job->not_told() == 0;
+  });
+  return done;
 }
 
 std::optional<PyFill> next_fill(PyWriteJob& job, Timeout timeout) {

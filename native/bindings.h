@@ -126,6 +126,7 @@ class JobHandle : public Handle<SomeJob> {
 
 using PyWriteJob = JobHandle<WriteJob>;
 using PyReadJob = JobHandle<ReadJob>;
+using PyRangesJob = JobHandle<RangesJob>;
 
 class PyFile {
  public:
@@ -280,16 +281,25 @@ nb::bytes read_file(PyFs& fs, const std::string& path, uint64_t max_bytes);
 // Fills a writable, contiguous buffer; whole or an error.
 void read_into(PyFile& file, nb::handle memory, uint64_t offset);
 
+// Reserved buffers and weight, by client.
+using ClientTable = std::vector<std::tuple<uint64_t, uint64_t>>;
+
 void new_engine(PyEngine* self, PyFs& fs, uint64_t staging_bytes, uint64_t buffer_bytes,
-                int copy_threads);
+                int copy_threads, const ClientTable& clients);
 PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_bytes,
                         nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
-                        nb::dict strided, nb::bytes header, nb::object owner, PyFile* file);
+                        nb::dict strided, nb::bytes header, nb::object owner, PyFile* file,
+                        uint32_t client, uint32_t path);
 PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
                       std::vector<uint64_t> file_bytes, uint64_t block_bytes, nb::handle file_index,
                       nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
                       nb::dict strided, nb::bytes sums, nb::object owner, nb::dict boxes,
-                      uint64_t first_segment);
+                      uint64_t first_segment, uint32_t client, uint32_t path);
+PyRangesJob engine_ranges(PyEngine& engine, bool write, const nb::list& files,
+                          nb::handle file_index, nb::handle offsets, nb::handle sizes,
+                          nb::handle addresses, nb::bytes sums, nb::object owner, uint32_t client,
+                          std::vector<uint32_t> paths);
+std::vector<uint64_t> next_done(PyRangesJob& job, Timeout timeout);
 std::optional<PyFill> next_fill(PyWriteJob& job, Timeout timeout);
 std::optional<PyReady> next_ready(PyReadJob& job, Timeout timeout);
 

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
 
 namespace statehold {
@@ -22,14 +23,22 @@ std::shared_ptr<Shared> make_shared_state(const EngineOptions& options) {
   }
   if (options.copy_threads < 1) throw std::invalid_argument("copy_threads must be at least 1");
   const uint64_t count = (options.staging_bytes + options.buffer_bytes - 1) / options.buffer_bytes;
-  return std::make_shared<Shared>(std::max<uint64_t>(count, 2), options.buffer_bytes);
+  return std::make_shared<Shared>(std::max<uint64_t>(count, 2), options.buffer_bytes,
+                                  options.clients);
+}
+
+uint64_t steady_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<uint64_t>(std::chrono::nanoseconds(now).count());
 }
 
 }  // namespace
 
 Engine::Engine(std::shared_ptr<Fs> fs, const EngineOptions& options)
     : shared_(make_shared_state(options)) {
+  shared_->disk.set_depth(fs->depth());
   shared_->fs = std::move(fs);
+  shared_->now_ns = options.now_ns ? options.now_ns : steady_ns;
   shared_->slots.resize(shared_->memory->count(), -1);
   try {
     populator_ = std::thread([this] { populate(); });
@@ -79,14 +88,27 @@ bool Engine::wants_one_more() {
   note_demand();
   const BufferPool& pool = shared_->pool;
   if (shared_->jobs.empty()) return pool.free_count() + pool.lent_count() < wanted_at_once_;
+  return pool.free_count() < std::min(wanted_now(), kBuffersAhead);
+}
+
+// What jobs would take now, but no more of it than their clients may hold.
+uint64_t Engine::wanted_now() const {
   uint64_t wanted = 0;
-  for (const auto& job : shared_->jobs) wanted += job->wants_now();
-  return pool.free_count() < std::min(wanted, kBuffersAhead);
+  for (uint32_t client = 0; client < shared_->clients.size(); ++client) {
+    uint64_t held = 0;
+    uint64_t of_client = 0;
+    for (const auto& job : shared_->jobs) {
+      if (job->client() != client) continue;
+      held += job->held();
+      of_client += job->wants_now();
+    }
+    wanted += std::min(of_client, shared_->buffers_max(client) - held);
+  }
+  return wanted;
 }
 
 void Engine::note_demand() {
-  uint64_t wanted = shared_->pool.lent_count();
-  for (const auto& job : shared_->jobs) wanted += job->wants_now();
+  const uint64_t wanted = shared_->pool.lent_count() + wanted_now();
   wanted_at_once_ = std::min(std::max(wanted_at_once_, wanted), shared_->memory->count());
 }
 
@@ -116,10 +138,40 @@ std::shared_ptr<ReadJob> Engine::read(ReadRequest request) {
   return job;
 }
 
+std::shared_ptr<RangesJob> Engine::ranges(RangesRequest request) {
+  auto job = std::make_shared<RangesJob>(shared_, std::move(request));
+  start(job);
+  return job;
+}
+
+void Engine::check_client(uint32_t client) const {
+  if (client < shared_->clients.size()) return;
+  throw std::invalid_argument("there is no such client");
+}
+
+void Engine::set_limit(uint32_t path, uint32_t client, uint64_t bytes_per_s) {
+  if (client != kEveryClient) check_client(client);
+  Lock lock(shared_->mutex);
+  check_open();
+  shared_->disk.limits().set(path, client, bytes_per_s, shared_->now_ns());
+  shared_->start_transfers(lock);
+}
+
+ClientStats Engine::stats_of(uint32_t client) {
+  check_client(client);
+  const Lock lock(shared_->mutex);
+  ClientStats stats = shared_->moved[client];
+  for (const auto& job : shared_->jobs) {
+    if (job->client() == client) stats.buffers += job->held();
+  }
+  return stats;
+}
+
 void Engine::work() noexcept {
   yield_to_trainer();
   Lock lock(shared_->mutex);
   while (true) {
+    start_due_transfers(lock);
     Work work;
     bool is_picked = false;
     const Status status = guarded([&] { is_picked = pick(work); });
@@ -130,17 +182,36 @@ void Engine::work() noexcept {
     } else if (stopping_) {
       return;
     } else {
-      shared_->runnable.wait(lock);
+      wait_for_work(lock);
     }
   }
 }
 
+// What a limit held back is started by the worker that looks next, and none sleeps beyond that.
+void Engine::start_due_transfers(Lock& lock) {
+  const uint64_t due_ns = shared_->disk.due_ns();
+  if (due_ns != DiskQueue::kNever && due_ns <= shared_->now_ns()) shared_->start_transfers(lock);
+}
+
+void Engine::wait_for_work(Lock& lock) {
+  constexpr std::chrono::nanoseconds at_least = std::chrono::microseconds(100);
+  const uint64_t due_ns = shared_->disk.due_ns();
+  if (due_ns == DiskQueue::kNever) return shared_->runnable.wait(lock);
+  const uint64_t now_ns = shared_->now_ns();
+  const std::chrono::nanoseconds left(due_ns > now_ns ? due_ns - now_ns : 0);
+  shared_->runnable.wait_for(lock, std::max(left, at_least));
+}
+
 bool Engine::pick(Work& work) {
   if (!shared_->poison.ok()) return false;
+  return shared_->workers.next([&](uint32_t client) { return pick_of(client, work); });
+}
+
+bool Engine::pick_of(uint32_t client, Work& work) {
   for (const Priority priority :
        {Priority::finish, Priority::read, Priority::eager, Priority::fill}) {
     for (const auto& job : shared_->jobs) {
-      if (job->take(priority, work)) return true;
+      if (job->client() == client && job->take(priority, work)) return true;
     }
   }
   return false;

@@ -2,8 +2,9 @@
 //
 // Owns the buffers, the threads that copy and verify, and one that faults the buffers in. Knows
 // nothing of steps, manifests or tensors. Any number of jobs run at once; one that fails disturbs
-// no other. Workers look for work by Priority: finish blocks that hold a buffer, start reads, fill
-// eager blocks, fill other blocks; oldest job first. No mix of jobs can stop: lending.h says why.
+// no other. Workers look for work of the client whose turn it is (shares.h), there by Priority:
+// finish blocks that hold a buffer, start reads, fill eager blocks, fill other blocks; oldest job
+// first. Transfers start in the order of disk_queue.h. No mix of jobs can stop: lending.h says why.
 //
 // Buffers are faulted in when jobs need them: while jobs run, a few ahead of demand; while none
 // runs, as many as were wanted at once before. A process that saves little stays small.
@@ -16,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "ranges_job.h"
 #include "read_job.h"
 #include "write_job.h"
 
@@ -25,6 +27,8 @@ struct EngineOptions {
   uint64_t staging_bytes = 0;  // rounded up to whole buffers, at least two
   uint64_t buffer_bytes = uint64_t{16} << 20;
   int copy_threads = 2;
+  std::vector<ClientOptions> clients = {{}};
+  std::function<uint64_t()> now_ns = {};  // none: a steady clock
 };
 
 class Engine {
@@ -38,7 +42,13 @@ class Engine {
   // All throw Failure when closed or poisoned. All work happens on the engine's threads.
   std::shared_ptr<WriteJob> write(WriteRequest request);
   std::shared_ptr<ReadJob> read(ReadRequest request);
+  std::shared_ptr<RangesJob> ranges(RangesRequest request);
   void start(std::shared_ptr<Job> job);  // of any kind, made with shared()
+
+  // From now on, what starts on a path for a client, or for kEveryClient together, is at most so
+  // much; 0 lifts the limit. Throws std::invalid_argument for a client that there is not.
+  void set_limit(uint32_t path, uint32_t client, uint64_t bytes_per_s);
+  ClientStats stats_of(uint32_t client);  // throws as set_limit
 
   const std::shared_ptr<Shared>& shared() const { return shared_; }
 
@@ -54,13 +64,18 @@ class Engine {
 
   void work() noexcept;
   bool pick(Work& work);
+  bool pick_of(uint32_t client, Work& work);
+  void start_due_transfers(Lock& lock);
+  void wait_for_work(Lock& lock);
   void run(Work work, Lock& lock);
   void populate() noexcept;
   void populate(uint32_t index);
   bool wait_to_populate();  // false: stop
   bool wants_one_more();    // with the mutex, as the next
+  uint64_t wanted_now() const;
   void note_demand();
   void check_open();
+  void check_client(uint32_t client) const;
 
   const std::shared_ptr<Shared> shared_;
   bool stopping_ = false;  // guarded by Shared::mutex, as the next two

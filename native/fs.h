@@ -164,6 +164,8 @@ class Fs {
   // as long as nobody cuts the file.
   virtual Result<std::shared_ptr<File>> open_view(const std::string& path, uint64_t bytes);
 
+  // How many transfers it has under way at once; who submits more has them queued.
+  virtual uint64_t depth() const { return 32; }
   // Starts a transfer, or queues it when the depth is reached; reads go before writes. Never
   // blocks on other transfers. After close, `done` gets Status::closed. If it throws (bad_alloc),
   // the transfer was not accepted, and `done` is never called.

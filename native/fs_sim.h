@@ -105,7 +105,7 @@ class SimDisk {
   std::vector<std::string> operations_ GUARDED_BY(mutex_);
 };
 
-class SimFs final : public Fs {
+class SimFs : public Fs {
  public:
   explicit SimFs(const SimOptions& options, SimTree tree = {});
   ~SimFs() override;

@@ -20,6 +20,7 @@ class ThreadsFs final : public PosixFs {
 
   std::string backend() const override { return "threads"; }
   std::string note() const override { return note_; }
+  uint64_t depth() const override { return threads_.size(); }
   void submit(IoRequest request) override;
   void close() override;
 

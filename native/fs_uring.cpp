@@ -50,6 +50,7 @@ class UringFs final : public PosixFs {
 
   int open();
   std::string backend() const override { return "io_uring"; }
+  uint64_t depth() const override { return static_cast<uint64_t>(depth_); }
   void submit(IoRequest request) override;
   int register_buffer(std::byte* memory, uint64_t bytes) override;
   void unregister_buffer(int slot) override;

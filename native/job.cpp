@@ -5,18 +5,60 @@
 #include <stdexcept>
 #include <utility>
 
-#include "lending.h"
-
 namespace statehold {
 
-std::optional<Lease> Shared::lend(const Job& job) {
+Shared::Shared(uint64_t buffer_count, uint64_t buffer_bytes,
+               std::vector<ClientOptions> client_table)
+    : clients((check_clients(client_table, buffer_count), std::move(client_table))),
+      memory(std::make_shared<StagingMemory>(buffer_count, buffer_bytes)),
+      pool(buffer_count),
+      workers(clients),
+      disk(clients),
+      moved(clients.size()),
+      holdings_(clients.size()) {}
+
+uint64_t Shared::buffers_max(uint32_t client) const {
+  uint64_t max = pool.count() + clients[client].reserved_buffers;
+  for (const ClientOptions& each : clients) max -= each.reserved_buffers;
+  return max;
+}
+
+bool Shared::leaves_older_jobs_their_part(const Job& job) const {
+  const uint64_t limit = buffers_max(job.client());
   uint64_t held_by_younger = 0;
-  for (const auto& each : jobs) held_by_younger += each->held();
+  for (const auto& each : jobs) {
+    if (each->client() == job.client()) held_by_younger += each->held();
+  }
   for (const auto& older : jobs) {
     if (older.get() == &job) break;
+    if (older->client() != job.client()) continue;
     held_by_younger -= older->held();
-    if (!leaves_reserve(pool.count(), older->may_need(), held_by_younger)) return std::nullopt;
+    if (!leaves_older_its_part(limit, older->may_need(), held_by_younger)) return false;
   }
+  return true;
+}
+
+bool Shared::leaves_clients_their_claims(const Job& job) {
+  const Job* oldest_needy = nullptr;  // of the job's client
+  std::ranges::fill(holdings_, Holdings());
+  for (const auto& each : jobs) {
+    holdings_[each->client()].add(each->held(), each->may_need());
+    const bool is_needy = each->client() == job.client() && each->may_need() > 0;
+    if (is_needy && oldest_needy == nullptr) oldest_needy = each.get();
+  }
+  uint64_t claimed = 0;
+  for (uint32_t client = 0; client < clients.size(); ++client) {
+    const uint64_t reserved = clients[client].reserved_buffers;
+    const Holdings& of_client = holdings_[client];
+    claimed += client == job.client()
+                   ? of_client.claim_with_one_more(reserved, &job == oldest_needy)
+                   : of_client.claim(reserved);
+  }
+  return claimed <= pool.count();
+}
+
+std::optional<Lease> Shared::lend(const Job& job) {
+  if (!leaves_older_jobs_their_part(job) || !leaves_clients_their_claims(job)) return std::nullopt;
   const std::optional<Lease> lease = pool.acquire_nowait();
   if (lease) changed.notify_all();  // the populator keeps some free ahead of demand
   return lease;
@@ -25,6 +67,21 @@ std::optional<Lease> Shared::lend(const Job& job) {
 void Shared::release(Lease lease) {
   pool.release(lease);
   runnable.notify_all();
+}
+
+void Shared::start_transfers(Lock& lock) {
+  if (starting_) return;  // that thread looks again before it stops
+  starting_ = true;
+  while (std::optional<Transfer> next = disk.start(now_ns())) {
+    const std::shared_ptr<Job> job = std::move(next->job);
+    lock.unlock();
+    const Status status = guarded([&] { fs->submit(std::move(next->request)); });
+    lock.lock();
+    if (status.ok()) continue;
+    disk.ended();
+    job->ended(next->block, copy_of(status));  // not accepted, so nobody else will say it
+  }
+  starting_ = false;
 }
 
 void Shared::fail_all(const Status& status) noexcept {
@@ -55,8 +112,9 @@ void Shared::drop_retired(Lock& lock) {
   }
 }
 
-Job::Job(std::shared_ptr<Shared> shared, uint64_t block_bytes)
-    : shared_(std::move(shared)), block_bytes_(block_bytes) {
+Job::Job(std::shared_ptr<Shared> shared, uint32_t client, uint64_t block_bytes)
+    : shared_(std::move(shared)), block_bytes_(block_bytes), client_(client) {
+  if (client >= shared_->clients.size()) throw std::invalid_argument("there is no such client");
   if (block_bytes == 0 || block_bytes % kPageBytes != 0 ||
       shared_->memory->buffer_bytes() % block_bytes != 0) {
     throw std::invalid_argument("block_bytes must be a multiple of 4096 that divides buffer_bytes");
@@ -67,7 +125,10 @@ void Job::fail(const Status& status) noexcept {
   if (failed() || complete()) return;
   error_ = status.ok() ? Status::invariant("no error") : copy_of(status);
   stopped_.store(true, std::memory_order_relaxed);
-  const Status internal = guarded([this] { drop_queued(); });
+  const Status internal = guarded([this] {
+    drop_queued();
+    drop_transfers();
+  });
   if (!internal.ok()) shared_->poison_with(internal);
   wake_all();
 }
@@ -110,28 +171,41 @@ bool Job::borrow(BlockState& block) {
   return true;
 }
 
-void Job::transfer(IoRequest request, uint64_t block) {
-  request.done = [self = shared_from_this(), block](Status status) {
-    self->end_transfer(block, std::move(status));
-  };
-  {
-    const Lock lock(shared_->mutex);
-    if (failed()) return drop(block_state(block));
-    move(block_state(block), Stage::moving);
-    ++in_flight_;
-  }
-  const Status status = guarded([&] { shared_->fs->submit(std::move(request)); });
-  if (!status.ok())
-    end_transfer(block, copy_of(status));  // not accepted, so nobody else will say it
+void Job::transfer(IoRequest request, uint64_t block, uint32_t path) {
+  request.done = [self = shared_from_this(), block, kind = request.kind, bytes = request.bytes](
+                     Status status) { self->end_transfer(block, kind, bytes, std::move(status)); };
+  Lock lock(shared_->mutex);
+  BlockState& state = block_state(block);
+  if (failed()) return drop(state);
+  shared_->disk.push({shared_from_this(), block, client_, path, std::move(request)});
+  move(state, Stage::moving);
+  ++in_flight_;
+  shared_->start_transfers(lock);
 }
 
-void Job::end_transfer(uint64_t block, Status status) noexcept {
+void Job::end_transfer(uint64_t block, IoRequest::Kind kind, uint64_t bytes,
+                       Status status) noexcept {
   Lock lock(shared_->mutex);
+  shared_->disk.ended();
+  ClientStats& moved = shared_->moved[client_];
+  if (status.ok())
+    (kind == IoRequest::Kind::read ? moved.read_bytes : moved.written_bytes) += bytes;
+  ended(block, std::move(status));
+  shared_->start_transfers(lock);
+  shared_->drop_retired(lock);
+}
+
+void Job::ended(uint64_t block, Status status) noexcept {
   --in_flight_;
   const Status internal = guarded([&] { transferred(block, std::move(status)); });
   if (!internal.ok()) shared_->poison_with(internal);
   wake_all();
-  shared_->drop_retired(lock);
+}
+
+void Job::drop_transfers() {
+  for (const Transfer& dropped : shared_->disk.drop(*this)) {
+    ended(dropped.block, Status::closed("a transfer"));
+  }
 }
 
 void Job::wake_all() {

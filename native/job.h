@@ -4,9 +4,10 @@
 // workers run without the mutex (run). A job never blocks a worker: what needs a buffer is only
 // offered when it gets one (lending.h).
 //
-// After the first failure (or cancel) a job offers nothing more; it is quiet once no worker is in
-// it. A wait that raises does so only then: the memory of the caller is no longer touched. Its
-// transfers may still be in flight; their buffers come back with their completions.
+// After the first failure (or cancel) a job offers nothing more, and its transfers leave the queue
+// of the disk. It is quiet once no worker is in it; a job of ranges also waits for its transfers,
+// which touch the caller's memory and files. A wait that raises does so only then. Other transfers
+// may still be under way; their buffers come back when those have ended.
 //
 // No system call is made with the mutex held: a job that is over lets go of its files without it.
 // Nothing that is thrown on a native thread leaves it: doubts about ourselves (a failed CHECK, no
@@ -16,6 +17,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -24,8 +26,12 @@
 
 #include "block.h"
 #include "buffers.h"
+#include "clients.h"
+#include "disk_queue.h"
 #include "fs.h"
+#include "lending.h"
 #include "segment.h"
+#include "shares.h"
 
 namespace statehold {
 
@@ -44,26 +50,42 @@ struct Work {
 struct Shared {
   using Lock = std::unique_lock<std::mutex>;
 
-  Shared(uint64_t buffer_count, uint64_t buffer_bytes)
-      : memory(std::make_shared<StagingMemory>(buffer_count, buffer_bytes)), pool(buffer_count) {}
+  // Throws std::invalid_argument as check_clients.
+  Shared(uint64_t buffer_count, uint64_t buffer_bytes, std::vector<ClientOptions> client_table);
 
   std::mutex mutex;
   std::condition_variable runnable;  // for workers: take() may succeed now
   std::condition_variable changed;   // for waits: a job has moved on
+  const std::vector<ClientOptions> clients;
   std::shared_ptr<StagingMemory> memory;
   std::shared_ptr<Fs> fs;                // reset when the engine is closed and all threads are gone
   std::vector<int> slots;                // per buffer: where the Fs has registered it, or -1
   BufferPool pool;                       // guarded by mutex, as all below
   std::list<std::shared_ptr<Job>> jobs;  // not retired yet, oldest first
-  Status poison;                         // not ok: every job fails with it
+  Shares workers;                        // whose work a worker does next
+  DiskQueue disk;
+  std::vector<ClientStats> moved;    // by client
+  Status poison;                     // not ok: every job fails with it
+  std::function<uint64_t()> now_ns;  // what limits go by
 
   std::byte* address(Lease lease) const { return memory->buffer(lease.index); }
-  std::optional<Lease> lend(const Job& job);  // by the rule of lending.h
+  // The most that a client may hold: what the others have not reserved.
+  uint64_t buffers_max(uint32_t client) const;
+  std::optional<Lease> lend(const Job& job);  // by the rules of lending.h
   void release(Lease lease);
+  // Hands over the transfers that may start now, without the mutex.
+  void start_transfers(Lock& lock);
   void fail_all(const Status& status) noexcept;
   void poison_with(const Status& status) noexcept;
   // Jobs that are over leave the engine, without the mutex while they close their files.
   void drop_retired(Lock& lock);
+
+ private:
+  bool leaves_older_jobs_their_part(const Job& job) const;
+  bool leaves_clients_their_claims(const Job& job);
+
+  std::vector<Holdings> holdings_;  // by client; kept because it needs memory
+  bool starting_ = false;           // a thread hands transfers over, for all
 };
 
 // nullopt waits for ever.
@@ -71,7 +93,8 @@ using Deadline = std::optional<std::chrono::steady_clock::time_point>;
 
 class Job : public std::enable_shared_from_this<Job> {
  public:
-  explicit Job(std::shared_ptr<Shared> shared, uint64_t block_bytes);
+  // Throws std::invalid_argument for an impossible block size, or a client that there is not.
+  Job(std::shared_ptr<Shared> shared, uint32_t client, uint64_t block_bytes);
   virtual ~Job() = default;
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
@@ -83,13 +106,15 @@ class Job : public std::enable_shared_from_this<Job> {
   // With the mutex.
   void fail(const Status& status) noexcept;
   bool retired() const;
+  uint32_t client() const { return client_; }
   uint64_t held() const { return held_; }
   // Buffers that it may still take: never grows. And those that it would take now.
   uint64_t may_need() const { return failed() ? 0 : buffers_left(); }
   uint64_t wants_now() const { return failed() ? 0 : buffers_wanted(); }
   void enter() { ++workers_inside_; }
   void leave() { --workers_inside_; }
-  bool quiet() const { return workers_inside_ == 0; }
+  // Nothing touches what is the caller's.
+  virtual bool quiet() const { return workers_inside_ == 0; }
   bool idle() const { return workers_inside_ == 0 && in_flight_ == 0; }
 
   // Fails the job with Status::closed, unless it is complete; quiet on return.
@@ -116,9 +141,12 @@ class Job : public std::enable_shared_from_this<Job> {
   // A buffer for a block, if there is one that this job may take.
   bool borrow(BlockState& block);
 
-  // Starts a transfer for a block, or drops the block if the job has failed. When the transfer has
+  // A worker has copied or hashed so much for the job.
+  void charge(uint64_t bytes) { shared_->workers.charge(client_, bytes); }
+
+  // Queues a transfer for a block, or drops the block if the job has failed. When the transfer has
   // ended, `transferred` is called with the mutex.
-  void transfer(IoRequest request, uint64_t block);
+  void transfer(IoRequest request, uint64_t block, uint32_t path);
   virtual void transferred(uint64_t block, Status status) = 0;
   virtual BlockState& block_state(uint64_t block) = 0;
 
@@ -135,12 +163,15 @@ class Job : public std::enable_shared_from_this<Job> {
  private:
   friend struct Shared;
 
-  void end_transfer(uint64_t block, Status status) noexcept;  // a transfer
+  void end_transfer(uint64_t block, IoRequest::Kind kind, uint64_t bytes, Status status) noexcept;
+  void ended(uint64_t block, Status status) noexcept;  // with the mutex, as the next
+  void drop_transfers();
 
+  const uint32_t client_;
   Status error_;
   std::atomic<bool> stopped_{false};
   int workers_inside_ = 0;
-  int in_flight_ = 0;
+  int in_flight_ = 0;            // transfers, those in the queue of the disk too
   uint64_t held_ = 0;            // buffers
   bool dropping_files_ = false;  // the engine: it lets go of its files
 };

@@ -107,6 +107,12 @@ void declare_fs(nb::module_& m) {
       .def_prop_ro("direct", [](const PyFile& self) { return self.direct; })
       .def("size_bytes", [](PyFile& self) { return must(self.opened()->size_bytes()); })
       .def("read_into", &read_into, "memory"_a, "offset"_a)
+      .def("sync",
+           [](PyFile& self) {
+             const std::shared_ptr<File> file = self.opened();
+             const GilReleased gil_released;
+             must(file->sync());
+           })
       .def_prop_ro("mapped", [](const PyFile& self) { return self.mapped; })
       .def_prop_ro("address", &address_of)
       .def_prop_ro("view", [](const PyFile& self) { return view_of(self); })
@@ -164,10 +170,10 @@ void declare_fs(nb::module_& m) {
           "path"_a, "bytes"_a, gil_released)
       .def(
           "open_read",
-          [](PyFs& self, const std::string& path) {
-            return PyFile(must(self->open_read(path, /*direct=*/false)));
+          [](PyFs& self, const std::string& path, bool direct) {
+            return PyFile(must(self->open_read(path, direct)));
           },
-          "path"_a, gil_released)
+          "path"_a, nb::kw_only(), "direct"_a = false, gil_released)
       .def("close", [](PyFs& self) { self->close(); }, gil_released);
 
   m.def("open_fs", &open_fs, "backend"_a = "auto", "queue_depth"_a = 32, "io_threads"_a = 4,
@@ -306,13 +312,39 @@ void declare_read_job(nb::module_& m) {
       });
 }
 
+void declare_ranges_job(nb::module_& m) {
+  nb::class_<PyRangesJob>(m, "RangesJob", "Ranges of files being moved; see native/ranges_job.h.",
+                          nb::type_slots(owner_slots<PyRangesJob>()))
+      .def(
+          "wait",
+          [](PyRangesJob& self, Timeout timeout) {
+            return wait_and_release_owner(self, timeout,
+                                          [&](Deadline d) { return self->wait_done(d); });
+          },
+          "timeout"_a.none())
+      .def("next_done", &next_done, "timeout"_a.none())
+      .def_prop_ro("not_told", [](PyRangesJob& self) { return self->not_told(); })
+      .def("checksums",
+           [](PyRangesJob& self) {
+             const std::vector<uint64_t> sums = self->checksums();
+             return nb::bytes(sums.data(), sums.size() * sizeof(uint64_t));
+           })
+      .def("cancel", &PyRangesJob::cancel)
+      .def_prop_ro("stats", [](PyRangesJob& self) {
+        const RangesStats stats = self->stats();
+        return std::map<std::string, uint64_t>{{"bytes", stats.bytes},
+                                               {"copied_bytes", stats.copied_bytes}};
+      });
+}
+
 void declare_engine(nb::module_& m) {
   m.attr("SEGMENT_EAGER") = static_cast<int>(kSegmentEager);
   m.attr("SEGMENT_EXTERNAL") = static_cast<int>(kSegmentExternal);
   m.attr("SEGMENT_SHARED") = static_cast<int>(kSegmentShared);
   nb::class_<PyEngine>(m, "Engine", "Staging buffers and copy threads; see native/engine.h.")
       .def("__init__", &new_engine, "fs"_a, "staging_bytes"_a,
-           "buffer_bytes"_a = uint64_t{16} << 20, "copy_threads"_a = 2)
+           "buffer_bytes"_a = uint64_t{16} << 20, "copy_threads"_a = 2,
+           "clients"_a = ClientTable{{1, 1}})
       .def_prop_ro(
           "staging",
           [](PyEngine& self) { return view_of(self->memory(), 0, self->memory()->count()); })
@@ -323,10 +355,30 @@ void declare_engine(nb::module_& m) {
       .def_prop_ro("buffer_count", [](PyEngine& self) { return self->memory()->count(); })
       .def("write", &engine_write, nb::kw_only(), "file_bytes"_a, "block_bytes"_a, "begins"_a,
            "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "header"_a, "owner"_a.none(),
-           "file"_a.none() = nb::none())
+           "file"_a.none() = nb::none(), "client"_a = 0, "path"_a = 0)
       .def("read", &engine_read, nb::kw_only(), "files"_a, "file_bytes"_a, "block_bytes"_a,
            "file_index"_a, "begins"_a, "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "sums"_a,
-           "owner"_a.none(), "boxes"_a = nb::dict(), "first_segment"_a = 0)
+           "owner"_a.none(), "boxes"_a = nb::dict(), "first_segment"_a = 0, "client"_a = 0,
+           "path"_a = 0)
+      .def("ranges", &engine_ranges, nb::kw_only(), "write"_a, "files"_a, "file_index"_a,
+           "offsets"_a, "sizes"_a, "addresses"_a, "sums"_a = nb::bytes("", 0), "owner"_a.none(),
+           "client"_a = 0, "paths"_a = std::vector<uint32_t>{})
+      .def(
+          "set_limit",
+          [](PyEngine& self, uint32_t path, std::optional<uint32_t> client, uint64_t bytes_per_s) {
+            const GilReleased gil_released;
+            self->set_limit(path, client.value_or(kEveryClient), bytes_per_s);
+          },
+          "path"_a, "client"_a.none(), "bytes_per_s"_a)
+      .def(
+          "client_stats",
+          [](PyEngine& self, uint32_t client) {
+            const ClientStats stats = self->stats_of(client);
+            return std::map<std::string, uint64_t>{{"buffers", stats.buffers},
+                                                   {"read_bytes", stats.read_bytes},
+                                                   {"written_bytes", stats.written_bytes}};
+          },
+          "client"_a)
       .def("close", [](PyEngine& self) { self->close(); }, nb::call_guard<GilReleased>());
 }
 
@@ -361,6 +413,7 @@ NB_MODULE(_core, m) {
   declare_buffers(m);
   declare_write_job(m);
   declare_read_job(m);
+  declare_ranges_job(m);
   declare_engine(m);
   declare_benchmarks(m);
   m.def(

@@ -19,7 +19,8 @@ constexpr uint64_t kAheadBytes = uint64_t{64} << 20;
 }  // namespace
 
 ReadJob::ReadJob(std::shared_ptr<Shared> shared, ReadRequest request)
-    : Job(std::move(shared), request.block_bytes),
+    : Job(std::move(shared), request.client, request.block_bytes),
+      path_(request.path),
       segments_(std::move(request.segments)),
       sums_(std::move(request.sums)) {
   if (request.paths.size() != request.file_bytes.size()) {
@@ -235,6 +236,7 @@ void ReadJob::start(uint64_t index) {
   const bool in_place = block.cached && !block.external;
   const Status status = in_place ? read_in_place(block) : Status{};
   const Lock lock(shared_->mutex);
+  if (in_place) charge(block.wanted_bytes);
   if (failed() || !status.ok()) return drop(block, status);
   if (in_place) {
     stats_.cached_bytes += block.wanted_bytes;
@@ -338,7 +340,7 @@ void ReadJob::read_to_buffer(uint64_t index) {
     request.file = file;
     (file->direct() ? stats_.direct_bytes : stats_.cached_bytes) += block.end - block.begin;
   }
-  transfer(std::move(request), index);
+  transfer(std::move(request), index, path_);
 }
 
 void ReadJob::transferred(uint64_t index, Status status) {
@@ -352,6 +354,7 @@ void ReadJob::verify(uint64_t index) {
   Block& block = blocks_[index];
   const Status status = verify_and_scatter(block);
   const Lock lock(shared_->mutex);
+  charge(block.wanted_bytes);
   if (failed() || !status.ok()) return drop(block, status);
   if (!block.external) return finished(block);
   move(block, Stage::offered);

@@ -31,6 +31,8 @@ struct ReadRequest {
   std::vector<Segment> segments;  // by (file, begin); they may overlap; no address: verify only
   std::vector<uint64_t> sums;     // per piece, segments in order
   uint64_t first_segment = 0;
+  uint32_t client = 0;
+  uint32_t path = 0;  // of the files, for limits (path_limits.h)
 };
 
 // A verified block whose external parts wait for Python in its buffer.
@@ -119,6 +121,7 @@ class ReadJob final : public Job {
   void transferred(uint64_t block, Status status) override;
   BlockState& block_state(uint64_t block) override { return blocks_[block]; }
 
+  const uint32_t path_;
   std::vector<Source> sources_;  // files are set by open_sources, before any block starts
   std::vector<Segment> segments_;
   std::vector<uint64_t> sums_;

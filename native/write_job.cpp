@@ -9,9 +9,10 @@
 namespace statehold {
 
 WriteJob::WriteJob(std::shared_ptr<Shared> shared, WriteRequest request)
-    : Job(std::move(shared), request.block_bytes),
+    : Job(std::move(shared), request.client, request.block_bytes),
       file_bytes_(request.file_bytes),
       buffer_bytes_(shared_->memory->buffer_bytes()),
+      path_(request.path),
       start_(std::chrono::steady_clock::now()),
       header_(std::move(request.header)) {
   Segment header;
@@ -254,6 +255,7 @@ void WriteJob::fill(uint64_t index) {
     std::memset(block.to + bytes, 0, align_up(bytes, kPageBytes) - bytes);
   }
   const Lock lock(shared_->mutex);
+  charge(bytes);
   if (failed() || !status.ok()) return drop(blocks_[index], status);
   if (block.eager) --eager_left_;
   if (!block.external) return copied(index);
@@ -265,6 +267,7 @@ void WriteJob::fill(uint64_t index) {
 void WriteJob::seal(uint64_t index) {
   move_pieces(blocks_[index], index, true);
   const Lock lock(shared_->mutex);
+  charge(block_end(index) - block_begin(index));
   if (failed()) return drop(blocks_[index]);
   copied(index);
 }
@@ -303,6 +306,7 @@ void WriteJob::write(uint64_t index) {
   if (request.file->mapped()) {
     Status status = store(index, request.memory);
     const Lock lock(shared_->mutex);
+    charge(block_end(index) - block_begin(index));
     transferred(index, std::move(status));
     return wake_all();
   }
@@ -311,7 +315,7 @@ void WriteJob::write(uint64_t index) {
   request.bytes = request.file->direct() ? align_up(bytes, kPageBytes) : bytes;
   request.bytes_min = request.bytes;
   request.offset = block_begin(index);
-  transfer(std::move(request), index);
+  transfer(std::move(request), index, path_);
 }
 
 Status WriteJob::store(uint64_t index, const std::byte* buffer) {

@@ -28,6 +28,8 @@ struct WriteRequest {
   std::string header;
   std::vector<Segment> segments;  // after the header: in file order, without gaps; begin/end/place
   std::shared_ptr<File> file;     // attached before the first copy, or null
+  uint32_t client = 0;
+  uint32_t path = 0;  // of the file, for limits (path_limits.h)
 };
 
 // A block whose buffer waits for bytes that only Python can copy.
@@ -111,6 +113,7 @@ class WriteJob final : public Job {
 
   const uint64_t file_bytes_;
   const uint64_t buffer_bytes_;
+  const uint32_t path_;
   const std::chrono::steady_clock::time_point start_;
   std::string header_;
   std::vector<Segment> segments_;  // the header is the first

@@ -128,7 +128,7 @@ class ThrowingJob final : public Job {
   enum class Where : uint8_t { take, drop_queued };
 
   ThrowingJob(std::shared_ptr<Shared> shared, Where where)
-      : Job(std::move(shared), kPageBytes), where_(where) {}
+      : Job(std::move(shared), 0, kPageBytes), where_(where) {}
 
   bool take(Priority, Work&) override {
     CHECK(where_ != Where::take);

@@ -1,5 +1,6 @@
-// Seeded schedules: several clients share one engine with few buffers, on the simulated disk, and
-// all of them have to end, with the right bytes, checksums and no buffer missing. Clients behave as
+// Seeded schedules: several users share one engine with few buffers, on the simulated disk, and
+// all of them have to end, with the right bytes, checksums and no buffer missing. Some of them are
+// one client of the engine, and some are clients of their own. They behave as
 // the Python side does: saves are served in the order of their starts by one thread that copies and
 // one that opens files and commits, a save gets its file only when the one before it has ended, and
 // nobody who holds a buffer waits for another one.
@@ -83,6 +84,7 @@ class Event {
 struct World {
   std::mt19937_64 random;
   bool has_faults;
+  std::vector<ClientOptions> clients;
   std::shared_ptr<SimFs> fs;
   std::unique_ptr<Engine> engine;
   uint64_t block_bytes;
@@ -92,14 +94,21 @@ struct World {
   explicit World(uint64_t seed)
       : random(seed),
         has_faults(random() % 3 == 0),
+        clients(1 + random() % 3),
         fs(std::make_shared<SimFs>(SimOptions{.seed = seed, .short_io = 0.2, .slow = 0.1})),
         block_bytes(random() % 2 == 0 ? kPageBytes : kBufferBytes) {
     must(fs->mkdir("run"));
-    const uint64_t buffers = random() % 3 == 0 ? 2 : 2 + random() % 6;
+    uint64_t buffers = random() % 3 == 0 ? 0 : random() % 6;
+    for (ClientOptions& each : clients) {
+      each = {1 + random() % 2, 1 + random() % 4};
+      buffers += each.reserved_buffers;
+    }
     const auto threads = static_cast<int>(1 + random() % 3);
-    engine =
-        std::make_unique<Engine>(fs, EngineOptions{buffers * kBufferBytes, kBufferBytes, threads});
+    engine = std::make_unique<Engine>(
+        fs, EngineOptions{buffers * kBufferBytes, kBufferBytes, threads, clients});
   }
+
+  uint32_t client_of(uint64_t seed) const { return static_cast<uint32_t>(seed % clients.size()); }
 
   void let_transfers_fail(uint64_t seed) {
     if (!has_faults) return;
@@ -232,6 +241,7 @@ class Saver {
       : world_(world),
         random_(seed),
         name_(std::to_string(seed)),
+        client_(world.client_of(seed)),
         stager_(world),
         committer_(world) {}
 
@@ -259,6 +269,7 @@ class Saver {
   // False: the call fails before it hands the job over.
   bool start(const std::shared_ptr<Save>& save) {
     WriteRequest request = save->state.write_request(world_.block_bytes);
+    request.client = client_;
     if (random_() % 6 == 0) request.file = open(*save);
     save->is_attached = request.file != nullptr;
     save->job = world_.engine->write(std::move(request));
@@ -338,6 +349,7 @@ class Saver {
   World& world_;
   std::mt19937_64 random_;
   const std::string name_;
+  const uint32_t client_;
   std::vector<std::shared_ptr<Save>> saves_;
   Serial stager_;
   Serial committer_;
@@ -365,7 +377,8 @@ struct Stored {
 
 class Reader {
  public:
-  Reader(World& world, uint64_t seed) : world_(world), random_(seed), stored_(world, seed) {}
+  Reader(World& world, uint64_t seed)
+      : world_(world), random_(seed), client_(world.client_of(seed)), stored_(world, seed) {}
 
   void run() {
     for (uint64_t i = 0, count = 1 + random_() % 4; i < count; ++i) {
@@ -387,6 +400,7 @@ class Reader {
     ReadRequest request = state.read_request(stored_.path, stored_.sums, world_.block_bytes);
     for (Segment& segment : request.segments) segment.shared = random_() % 4 == 0;
     request.first_segment = random_() % request.segments.size();
+    request.client = client_;
     const auto job = world_.engine->read(std::move(request));
     pause(random_());
     if (cancels) job->cancel();
@@ -399,13 +413,15 @@ class Reader {
 
   World& world_;
   std::mt19937_64 random_;
+  const uint32_t client_;
   Stored stored_;
 };
 
 // Files of which all comes through Python, one buffer at a time, as copies to other levels do.
 class Copier {
  public:
-  Copier(World& world, uint64_t seed) : world_(world), random_(seed), name_(std::to_string(seed)) {}
+  Copier(World& world, uint64_t seed)
+      : world_(world), random_(seed), name_(std::to_string(seed)), client_(world.client_of(seed)) {}
 
   void run() {
     for (uint64_t i = 0, count = 1 + random_() % 3; i < count; ++i) {
@@ -420,7 +436,9 @@ class Copier {
 
  private:
   void copy(State& state, const std::string& path) {
-    const auto job = world_.engine->write(state.write_request(world_.block_bytes));
+    WriteRequest request = state.write_request(world_.block_bytes);
+    request.client = client_;
+    const auto job = world_.engine->write(std::move(request));
     job->attach(must(world_.fs->open_write(path, state.bytes(), false)));
     fill_all(*world_.engine, *job, state);
     job->wait_written(std::nullopt);
@@ -432,18 +450,109 @@ class Copier {
   World& world_;
   std::mt19937_64 random_;
   const std::string name_;
+  const uint32_t client_;
+};
+
+// Ranges of one file that stays open: written, read back into other memory, in any alignment.
+class Ranger {
+ public:
+  Ranger(World& world, uint64_t seed)
+      : world_(world),
+        random_(seed),
+        client_(world.client_of(seed)),
+        path_("run/ranges-" + std::to_string(seed)),
+        writer_(must(world.fs->open_write(path_, kSlots * kSlotBytes, false))),
+        reader_(must(world.fs->open_read(path_, random_() % 2 == 0))) {}
+
+  void run() {
+    for (uint64_t i = 0, count = 1 + random_() % 4; i < count; ++i) {
+      const bool cancels = random_() % 4 == 0;
+      const Status status = guarded([&] { move(cancels); });
+      EXPECT(status.ok() || cancels || world_.has_faults);
+      EXPECT(status.ok() || status.code == Code::io || status.code == Code::closed);
+    }
+  }
+
+ private:
+  static constexpr uint64_t kSlots = 8;
+  static constexpr uint64_t kSlotBytes = 2 * kBufferBytes;
+
+  struct Memory {
+    std::vector<std::byte> bytes = std::vector<std::byte>(kSlots * kSlotBytes + 2 * kPageBytes);
+
+    std::byte* slot(uint64_t index, uint64_t lead) {
+      const auto begin = reinterpret_cast<uintptr_t>(bytes.data());
+      return bytes.data() + (align_up(begin, kPageBytes) - begin) + index * kSlotBytes + lead;
+    }
+  };
+
+  RangesRequest request(IoRequest::Kind kind, Memory& memory, uint64_t lead) {
+    RangesRequest made{kind, {kind == IoRequest::Kind::read ? reader_ : writer_}};
+    made.client = client_;
+    for (uint64_t slot = 0; slot < kSlots; ++slot) {
+      made.ranges.push_back(
+          {0, slot * kSlotBytes, sizes_[slot], memory.slot(slot, lead), sums_[slot]});
+    }
+    return made;
+  }
+
+  void end(RangesJob& job, bool cancels) {
+    pause(random_());
+    if (cancels) job.cancel();
+    std::vector<uint64_t> told;
+    while (true) {
+      const std::vector<uint64_t> done = job.next_done(std::nullopt);
+      if (done.empty()) break;
+      told.insert(told.end(), done.begin(), done.end());
+    }
+    EXPECT(told.size() == kSlots);
+    job.wait_done(std::nullopt);
+  }
+
+  void move(bool cancels) {
+    Memory from;
+    Memory into;
+    const uint64_t lead = random_() % 2 == 0 ? 0 : random_() % kPageBytes;
+    for (std::byte& b : from.bytes) b = static_cast<std::byte>(random_());
+    sizes_.clear();
+    for (uint64_t slot = 0; slot < kSlots; ++slot) {
+      const uint64_t bytes = random_() % kSlotBytes;
+      sizes_.push_back(random_() % 2 == 0 ? bytes : align_down(bytes, kPageBytes));
+    }
+    sums_.assign(kSlots, 0);
+    const auto writing = world_.engine->ranges(request(IoRequest::Kind::write, from, lead));
+    end(*writing, cancels);
+    sums_ = writing->checksums();
+    const auto reading = world_.engine->ranges(request(IoRequest::Kind::read, into, 0));
+    end(*reading, random_() % 8 == 0 && cancels);
+    for (uint64_t slot = 0; slot < kSlots; ++slot) {
+      EXPECT(std::equal(from.slot(slot, lead), from.slot(slot, lead) + sizes_[slot],
+                        into.slot(slot, 0)));
+    }
+  }
+
+  World& world_;
+  std::mt19937_64 random_;
+  const uint32_t client_;
+  const std::string path_;
+  const std::shared_ptr<File> writer_;
+  const std::shared_ptr<File> reader_;
+  std::vector<uint64_t> sizes_ = {};
+  std::vector<uint64_t> sums_ = {};
 };
 
 // -- schedules
 // --------------------------------------------------------------------------------------
 
-std::function<void()> client(World& world, uint64_t kind, uint64_t seed) {
+std::function<void()> user(World& world, uint64_t kind, uint64_t seed) {
   const auto runs = [](auto made) { return [made] { made->run(); }; };
-  switch (kind % 4) {
+  switch (kind % 5) {
     case 0:
       return runs(std::make_shared<Reader>(world, seed));
     case 1:
       return runs(std::make_shared<Copier>(world, seed));
+    case 2:
+      return runs(std::make_shared<Ranger>(world, seed));
     default:
       return runs(std::make_shared<Saver>(world, seed));
   }
@@ -452,20 +561,20 @@ std::function<void()> client(World& world, uint64_t kind, uint64_t seed) {
 void run_schedule(uint64_t seed) {
   const Watchdog watchdog(seed);
   World world(seed);
-  std::vector<std::function<void()>> clients = {client(world, 2, world.random())};
-  for (uint64_t i = 0, others = 1 + world.random() % 2; i < others; ++i) {
+  std::vector<std::function<void()>> users = {user(world, 3, world.random())};
+  for (uint64_t i = 0, others = 1 + world.random() % 3; i < others; ++i) {
     const uint64_t kind = world.random();
-    clients.push_back(client(world, kind, world.random()));
+    users.push_back(user(world, kind, world.random()));
   }
   world.let_transfers_fail(seed);
   std::vector<std::thread> threads;
-  for (const auto& run : clients) {
+  for (const auto& run : users) {
     threads.emplace_back([&world, run] {
       if (const Status status = guarded(run); !status.ok()) world.report(status);
     });
   }
   for (std::thread& thread : threads) thread.join();
-  clients.clear();
+  users.clear();
   world.check_that_all_is_back();
   world.engine->close();
 }

@@ -49,6 +49,8 @@ class File:
     def size_bytes(self) -> int: ...
     def read_into(self, memory: bytearray | memoryview, offset: int) -> None:
         """Fill `memory` with the bytes from `offset` on; not for direct files."""
+    def sync(self) -> None:
+        """Make data and size durable; Fs.sync_dir does that for the name."""
     @property
     def mapped(self) -> bool:
         """Opened to be written as memory."""
@@ -98,7 +100,8 @@ class Fs:
         `kept` is a mapped file of before; the call closes it, and goes on with its mapping where it
         is the file at `path` and nobody else has it.
         """
-    def open_read(self, path: str) -> File: ...
+    def open_read(self, path: str, *, direct: bool = False) -> File:
+        """`direct`: past the page cache; refused (EINVAL) where the file system cannot."""
     def can_reuse(self, path: str, kept: File | None = None) -> bool:
         """`kept`: this process has the file mapped, and nobody else may."""
     def open_view(self, path: str, bytes: int) -> File:
@@ -118,10 +121,20 @@ class BufferPool:
     def release(self, index: int, generation: int) -> None: ...
 
 class Engine:
-    """Staging buffers and the threads that copy, hash and verify."""
+    """Staging buffers and the threads that copy, hash and verify.
+
+    `clients` is a table of (reserved buffers, weight), each at least 1; a client is its index. What
+    nobody has reserved is common. Copy threads and the disk are shared by weight where clients
+    compete. A path is a number that the caller gives to a device or a directory.
+    """
 
     def __init__(
-        self, fs: Fs, staging_bytes: int, buffer_bytes: int = 16777216, copy_threads: int = 2
+        self,
+        fs: Fs,
+        staging_bytes: int,
+        buffer_bytes: int = 16777216,
+        copy_threads: int = 2,
+        clients: Sequence[tuple[int, int]] = ...,
     ) -> None: ...
     @property
     def staging(self) -> memoryview: ...
@@ -144,6 +157,8 @@ class Engine:
         header: bytes,
         owner: object,
         file: File | None = None,
+        client: int = 0,
+        path: int = 0,
     ) -> WriteJob:
         """Start copying. Keys of `strided` index the arrays (0 is the first after the header).
 
@@ -168,6 +183,8 @@ class Engine:
         owner: object,
         boxes: dict[int, BoxTarget] = ...,
         first_segment: int = 0,
+        client: int = 0,
+        path: int = 0,
     ) -> ReadJob:
         """Start reading.
 
@@ -176,6 +193,34 @@ class Engine:
         Of a segment in `boxes` all is verified, and what lies in the box placed. Blocks are taken
         cyclically from the one that holds `first_segment`.
         """
+    def ranges(
+        self,
+        *,
+        write: bool,
+        files: Sequence[File],
+        file_index: Buffer,
+        offsets: Buffer,
+        sizes: Buffer,
+        addresses: Buffer,
+        sums: bytes = b"",
+        owner: object,
+        client: int = 0,
+        paths: Sequence[int] = (),
+    ) -> RangesJob:
+        """Start moving ranges of open files to or from `addresses`.
+
+        Reading takes the XXH3-64 of each range in `sums`. In a file that is written directly, a
+        range begins at a multiple of 4096, and the rest of its last page becomes zeros. Nothing
+        is copied where offset, size and address are multiples of 4096. Nobody may change the
+        memory before the job is done. `paths` says on which path each file is. `owner` is as in
+        write().
+        """
+    def set_limit(self, path: int, client: int | None, bytes_per_s: int) -> None:
+        """Limit what starts on a path from now on, for one client, or (None) for all together.
+        0 lifts the limit."""
+    def client_stats(self, client: int) -> dict[str, int]:
+        """buffers: held now. read_bytes and written_bytes: by transfers to and from storage, not
+        what was read through the page cache or stored in files that are memory."""
     def close(self) -> None: ...
 
 class Fill:
@@ -254,6 +299,28 @@ class ReadJob:
         """bytes: asked for, summed over the segments. cached_bytes and direct_bytes: read through
         the page cache and past it; once however many segments want them, and with the gaps
         between segments where a buffer was read as a whole."""
+
+class RangesJob:
+    """Ranges of files being moved.
+
+    Dropping the last reference cancels the job, waits until nothing touches the memory for it, and
+    only then lets go of the `owner` given to ranges(). wait() lets go of the owner when it returns
+    True or raises the job's error; cancel() lets go of it, too.
+    """
+
+    def wait(self, timeout: float | None) -> bool: ...
+    def next_done(self, timeout: float | None) -> list[int]:
+        """The ranges that are done and were not returned before; waits until there is one. Empty
+        when the time is over, or when all were returned."""
+    @property
+    def not_told(self) -> int:
+        """Ranges that next_done has not returned yet."""
+    def checksums(self) -> bytes:
+        """After wait(): the XXH3-64 of each range."""
+    def cancel(self) -> None: ...
+    @property
+    def stats(self) -> dict[str, int]:
+        """bytes: of all ranges. copied_bytes: of those, what went through buffers."""
 
 def xxh3_64(data: bytes) -> int: ...
 def hash_memory(address: int, nbytes: int) -> int:

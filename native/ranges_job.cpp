@@ -1,0 +1,289 @@
+// ranges_job: contract in ranges_job.h.
+#include "ranges_job.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+
+namespace statehold {
+namespace {
+
+constexpr uint64_t kFileBytesMax = uint64_t{1} << 62;
+
+bool is_aligned(uint64_t value) { return value % kPageBytes == 0; }
+
+[[noreturn]] void refuse(uint64_t range, const std::string& why) {
+  throw std::invalid_argument("range " + std::to_string(range) + ": " + why);
+}
+
+}  // namespace
+
+RangesJob::RangesJob(std::shared_ptr<Shared> shared, RangesRequest request)
+    : Job(shared, request.client, shared->memory->buffer_bytes()),
+      kind_(request.kind),
+      ranges_(std::move(request.ranges)),
+      paths_(std::move(request.paths)),
+      files_(std::move(request.files)) {
+  paths_.resize(files_.size(), 0);
+  for (uint64_t range = 0; range < ranges_.size(); ++range) check(range);
+  if (!is_read()) check_overlaps();
+  progress_.resize(ranges_.size());
+  sums_.resize(ranges_.size());
+  for (uint64_t range = 0; range < ranges_.size(); ++range) make_blocks(range);
+  ranges_left_ = not_told_ = ranges_.size();
+  for (uint64_t range = 0; range < ranges_.size(); ++range) offer_hash(range);
+}
+
+void RangesJob::check(uint64_t index) const {
+  const Range& range = ranges_[index];
+  if (range.file >= files_.size()) refuse(index, "there is no such file");
+  const File& file = *files_[range.file];
+  if (file.mapped()) refuse(index, "its file is memory");
+  if (range.bytes > kFileBytesMax || range.offset > kFileBytesMax) {
+    refuse(index, "it is beyond the end of any file");
+  }
+  if (range.bytes > 0 && range.memory == nullptr) refuse(index, "it has no memory");
+  if (!is_read() && file.direct() && !is_aligned(range.offset)) {
+    refuse(index, "in a file that is written directly, it must begin at a multiple of 4096");
+  }
+}
+
+void RangesJob::check_overlaps() const {
+  std::vector<uint64_t> order(ranges_.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::sort(order, {}, [this](uint64_t r) {
+    return std::tuple(ranges_[r].file, ranges_[r].offset, ranges_[r].end());
+  });
+  for (size_t i = 1; i < order.size(); ++i) {
+    const Range& before = ranges_[order[i - 1]];
+    const Range& range = ranges_[order[i]];
+    if (before.file != range.file || before.end() <= range.offset) continue;
+    refuse(order[i], "it overlaps range " + std::to_string(order[i - 1]));
+  }
+}
+
+void RangesJob::make_blocks(uint64_t index) {
+  const Range& range = ranges_[index];
+  const uint64_t buffer_bytes = shared_->memory->buffer_bytes();
+  Progress& progress = progress_[index];
+  progress.first_block = progress.next_hash = blocks_.size();
+  for (uint64_t at = range.offset; at < range.end();) {
+    Block block;
+    block.range = index;
+    block.begin = at;
+    block.end = at = std::min(range.end(), align_down(at, buffer_bytes) + buffer_bytes);
+    block.straight = goes_straight(block);
+    (block.straight ? straight_queue_ : cold_queue_).push_back(blocks_.size());
+    stats_.copied_bytes += block.straight ? 0 : block.bytes();
+    blocks_.push_back(block);
+  }
+  progress.last_block = blocks_.size();
+  progress.blocks_left = progress.last_block - progress.first_block;
+  stats_.bytes += range.bytes;
+}
+
+bool RangesJob::goes_straight(const Block& block) const {
+  if (!file_of(block)->direct()) return true;
+  const auto address = reinterpret_cast<uintptr_t>(memory_of(block));
+  return is_aligned(block.begin) && is_aligned(block.end) && is_aligned(address);
+}
+
+std::byte* RangesJob::memory_of(const Block& block) const {
+  const Range& range = ranges_[block.range];
+  return range.memory + (block.begin - range.offset);
+}
+
+const std::shared_ptr<File>& RangesJob::file_of(const Block& block) const {
+  return files_[ranges_[block.range].file];
+}
+
+bool RangesJob::wait_done(Deadline deadline) {
+  return wait(deadline, [this] { return complete(); });
+}
+
+std::vector<uint64_t> RangesJob::next_done(Deadline deadline) {
+  std::vector<uint64_t> done;
+  wait(deadline, [&] {
+    if (done.empty()) {
+      done.swap(done_);
+      not_told_ -= done.size();
+    }
+    return !done.empty() || not_told_ == 0;
+  });
+  return done;
+}
+
+uint64_t RangesJob::not_told() {
+  const Lock lock(shared_->mutex);
+  return not_told_;
+}
+
+std::vector<uint64_t> RangesJob::checksums() {
+  const Lock lock(shared_->mutex);
+  CHECK(complete());
+  return sums_;
+}
+
+// Hashing is last: the disk should have something to do meanwhile.
+bool RangesJob::take(Priority priority, Work& work) {
+  if (failed()) return false;
+  if (priority == Priority::finish) return take_queued(unload_queue_, kUnload, work);
+  if (priority != (is_read() ? Priority::read : Priority::fill)) return false;
+  if (take_start(work)) return true;
+  if (hash_queue_.empty()) return false;
+  work = {shared_from_this(), kHash, hash_queue_.front()};
+  hash_queue_.pop_front();
+  return true;
+}
+
+bool RangesJob::take_start(Work& work) {
+  if (take_queued(straight_queue_, kStart, work)) return true;
+  if (cold_queue_.empty() || !borrow(blocks_[cold_queue_.front()])) return false;
+  return take_queued(cold_queue_, kStart, work);
+}
+
+bool RangesJob::take_queued(std::deque<uint64_t>& queue, int kind, Work& work) {
+  if (queue.empty()) return false;
+  move(blocks_[queue.front()], Stage::working);
+  work = {shared_from_this(), kind, queue.front()};
+  queue.pop_front();
+  return true;
+}
+
+void RangesJob::run(const Work& work) {
+  switch (static_cast<Kind>(work.kind)) {
+    case kStart:
+      return start(work.block);
+    case kUnload:
+      return unload(work.block);
+    case kHash:
+      return hash(work.block);
+  }
+  CHECK(false);  // no such kind
+}
+
+// Whoever works on a block reads what it needs without the mutex: nobody else changes it meanwhile.
+void RangesJob::start(uint64_t index) {
+  const Block& block = blocks_[index];
+  IoRequest request;
+  request.kind = kind_;
+  {
+    const Lock lock(shared_->mutex);
+    if (failed()) return drop(blocks_[index]);
+    if (block.buffered() && !is_read()) charge(block.bytes());
+    request.file = file_of(block);
+  }
+  const bool by_pages = request.file->direct();
+  request.offset = by_pages ? align_down(block.begin, kPageBytes) : block.begin;
+  request.bytes = block.end - request.offset;
+  request.bytes_min = request.bytes;
+  if (by_pages) request.bytes = align_up(request.bytes, kPageBytes);
+  if (!is_read()) request.bytes_min = request.bytes;
+  if (block.buffered()) {
+    if (!is_read()) load(block);
+    request.memory = shared_->address(block.lease);
+    request.slot = slot(block.lease);
+  } else {
+    request.memory = memory_of(block);
+  }
+  transfer(std::move(request), index, paths_[ranges_[block.range].file]);
+}
+
+void RangesJob::load(const Block& block) const {
+  std::byte* buffer = shared_->address(block.lease);
+  std::memcpy(buffer, memory_of(block), block.bytes());
+  std::memset(buffer + block.bytes(), 0, align_up(block.bytes(), kPageBytes) - block.bytes());
+}
+
+void RangesJob::transferred(uint64_t index, Status status) {
+  Block& block = blocks_[index];
+  if (!status.ok()) status.operation += " range " + std::to_string(block.range);
+  if (failed() || !status.ok()) return drop(block, status);
+  if (!is_read() || !block.buffered()) return block_done(block);
+  move(block, Stage::loaded);
+  unload_queue_.push_back(index);
+}
+
+void RangesJob::unload(uint64_t index) {
+  Block& block = blocks_[index];
+  const uint64_t skipped = block.begin % kPageBytes;
+  std::memcpy(memory_of(block), shared_->address(block.lease) + skipped, block.bytes());
+  const Lock lock(shared_->mutex);
+  charge(block.bytes());
+  if (failed()) return drop(block);
+  block_done(block);
+}
+
+void RangesJob::block_done(Block& block) {
+  move(block, Stage::done);
+  --progress_[block.range].blocks_left;
+  if (is_read()) offer_hash(block.range);
+  finish_if_done(block.range);
+}
+
+void RangesJob::offer_hash(uint64_t range) {
+  Progress& progress = progress_[range];
+  if (progress.hashing) return;
+  const bool is_empty = progress.first_block == progress.last_block;
+  const bool has_next = progress.next_hash < progress.last_block &&
+                        (!is_read() || blocks_[progress.next_hash].stage == Stage::done);
+  if (!is_empty && !has_next) return;
+  progress.hashing = true;
+  hash_queue_.push_back(range);
+  wake_all();
+}
+
+void RangesJob::hash(uint64_t range) {
+  Progress& progress = progress_[range];
+  uint64_t bytes = 0;
+  if (progress.next_hash < progress.last_block) {
+    const Block& block = blocks_[progress.next_hash];
+    bytes = block.bytes();
+    progress.hash.update(memory_of(block), bytes);
+  }
+  const bool is_last = progress.next_hash + 1 >= progress.last_block;
+  const uint64_t sum = is_last ? progress.hash.digest() : 0;
+  const Lock lock(shared_->mutex);
+  charge(bytes);
+  if (failed()) return;
+  progress.next_hash = std::min(progress.next_hash + 1, progress.last_block);
+  if (is_last) return hashed(range, sum);
+  progress.hashing = false;
+  offer_hash(range);
+}
+
+void RangesJob::hashed(uint64_t index, uint64_t sum) {
+  const Range& range = ranges_[index];
+  sums_[index] = sum;
+  progress_[index].hashed = true;
+  if (is_read() && sum != range.sum) {
+    return fail(Status::mismatched(files_[range.file]->path(),
+                                   {index, 0, range.offset, range.end(), range.sum, sum}));
+  }
+  finish_if_done(index);
+}
+
+void RangesJob::finish_if_done(uint64_t range) {
+  const Progress& progress = progress_[range];
+  if (!progress.hashed || progress.blocks_left > 0) return;
+  CHECK(ranges_left_ > 0);
+  --ranges_left_;
+  done_.push_back(range);
+  wake_all();
+}
+
+void RangesJob::drop_queued() {
+  for (Block& block : blocks_) drop_if_queued(block);
+  for (auto* queue : {&straight_queue_, &cold_queue_, &unload_queue_, &hash_queue_}) queue->clear();
+}
+
+void RangesJob::drop_files() {
+  std::vector<std::shared_ptr<File>> dropped;
+  const Lock lock(shared_->mutex);
+  dropped.swap(files_);
+}
+
+}  // namespace statehold

@@ -1,0 +1,142 @@
+// ranges_job: ranges of several files that stay open, into memory or out of it, each with its
+// checksum.
+//
+// A range is cut into blocks where its file's offsets are multiples of a buffer. Per block:
+//   straight       free -> moving between the file and the caller's memory -> done
+//   else, reading  free -> read into a buffer -> copied into the caller's memory -> done
+//   else, writing  free -> copied into a buffer -> written -> done
+// A block goes straight where its file allows: always if the file is not direct, and if offset,
+// length and memory are multiples of a page. Blocks of a range are hashed in order, in the caller's
+// memory: when they have arrived, or while they are written. A range is done when all its blocks
+// are done and hashed, and its checksum is the one that was given (reading).
+//
+// Invariants:
+// - The job owns memory and ranges until it is done, or has failed and is quiet, which it is only
+//   when all its transfers have ended: a write that lands later could destroy what the next job
+//   writes there. Whoever changes memory that is being written gets a checksum of other bytes.
+// - Nothing is written outside a range, except zeros in the rest of its last page in a direct file.
+//   So there a range begins on a page of its own.
+// - Memory that was read into is right only when its range is done: a failure leaves anything.
+// - The job never closes, syncs or cuts a file.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "checksum.h"
+#include "job.h"
+
+namespace statehold {
+
+struct Range {
+  uint32_t file = 0;    // index into the files
+  uint64_t offset = 0;  // in the file
+  uint64_t bytes = 0;
+  std::byte* memory = nullptr;
+  uint64_t sum = 0;  // reading: what its XXH3-64 has to be
+
+  uint64_t end() const { return offset + bytes; }
+};
+
+struct RangesRequest {
+  IoRequest::Kind kind = IoRequest::Kind::read;
+  std::vector<std::shared_ptr<File>> files;
+  std::vector<uint32_t> paths;  // by file, for limits (path_limits.h); none: all are on path 0
+  std::vector<Range> ranges;    // of a write: without overlaps
+  uint32_t client = 0;
+};
+
+struct RangesStats {
+  uint64_t bytes = 0;         // of all ranges
+  uint64_t copied_bytes = 0;  // of those, what goes through buffers
+};
+
+class RangesJob final : public Job {
+ public:
+  // Throws std::invalid_argument, which names the range, when the request cannot be served.
+  RangesJob(std::shared_ptr<Shared> shared, RangesRequest request);
+
+  // Every range is done.
+  bool wait_done(Deadline deadline);
+  // The ranges that have become done since the last call, in that order; waits until there is one.
+  // Empty: the deadline passed, or all have been returned.
+  std::vector<uint64_t> next_done(Deadline deadline);
+  uint64_t not_told();                // ranges that next_done has not returned yet
+  std::vector<uint64_t> checksums();  // after wait_done, by range
+  RangesStats stats() const { return stats_; }
+
+  bool quiet() const override { return idle(); }
+  bool take(Priority priority, Work& work) override;
+  void run(const Work& work) override;
+
+ private:
+  enum Kind : int { kStart, kUnload, kHash };
+
+  struct Block : BlockState {
+    uint64_t range = 0;
+    uint64_t begin = 0;  // in the file
+    uint64_t end = 0;
+    bool straight = false;
+
+    uint64_t bytes() const { return end - begin; }
+  };
+
+  struct Progress {  // of a range
+    uint64_t first_block = 0;
+    uint64_t last_block = 0;  // exclusive
+    uint64_t next_hash = 0;   // the block to hash next
+    uint64_t blocks_left = 0;
+    bool hashing = false;  // in the queue, or at a worker
+    bool hashed = false;
+    Xxh3 hash;  // its worker's
+  };
+
+  bool is_read() const { return kind_ == IoRequest::Kind::read; }
+  void check(uint64_t range) const;
+  void check_overlaps() const;
+  void make_blocks(uint64_t range);
+  bool goes_straight(const Block& block) const;
+  std::byte* memory_of(const Block& block) const;
+  const std::shared_ptr<File>& file_of(const Block& block) const;
+
+  bool take_start(Work& work);
+  bool take_queued(std::deque<uint64_t>& queue, int kind, Work& work);
+  void start(uint64_t index);
+  void load(const Block& block) const;  // the buffer, of a write
+  void unload(uint64_t index);
+  void hash(uint64_t range);
+  // With the mutex.
+  void block_done(Block& block);
+  void offer_hash(uint64_t range);
+  void hashed(uint64_t range, uint64_t sum);
+  void finish_if_done(uint64_t range);
+
+  bool complete() const override { return ranges_left_ == 0; }
+  BlockState& block_state(uint64_t block) override { return blocks_[block]; }
+  void drop_queued() override;
+  uint64_t buffers_left() const override { return cold_queue_.size(); }
+  uint64_t buffers_wanted() const override { return cold_queue_.size(); }
+  void drop_files() override;
+  void transferred(uint64_t block, Status status) override;
+
+  const IoRequest::Kind kind_;
+  const std::vector<Range> ranges_;
+  std::vector<uint32_t> paths_;  // by file
+  RangesStats stats_;
+
+  std::vector<std::shared_ptr<File>> files_;  // guarded by the mutex, as all below
+  std::vector<Block> blocks_;                 // by range, in order
+  std::vector<Progress> progress_;            // by range
+  std::vector<uint64_t> sums_;                // by range
+  std::deque<uint64_t> straight_queue_;       // blocks to start
+  std::deque<uint64_t> cold_queue_;           // blocks to start that need a buffer
+  std::deque<uint64_t> unload_queue_;         // blocks to copy out of their buffers
+  std::deque<uint64_t> hash_queue_;           // ranges
+  std::vector<uint64_t> done_;                // ranges, for next_done
+  uint64_t ranges_left_ = 0;
+  uint64_t not_told_ = 0;
+};
+
+}  // namespace statehold
