@@ -44,7 +44,7 @@ class Statehold(Peer):
     @property
     def staging_bytes(self) -> int:
         """What it was given or has chosen."""
-        return int(self._checkpointer._opened().runtime.engine.staging.nbytes)
+        return int(self._checkpointer._opened().runtime.staging_bytes)
 
     def _state(self) -> dict[str, Any]:
         return {

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import statehold
-from statehold import _core
 from statehold.errors import StorageError, storage_error
 from statehold.io import staging
 from statehold.process import host_memory as memory
@@ -37,7 +36,7 @@ def state(mib: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def size_of(ckpt: statehold.Checkpointer) -> int:
-    return ckpt._opened().runtime.engine.staging.nbytes
+    return ckpt._opened().runtime.staging_bytes
 
 
 def saved(ckpt: statehold.Checkpointer, step: int, mib: int) -> int:
@@ -150,7 +149,7 @@ def test_memory_that_cannot_be_had_costs_no_save(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    real, refused, most = _core.Engine, [], [2 * MiB]
+    real, refused, most = staging.open_engine, [], [2 * MiB]
 
     def engine(fs: Any, nbytes: int, *rest: Any) -> Any:
         if nbytes > most[-1]:
@@ -158,7 +157,7 @@ def test_memory_that_cannot_be_had_costs_no_save(
             raise storage_error("map the staging memory", 12, "")
         return real(fs, nbytes, *rest)
 
-    monkeypatch.setattr(_core, "Engine", engine)
+    monkeypatch.setattr(staging, "open_engine", engine)
     with statehold.Checkpointer(run, **OPTIONS) as ckpt:
         assert saved(ckpt, 1, 8) == 2 * MiB
         assert refused == [10 * MiB]

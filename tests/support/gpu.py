@@ -42,12 +42,13 @@ def pinned_buffers(ckpt: statehold.Checkpointer) -> list[bool]:
 def pin_everything(ckpt: statehold.Checkpointer, step: int) -> None:
     """Save more than the staging memory holds, and write nothing until all of it was lent, and so
     pinned: no later save has to pin."""
-    nbytes = 2 * ckpt._opened().runtime.engine.staging.nbytes
+    runtime = ckpt._opened().runtime
+    nbytes = 2 * runtime.staging_bytes
     weights = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
     holdup = Holdup(ckpt)
     save = ckpt.save(step, {"w": statehold.Gated(weights)})
     ends = time.monotonic() + DEADLINE_S
-    while not all(pinned_buffers(ckpt)):
+    while sum(pinned_buffers(ckpt)) * runtime.engine.buffer_bytes < runtime.staging_bytes:
         must(time.monotonic() < ends, "a buffer was not lent, or not pinned")
         time.sleep(0.01)
     holdup.release()

@@ -18,6 +18,7 @@ from statehold.checkpoint.save import writes
 from statehold.checkpoint.store.store import Store
 from statehold.format.manifest import Commit, RecordEntry, groups_of, record_name
 from statehold.format.saved import SavedStep
+from statehold.io.clients import open_engine
 from statehold.layout.layout import Box, Layout
 from statehold.layout.share import PlanCache
 from statehold.ranks.membership import Membership
@@ -48,7 +49,7 @@ def tensors_of(arrays: Arrays, layouts: Mapping[str, Layout]) -> Tensors:
 def opened(arrays: Arrays, buffer_bytes: int = MIB) -> Iterator[Disk]:
     """A disk, and an engine with two buffers."""
     fs = SimFs(seed=1, short_io=0.2)
-    engine = _core.Engine(fs, 2 * buffer_bytes, buffer_bytes, 2)
+    engine = open_engine(fs, 2 * buffer_bytes, buffer_bytes, 2)
     try:
         yield Disk(fs, engine, arrays)
     finally:

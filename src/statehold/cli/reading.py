@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from statehold import _core
 from statehold.errors import StateholdError
+from statehold.io.clients import open_engine
 from statehold.io.segments import Segment, start_read
 from statehold.layout.plan import pieces
 from statehold.units import MiB
@@ -131,7 +132,7 @@ class SpanReader:
     def __init__(self) -> None:
         self._fs = _core.open_fs("auto", QUEUE_DEPTH)
         threads = max(1, min(4, len(os.sched_getaffinity(0))))
-        self._engine = _core.Engine(self._fs, BUFFERS * BUFFER_BYTES, BUFFER_BYTES, threads)
+        self._engine = open_engine(self._fs, BUFFERS * BUFFER_BYTES, BUFFER_BYTES, threads)
         self._dropped = ""  # the file whose cached pages were dropped last
 
     def __enter__(self) -> SpanReader:

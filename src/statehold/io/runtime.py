@@ -59,6 +59,11 @@ class Runtime:
         return self._staging.engine
 
     @property
+    def staging_bytes(self) -> int:
+        """How much staging memory a save may use."""
+        return self._staging.nbytes
+
+    @property
     def devices(self) -> Devices:
         """The devices, which copy to and from the engine's buffers."""
         return self._staging.devices

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from statehold import _core
 from statehold.errors import ChecksumError, UsageError
 from statehold.format.entries import sums_to_bytes
+from statehold.io.clients import Client
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ def start_read(
         sums=sums_to_bytes("".join([each.sums for each in segments])),
         owner=[where.owner for where in places],
         first_segment=first_segment if any(where.shared for where in places) else 0,
+        client=Client.RESTORE,
     )
     return Reading(job, segments, list(files), hint)
 

@@ -17,14 +17,14 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from statehold import _core
 from statehold.errors import StorageError
+from statehold.io.clients import open_engine
 from statehold.process import host_memory as memory
 from statehold.tensors.devices import Devices
 from statehold.units import GiB, format_bytes
 
 if TYPE_CHECKING:
-    from statehold._core import Fs
+    from statehold._core import Engine, Fs
     from statehold.options import Options
     from statehold.process.host_memory import Room
 
@@ -51,8 +51,9 @@ def chosen(step_bytes: int, available_bytes: int, ranks: int) -> int:
 class Staging:
     """An engine and its devices. `ranks`: how many share the memory of the host."""
 
-    engine: _core.Engine
+    engine: Engine
     devices: Devices
+    nbytes: int  # what a save, or another client of the engine, may use
 
     def __init__(self, fs: Fs, options: Options, ranks: int) -> None:
         self._fs = fs
@@ -68,7 +69,7 @@ class Staging:
         way."""
         if self._options.staging_size is not None:
             return
-        if step_bytes > max(self._fits, self.engine.staging.nbytes):
+        if step_bytes > max(self._fits, self.nbytes):
             self._choose(step_bytes, drain)
         self._copied = max(self._copied, step_bytes)
 
@@ -78,7 +79,7 @@ class Staging:
         self.engine.close()
 
     def _choose(self, step_bytes: int, drain: Callable[[], None]) -> None:
-        before = self.engine.staging.nbytes
+        before = self.nbytes
         drain()
         room = memory.available()
         # The old memory is released before new memory is taken.
@@ -99,11 +100,12 @@ class Staging:
     def _open(self, size: int) -> None:
         buffer = self._options.buffer_size
         whole = max(2, size // buffer) * buffer
-        self.engine = _core.Engine(self._fs, whole, buffer, self._options.copy_thread_count)
+        self.engine = open_engine(self._fs, whole, buffer, self._options.copy_thread_count)
+        self.nbytes = whole
         self.devices = Devices()
 
     def _tell(self, step_bytes: int, room: Room) -> None:
-        size = self.engine.staging.nbytes
+        size = self.nbytes
         shared = f", shared by {self.ranks} ranks" if self.ranks > 1 else ""
         text = (
             f"staging memory of {format_bytes(size)} for {format_bytes(step_bytes)} of a step: at "

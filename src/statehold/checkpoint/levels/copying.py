@@ -24,6 +24,7 @@ from statehold.format.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry
 from statehold.format.manifest import Manifest, record_name
 from statehold.format.record import Record
 from statehold.format.saved import MANIFEST_NAME, read_record
+from statehold.io.clients import Client
 from statehold.layout.plan import pieces
 
 if TYPE_CHECKING:
@@ -264,6 +265,7 @@ def _start(engine: Engine, file: DataFile, header: bytes) -> WriteJob:
         strided={},
         header=header,
         owner=None,  # all of it comes through fills
+        client=Client.PROMOTION,
     )
 
 

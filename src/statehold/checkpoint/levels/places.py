@@ -20,15 +20,15 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from statehold import _core
 from statehold.checkpoint.levels.copying import Copied, Copy, DataFile, write_copy
 from statehold.checkpoint.store.lock import RunLock
 from statehold.checkpoint.store.replacing import read_standing
 from statehold.checkpoint.store.unfinished import Unfinished, copy_attempt
 from statehold.errors import StorageError
+from statehold.io.clients import open_engine
 
 if TYPE_CHECKING:
-    from statehold._core import Engine, Fs
+    from statehold._core import Engine, File, Fs
     from statehold.checkpoint.levels.copying import Source, SourceFile
     from statehold.checkpoint.store.store import Store
 
@@ -128,7 +128,7 @@ class CopyEngine:
     def __call__(self) -> Engine:
         if self._engine is None:
             staging = COPY_BUFFERS * self._buffer_bytes
-            self._engine = _core.Engine(self._fs, staging, self._buffer_bytes, 1)
+            self._engine = open_engine(self._fs, staging, self._buffer_bytes, 1)
         return self._engine
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class Below:
     def open_read(self, path: str) -> SourceFile:
         return self._standing(path, self._fs.open_read)
 
-    def open_view(self, path: str, nbytes: int) -> _core.File:
+    def open_view(self, path: str, nbytes: int) -> File:
         return self._standing(path, lambda found: self._fs.open_view(found, nbytes))
 
     def _standing(self, path: str, act: Callable[[str], T]) -> T:

@@ -17,6 +17,7 @@ from statehold import _core
 from statehold._version import __version__
 from statehold.format.manifest import Manifest, record_file
 from statehold.format.record import Record
+from statehold.io.clients import Client
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count
 from statehold.layout.share import RankPlan
 from statehold.tensors.storable import strides_of
@@ -58,6 +59,7 @@ def start_write(
         header=plan.header,
         owner=tuple(item.tensor for item in host if item),
         file=file,
+        client=Client.SAVE,
     )
 
 

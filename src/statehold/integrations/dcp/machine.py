@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from statehold import _core
 from statehold.checkpoint.telemetry.watch import UNWATCHED
 from statehold.integrations.dcp.telemetry import watch_of
+from statehold.io.clients import open_engine
 from statehold.io.profile import tuned
 from statehold.io.staging import chosen
 from statehold.observe.once import say_once
@@ -65,7 +66,7 @@ class Machine:
         given = self.options.staging_size
         size = chosen(needed, available().nbytes, ranks_on_host(1)) if given is None else given
         staging = min(size, needed)
-        engine = _core.Engine(fs, staging, buffer, self.options.copy_thread_count)
+        engine = open_engine(fs, staging, buffer, self.options.copy_thread_count)
         try:
             yield engine
         finally:
