@@ -24,6 +24,18 @@ DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 PACKAGES = ("torch", "numpy", "safetensors", "torchsnapshot", "statehold")
 
 
+def start(module: str, *words: object, **options: Any) -> subprocess.Popen[str]:
+    """Start `python -m MODULE WORDS` with this tree in its path."""
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, words)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        text=True,
+        **options,
+    )
+
+
 def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 

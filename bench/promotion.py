@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -136,19 +135,14 @@ def device_rate(directory: Path, nbytes: int) -> float:
 
 
 def process(case: str, limit: int, options: argparse.Namespace, places: list[Path]) -> Record:
-    path = [str(harness.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     words = ["--case", case, "--limit", str(limit), "--size", options.size]
     words += ["--steps", str(options.steps), "--interval", str(options.interval)]
     words += ["--work", str(options.work), "--memory", str(places[0]), "--dir", str(places[1])]
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.promotion", *words],
-        cwd=harness.ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    record: Record = json.loads(done.stdout)
+    with harness.start("bench.promotion", *words, stdout=subprocess.PIPE) as child:
+        told, _ = child.communicate()
+    if child.returncode != 0:
+        raise RuntimeError(f"{case} ended with exit code {child.returncode}")
+    record: Record = json.loads(told)
     if record.get("difference") is not None:
         raise RuntimeError(f"wrong bytes on the disk: {record['difference']}")
     return record

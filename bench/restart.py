@@ -114,14 +114,8 @@ def plain_copy(nbytes: int) -> float:
 
 
 def process(task: str, places: Places, size: str) -> subprocess.Popen[str]:
-    path = [str(harness.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.Popen(
-        [sys.executable, "-m", "bench.restart", "--task", task, "--size", size, *places.words()],
-        cwd=harness.ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    words = "--task", task, "--size", size, *places.words()
+    return harness.start("bench.restart", *words, stdout=subprocess.PIPE)
 
 
 def killed(places: Places, size: str) -> None:

@@ -10,13 +10,10 @@ with the page cache dropped, and is skipped with its reason when memory does not
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,28 +133,19 @@ def run_process(case: Case, out: Path) -> dict[str, Any]:
         spec.write_text(json.dumps(dataclasses.asdict(case)))
         with (out / "cases.log").open("a") as log:
             print(f"== {spec.read_text()}", file=log, flush=True)
-            code = _wait_for([sys.executable, "-m", "bench.case", str(spec), str(result)], log)
+            code = _wait_for(harness.start("bench.case", spec, result, stdout=log, stderr=log))
         if result.exists():
             return dict(json.loads(result.read_text()))
     return _record_of(case, "failed", f"the process ended with {code}: see {out / 'cases.log'}")
 
 
-def _wait_for(command: list[str], log: Any) -> str:
-    environment = dict(os.environ)
-    path = [str(harness.ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(path)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(
-            command,
-            cwd=harness.ROOT,
-            env=environment,
-            stdout=log,
-            stderr=log,
-            timeout=CASE_DEADLINE_S,
-            check=False,
-        )
-        return f"status {done.returncode}"
-    return f"no result after {CASE_DEADLINE_S} s"
+def _wait_for(process: subprocess.Popen[str]) -> str:
+    with process:
+        try:
+            return f"status {process.wait(CASE_DEADLINE_S)}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return f"no result after {CASE_DEADLINE_S} s"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +14,9 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 240
+from support import benches
+from support.benches import ROOT
+
 ONLY_CUDA = {"replay", "capture", "dropped", "contexts", "pinning", "dcp-process"}
 
 pytest.importorskip("torch")
@@ -40,18 +40,7 @@ def bench() -> Iterator[Any]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """gpu.json of a run over all checks."""
     out = tmp_path_factory.mktemp("gpu")
-    path = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    words = ["--smoke", "--in-process", "--device", "cpu", "--out", str(out)]
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu", *words],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    benches.run("bench.gpu", "--smoke", "--in-process", "--device", "cpu", "--out", out)
     assert sorted(each.name for each in out.iterdir()) == ["gpu.json", "gpu.md"]
     found: dict[str, Any] = json.loads((out / "gpu.json").read_text())
     found["markdown"] = (out / "gpu.md").read_text()

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 240
+from support import benches
 
 pytest.importorskip("torch")
 if not Path("/dev/shm").is_dir():
@@ -26,26 +22,15 @@ WORDS = {
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Of both benchmarks, which run at once, by case."""
-    out = tmp_path_factory.mktemp("levels")
-    path = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", f"bench.{name}", "--size", "smoke", "--out", out / name, *words],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for name, words in WORDS.items()
-    }
-    found = {}
-    for name, process in running.items():
-        said, _ = process.communicate(timeout=DEADLINE_S)
-        assert process.returncode == 0, said
-        whole = json.loads((out / name / f"{name}.json").read_text())
-        found[name] = {row["case"]: row for row in whole["rows"]}
+    """Of both benchmarks, by case."""
+    from bench import promotion, restart
+
+    out, found = tmp_path_factory.mktemp("levels"), {}
+    with benches.forked_processes():
+        for name, main in (("restart", restart.main), ("promotion", promotion.main)):
+            assert main(["--size", "smoke", "--out", str(out / name), *WORDS[name]]) == 0
+            whole = json.loads((out / name / f"{name}.json").read_text())
+            found[name] = {row["case"]: row for row in whole["rows"]}
     return found
 
 

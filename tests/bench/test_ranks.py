@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 600
+from support import benches
+from support.benches import ROOT
+
 ALL = os.environ.get("STATEHOLD_BENCH") == "all"
 PEERS = {"statehold", "dcp-2"}
 PAIRS = {("fsdp-4", "fsdp-4"), ("fsdp-4", "fsdp-2")}
@@ -31,21 +29,10 @@ pytest.importorskip("torch")
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("ranks")
-    path = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     words = []
     if not ALL:
         words = ["--peers", ",".join(PEERS), "--pairs", ",".join(map(":".join, PAIRS))]
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.ranks", "--smoke", "--out", str(out), *words],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    log = out / "cases.log"
-    assert done.returncode == 0, done.stdout + done.stderr + log.read_text()[-4000:]
+    benches.run("bench.ranks", "--smoke", "--out", out, *words)
     assert not list((out / "data").iterdir())
     assert str(out) not in (out / "results.json").read_text() + (out / "table.txt").read_text()
     whole: dict[str, Any] = json.loads((out / "results.json").read_text())

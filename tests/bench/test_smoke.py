@@ -7,43 +7,29 @@ restored bit for bit is what is tested here.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-BENCHES = ("save", "train", "restore")
-DEADLINE_S = 240
+from support import benches
+from support.benches import ROOT
 
 for _needed in ("torch", "safetensors"):
     pytest.importorskip(_needed)
 
 
-def _bench(out: Path, *words: str) -> dict[str, Any]:
-    path = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "bench", "--smoke", "--out", str(out), *words],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    whole: dict[str, Any] = json.loads((out / "results.json").read_text())
-    return whole
+def _found(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "results.json").read_text())
+    return found
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return _bench(tmp_path_factory.mktemp("bench"), "--in-process")
+    out = tmp_path_factory.mktemp("bench")
+    benches.run("bench", "--smoke", "--out", out, "--in-process")
+    return _found(out)
 
 
 def _records(results: dict[str, Any], bench: str, peer: str) -> list[dict[str, Any]]:
@@ -127,8 +113,14 @@ def test_the_report_names_its_machine_and_its_denominators(results: dict[str, An
 
 
 def test_a_case_in_its_own_process_leaves_no_files(tmp_path: Path) -> None:
-    whole = _bench(tmp_path, "--only", "save", "--peers", "torch-save")
-    assert _result(whole, "save", "torch-save")["files"] == 1
+    from bench.run import main
+
+    with benches.forked_processes():
+        status = main(
+            ["--smoke", "--out", str(tmp_path), "--only", "save", "--peers", "torch-save"]
+        )
+    assert status == 0
+    assert _result(_found(tmp_path), "save", "torch-save")["files"] == 1
     assert not list((tmp_path / "data").iterdir())
     assert (tmp_path / "table.txt").read_text().count("torch-save") >= 1
 
