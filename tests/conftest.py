@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -35,6 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
         from support.seccomp import IO_URING_SETUP, forbid
 
         forbid(IO_URING_SETUP)
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: each of hundreds of collections would look at all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
