@@ -24,7 +24,7 @@ from support.seeds import seed_of_today
 
 ALL = bool(os.environ.get("STATEHOLD_CRASH_KILLS"))
 RANDOM_KILLS = int(os.environ.get("STATEHOLD_CRASH_KILLS", "12"))
-SEED = int(os.environ.get("STATEHOLD_SEED") or seed_of_today())
+SEED = seed_of_today()
 EVERYDAY = 3  # one operation in so many
 
 

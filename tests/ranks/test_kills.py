@@ -27,7 +27,7 @@ from support.seeds import seed_of_today
 
 ALL = bool(os.environ.get("STATEHOLD_CRASH_KILLS"))
 RANDOM_KILLS = int(os.environ.get("STATEHOLD_CRASH_KILLS", "2"))
-SEED = int(os.environ.get("STATEHOLD_SEED") or seed_of_today())
+SEED = seed_of_today()
 SIZE = 4
 TIMEOUT_S = 3.0
 STALL_S = 15.0  # how long a busy machine may stand still

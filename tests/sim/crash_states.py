@@ -3,7 +3,8 @@
 Before each change that was made while recording, the power goes off: `crash_states` gives the disks
 that may be left then. All of them, where they are few; else the first of them (all that was not
 synced is lost), the last (all is there), and as many drawn ones as there is room for. States that
-look the same are given once.
+look the same are given once. Where all of them take too long for the suite, a Sample takes one for
+each moment, which the day chooses.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 from collections.abc import Iterator
 
 from statehold.testing import SimFs
+from support.seeds import seed_of_today
 
 
 def crash_states(fs: SimFs, moment: int, most: int, seed: int) -> Iterator[SimFs]:
@@ -37,6 +39,19 @@ def crash_states(fs: SimFs, moment: int, most: int, seed: int) -> Iterator[SimFs
         if look not in seen:
             seen.add(look)
             yield disk
+
+
+class Sample:
+    """The states that are tried: all of them, or one for each moment."""
+
+    def __init__(self, most: int, *, whole: bool) -> None:
+        self._most = most
+        self._is_whole = whole
+
+    def of(self, fs: SimFs, moment: int, seed: int = 0) -> list[SimFs]:
+        states = list(crash_states(fs, moment, self._most, seed))
+        chance = random.Random(f"{seed_of_today()} {seed} {moment}")
+        return states if self._is_whole else [chance.choice(states)]
 
 
 def _next(choices: list[int], arities: list[int]) -> list[int] | None:
