@@ -158,7 +158,7 @@ def test_a_broken_profile_changes_nothing(home: Path, tmp_path: Path) -> None:
     file.write_bytes(b"{}")
     options, note = tuned(Options(), str(tmp_path))
     assert options == Options()
-    assert "without a profile" in note
+    assert "ignoring the profile" in note
 
 
 def test_no_environment_variable_overrides_a_field(

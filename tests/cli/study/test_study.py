@@ -198,7 +198,7 @@ def test_a_broken_profile_is_ignored_with_one_warning(
         for _ in range(2):
             with statehold.Checkpointer(tmp_path / "run", staging_bytes="64MiB") as ckpt:
                 assert ckpt._opened().runtime.engine.buffer_bytes == 16 * MiB
-    said = [record for record in caplog.records if "without a profile" in record.message]
+    said = [record for record in caplog.records if "ignoring the profile" in record.message]
     assert len(said) == 1
     assert main(["doctor", str(tmp_path)]) == 0
     assert "unusable" in capsys.readouterr().out
