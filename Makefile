@@ -19,7 +19,7 @@ warnings := 'error,ignore:FSDP2-wrapped module:UserWarning,ignore:`torch.jit:Dep
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test sim powerloss modes sanitize fuzz soak check bench gpu clean
+.PHONY: help setup build demo test campaigns sim powerloss modes sanitize fuzz soak check bench gpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
@@ -36,6 +36,21 @@ test:  ## the C++ and the Python tests
 	@tools/setup_env.sh --tests
 	@$(bin)/ctest --test-dir build/dev --output-on-failure --no-tests=error
 	@$(pytest) $(ARGS)
+
+campaigns: export STATEHOLD_CRASH_KILLS = 1000
+campaigns: export STATEHOLD_CRASH_STATES = 32
+campaigns: export STATEHOLD_SIM_SEEDS = 50
+campaigns: export STATEHOLD_AGENT_KILLS = 100
+campaigns: export STATEHOLD_LEAVES = 1000
+campaigns: export STATEHOLD_READERS = 5000
+campaigns: export STATEHOLD_FLIPS = all
+campaigns: export STATEHOLD_ALL_BYTES = 1
+campaigns: export STATEHOLD_DEVICE_SCHEDULES = 10000
+campaigns: export STATEHOLD_RECOGNITION = 5000
+campaigns: export STATEHOLD_BENCH = all
+campaigns: setup  ## the tests of which `make test` takes a sample, whole: hours
+	@$(pytest) tests/crash tests/sim tests/ranks tests/agent tests/preemption tests/hostile tests/cli \
+	  tests/checkpointer tests/devices tests/tensors tests/bench $(ARGS)
 
 sim: setup  ## SEEDS=n seeds of the simulation: faults, crashes, ranks that die
 	@$(bin)/python tests/sim/campaign.py --seeds $(SEEDS) $(ARGS)
