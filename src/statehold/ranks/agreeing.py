@@ -1,13 +1,13 @@
-"""Acting together: what fails on one rank fails on all, with the reason, and nobody waits for long.
+"""Acting together: a failure on one rank is a failure on all, with the reason, within a deadline.
 
-    together   every rank acts; all go on, or none does
-    pooled     the same, and every rank gets what each tells of what it did
-    led        rank 0 acts for all; the others get what it returned
-    everyone   every rank acts, and gets what all returned
+    together   every rank acts; all continue, or none does
+    pooled     the same, and every rank gets a report of each
+    led        rank 0 acts for all; the others get its result
+    everyone   every rank acts, and gets the results of all
 
-Invariants: all ranks raise the same kind of error. Damage that one rank finds is damage to all, so
-that all try the same older step; the rank on which it happened raises its own error. A process that
-is alone just acts. For restore() and rewind(), which may wait, never for saves.
+Invariants: all ranks raise the same kind of error. Damage that one rank finds counts for all, so
+all try the same older step. The rank with the damage raises its own error. A process that is alone
+just acts. For restore() and rewind(), which may wait, never for saves.
 Not here: how ranks talk and when they give up (ranks/peers).
 """
 
@@ -34,7 +34,7 @@ ROUND = "together"
 
 
 class Meeting(NamedTuple):
-    """How ranks meet. number, timeout_s: as Peers.agree has them."""
+    """The parameters of a round. number, timeout_s: those of Peers.agree."""
 
     kind: str = ROUND
     number: int | None = None
@@ -46,12 +46,12 @@ class Meeting(NamedTuple):
 
 USUAL = Meeting()
 
-# What went wrong, the worst first: what one rank found decides for all.
+# Kinds of failures, the worst first: the worst one of any rank decides for all.
 _OTHER, _DAMAGE, _MISMATCH = "other", "damage", "mismatch"
 
 
 class MismatchElsewhere(PeerFailedError):
-    """Another rank's state and the step do not fit together."""
+    """On another rank, the state and the step do not fit together."""
 
 
 def together(peers: Peers | None, act: Callable[[], T], meeting: Meeting = USUAL) -> T:
@@ -62,8 +62,11 @@ def together(peers: Peers | None, act: Callable[[], T], meeting: Meeting = USUAL
 def pooled(
     peers: Peers | None, act: Callable[[], T], tell: Callable[[T], Any], meeting: Meeting = USUAL
 ) -> tuple[T, list[Any]]:
-    """Act on every rank; raise on every rank if it fails on one. What it returned on this rank, and
-    what `tell` made of what it returned, on each: plain values of JSON."""
+    """Act on every rank; raise on every rank if it fails on one.
+
+    Returns the result on this rank, and the reports of all ranks, which `tell` makes from the
+    results: plain values of JSON.
+    """
     if peers is None:
         result = act()
         return result, [tell(result)]
@@ -77,7 +80,7 @@ def pooled(
     told = [None if failure is None else [_kind(failure), _text(failure)], value]
     worst, values = json.loads(meeting.of(peers, json.dumps(told).encode(), _pool))
     if worst is None:
-        return result, values  # nobody failed, so it is there
+        return result, values  # no rank failed, so it exists
     rank, kind, text = worst
     if failure is not None and _kind(failure) == kind:
         raise failure
@@ -85,7 +88,7 @@ def pooled(
 
 
 def led(peers: Peers | None, act: Callable[[], T], meeting: Meeting = USUAL) -> T:
-    """What `act` returns on rank 0, once it has done it there; a plain value of JSON."""
+    """The result of `act` on rank 0, on all ranks; a plain value of JSON."""
     if peers is None:
         return act()
     value: T = json.loads(meeting.of(peers, b"", lambda _: json.dumps(act()).encode()))
@@ -93,7 +96,7 @@ def led(peers: Peers | None, act: Callable[[], T], meeting: Meeting = USUAL) -> 
 
 
 def everyone(peers: Peers | None, act: Callable[[], T]) -> list[T]:
-    """What `act` returns on each rank, once it has been done on all; plain values of JSON."""
+    """The results of `act` on all ranks; plain values of JSON."""
     return pooled(peers, act, lambda value: value)[1]
 
 

@@ -1,22 +1,22 @@
-"""Boards: where the ranks of a job leave each other notes. No collective, no thread of its own.
+"""Boards: where the ranks of a job leave notes for each other. No collective, no thread.
 
-A note is a key with a small value. `StoreBoard` keeps them in a torch.distributed store (any object
-with its methods: torch is not imported), `DirectoryBoard` in files of a shared directory.
+A note is a key with a small value. `StoreBoard` keeps notes in a torch.distributed store (any
+object with its methods; torch is not imported), `DirectoryBoard` in files of a shared directory.
 
     post, peek, wait, drop      single notes
     enter, full, ring, collect  a group: one note of each rank, gathered by one rank, which sleeps
-                                until the group is full or somebody rings
+                                until the group is full or some rank rings
     open                        a token that this job's ranks share and no other job ever had
 
-What holds:
-- nothing blocks beyond its deadline (`until`, on the clock of time.monotonic);
-- waiting blocks on the server where there is one: thousands of ranks that ask again and again
-  would bring it down. A wait has a connection of its own, because a client of a TCPStore does one
-  call at a time, and the training thread's calls must not queue behind a wait of minutes;
-- a store that does not answer is a PeerLostError of rank 0, who serves it; a directory that cannot
-  be read or written is a StorageError.
+Invariants:
+- Nothing blocks beyond its deadline (`until`, on the clock of time.monotonic).
+- Waiting blocks on the server if there is one, because thousands of polling ranks would overload
+  it. A wait has a connection of its own: a client of a TCPStore does one call at a time, and the
+  training thread's calls must not queue behind a wait of minutes.
+- A store that does not answer is a PeerLostError of rank 0, which serves it. A directory that
+  cannot be read or written is a StorageError.
 
-Thread-safe. Not here: what the notes mean and who waits for whom (peers).
+Thread-safe. Not here: the meaning of the notes, and who waits for whom (peers).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Board(Protocol):
     def peek(self, key: str) -> bytes | None: ...
 
     def wait(self, keys: Sequence[str], until: float) -> list[str]:
-        """Return once all keys are there, or at `until`: the keys that are missing then."""
+        """Return once all keys exist, or at `until`: the keys that are missing then."""
 
     def drop(self, keys: Sequence[str]) -> None: ...
 
@@ -72,7 +72,7 @@ class Board(Protocol):
         """Leave this member's note in a group of `size`; once."""
 
     def full(self, group: str, size: int, until: float) -> list[int]:
-        """Return once all members entered, somebody rang, or at `until`: the missing members."""
+        """Return once all members entered, some rank rang, or at `until`: the missing members."""
 
     def ring(self, group: str) -> None:
         """End full() now."""
@@ -81,7 +81,7 @@ class Board(Protocol):
         """The members' notes; all must have entered."""
 
     def forget(self, groups: Sequence[str], rank: int) -> None:
-        """Drop this rank's notes of groups; rank 0 also what the groups themselves hold."""
+        """Drop this rank's notes of groups; rank 0 also drops the groups' own notes."""
 
     def open(self, rank: int, size: int, until: float) -> str:
         """The job's token, the same on all ranks, new each time that all ranks call this."""
@@ -143,7 +143,7 @@ class StoreBoard:
             self.post(f"{group}/{_BELL}", b"full")
 
     def full(self, group: str, size: int, until: float) -> list[int]:
-        # One key, not `size` of them: a rank that rings need not know who else is missing.
+        # One key, not `size` of them: a rank that rings need not know which ranks are missing.
         rung = not self.wait([f"{group}/{_BELL}"], until)
         if rung and self.peek(f"{group}/{_BELL}") == b"full":
             return []
@@ -169,8 +169,9 @@ class StoreBoard:
     # -- opening ---------------------------------------------------------------------------
 
     def open(self, rank: int, size: int, until: float) -> str:
-        # All ranks open a run equally often, so the n-th opening of one is that of the others.
-        # The store counts, not the process: it ends with the job, processes need not.
+        # All ranks open a run equally often, so the n-th opening of one is that of the others. The
+        # store
+        # counts, not the process: the store ends with the job, processes need not.
         key = f"token/{self._add(f'openings/{rank}')}"
         if rank == 0:
             self.post(key, new_token().encode())
@@ -193,7 +194,7 @@ class StoreBoard:
             store = self._idle.pop() if self._idle else None
         if store is None:
             store = self._connect()
-        yield store  # not given back after an error: it may be halfway through a reply
+        yield store  # not released after an error: it may be halfway through a reply
         with self._guard:
             self._idle.append(store)
 
@@ -201,13 +202,13 @@ class StoreBoard:
         if not self._private:
             return self._store
         if self._failed:
-            # Connecting to a server that is gone takes torch many minutes; a client that it has
-            # lost notices at once.
+            # Connecting to a dead server takes torch many minutes. A client that it has lost
+            # notices at once.
             self._store.check([self._prefix])
         try:
             connection = self._store.clone()
         except (RuntimeError, OSError):
-            self._store.check([self._prefix])  # raises where it is the server that is gone
+            self._store.check([self._prefix])  # raises if the server is gone
             self._private = False  # a store that cannot be cloned: share it, and poll
             return self._store
         if connection is not self._store and hasattr(connection, "set_timeout"):
@@ -243,7 +244,7 @@ class StoreBoard:
         return [bytes(self._call(operator.methodcaller("get", key))) for key in keys]
 
     def _missing(self, keys: list[str]) -> list[str]:
-        """Which keys are not there: few calls when few are missing."""
+        """The missing keys: few calls if few are missing."""
         if not keys or self._call(lambda store: store.check(keys)):
             return []
         if len(keys) == 1:
@@ -254,8 +255,9 @@ class StoreBoard:
     def _block(self, keys: list[str], until: float) -> bool:
         """Sleep on the server until the keys are there."""
         for _ in _pauses(until):
-            # One wait for all the time left: each that runs out makes torch print two warnings.
-            # Never below a millisecond: that is 0 to torch, and 0 means for ever.
+            # One wait for all the time left, because each that runs out makes torch print two
+            # warnings. Never
+            # below a millisecond: that is 0 to torch, and 0 means for ever.
             left_s = max(until - time.monotonic(), WAIT_MIN_S)
             if self._call(functools.partial(_waited, keys=keys, timeout_s=left_s)):
                 return True
@@ -268,8 +270,8 @@ class StoreBoard:
 class DirectoryBoard:
     """Notes as files below `path`, which all ranks share; a key's "/" are directories.
 
-    A file appears whole, by rename. Waiting is polling. What a dead job left is never taken for
-    this one's, because open() hands out a token only to who answered it.
+    A file appears whole, by rename. Waiting is polling. Leftovers of a dead job never count for
+    this one, because open() gives a token only to ranks that answered it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -309,7 +311,7 @@ class DirectoryBoard:
         for path in map(self._path, keys):
             with self._doing("remove a note", path), contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-            with contextlib.suppress(OSError):  # not empty yet: whoever empties it removes it
+            with contextlib.suppress(OSError):  # not empty yet: the rank that empties it removes it
                 os.rmdir(os.path.dirname(path))
 
     # -- groups ----------------------------------------------------------------------------
@@ -347,7 +349,7 @@ class DirectoryBoard:
     def open(self, rank: int, size: int, until: float) -> str:
         """Rank 0 calls with a new token, the others answer it with a nonce, rank 0 lists them."""
         if os.path.islink(self._root):
-            # What is in there is deleted, and who knows where it leads?
+            # Its contents are deleted, and a link may lead anywhere.
             raise storage_error("keep the notes of the ranks in a link", errno.ELOOP, self._root)
         return self._lead(size, until) if rank == 0 else self._follow(rank, size, until)
 
@@ -368,7 +370,7 @@ class DirectoryBoard:
         for _ in _pauses(until):
             token = self._called()
             if token and token != answered:
-                # Perhaps a dead job's call; then rank 0 will call anew, and is answered anew.
+                # Perhaps a dead job's call. Then rank 0 will call again, and gets another answer.
                 self.enter(f"{token}/hello", rank, size, nonce)
                 answered = token
             welcome = self.peek(f"{token}/welcome") if token else None
@@ -383,7 +385,8 @@ class DirectoryBoard:
         return call.decode() if _TOKEN.fullmatch(call) else ""
 
     def _clear(self, token: str) -> None:
-        """Remove what dead jobs left. Some of it may be young: only its owner minds."""
+        """Remove the leftovers of dead jobs. Live ranks may have made some of them, and make them
+        again."""
         with self._doing("list the notes of the ranks", self._root):
             names = os.listdir(self._root)
         for name in names:
@@ -428,14 +431,14 @@ def _waited(store: Any, keys: list[str], timeout_s: float) -> bool:
     try:
         store.wait(keys, datetime.timedelta(seconds=timeout_s))
     except (RuntimeError, OSError):
-        # Time over, or the store is gone: asking tells them apart, by whatever class or text this
-        # release of torch says it.
+        # Time over, or the store is gone. A call tells them apart, whatever the class or text of
+        # this release of torch.
         return bool(store.check(keys))
     return True
 
 
 def _open_note(path: str, flags: int) -> int:
-    """Of a regular file: a FIFO would keep its reader waiting for ever."""
+    """The content of a regular file; a FIFO would keep its reader waiting for ever."""
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -450,7 +453,8 @@ def _write(temporary: str, path: str, value: bytes) -> None:
 
 
 def _pauses(until: float) -> Iterator[None]:
-    """Ticks with growing sleeps between them; the last one comes at `until`, never none."""
+    """Ticks with growing sleeps between them; the last tick comes at `until`, and there is at least
+    one."""
     begin = now = time.monotonic()
     yield
     while now < until:

@@ -1,7 +1,7 @@
-"""How a process finds the other ranks of its job, as the option `coordination` says.
+"""How a process finds the other ranks of its job, from the option `coordination`.
 
-Invariants: a job of one rank has no peers. torch is looked at only if the program has imported it.
-Not here: what the ranks tell each other (peers), how notes travel (board).
+Invariants: a job of one rank has no peers. This looks at torch only if the program has imported it.
+Not here: the messages of the ranks (peers), how notes travel (board).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 Invariants: nothing changes a membership. A job whose ranks change gives each of them another one,
 with a greater epoch. Whatever depends on the number of ranks takes a membership as an argument, so
-that it is made anew with the next one.
+that it is made again with the next one.
 """
 
 from __future__ import annotations

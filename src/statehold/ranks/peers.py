@@ -1,24 +1,25 @@
-"""Peers: what the ranks of one job tell each other about their saves and restores.
+"""Peers: the messages of the ranks of one job about their saves and restores.
 
-A round is one meeting of all ranks around rank 0, who decides:
+A round is one meeting of all ranks around rank 0, which decides:
 
     every rank    arrive(seq, message), or fail(seq, error) if its part went wrong
     rank 0        gather(seq) -> everybody's message;  conclude(seq, outcome or error)
-    the others    outcome(seq) -> what rank 0 concluded
+    the others    outcome(seq) -> the conclusion of rank 0
 
 A save is one round, under D4 of the commit protocol (docs/durability.md). `agree` is a whole round
-in one call, for what ranks do together on the training thread (restore, rewind).
+in one call, for work of all ranks on the training thread (restore, rewind).
 
-What holds:
-- no call outlasts its deadline. Waiting for ranks ends after `timeout_s`; the others give rank 0
-  `timeout_s` to arrive and, if it did, half as long again as it may take to gather and conclude;
-- who is missing is named (PeerLostError), and who failed is quoted (PeerFailedError), on all ranks;
-- a failure ends the round at once for everybody, whoever is still on the way;
-- a round costs a rank five to seven calls to a store, and rank 0 a few more and two for every
-  board.KEYS_PER_CALL ranks; nothing is left of a round when two more have succeeded.
+Invariants:
+- No call outlasts its deadline. Waiting for ranks ends after `timeout_s`. The others give rank 0
+  `timeout_s` to arrive. If it has arrived, they give it half as long again as it may take to gather
+  and conclude.
+- On all ranks, PeerLostError names the missing ranks, and PeerFailedError quotes the failed rank.
+- A failure ends the round at once for all ranks, also for those still on the way.
+- A round costs a rank five to seven calls to a store. Rank 0 makes a few more, and two for every
+  board.KEYS_PER_CALL ranks. Nothing is left of a round when two more have succeeded.
 
 Thread-safe for rounds of different kinds: a save in the background, `agree` in front of it.
-Not here: how notes travel (board), what is in them (pipeline).
+Not here: how notes travel (board), their content (save/publishing).
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from statehold.ranks.membership import Membership
 
 _CONCLUDED, _FAILED = b"+", b"-"
 
-# Rank 0 waits `timeout_s` for the missing from when it arrived, which may just have been, and then
-# says who they are. Whoever gave it no more than that would blame it for them.
+# From its own arrival, which may be late, rank 0 waits `timeout_s` for the missing ranks, and then
+# names them. A rank that gave rank 0 no more time would blame it for them.
 _PATIENCE = 1.5
 
 
@@ -91,7 +92,7 @@ class Peers:
         return self._board.peek(f"{self.open()}/{name}")
 
     def close(self) -> None:
-        """Give connections back. Notes stay: another rank may not have read them yet."""
+        """Release connections. Notes stay, because another rank may not have read them yet."""
         self._board.close()
 
     # -- the round of a save ---------------------------------------------------------------
@@ -103,7 +104,7 @@ class Peers:
     def fail(self, seq: int, error: StateholdError, what: str = "save") -> None:
         """Instead of arrive(): this rank's part will not come. Ends the round for all ranks.
 
-        After arrive() it is rank 0 alone who says how the round ends: nothing is told then.
+        After arrive(), only rank 0 decides how the round ends, so this then does nothing.
         """
         self._fail(what, seq, error)
 
@@ -112,23 +113,23 @@ class Peers:
         return self._gather("save", seq)
 
     def conclude(self, seq: int, outcome: bytes | StateholdError) -> None:
-        """Rank 0: tell the others how the round ended."""
+        """Rank 0: announce how the round ended."""
         self._conclude("save", seq, outcome)
 
     def outcome(self, seq: int) -> bytes:
-        """The others, having arrived: what rank 0 concluded; raises if it concluded an error."""
+        """The others, having arrived: the conclusion of rank 0; raises if that is an error."""
         return self._outcome("save", seq)
 
     def tell(self, what: str, seq: int, message: bytes) -> None:
-        """Rank 0: tell the others something, and wait for nobody."""
+        """Rank 0: announce a value, without waiting for any rank."""
         self._conclude(what, seq, message)
 
     def told(self, what: str, seq: int) -> bytes:
-        """The others: what rank 0 tells, once it does."""
+        """The others: the value that rank 0 announces, once it does."""
         return self._outcome(what, seq)
 
     def failure(self, seq: int) -> StateholdError | None:
-        """Why the round has failed, if somebody has said so by now."""
+        """Why the round has failed, if a rank has reported it by now."""
         told = self._board.peek(f"{self._group('save', seq)}/outcome")
         try:
             _decode(told or _CONCLUDED)
@@ -144,10 +145,10 @@ class Peers:
         seq: int | None = None,
         timeout_s: float | None = None,
     ) -> bytes:
-        """All ranks: post a message, let rank 0 decide over all of them, return the decision.
+        """All ranks: post a message, let rank 0 decide over all messages, return the decision.
 
-        seq: the number of the round, above all earlier ones of its kind, where a rank may have
-        missed some; None counts them. timeout_s: what all of this may take; None: as a save.
+        seq: the number of the round, above all earlier ones of its kind, if a rank may have missed
+            some; None counts them. timeout_s: the time for all of this; None: as for a save.
         """
         if seq is None:
             with self._guard:
@@ -165,7 +166,7 @@ class Peers:
         return decision
 
     def leave(self, what: str, note: bytes) -> None:
-        """Rank 0: leave a note for whoever looks for it, in place of the last one."""
+        """Rank 0: leave a note for ranks that look for it, in place of the last one."""
         self._board.post(f"{self.open()}/{what}", note)
 
     def left(self, what: str) -> bytes | None:
@@ -173,7 +174,8 @@ class Peers:
         return self._board.peek(f"{self.open()}/{what}")
 
     def has_ended(self, what: str, seq: int) -> bool:
-        """Whether a round of agree() has an outcome, which who comes to it again is told."""
+        """Whether a round of agree() has an outcome. A rank that comes to it again gets that
+        outcome."""
         return self._board.peek(f"{self._group(what, seq)}/outcome") is not None
 
     # -- rounds of any kind ----------------------------------------------------------------
@@ -192,8 +194,8 @@ class Peers:
     def _forget(self, kind: str, keep: int) -> None:
         """Drop this rank's notes of all but the newest rounds.
 
-        The others keep one: rank 0 may still be gathering it if they gave up waiting. Rank 0 comes
-        here when all have arrived at a round, so nobody will look at an earlier one again.
+        The others keep one: rank 0 may still be gathering it if they gave up waiting. Rank 0 calls
+        this when all have arrived at a round, so no rank will look at an earlier one again.
         """
         with self._guard:
             held = self._held.get(kind, [])
@@ -243,7 +245,7 @@ class Peers:
         timeout_s = self._timeout_s if within_s is None else within_s
         missing = self._board.wait([key], time.monotonic() + timeout_s)
         if within_s is None and missing and self._board.peek(f"{group}/0") is not None:
-            # Rank 0 is here and waits for somebody: it will name them, or be lost itself.
+            # Rank 0 is here and waits for another rank. It will name that rank, or be lost itself.
             missing = self._board.wait([key], time.monotonic() + _PATIENCE * self._timeout_s)
         told = None if missing else self._board.peek(key)
         if told is None:
@@ -260,7 +262,7 @@ def _told(error: BaseException) -> StateholdError:
 
 
 def _encode(error: StateholdError, rank: int) -> bytes:
-    """An error as the others will see it: who is lost or who failed, and why."""
+    """An error as the others will see it: the lost or failed rank, and the reason."""
     told: dict[str, object] = {"rank": rank, "reason": str(error)}
     if isinstance(error, PeerLostError):
         told = {"lost": error.ranks, "summary": error.summary, "hint": error.hint}

@@ -1,13 +1,13 @@
 """Saves with use_collectives=False: the ranks meet in the store of the process group instead.
 
-torch then runs the whole save on each rank by itself: every planner makes a "global" plan of its
-own rank, and every rank calls finish(). Nobody has shared out who writes what, so a plain tensor
-or a value belongs to the rank that saved it, as with the stock writer, and a DTensor's boxes to
-the lowest rank that wrote them.
+torch then runs the whole save on each rank by itself. Every planner makes a "global" plan of its
+own rank, and every rank calls finish(). The ranks have not shared out the writing. So a plain
+tensor or a value belongs to the rank that saved it, as with the stock writer, and a box of a
+DTensor to the lowest rank that wrote it.
 
-Invariants: one attempt, made by rank 0 before any rank writes; the step is published once every
-rank has written all of its part, or not at all; a rank that fails, or does not come within
-`timeout_s`, fails the save on all ranks, by its number.
+Invariants: there is one attempt, made by rank 0 before any rank writes. The step is published once
+every rank has written all of its part, or not at all. If a rank fails, or does not come within
+`timeout_s`, the save fails on all ranks, with the number of that rank.
 Not here: how notes travel (board), rounds (peers), records (commit).
 """
 
@@ -44,21 +44,21 @@ class SaveRound:
         self._peers = Peers(self._board, Membership(self.rank, self.world_size), timeout_s)
 
     def begin(self, make: Callable[[], Place]) -> Place:
-        """What `make` makes on rank 0, on every rank."""
+        """The result of `make` on rank 0, on every rank."""
         raw = self._peers.agree("begin", b"", lambda _: json.dumps(_place_to(make())).encode())
         return _place_from(json.loads(raw), self.rank)
 
     def failed(self, error: BaseException) -> None:
-        """Tell the others that this rank will not come."""
+        """Report to the others that this rank will not come."""
         known = error if isinstance(error, StateholdError) else InvariantError(repr(error))
         self._peers.fail(_SAVE, known)
 
     def end(
         self, sent: Sent, publish: Callable[[list[Sent]], None], is_there: Callable[[], bool]
     ) -> None:
-        """Hand over what this rank wrote; returns once rank 0 has published it with the rest.
+        """Hand over the files of this rank; returns once rank 0 has published them with the rest.
 
-        is_there: whether the checkpoint is published, for a rank that rank 0 does not tell.
+        is_there: whether the checkpoint is published, for a rank that gets no outcome from rank 0.
         """
         try:
             self._peers.arrive(_SAVE, json.dumps(_sent_to(sent)).encode())
@@ -75,7 +75,7 @@ class SaveRound:
         except PeerFailedError:
             raise
         except StateholdError:
-            # Rank 0 may have been lost after it committed, before it could say so.
+            # Rank 0 may have been lost after it committed, before it could announce the outcome.
             if not is_there():
                 raise
 
@@ -88,7 +88,7 @@ class SaveRound:
             raise
         try:
             self._peers.conclude(_SAVE, b"")
-        except StateholdError as error:  # the others look for it themselves
+        except StateholdError as error:  # the others check for themselves
             logger.warning("the checkpoint is committed; could not tell the other ranks\n%s", error)
 
 
@@ -105,7 +105,7 @@ def _place_from(note: list[Any], rank: int) -> Place:
 
 
 def _sent_to(sent: Sent) -> dict[str, Any]:
-    """Without the files and values, which a rank leaves in its own record."""
+    """The part without files and values, which a rank leaves in its own record."""
     entry = sent.entry and [sent.entry.name, sent.entry.bytes, sent.entry.sha256]
     pieces = [
         [piece.name, piece.dtype, piece.shape, piece.box.offsets, piece.box.shape]

@@ -1,4 +1,4 @@
-"""Who this process is among those that load or save."""
+"""The rank of this process among those that load or save."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["rank_and_world"]
 
 
 def rank_and_world() -> tuple[int, int]:
-    """The rank of this process among those that load or save, and how many they are."""
+    """The rank of this process among those that load or save, and their number."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1

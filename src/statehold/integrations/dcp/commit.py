@@ -1,9 +1,9 @@
-"""What makes a directory of the ranks' files a step: their records, and the manifest.
+"""Records and a manifest, which make a directory of the ranks' files a step.
 
-Owns: what a record says of boxes that a planner chose freely, and the tree of the step.
-Invariants: a step of one rank whose tensors are whole is version 1, as a Checkpointer writes it;
-any other is version 2. Rank 0's record has the whole tree and, of every tensor, which rank has
-which box; the other records have their own chunks.
+Owns: the description of boxes that a planner chose freely, and the tree of the step.
+Invariants: a step of one rank whose tensors are whole is version 1, as a Checkpointer writes it.
+Any other step is version 2. Rank 0's record has the whole tree and, for every tensor, the rank of
+each box. The other records have their own chunks.
 Not here: the data (writing), the renames (publish).
 """
 
@@ -37,7 +37,7 @@ Placed = tuple[Piece, int]  # and the rank that wrote it
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What the committer learns from one rank: its record, or its files where it is rank 0."""
+    """The message of one rank to the committer: its record, or its files if it is rank 0."""
 
     place: Place
     pieces: tuple[Piece, ...]
@@ -50,8 +50,11 @@ class Sent:
 def hand_over(
     fs: Fs, place: Place, written: Written, paths: Mapping[str, Path] | None = None
 ) -> Sent:
-    """Leave the record of this rank beside its files (D4), unless it is rank 0, who writes his
-    last. With `paths` a rank has a tree of its own, because nobody shared out who saves what."""
+    """Leave the record of this rank next to its files (D4), unless it is rank 0, which writes its
+    last.
+
+    With `paths` a rank has a tree of its own, because the ranks did not share out the saving.
+    """
     if place.rank == 0:
         return Sent(place, written.pieces, written.values, None, {}, written)
     local = [piece for piece in written.pieces if piece.local]
@@ -64,7 +67,7 @@ def hand_over(
 def complete(
     fs: Fs, sents: Sequence[Sent], paths: Mapping[str, Path], *, alone: bool = False
 ) -> bytes:
-    """The manifest of what all ranks have written, by rank."""
+    """The manifest of the files of all ranks, by rank."""
     place, own = sents[0].place, sents[0].own
     if own is None:
         raise InvariantError("the first rank of a save is not the one that commits")
@@ -87,8 +90,7 @@ def complete(
 
 
 def is_published(fs: Fs, place: Place) -> bool:
-    """Whether the checkpoint that several ranks wrote is the one at its final place; if so, its
-    name is durable (D7)."""
+    """Whether the checkpoint of several ranks is the one at its final place; if so, D7 is done."""
     try:
         found = open_step(fs.read_file, place.final, place.step, place.rank, place.world_size)
     except (CorruptionError, StorageError):
@@ -124,7 +126,7 @@ def _manifest(place: Place, written: Written, state: Any) -> Manifest:
 
 
 def _record(place: Place, written: Written, state: Any, placed: Sequence[Placed]) -> Record:
-    """The record of one rank, which says of the tensors in `placed` which rank has which box."""
+    """The record of one rank, with the rank of each box for the tensors in `placed`."""
     boxes: defaultdict[str, dict[Box, int]] = defaultdict(dict)
     pieces: dict[str, Piece] = {}
     for piece, rank in placed:
@@ -158,7 +160,7 @@ def _record(place: Place, written: Written, state: Any, placed: Sequence[Placed]
 
 
 def _leave(fs: Fs, place: Place, record: Record) -> RecordEntry:
-    """Write a record beside the files of its rank, durably."""
+    """Write a record next to the files of its rank, durably."""
     raw, name = record.encode(), record_name(place.rank, place.world_size)
     fs.write_file(f"{place.partial}/{name}", raw)
     fs.sync_dir(place.partial)
@@ -175,7 +177,7 @@ def tree(pieces: Iterable[Piece], nodes: Mapping[str, Any], paths: Mapping[str, 
 def _commit(
     place: Place, entries: Sequence[RecordEntry], saids: Sequence[Mapping[str, str]]
 ) -> Commit:
-    """The manifest of a step of several ranks: their records, and which say the same (`saids`)."""
+    """The manifest of a step of several ranks: their records, and which ones agree (`saids`)."""
     groups: defaultdict[str, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, said in enumerate(saids):
         for key, digest in said.items():

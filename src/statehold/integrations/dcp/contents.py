@@ -1,8 +1,8 @@
-"""A step in the words of torch: items by name, chunks as a planner asks for them, objects.
+"""A step in the terms of torch: items by name, chunks as a planner needs them, objects.
 
-Invariants: what ranks saved each for itself is never put together in a tensor that they share now;
-an item that cannot be had is an error for whoever asks for it, not for the step.
-Not here: what torch calls (reader), which chunk has what (saved), bytes (reading).
+Invariants: entries that each rank saved for itself are never put together in a tensor that ranks
+share now. An item that is not available is an error only for a caller that asks for it.
+Not here: the names of torch (reader), which chunk has what (saved), bytes (reading).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from statehold.integrations.dcp.tree import containers, leaves, tensor_of
 from statehold.layout.layout import Box
 from statehold.tensors import dtypes, foreign, subclasses
 
-_Asked = tuple[str, tuple[int, ...] | None]  # the name of a tensor, and the ranks it is one among
+_Asked = tuple[str, tuple[int, ...] | None]  # the name of a tensor, and the ranks that share it
 
 
 class Contents:
-    """What a step holds: its items, and where the chunks of their tensors are."""
+    """The contents of a step: its items, and the places of their tensors' chunks."""
 
     def __init__(self, saved: SavedStep) -> None:
         self.saved = saved
@@ -51,12 +51,12 @@ class Contents:
             box = Box.whole(self.saved.tensors[name].shape)
             try:
                 self._chunks[name, among] = self.saved.chunks(name, box, among)
-            except StateMismatchError as error:  # raised to whoever asks for this tensor
+            except StateMismatchError as error:  # raised to a caller that asks for this tensor
                 self._chunks[name, among] = error
         return self._chunks[name, among]
 
     def node(self, name: str) -> Any:
-        """What an item is in the tree: a leaf, or a whole subtree. KeyError."""
+        """The node of an item in the tree: a leaf, or a whole subtree. KeyError."""
         return self.leaves[name].node if name in self.leaves else self.containers[name]
 
     def chunks_of(self, name: str, among: tuple[int, ...] | None = None) -> list[PlacedChunk]:
@@ -74,7 +74,7 @@ class Contents:
         return dtypes.torch_shape(self.dtype(name), stored)
 
     def wanted(self, item: ReadItem, target: torch.Tensor, among: tuple[int, ...] | None) -> Wanted:
-        """What a planner asks for, of one chunk."""
+        """The request of a planner for one chunk."""
         name = self.node(item.storage_index.fqn)["$tensor"]
         offsets = tuple(item.storage_index.offset or ())
         chunks = self.chunks_of(name, among)
@@ -100,8 +100,10 @@ class Contents:
 
 
 class _Items(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """The items of a step. Containers are found by name, for planners that do not flatten state
-    dicts, but not listed."""
+    """The items of a step.
+
+    Containers are found by name, for planners that do not flatten state dicts, but are not listed.
+    """
 
     def __init__(self, step: Contents) -> None:
         self._step = step

@@ -1,8 +1,8 @@
-"""What a StorageReader and a StorageWriter have in common: where, with what, and who among others.
+"""The common part of a StorageReader and a StorageWriter: directory, machine, ranks.
 
-Invariants: a directory is absolute from when it is given; without one, the error says who may give
+Invariants: a directory is absolute as soon as it is given. Without one, the error says how to give
 it.
-Not here: the engine (machine), what is there (reader), what is made there (writer).
+Not here: the engine (machine), reading (reader), writing (writer).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Endpoint:
     """A directory that torch may replace, and the machine that moves bytes from or to it."""
 
     _what: str  # needs the directory
-    _call: str  # of torch, that may give it
+    _call: str  # a call of torch that may give it
 
     def __init__(self, path: str | os.PathLike[str] | None, **options: Any) -> None:
         super().__init__()

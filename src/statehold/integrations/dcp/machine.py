@@ -1,8 +1,7 @@
-"""What moves the bytes of one save or load: a file system and an engine, opened for it alone, and
-what sees it.
+"""The machine of one save or load: a file system, an engine and its telemetry, opened for it alone.
 
 Invariants: nothing is open between two calls, so writers and readers can be pickled, forked around
-and thrown away without close(); the staging memory is never larger than what the call moves.
+and thrown away without close(). The staging memory is never larger than the moved bytes.
 Not here: what is moved (writing, reading).
 """
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Machine:
-    """Opens engines as `options` (fields of statehold.options.Options) say."""
+    """Opens engines with `options` (fields of statehold.options.Options)."""
 
     watch = UNWATCHED  # not of the instance, which is pickled
 
@@ -37,10 +36,12 @@ class Machine:
         self.borrowed_fs: Fs | None = None  # for tests
 
     def at(self, directory: str) -> Machine:
-        """The machine for the checkpoint `directory`: as the profile of its storage says where
-        nothing was given, and watched."""
+        """The machine for the checkpoint `directory`, watched.
+
+        Options that were not given come from the profile of its storage.
+        """
         options, note = self.options, ""
-        if self.borrowed_fs is None:  # a profile is of a real storage
+        if self.borrowed_fs is None:  # a profile belongs to a real storage
             options, note = tuned(options, directory)
         say_once(note)
         found = copy.copy(self)

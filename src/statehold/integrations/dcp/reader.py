@@ -99,7 +99,7 @@ class StorageReader(Endpoint, _StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing: read_metadata has it all."""
+        """Nothing: read_metadata has everything."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return replace(plan, storage_data=self._save)
@@ -150,7 +150,7 @@ class StorageReader(Endpoint, _StorageReader):
     def _read(
         self, machine: Machine, step: Contents, wanted: Sequence[Wanted], seen: RestoreWatch
     ) -> None:
-        """Raises ESTALE where the step is another one by now: its bytes are not damaged."""
+        """Raises ESTALE if the step is another save by now: its bytes are not damaged."""
 
         def look(directory: str) -> None:
             read(machine, directory, step.saved, wanted, seen)
@@ -166,7 +166,7 @@ class StorageReader(Endpoint, _StorageReader):
             raise _changed(self._directory(), found) from error
 
     def _open(self) -> tuple[Contents, str]:
-        """The step, and which save of it that is. Begins again where it is saved meanwhile."""
+        """The step, and its save. Begins again if it is saved meanwhile."""
         opened = look_beside_a_writer(self._look, self._which, self._directory())
         return opened or self._look()
 
@@ -179,11 +179,11 @@ class StorageReader(Endpoint, _StorageReader):
 
         step = Manifest.decode(raw, path).step
         opened = open_step(of_this_save, self._final(), step, *rank_and_world())
-        # Looks at every tensor, and so reads the records of all ranks.
+        # This looks at every tensor, and so reads the records of all ranks.
         return Contents(opened.widened()), sha256(raw)
 
     def _which(self) -> str | None:
-        """The save that is there now; None if there is none."""
+        """The save that exists now; None if there is none."""
         try:
             return sha256(self._read_file(f"{self._final()}/{MANIFEST_NAME}", MANIFEST_BYTES_MAX))
         except (CorruptionError, StorageError) as error:
@@ -214,8 +214,10 @@ def _changed(directory: str, found: str) -> StorageError:
 
 
 def _among(planner: LoadPlanner, item: ReadItem) -> tuple[int, ...] | None:
-    """The ranks that hold the tensor that an item goes to together, as far as the planner shows it;
-    None for one that a rank has for itself."""
+    """The ranks that together hold the tensor of an item, as far as the planner shows it.
+
+    None for a tensor that a rank has for itself.
+    """
     live = getattr(planner, "state_dict", {}).get(item.dest_index.fqn)
     if isinstance(live, DTensor):
         return _ranks_of(live.device_mesh)
@@ -230,7 +232,7 @@ def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def _pickled(value: Any) -> io.BytesIO:
-    """What load planners take values as; it never leaves memory."""
+    """The type in which load planners take values; it never leaves memory."""
     data = io.BytesIO()
     torch.save(value, data)
     data.seek(0)

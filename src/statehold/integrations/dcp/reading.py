@@ -1,13 +1,13 @@
 """Boxes of chunks -> the tensors that a planner shows, read and verified by the engine.
 
-Owns: what is read straight into its place, and what goes through memory of its own.
-Invariants: nothing is reported as read before its checksum was right; a box costs the pieces that
-hold it, not its chunk; memory beside the targets is the staging memory, a buffer on each device,
-and at most WAVE_BYTES and one item. One engine reads all of a load.
-Not here: which chunk has what (saved), what is asked for (the planner).
+Owns: which bytes are read straight into their place, and which go through separate memory.
+Invariants: nothing is reported as read before its checksum was verified. A box costs the pieces
+that hold it, not its chunk. Memory in addition to the targets is the staging memory, a buffer on
+each device, and at most WAVE_BYTES and one item. One engine reads all of a load.
+Not here: which chunk has what (saved), the requests (the planner).
 
-Straight: host tensors of the saved dtype, and tensors on a device, which take other dtypes as well.
-Other host tensors (torch's readers convert, too) are read into memory of their own first, in waves.
+Straight: host tensors of the saved dtype, and tensors on a device, which take other dtypes, too.
+Other host tensors (torch's readers convert, too) are first read into separate memory, in waves.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HINT = "load an older checkpoint; the state that was being loaded is incomplete
 class Wanted:
     """`box` of a chunk, in elements of `dtype` from the chunk's first, goes to `target`.
 
-    `shared`: other processes want it, too.
+    `shared`: other processes read it, too.
     """
 
     name: str
@@ -74,7 +74,7 @@ def read(
     wanted: Sequence[Wanted],
     seen: RestoreWatch,
 ) -> None:
-    """Fill every target. Raises ChecksumError, with the tensor, for bytes that are not right."""
+    """Fill every target. Raises ChecksumError, with the tensor, for damaged bytes."""
     with contextlib.ExitStack() as opened:
         fs = opened.enter_context(machine.storage())
         nbytes = sum(each.nbytes for each in wanted)
@@ -123,7 +123,7 @@ def _read_wave(
     for each, target in zip(wave, straight, strict=True):
         if target is not each.target:
             each.target.copy_(target)
-    # Memory was written behind autograd's back: tell whoever saved these for a backward.
+    # Autograd did not see these writes: raise the version, for tensors that it saved for backward.
     torch.autograd.graph.increment_version(
         [each.target for each in wave if not each.target.is_inference()]
     )

@@ -1,9 +1,9 @@
-"""Copies of a state for dcp.async_save, in host memory that is used again.
+"""Copies of a state for dcp.async_save, in host memory that is reused.
 
 torch's default makes a new copy for every save, whose pages have to be faulted in each time. Here a
-copy goes back to a pool once torch has dropped the state dict that it was handed; a save that
-begins earlier gets memory of its own. So memory is never written while a save still reads it, and
-nothing depends on the order in which saves end, or on whether they fail.
+copy goes back to a pool once torch has dropped its state dict. A save that begins earlier gets
+memory of its own. So memory is never written while a save still reads it, and nothing depends on
+the order in which saves end, or on whether they fail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Staged(dict[str, Any]):
 
     __slots__ = ("__weakref__",)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # for the process checkpointer: a dict suffices there
+    # for the process checkpointer, which needs only a dict
+    def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
 
@@ -47,7 +48,7 @@ class StagingPool:
             self._idle.append(stager)
 
     def close(self) -> None:
-        """Free the memory of copies that nobody uses."""
+        """Free the memory of unused copies."""
         with self._guard:
             idle, self._idle = self._idle, []
         for stager in idle:
@@ -55,8 +56,8 @@ class StagingPool:
 
 
 def _new_stager() -> DefaultStager:
-    """Each copy waits for its own device. After non-blocking copies torch waits for the current
-    device alone, and tensors of another one would not be there yet."""
+    """Each copy waits for its own device. After non-blocking copies torch waits only for the
+    current device, and tensors of another one might not be complete."""
     pinned = torch.cuda.is_available()
     return DefaultStager(
         StagingOptions(

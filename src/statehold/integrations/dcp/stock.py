@@ -1,12 +1,13 @@
-"""Checkpoints that others wrote -> a live state: stock DCP, safetensors, Hugging Face, torch.save.
+"""Checkpoints of torch or Hugging Face -> a live state: DCP, safetensors, torch.save.
 
-Owns: how live parts are called there, and the report.
-Invariants: everything is matched before anything is changed; a restore that would load nothing, and
-a prefix in `rename` that matches nothing, are errors.
-Not here: which kind a path is, and its bytes (stock_readers); our own steps (Checkpointer.restore,
-StorageReader); what `rename` means (selection).
+Owns: the names of live parts in such checkpoints, and the report.
+Invariants: everything is matched before anything changes. A restore that would load nothing, and a
+prefix in `rename` that matches nothing, are errors.
+Not here: the kind of a path, and its bytes (stock_readers); our own steps (Checkpointer.restore,
+StorageReader); the meaning of `rename` (selection).
 
-What goes by several names is tried in this order, for a module "model" and an optimizer "optim":
+If a part can have several names, they are tried in this order, for a module "model" and an
+optimizer "optim":
     model.layers.0.weight         layers.0.weight
     optim.state.<p>.exp_avg       state.<p>.exp_avg          <p>: layers.0.weight, or its index
     optim.param_groups.0.lr       param_groups.0.lr          or by <p>, as flattened ones are
@@ -43,8 +44,12 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class StockReport:
-    """Live names that were loaded, live names that the checkpoint lacks, and its names that
-    nothing in the state took."""
+    """What was loaded.
+
+    loaded: live names that were loaded.
+    missing: live names that the checkpoint lacks.
+    unexpected: names of the checkpoint that the state did not take.
+    """
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...]
@@ -92,7 +97,7 @@ def _load(targets: dict[str, Any], reader: StorageReader, planner: Planner) -> N
     try:
         is_alone = not (distributed.is_available() and distributed.is_initialized())
         load(targets, storage_reader=reader, planner=planner, no_dist=is_alone)
-    except CheckpointException as error:  # a BaseException, that wraps those of the ranks
+    except CheckpointException as error:  # a BaseException that wraps the errors of the ranks
         raise next(fault for fault, _ in error.failures.values()) from error
 
 
@@ -109,7 +114,7 @@ class _Found:
 
 
 class _Matcher:
-    """What of a state is where in a checkpoint."""
+    """Where the parts of a state are in a checkpoint."""
 
     def __init__(
         self, metadata: Metadata, rename: Mapping[str, str] | Callable[[str], str] | None
@@ -166,7 +171,7 @@ class _Matcher:
         raise StateMismatchError(summary, facts=facts, hint=hint)
 
     def _check_prefixes(self) -> None:
-        """The same as for a step of our own: what matches nothing is a typing error."""
+        """As for a step of our own, a pattern that matches nothing is a typing error."""
         names = Names(taken=(), saved=list(self._saved), live=list(self._asked))
         answer = Answer(self._selection.answers(names), loads=True, has_rest=False)
         check_answers([answer])
@@ -318,7 +323,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, _: object) -> None:
 def _made(
     saved: TensorStorageMetadata, key: str, group: Mapping[str, Any], parameter: torch.Tensor
 ) -> torch.Tensor:
-    """A new state tensor, sharded as its parameter if it has the shape of it."""
+    """A new state tensor, sharded like its parameter if it has the same shape."""
     if isinstance(parameter, DTensor) and saved.size == parameter.shape:
         return torch.empty_like(parameter, dtype=_dtype(saved), requires_grad=False)
     device = optimizers.state_device(group, key, parameter)

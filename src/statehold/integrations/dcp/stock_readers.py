@@ -1,10 +1,10 @@
-"""Readers of checkpoints that others wrote: stock DCP, safetensors, torch.save.
+"""Readers of checkpoints of torch and Hugging Face: stock DCP, safetensors, torch.save.
 
-Owns: which kind a path is; reading its names, shapes and bytes.
-Invariants: no pickle is trusted: metadata is read by a list of classes, data with weights_only.
-Files that should be there and are not are an error, unlike with torch's reader, which loads zeros.
-A path that is no checkpoint is an error that says what was expected and what is there.
-Not here: which name is whose (stock).
+Owns: the kind of a path; reading its names, shapes and bytes.
+Invariants: no pickle is trusted. Metadata is read by a list of classes, data with weights_only. A
+missing file is an error, unlike with torch's reader, which loads zeros. For a path that is not a
+checkpoint, the error says what was expected and what was found.
+Not here: which name belongs to which live part (stock).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _OURS = "restore a step of statehold with Checkpointer(RUN).restore(state), or w
 
 
 def open_checkpoint(given: str | os.PathLike[str]) -> StorageReader:
-    """The reader for what is at a path. Raises UsageError if that is no checkpoint."""
+    """The reader for a path. Raises UsageError if it is not a checkpoint."""
     path = check_path(given, "the checkpoint")
     try:
         if os.path.isdir(path):
@@ -131,7 +131,7 @@ class _StockReader(FileSystemReader):
 
 
 class _Listed(FileSystem):
-    """A file system of which only some files are seen."""
+    """A file system that shows only some files."""
 
     def __init__(self, files: list[str]) -> None:
         self._files = files

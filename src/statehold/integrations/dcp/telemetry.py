@@ -1,11 +1,11 @@
-"""What is seen of the saves and loads that torch drives: the same as of a Checkpointer's.
+"""Telemetry of the saves and loads that torch drives, as for a Checkpointer.
 
-A run is here the directory that the checkpoints lie in. A save is told of by the ranks that publish
-it: torch lets the others know nothing of its end. Nothing stays open between two calls, so what is
-recorded for a trace belongs to the process and its file is written anew at the end of each call.
+A run is here the directory of the checkpoints. The ranks that publish a save report it, because
+torch does not announce its end to the others. Nothing stays open between two calls. So the events
+of a trace belong to the process, and its file is written again at the end of each call.
 
 Invariants: nothing here fails a save or a load.
-Not here: what is told (seeing), the calls (writer, reader).
+Not here: the reports (checkpoint/telemetry), the calls (writer, reader).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _guard = threading.Lock()
 
 
 def watch_of(directory: str, trace: str | os.PathLike[str] | None) -> Watch:
-    """What sees a call that saves or loads the checkpoint `directory`."""
+    """The watch of a call that saves or loads the checkpoint `directory`."""
     rank, ranks = rank_and_world()
     recorded = None if trace is None else _recorded(os.path.abspath(trace), rank, ranks)
     return Watch(os.path.dirname(directory), rank, ranks, trace, recorded=recorded)
@@ -64,7 +64,7 @@ class SaveWatch:
 
     @contextlib.contextmanager
     def stage(self, watch: Watch, name: str, step: int, *, is_last: bool) -> Iterator[None]:
-        """A call of torch. The last one of a save, which this rank publishes, is told of."""
+        """A call of torch. The last call of a save that this rank publishes is reported."""
         with traced(watch):
             try:
                 with watch.stage(name, step=step):
@@ -74,8 +74,8 @@ class SaveWatch:
                 watch.save_failed(self._begin_s, self._stats_at(step))
                 raise
             if is_last:
-                # torch does not say when a save is over that another rank has failed: of saves that
-                # begin without an end, the figure would only grow.
+                # torch does not announce the end of a save that another rank has failed. If saves
+                # that begin without an end were counted, the figure would only grow.
                 watch.save_began()
                 watch.save_committed(self._begin_s, self._stats_at(step))
 

@@ -1,10 +1,10 @@
 """Files of torch.save, read as a checkpoint: each nested name with its tensor or value.
 
-Invariants: files are read with weights_only, so no code of theirs runs; those of today's format are
-mapped, not read whole, so that only what is restored is read. Dicts are entered, and lists that
-hold dicts or tensors; names are joined with dots, as those of a Checkpointer are. A tensor that is
-not plain and dense, such as a sparse one, counts as a value.
-Not here: which name is whose (stock).
+Invariants: files are read with weights_only, so no code of theirs runs. Files of today's format are
+mapped, so only restored entries are read. Dicts are entered, and lists that hold dicts or tensors.
+Names are joined with dots, as those of a Checkpointer are. A tensor that is not plain and dense,
+such as a sparse one, counts as a value.
+Not here: which name belongs to which live part (stock).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _GLOBAL = re.compile(r"(?:GLOBAL|class|Unsupported operand) (\S+)")
 
 
 def is_head(head: bytes) -> bool:
-    """Whether a file that begins so may be of torch.save."""
+    """Whether a file with this beginning may be of torch.save."""
     return head.startswith((_ZIP, _LEGACY[:14]))
 
 
 class TorchSaveReader(StorageReader):
-    """Reads files of torch.save, whose names are one checkpoint together."""
+    """Reads files of torch.save, whose names make one checkpoint together."""
 
     def __init__(self, files: Sequence[str]) -> None:
         self._files = files
@@ -97,12 +97,12 @@ class TorchSaveReader(StorageReader):
 
 
 def _load(file: str) -> Mapping[Any, Any]:
-    """What was saved. Raises UsageError for what is no dict, or no file of torch.save."""
+    """The saved dict. Raises UsageError for a file that is not of torch.save, or holds no dict."""
     is_zip = _checked(file)
     try:
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except UnpicklingError as fault:
-        # torch's own text advises to trust the file: only the name in it is shown.
+        # torch's own text advises to trust the file, so only the name in it is shown.
         name = _GLOBAL.search(str(fault))
         raise _untrusted(file, name[1].strip("`'\".,") if name else "more than data") from fault
     except Exception as fault:
@@ -115,7 +115,8 @@ def _load(file: str) -> Mapping[Any, Any]:
 
 
 def _checked(file: str) -> bool:
-    """Whether a file is of today's format, which is a zip archive; else it is of the older one."""
+    """Whether a file is a zip archive, as today's format is; otherwise it is of the older
+    format."""
     with open(file, "rb") as raw:
         if raw.read(len(_ZIP)) != _ZIP:
             return False

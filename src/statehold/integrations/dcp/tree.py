@@ -2,8 +2,8 @@
 
 Owns: the nesting of leaves by the paths that a planner recorded, and the flattening of a tree into
 the names that the planners of torch (2.4 and later) give to the same state.
-Invariants: `leaves(nest(x))` has the names of x; a mapping is always entered, a list only where it
-holds mappings or tensors, a tuple never; keys are joined with dots.
+Invariants: `leaves(nest(x))` has the names of x. A mapping is always entered, a list only if it
+holds mappings or tensors, a tuple never. Keys are joined with dots.
 Not here: tensors and values themselves; this module sees the nodes of `values`. No torch.
 """
 
@@ -28,7 +28,7 @@ class Leaf:
 
     @property
     def tensor(self) -> str | None:
-        """The name of the tensor that this leaf is, or None for a value."""
+        """The name of the tensor at this leaf, or None for a value."""
         return tensor_of(self.node)
 
 
@@ -42,7 +42,7 @@ def name_of(path: Path) -> str:
 
 
 def nest(nodes: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
-    """The tree with each node at its path; flat where there is no path, or where paths collide."""
+    """The tree with each node at its path; flat without paths, or if paths collide."""
     tree: dict[str | int, Any] = {}
     for name, node in nodes.items():
         if not _put(tree, paths.get(name, (name,)), node):
@@ -51,7 +51,7 @@ def nest(nodes: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
 
 
 class _Open(dict[str | int, Any]):
-    """A container being filled: not to be mistaken for a node, which may be a dict as well."""
+    """A container being filled, of a class that no node has, because a node may be a dict, too."""
 
 
 def _put(tree: dict[str | int, Any], path: Path, node: Any) -> bool:
@@ -102,7 +102,7 @@ def _walk(path: Path, node: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _members(node: Any) -> list[tuple[str | int, Any]] | None:
-    """What a planner would enter below a node, or None for a leaf."""
+    """The children that a planner would enter below a node, or None for a leaf."""
     if type(node) is list:
         return list(enumerate(node)) if any(map(_is_entered, node)) else None
     if type(node) is not dict:

@@ -1,7 +1,7 @@
 """The one place that reads a pickle: the `.metadata` of stock checkpoints.
 
-Invariants: nothing is imported or called but the classes that stock metadata consists of, listed
-below; any other name in the pickle is an error before anything of it happens.
+Invariants: only the classes of stock metadata, listed below, are imported or called. Any other name
+in the pickle is an error before anything of it happens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ADMITTED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): torch.Size,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    # A path in the metadata is information only: it is kept as one that cannot touch the disk.
+    # A path in the metadata is only information, so it becomes one that cannot touch the disk.
     **{
         (module, name): pathlib.PurePosixPath
         for module in ("pathlib", "pathlib._local")

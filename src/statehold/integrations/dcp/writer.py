@@ -184,7 +184,7 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
             )
 
     def _write(self, plan: SavePlan, planner: SavePlanner, *, alone: bool) -> WriteResult:
-        """The files of this rank. A rank that is alone learns only in finish() what its tree is."""
+        """The files of this rank. Without collectives, a rank learns its tree only in finish()."""
         place = self._place_of(plan)
         machine, seen = self._machine.at(place.final), self._seen()
         write = seen.stage(machine.watch, "write", place.step, is_last=False)
@@ -204,7 +204,7 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
             _drop_replaced(fs, place)
 
     def _seen(self) -> SaveWatch:
-        """The save of this thread, as it is seen; without a reset() it begins now."""
+        """The watch of this thread's save; without a reset() it begins now."""
         self._save.seen = self._save.seen or SaveWatch()
         return self._save.seen
 
@@ -237,9 +237,9 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
     # -- the attempt ---------------------------------------------------------------------------
 
     def _begin(self, world_size: int) -> Place:
-        """An empty directory for the files of all ranks; clears what a failed attempt left.
+        """An empty directory for the files of all ranks; clears the leftovers of a failed attempt.
 
-        A link to the checkpoint stays a link: what it leads to is replaced.
+        A link to the checkpoint stays a link: its target is replaced.
         """
         final = os.path.realpath(self._directory())
         attempt = secrets.token_hex(8)
@@ -249,7 +249,7 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
             self._check_replaceable(fs, final)
             make_directories(fs, parent_of(final))
             leftovers = _partials(fs, final)
-            if leftovers:  # first, for good, they are nothing that `final` leads to
+            if leftovers:  # first, make sure that `final` does not need them
                 fs.sync_dir(parent_of(final))
             for leftover in leftovers:
                 delete(fs, leftover)
@@ -257,7 +257,8 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
         return place
 
     def _check_replaceable(self, fs: Fs, final: str) -> None:
-        """What is at `final` may go once the new checkpoint is complete."""
+        """Check that the directory at `final` may be replaced once the new checkpoint is
+        complete."""
         if not fs.is_dir(final):
             return
         names = [name for name, _ in fs.listdir(final)]
@@ -274,7 +275,8 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
             )
 
     def _place_of(self, plan: SavePlan) -> Place:
-        """Where this rank writes. A plan that the planner cached tells of an earlier attempt."""
+        """The directory for this rank's files. A plan that the planner cached names an earlier
+        attempt."""
         place = plan.storage_data
         if not isinstance(place, Place):
             raise UsageError(
@@ -284,7 +286,7 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
             )
         final = os.path.realpath(self._directory())
         with self._machine.storage() as fs:
-            # What a failed save to another directory left is still there.
+            # The leftovers of a failed save to another directory still exist.
             if place.final == final and fs.is_dir(place.partial):
                 return place
             found = _partials(fs, final)
@@ -298,7 +300,7 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
 
 
 def _drop_replaced(fs: Fs, place: Place) -> None:
-    """The checkpoint is committed: what it has replaced may stay until the next save."""
+    """The checkpoint is committed, so the replaced one may stay until the next save."""
     try:
         delete(fs, place.partial)
     except StateholdError as error:
@@ -323,7 +325,7 @@ def _partials(fs: Fs, final: str) -> list[str]:
 
 
 def _paths(metadata: Metadata) -> Mapping[str, Path]:
-    """Where in the state dict the names of the items were, as far as the planner says so."""
+    """The places of the items in the state dict, as far as the planner knows them."""
     data = metadata.planner_data
     if not isinstance(data, Mapping):
         return {}

@@ -1,15 +1,15 @@
-"""One rank's part of a save: the planner's items -> data files, and what the commit has to know.
+"""One rank's part of a save: the planner's items -> data files, and the facts for the commit.
 
-Owns: which file a chunk goes to, and the encoding of values.
+Owns: the file of each chunk, and the encoding of values.
 Invariants: an error of any item, copy or write is raised here, on the thread that torch waits for,
-and the files of the failed attempt are removed; nothing is pickled: a value that no step can hold
-is UnsupportedValueError with the name that torch gives it.
+and the files of the failed attempt are removed. Nothing is pickled: a value that no step can hold
+    is UnsupportedValueError with the name that torch gives it.
 Not here: who writes what (the planner), records and manifest (commit).
 
 A safetensors file holds a name once, so the n-th chunk of a name goes to the rank's n-th file.
-Tensors are copied from where the planner shows them, device memory in pieces through the staging
-buffers. A planner that makes new tensors in resolve_data (to convert dtypes, say) has all of a
-rank's alive at once: the layout of a file is known before its first byte is written.
+Tensors are copied from the places that the planner shows, device memory in pieces through the
+staging buffers. If a planner makes new tensors in resolve_data (to convert dtypes, say), all of a
+rank's new tensors exist at once: the layout of a file is known before its first byte is written.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a save goes, as every rank learns it from its plan."""
+    """The destination of a save, as every rank learns it from its plan."""
 
     final: str
     partial: str
@@ -60,7 +60,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor that this rank wrote. `local`: other ranks may mean other values."""
+    """A box of a tensor that this rank wrote. `local`: other ranks may have other values."""
 
     name: str
     dtype: str
@@ -71,7 +71,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one rank wrote: its files, and the nodes of its values by the names torch gives them."""
+    """The files of one rank, and the nodes of its values by the names torch gives them."""
 
     files: tuple[FileEntry, ...]
     chunks: dict[str, tuple[Chunk, ...]]
@@ -91,14 +91,18 @@ class _Items:
 def write_items(
     machine: Machine, fs: Fs, place: Place, plan: SavePlan, planner: SavePlanner, alone: bool
 ) -> Written:
-    """Write the data files of one rank, durably (D1, D2). `alone`: the ranks did not share out who
-    writes what, so plain tensors of one name may differ between them."""
+    """Write the data files of one rank, durably (D1, D2).
+
+    `alone`: the ranks did not share out the writing, so plain tensors of one name may differ
+    between them.
+    """
     items = _resolve(plan, planner, alone)
     written: list[str] = []
     try:
         return _write_files(machine, fs, place, items, written)
     except BaseException:
-        for path in written:  # what cannot be removed now goes with the attempt's directory
+        # a file that cannot be removed now is removed with the attempt's directory
+        for path in written:
             with contextlib.suppress(StorageError):
                 fs.unlink(path)
         raise
@@ -140,7 +144,7 @@ def _add_tensor(found: _Items, item: WriteItem, planner: SavePlanner, alone: boo
 
 
 def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The tensor without history or subclass, its memory holding the values that it shows."""
+    """The tensor without history or subclass; its memory holds the values that it shows."""
     tensor = tensor.detach()
     check_storable(tensor, name)
     if is_view_of_other_values(tensor):
@@ -193,7 +197,7 @@ def _only(tree: Any) -> Any:
 
 
 def _object_of(item: WriteItem, planner: SavePlanner) -> Any:
-    """The object of a BYTE_IO item: from planners that show it, else out of their bytes."""
+    """The object of a BYTE_IO item: the planner's, or else from its bytes."""
     lookup = getattr(planner, "lookup_object", None)
     if lookup is not None:
         return lookup(item.index)
@@ -221,7 +225,7 @@ def _write_files(
     files: list[FileEntry] = []
     chunks: dict[str, tuple[Chunk, ...]] = {}
     with machine.engine(fs, nbytes) as engine, contextlib.closing(Devices()) as devices:
-        # Of several ranks, those with an empty box of a tensor do not have it in their files.
+        # With several ranks, a rank with an empty box of a tensor does not have it in its files.
         kept = [each for each in items.tensors if each.spec.nbytes or place.world_size == 1]
         for index, tensors in enumerate(_by_file(kept)):
             plan = plan_save(
@@ -241,7 +245,7 @@ def _write_files(
 
 
 def _by_file(tensors: Iterable[CapturedTensor]) -> list[list[CapturedTensor]]:
-    """No name twice in a file; at least one file."""
+    """Check that no name is twice in a file; at least one file."""
     files: list[list[CapturedTensor]] = [[]]
     counts: dict[str, int] = {}
     for tensor in tensors:

@@ -2,13 +2,13 @@
 
     deadline    signals, and the end of this process
     last_step   which step is the last, the same on all ranks
-    hearing     how the ranks tell one another: a thread, which training never waits for
-    leaving     the three together, as the Checkpointer uses them
+    exchange    how the ranks tell each other: a thread, which training never waits for
+    preemption  the three together, as the Checkpointer uses them
 
-The warning itself changes nothing: the state may be half an update old. It makes one of the next
-steps the last, and the save of that one ends the process. Exit codes: LEFT, the last save is
-committed; LATE, it is not known to be, and what was committed before is safe. LEFT is the
-EX_TEMPFAIL of sysexits.h: run it again.
+The warning itself changes nothing, because the state may be half updated. It makes one of the next
+steps the last, and the save of that step ends the process. Exit codes: LEFT, the last save is
+    committed; LATE, it is not known to be committed, and earlier committed steps are safe. LEFT is
+    the EX_TEMPFAIL of sysexits.h: run it again.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The deadline: a signal, or whoever asks, and from then on so many seconds to the process's end.
+"""The deadline: after a signal or a call, the process ends within so many seconds.
 
     Deadline(within_s) -> install(SIGTERM, ...) -> [signal, ask() or end_in()] -> is_asked
         -> left() -> SystemExit(LEFT)
         -> the deadline: the process ends, LATE
 
-Invariants: the process has ended in time after the signal, whatever its threads are doing, even
-when the main thread does not come to run Python. Never half a step: what is not committed by then,
-the next job clears. A fork of the process does not take part.
-Nothing here logs: a log that blocks must not keep the process. `on_asked` is called once the end
-is set, and must not block either.
-Not here: which save is the last (last_step), what the other ranks hear (hearing).
+Invariants: the process ends in time after the signal, whatever its threads are doing, even if the
+main thread does not come to run Python. Never half a step: the next job clears a step that is not
+    committed by then. A fork of the process takes no part. Nothing here logs, because a log that
+    blocks must not keep the process. `on_asked` is called once the end is set, and must not block
+    either.
+Not here: which save is the last (last_step), the messages of the ranks (exchange).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["LATE", "LEFT", "Deadline"]
 
 LEFT, LATE = 75, 76
 
-# A process does not end at once: its threads want a processor, and its memory is given back first.
+# A process does not end at once: its threads need a processor, and its memory is freed first.
 MARGIN = 0.25  # of the time there is
 MARGIN_S_MAX = 2.0
 
@@ -47,7 +47,7 @@ class Deadline:
         self._on_asked = on_asked
         self._pid = os.getpid()
         self._end_s: float | None = None
-        self._guard = threading.RLock()  # a signal's handler may ask in the middle of an asking
+        self._guard = threading.RLock()  # a signal's handler may run in the middle of ask()
         self._code = LATE
         self._previous: dict[signal.Signals, Handler] = {}
         self._is_removed = False
@@ -58,7 +58,7 @@ class Deadline:
         self._watcher = threading.Thread(target=self._watch, name="statehold-leave", daemon=True)
 
     def install(self, *signals: signal.Signals) -> None:
-        """Begin to watch. In the main thread only, as Python has it."""
+        """Begin to watch. Only in the main thread, as Python requires."""
         global _active
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("leave_on() must be called in the main thread")
@@ -72,7 +72,7 @@ class Deadline:
             self._previous[each] = signal.signal(each, self._handle)
         # Written by the signal itself, while the main thread may be inside a long native call.
         before = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        if before != -1:  # another library's: then the handlers have to do
+        if before != -1:  # another library's: then the handlers must suffice
             signal.set_wakeup_fd(before, warn_on_full_buffer=False)
         os.register_at_fork(
             before=self._hold, after_in_parent=self._let_go, after_in_child=self._let_go_in_fork
@@ -85,12 +85,13 @@ class Deadline:
         return self._end_s is not None
 
     def ask(self, within_s: float | None = None, why: str = "leave()") -> None:
-        """What a signal does; in `within_s` seconds, or as long as a signal gives."""
+        """The effect of a signal: end in `within_s` seconds, or as long as a signal gives."""
         within_s = self._within_s if within_s is None else _checked(within_s)
         self.end_in(within_s - min(MARGIN * within_s, MARGIN_S_MAX), why)
 
     def end_in(self, seconds: float, why: str = "another rank") -> None:
-        """End this process so soon, or sooner if that was said before. why: who asks."""
+        """End this process in so many seconds, or sooner if an earlier warning says so. why: the
+        origin."""
         if os.getpid() != self._pid:
             return
         with self._guard:
@@ -100,21 +101,26 @@ class Deadline:
         self._on_asked(why)
 
     def remaining_s(self) -> float:
-        """How long there is, once asked, before this process ends itself."""
+        """The time that is left, once asked, before this process ends itself."""
         assert self._end_s is not None
         return max(0.0, self._end_s - time.monotonic())
 
     def safe(self) -> None:
-        """The last save is committed: whatever happens now, the exit code says so."""
+        """The last save is committed. From now on the exit code says so."""
         self._code = LEFT
 
     def left(self) -> SystemExit:
-        """What to raise when nothing is left to do. The deadline still holds: others' exit handlers
-        may take their time."""
+        """The exception to raise when nothing is left to do.
+
+        The deadline still holds, because others' exit handlers may take their time.
+        """
         return SystemExit(self._code)
 
     def remove(self) -> None:
-        """Stop watching, if nobody has asked; give the signals back. In the main thread only."""
+        """Stop watching, unless this process was asked to leave; restore the signal handlers.
+
+        In the main thread only.
+        """
         global _active
         if self.is_asked or os.getpid() != self._pid or _active is not self:
             return
@@ -129,21 +135,23 @@ class Deadline:
         os.close(self._wake_write)
 
     def _wake(self, number: int = 0) -> None:
-        with contextlib.suppress(OSError):  # full: then it wakes all the same
+        with contextlib.suppress(OSError):  # full: then it still wakes
             os.write(self._wake_write, bytes([number]))
 
     # -- from signals ----------------------------------------------------------------------
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a fork: as if we were not here
+        if os.getpid() != self._pid:  # in a fork this does nothing
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         self._wake(number)
 
     def _hold(self) -> None:
-        """Before a fork: a signal for the fork waits until it has stopped waking this process, and
-        is not lost when Python there forgets the signals of its parent."""
+        """Before a fork: a signal for the fork waits until it has stopped waking this process.
+
+        So it is not lost when Python there forgets the signals of its parent.
+        """
         self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._previous)
 
     def _let_go(self) -> None:

@@ -1,24 +1,24 @@
-"""Hearing: ranks tell one another that they leave, though the warning has reached only some.
+"""How ranks tell each other that they leave, if the warning has reached only some.
 
-    whoever is asked    posts `asked`, with the seconds that are left
-    every rank          looks for it; then stops at its step (last_step) and posts that
-    rank 0              reads them all, posts the newest of them, and the least time of all
-    every rank          reads that, and its training goes on: to the last step, the same on all
+    a rank that is asked   posts `asked`, with the seconds that are left
+    every rank             looks for it; then stops at its step (last_step) and posts that step
+    rank 0                 reads them all, posts the newest of them, and the least time of all
+    every rank             reads that, and its training continues to the last step
 
-No collective, and nothing that training waits for: this is a thread, which is why nobody can wait
-for ever. A rank that waits for the decision (in is_last) waits for threads of this kind only; each
-posts without asking its training thread for anything; so a decision comes as soon as all ranks live
-and their stores answer, also while their training threads wait for one another in a collective.
-A rank that is dead or silent is waited for until the deadline, and that ends the process: no last
-save would be committed without that rank.
+No collective, and nothing that training waits for: this is a thread, so no wait lasts for ever. A
+rank that waits for the decision (in is_last) waits only for threads of this kind. Each posts
+without its training thread. So a decision comes as soon as all ranks live and their stores answer,
+even while their training threads wait for each other in a collective. The ranks wait for a dead or
+silent rank until the deadline, which ends the process. No last save could be committed without that
+rank.
 
-Cheap: while nobody leaves, one key is looked for, `INTERVAL_S` apart, and on large jobs so rarely
-that all ranks together ask QUESTIONS_PER_S at most. A blocking wait would be cheaper still, but
-could not be ended when the process ends.
+Cheap: while no rank leaves, this looks for one key, `INTERVAL_S` apart. On large jobs it looks so
+rarely that all ranks together ask at most QUESTIONS_PER_S. A blocking wait would be cheaper still,
+but could not be ended when the process ends.
 
-Whoever closes says where it has come to, lest the others wait for that. Where the store is gone,
-which is where rank 0 is gone, each rank leaves by itself.
-Not here: which step follows from what was told (last_step), the deadline.
+A rank that closes posts its step, so that the others do not wait for it. If the store is gone, and
+with it rank 0, each rank leaves by itself.
+Not here: which step follows from the messages (last_step), the deadline.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ T = TypeVar("T")
 
 INTERVAL_S = 0.25
 QUESTIONS_PER_S = 2000
-# Once somebody leaves, answers are looked for more often.
+# Once a rank leaves, answers are looked for more often.
 HURRY = 10
 
 ASKED, DECIDED = "leave/asked", "leave/decided"
 
 
 class _Over(Exception):
-    """Nobody needs this thread any more."""
+    """This thread is no longer needed."""
 
 
 class Hearing:
-    """One rank's ear, and its voice."""
+    """The messages of one rank, in and out."""
 
     def __init__(self, peers: Peers, deadline: Deadline, last: LastStep) -> None:
         self._peers = peers
@@ -65,7 +65,7 @@ class Hearing:
         self._is_over = False
         self._has_told = self._has_decided = False
         self.is_deaf = False
-        # No daemon: a thread inside a call of the store must not be there when the process ends.
+        # Not a daemon: a thread inside a call of the store must not exist when the process ends.
         self._thread = threading.Thread(target=self._run, name="statehold-hear")
 
     def start(self) -> None:
@@ -76,15 +76,15 @@ class Hearing:
         self._woken.set()
 
     def stop(self) -> None:
-        """Say where this rank has come to, and end."""
+        """Post the step of this rank, and end."""
         self._is_over = True
         self.wake()
         if self._thread.is_alive():
             self._thread.join()
 
     def part(self, until_s: float) -> None:
-        """All is done here. Rank 0 stays until that is so everywhere: its end may be the end of the
-        store."""
+        """All is done here. Rank 0 stays until all ranks are done, because its end may be the end
+        of the store."""
         self._peers.post(f"leave/done-{self._peers.rank}", b"")
         others = range(1, self._peers.world_size) if self._peers.rank == 0 else ()
         for rank in others:
@@ -100,14 +100,14 @@ class Hearing:
         except _Over:
             with contextlib.suppress(StateholdError):
                 self._say_goodbye()
-        except StateholdError:  # said by the save that fails for the same reason
+        except StateholdError:  # the save that fails for the same reason reports it
             self.is_deaf = True
             if self._deadline.is_asked:
                 self._last.decide(self._last.freeze())
 
     def _await_asked(self) -> None:
         while self._peers.token is None and not self._last.has_begun:
-            self._pause(self._interval_s)  # nobody is kept waiting who has only just been opened
+            self._pause(self._interval_s)  # no rank waits for one that has only just been opened
         self._talk(self._peers.open)
         looked_s = time.monotonic()
         while not self._deadline.is_asked:
@@ -142,7 +142,7 @@ class Hearing:
         self._has_decided = True
 
     def _say_goodbye(self) -> None:
-        """The others may be asked to leave yet, or are about to be told where this rank is."""
+        """The others may still be asked to leave, or are about to read where this rank is."""
         if self._peers.token is None:
             return
         seen = self._last.freeze()
@@ -178,7 +178,9 @@ class Hearing:
 
 
 def _left_s(note: bytes, unseen_s: float) -> float:
-    """What is left of the time that another rank has posted, no longer than `unseen_s` ago. Within
-    that its clock is believed, which may be another host's."""
+    """The rest of the time that another rank has posted, no longer than `unseen_s` ago.
+
+    Within that span its clock, which may be another host's, is trusted.
+    """
     left_s, at_s = json.loads(note)
     return float(left_s - min(max(0.0, time.time() - at_s), unseen_s))

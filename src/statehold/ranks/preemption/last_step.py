@@ -1,15 +1,16 @@
-"""Which step is the last: the first that is asked for after all that some rank has passed.
+"""Which step is the last: the first step after all steps that some rank has passed.
 
     every rank, at each step     is_last(step)      no, at once; noted as seen
     every rank, once one is asked to leave
         freeze()                 the newest step it has seen; from now on a newer one waits
         decide(max over ranks)   newer steps than that are the last
 
-Holds, where all ranks ask for the same steps in the same order: they all get the same answers. A
-rank has answered no to what it had seen, which is at most the maximum; what is newer waits for the
-maximum. So nothing is answered before it is decided, and all steps up to the maximum are answered
-no on all ranks. Restoring and rewinding go back in steps, so places are counted anew after them.
-Not here: how the ranks learn of one another's steps (hearing).
+Invariants: if all ranks ask for the same steps in the same order, they all get the same answers. A
+rank has answered no for the steps that it had seen, which are at most the maximum. A newer step
+waits for the maximum. So nothing is answered before it is decided, and on all ranks the answer is
+no for all steps up to the maximum. Restoring and rewinding go back in steps, so places are counted
+again after them.
+Not here: how the ranks learn each other's steps (exchange).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Position = tuple[int, int]
 
 
 class LastStep:
-    """What one rank knows of the last step. Thread-safe."""
+    """The knowledge of one rank about the last step. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -34,7 +35,7 @@ class LastStep:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step was asked for."""
+        """Whether is_last() was called."""
         return self._seen[1] >= 0
 
     def begin_anew(self) -> None:

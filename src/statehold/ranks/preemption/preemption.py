@@ -1,8 +1,8 @@
-"""Preemption: what is asked at each step, and how the process ends with the last save.
+"""Preemption: the decision at each step, and the end of the process with the last save.
 
-Invariants: a process that is alone takes the next save; of several ranks all take the same one. The
-last save goes to the first level, which is the nearest and so the fastest that can take it, and
-from there to all others at once, for as long as there is time.
+Invariants: a process that is alone takes the next save as the last. Several ranks all take the same
+one. The last save goes to the first level, which is the nearest and so the fastest, or to the next
+one that can take it. From there it goes to all others at once, while there is time.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class Preemption:
         return self._deadline.is_asked
 
     def ask(self, within_s: float | None) -> None:
-        """Leave as if a signal had come. From any thread."""
+        """Act as if a signal had come. From any thread."""
         self._deadline.ask(within_s)
 
     def is_last(self, step: int) -> bool:
-        """Whether the save of `step` is the last. Of several ranks, all ask for the same steps."""
+        """Whether the save of `step` is the last. All of several ranks ask for the same steps."""
         if self._hearing is None or self._hearing.is_deaf:
             return self._deadline.is_asked
         return self._last.is_last(step)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last save is behind us, and all was done that there was time for."""
+        """Whether the last save is over, and everything was done that there was time for."""
         return self._has_ended
 
     def begin_anew(self) -> None:
@@ -67,8 +67,10 @@ class Preemption:
         self._last.begin_anew()
 
     def end(self, committed: Wait, copied: Wait, told: Callable[[], str]) -> NoReturn:
-        """Wait until the last save is committed, then until all levels have it; leave. told: what
-        is committed where, for the log."""
+        """Wait until the last save is committed, then until all levels have it; leave.
+
+        told: the levels that have the step, for the log.
+        """
         deadline, is_safe = self._deadline, False
         try:
             committed(deadline.remaining_s())
@@ -80,7 +82,7 @@ class Preemption:
         try:
             if self._hearing is not None:
                 self._hearing.part(time.monotonic() + deadline.remaining_s())
-        except StateholdError:  # the store went before us
+        except StateholdError:  # the store ended before us
             pass
         self._has_ended = True
         left = deadline.left()
@@ -89,23 +91,29 @@ class Preemption:
         raise left
 
     def failed(self, error: BaseException | None) -> None:
-        """Training ended with `error`. While a job leaves, that is most often the end of another
-        rank, in a collective: logged, and this rank ends as the others do."""
+        """Training ended with `error`.
+
+        While a job leaves, that is most often the end of another rank, in a collective. It is
+        logged, and this rank ends as the others do.
+        """
         if self.is_asked and isinstance(error, Exception):
             logger.error("an exception while leaving", exc_info=error)
             raise self._deadline.left() from error
 
     def part(self) -> None:
-        """This rank has no more steps: the others are not to wait for it."""
+        """This rank has no more steps, so the others must not wait for it."""
         if self._hearing is not None:
             self._hearing.stop()
 
     def remove(self) -> None:
-        """Stop watching, if nobody has asked; give the signals back. In the main thread only."""
+        """Stop watching, unless this process was asked to leave; restore the signal handlers.
+
+        In the main thread only.
+        """
         self._deadline.remove()
 
     def _asked(self, why: str) -> None:
-        """On whatever thread: nothing here waits."""
+        """May run on any thread, and waits for nothing."""
         if not self._was_told:
             self._was_told = True
             self._log.warning(
