@@ -20,13 +20,20 @@ ROOT = Path(__file__).parents[2]
 
 DOCUMENTS = [
     "README.md",
-    "docs/guide.md",
-    "docs/glossary.md",
+    "HACKING.md",
+    "CHANGELOG.md",
+    "STYLE.md",
+    "bench/README.md",
+    "native/README.md",
     "docs/cli.md",
     "docs/dcp.md",
     "docs/durability.md",
     "docs/failures.md",
     "docs/format.md",
+    "docs/glossary.md",
+    "docs/guide.md",
+    "docs/io_study.md",
+    *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/decisions/*.md"))),
 ]
 DONE = [
     f"src/statehold/{name}"
