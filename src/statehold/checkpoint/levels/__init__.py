@@ -1,1 +1,2 @@
-"""Levels: the places a step is kept at, from the nearest and fastest to the farthest and safest."""
+"""Levels: the places where steps are kept, from the nearest and fastest to the farthest and
+safest."""

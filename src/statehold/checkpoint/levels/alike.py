@@ -1,7 +1,7 @@
-"""Whether the ranks of a job were given the same levels, and what differs if not.
+"""Whether the ranks of a job have the same levels, and the difference if not.
 
-All of them go through the levels together, by name and in order; who has others would be waited for
-in vain. Where a level is, and how fast it may be written, may differ from host to host.
+All ranks go through the levels together, by name and in order, and would wait in vain for a rank
+with other levels. The place of a level, and its limit of bandwidth, may differ from host to host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OF_HOST = {"path", "url", "options", "bytes_per_s"}
 
 
 def described(levels: Sequence[Level]) -> str:
-    """What has to be the same on all ranks."""
+    """The parts that must be equal on all ranks."""
     told = []
     for level in levels:
         fields = {name: each for name, each in asdict(level).items() if name not in _OF_HOST}
@@ -32,7 +32,7 @@ def described(levels: Sequence[Level]) -> str:
 
 
 def check_same(levels: Sequence[Level], of_rank_0: str) -> None:
-    """Raises UsageError where these levels, of another rank, are not those of rank 0."""
+    """Raises UsageError if these levels, of another rank, differ from those of rank 0."""
     found = _difference(json.loads(described(levels)), json.loads(of_rank_0))
     if found is not None:
         raise UsageError(

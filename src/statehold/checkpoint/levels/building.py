@@ -1,7 +1,7 @@
-"""Opens the levels of a run: their places, the hosts that they lie on, and the copies between them.
+"""Opens the levels of a run: their places, their hosts, and the copies between them.
 
-Invariants: what was opened is closed in the opposite order, whatever fails on the way.
-Not here: what is done with them (levels), where a level is (opening).
+Invariants: everything is closed in the opposite order of opening, even after an error.
+Not here: the use of the levels (levels), the place of a level (opening).
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ def open_levels(
     give_way: Callable[[], None],
     owned: contextlib.ExitStack,
 ) -> Levels:
-    """The levels of `run`, as `specs` says. give_way: returns when no save needs the processors and
-    the memory more than a copy. owned: closes the places and the hosts; the caller closes the
-    promotions before them."""
+    """The levels of `run`, from `specs`.
+
+    give_way: returns when no save needs the processors and the memory more than a copy.
+    owned: closes the places and the hosts. The caller closes the promotions before them.
+    """
     identity = Identity(run)
     places = _places(run, specs, runtime, peers, identity, owned)
     near = [place for place in places if isinstance(place, DirectoryPlace)]
@@ -63,7 +65,7 @@ def open_levels(
 
 
 def watch_of(spec: Level, watch: Watch) -> LevelWatch:
-    """What is seen of a level."""
+    """The watch of a level."""
     return watch.level(spec.name, moving="upload" if isinstance(spec, ObjectStore) else "write")
 
 
@@ -93,7 +95,7 @@ def _places(
 def _copies(
     specs: Sequence[Level], places: Sequence[Place], peers: Peers | None
 ) -> list[tuple[Level, CopiesPlace]]:
-    """The copies that hosts keep for each other, as levels that steps go to."""
+    """The copies that hosts keep for each other, as levels that get steps."""
     return [
         (replace(spec, name=place.copies.name, every=every), place.copies)
         for spec, place in zip(specs, places, strict=True)
@@ -105,5 +107,5 @@ def _copies(
 def _close(place: Place) -> None:
     try:
         place.close()
-    except StateholdError as error:  # at the end there is nobody left to raise to
+    except StateholdError as error:  # at the end no caller is left to get the error
         logger.warning("could not remove a retired step\n%s", error)

@@ -1,13 +1,13 @@
-"""How the parts of all ranks become one step: in one meeting, or in two.
+"""How the parts of all ranks become one step, in one round or in two.
 
     1   every rank has done its part, or says why not; at a level that all see, rank 0 then commits
-    2   at a level of several hosts: the first rank of each publishes the same manifest there; the
-        step is committed when all have, and no earlier
+    2   at a level of several hosts: the first rank of each host publishes the same manifest there;
+        the step is committed when all have, and no earlier
 
-Invariants: what fails on one rank fails on all, by name and in time; a rank that is lost between
-the rounds leaves a step on some hosts that is offered nowhere (census). On one host there is no
+Invariants: a failure on one rank is a failure on all, by name and in time. If a rank is lost
+between the rounds, some hosts have a step that no reader sees (census). On one host there is no
 second round.
-Not here: what a part is (copying, team), how ranks talk (ranks/peers).
+Not here: the parts (copying, save/publishing), how ranks talk (ranks/peers).
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = ["HALF_PUBLISHED", "CommitRounds"]
 
-# The fact of an error in the second round: hosts may have published what is no step.
+# The fact of an error in the second round: some hosts may have published a step that does not
+# count.
 HALF_PUBLISHED = "half published"
 
 
 @dataclass(frozen=True, slots=True)
 class CommitRounds:
-    """The rounds of one save, or one copy: its kind and number, the same on all ranks. `doing`: for
+    """The rounds of one save or copy: its kind and number, the same on all ranks. `doing`: for
     messages."""
 
     peers: Peers | None
@@ -39,7 +40,7 @@ class CommitRounds:
     doing: str
 
     def at(self, place: Place, commit: Callable[[], None]) -> Callable[[], None]:
-        """What rank 0 does in the first round: `commit`, at a level that all see."""
+        """The work of rank 0 in the first round: `commit`, at a level that all see."""
         return commit if not place.is_apart else _nothing
 
     def meet(
@@ -49,12 +50,15 @@ class CommitRounds:
         failure: Exception | None,
         then: Callable[[], None],
     ) -> None:
-        """The first round: `check` raises, on rank 0, where what all ranks tell is not well; else
-        `then` is done there. `failure`: why this rank's part is not there."""
+        """The first round.
+
+        On rank 0, `check` raises if the messages of the ranks are not well; otherwise `then` runs
+        there. `failure`: why this rank's part is missing.
+        """
         self._meet(self.kind, told, check, failure, then)
 
     def publish(self, place: Place, commit: Callable[[], None]) -> None:
-        """The second round, where there is one."""
+        """The second round, if there is one."""
         if not place.is_apart:
             return
         failure: Exception | None = None

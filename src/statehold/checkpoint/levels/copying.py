@@ -1,11 +1,11 @@
 """One rank's part of a committed step, copied from one place to another and verified on the way.
 
-Owns: what a part is (data files, cut into segments with checksums, and documents), and the two ways
-a data file travels: through the engine into a file, or as a sequence of blocks to whoever takes
-them. Both read block by block: memory does not grow with the file. The ranks that copy a step may
-be more or fewer than those that saved it: together they copy all of it, each file once.
-Invariants: a copy that differs from what was committed in one byte ends with ChecksumError, before
-the step is published there. Nothing is unpacked: the same files and documents are at every level.
+Owns: the definition of a part (data files, cut into segments with checksums, and documents), and
+the two ways of a data file: through the engine into a file, or as a sequence of blocks to a caller.
+    Both read block by block, so memory does not grow with the file. The number of ranks may differ
+between save and copy: together they copy all of the step, each file once.
+Invariants: a copy that differs from the committed step in one byte ends with ChecksumError, before
+the step is published there. Nothing is unpacked: every level has the same files and documents.
 Not here: which step goes where and when (promoting), the commit of the target (store, objects).
 """
 
@@ -56,7 +56,8 @@ class SourceFile(Protocol):
 
 
 class Source(Protocol):
-    """Where steps, or the files of one, can be read: documents, and data files."""
+    """A place from which steps, or the files of one step, can be read: documents, and data
+    files."""
 
     def read_file(self, path: str, max_bytes: int) -> bytes: ...
     def open_read(self, path: str) -> SourceFile: ...
@@ -91,8 +92,10 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank has to copy of a step: data files, and records (name, content), if it has some.
-    `manifest` is the same on all ranks."""
+    """The part that a rank has to copy of a step: data files, and records (name, content), if any.
+
+    `manifest` is the same on all ranks.
+    """
 
     files: tuple[DataFile, ...]
     records: tuple[tuple[str, bytes], ...]
@@ -105,9 +108,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A rank's part on its way from `source`, where its files are by their names, to a place, as
-    `step` and `attempt` there. before: called with a number of bytes ahead of moving them; it may
-    wait, or raise. seen: is told of each file."""
+    """A rank's part on its way from `source`, which finds its files by name, to a place.
+
+    There it is `step` and `attempt`. before: called with a number of bytes before they are moved;
+    it
+    may wait, or raise. seen: gets each file.
+    """
 
     step: int
     attempt: str | None
@@ -118,8 +124,10 @@ class Copy:
 
     @contextlib.contextmanager
     def blocks(self, file: DataFile) -> Iterator[Iterator[memoryview]]:
-        """A data file of the part, block by block and verified, while it is copied: from where it
-        lies, where that is memory, else as blocks() has it."""
+        """A data file of the part, block by block and verified, while it is copied.
+
+        It is taken from its place if that is memory, and otherwise from blocks().
+        """
         with contextlib.ExitStack() as opened:
             view = self._view(file)
             if view is None:
@@ -131,14 +139,14 @@ class Copy:
 
     def _view(self, file: DataFile) -> _core.File | None:
         if isinstance(self.source, Viewing):
-            # It may not be in memory, or be damaged: whoever reads it instead finds out.
+            # It may not be in memory, or be damaged. The code that reads it instead finds out.
             with contextlib.suppress(StorageError, CorruptionError):
                 return self.source.open_view(file.name, file.bytes)
         return None
 
     @contextlib.contextmanager
     def opened(self, file: DataFile) -> Iterator[SourceFile]:
-        """A data file of the part, where it comes from, while it is copied."""
+        """A data file of the part, at its source, while it is copied."""
         found = self.source.open_read(file.name)
         try:
             with self.seen.file(file.name, file.bytes):
@@ -149,7 +157,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A source that says how long it was read."""
+    """A source that counts the time of its reads."""
 
     source: SourceFile
     seen: CopyWatch
@@ -173,8 +181,10 @@ class Copied:
 
 
 def part_of(source: Source, where: str, share: Callable[[int], Collection[int]]) -> Part:
-    """What a rank has to copy of a step: what those wrote whom `share` names, told how many did.
-    where: the directory of the step, for messages. Raises as reading a step does."""
+    """The part of a step to copy: the files of the ranks in `share`, which gets their number.
+
+    where: the directory of the step, for messages. Raises as reading a step does.
+    """
     raw = source.read_file(MANIFEST_NAME, DOCUMENT_BYTES_MAX)
     manifest = Manifest.decode(raw, f"{where}/{MANIFEST_NAME}")
     if isinstance(manifest, Manifest):
@@ -226,9 +236,9 @@ def write_copy(
 ) -> None:
     """D1 and D2 of a data file: copy it from `source` into `target`, durably.
 
-    before: called with a number of bytes ahead of copying them; it may wait, or raise to stop.
-    there: `target`, opened for reading, if an earlier copy has left it: what it has is verified and
-    left alone, block by block.
+    before: called with a number of bytes before they are copied; it may wait, or raise to stop.
+    there: `target`, opened for reading, if an earlier copy has left it. Its good blocks are
+        verified and kept.
     """
     left = Left(file, there) if there is not None else None
     before(file.spans[0].end)
@@ -242,7 +252,7 @@ def write_copy(
                 begin, end, at = _extent(file, fill)
                 before(end - begin)
                 memory = fill.view[at : at + end - begin]
-                # The first block also has the header, of which the engine takes care.
+                # The first block also has the header, which the engine handles.
                 told.is_there = not at and left is not None and left.read_into(memory, begin)
                 if not told.is_there:
                     source.read_into(memory, begin)
@@ -271,7 +281,7 @@ def _start(engine: Engine, file: DataFile, header: bytes) -> WriteJob:
 
 @dataclass(slots=True)
 class Told:
-    """What is said of a buffer when it is given back."""
+    """The message about a buffer when it is given back."""
 
     is_there: bool = False
 
@@ -289,8 +299,10 @@ def _given_back(job: WriteJob, fill: Fill) -> Iterator[Told]:
 
 
 def _extent(file: DataFile, fill: Fill) -> tuple[int, int, int]:
-    """The range of the file that a buffer wants, and where in the buffer it begins. The data of a
-    file has no gaps, so the pieces of a buffer are one range."""
+    """The range of the file that a buffer wants, and its offset in the buffer.
+
+    The data of a file has no gaps, so the pieces of a buffer are one range.
+    """
     first, last = fill.pieces[0], fill.pieces[-1]
     begin = file.spans[first[0]].begin + first[1]
     end = file.spans[last[0]].begin + last[1] + last[3]
@@ -298,7 +310,7 @@ def _extent(file: DataFile, fill: Fill) -> tuple[int, int, int]:
 
 
 def _compare(file: DataFile, sums: bytes) -> None:
-    """The engine's checksums of all pieces, in file order, against the committed ones."""
+    """Compare the engine's checksums of all pieces, in file order, with the committed ones."""
     got = array("Q", sums)
     at = 0
     for span in file.spans:
@@ -330,8 +342,10 @@ def _mismatch(
 
 
 class Left:
-    """What an earlier copy has left of a file. Not trusted: a block counts if every piece of it has
-    its checksum."""
+    """The part of a file that an earlier copy has left.
+
+    It is not trusted: a block counts only if every piece of it has its checksum.
+    """
 
     def __init__(self, file: DataFile, there: SourceFile) -> None:
         self._there = there
@@ -342,10 +356,10 @@ class Left:
         }
 
     def read_into(self, memory: memoryview, begin: int) -> bool:
-        """Read what is there from `begin` on; False if it is not what it should be."""
+        """Read from `begin` on; False if the bytes are not the expected ones."""
         try:
             self._there.read_into(memory, begin)
-        except StateholdError:  # cut, or not readable: there is a source
+        except StateholdError:  # cut, or not readable: the source has it
             return False
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         at = begin
@@ -363,8 +377,11 @@ class Left:
 
 
 def blocks(file: DataFile, source: SourceFile) -> Iterator[memoryview]:
-    """The file, block by block and verified; a block is valid until the next is asked for two
-    times, so that one can be sent while the next one is read."""
+    """The file, block by block and verified.
+
+    A block stays valid until the second next is asked for, so it can be sent while the next is
+    read.
+    """
     memories = [bytearray(min(BLOCK_BYTES, file.bytes)) for _ in range(2)]
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
     for number, (begin, end, cuts) in enumerate(_verified_by(file)):
@@ -377,12 +394,12 @@ def blocks(file: DataFile, source: SourceFile) -> Iterator[memoryview]:
 def viewed_blocks(file: DataFile, view: _core.File) -> Iterator[memoryview]:
     """blocks(), of a file that is memory: read-only, verified in place, and valid for ever.
 
-    A block is sent some time after it was verified, from the same memory: nothing may change it in
-    between. Nothing of ours does: a committed file is never written, and one that was retired or
-    replaced is not overwritten as long as anybody, here or in another process, has it mapped
-    (Store, Fs.can_reuse); the view is such a mapping, and whoever sends a block holds the view.
-    What a stranger changes in that moment arrives as damage, and is found by whoever reads it
-    there, like damage that comes later.
+    A block is sent some time after it was verified, from the same memory, and nothing may change it
+    in
+    between. statehold does not: it never writes a committed file. It does not overwrite a retired
+        or replaced file while any process has it mapped (Store, Fs.can_reuse). The view is such a
+        mapping, and the sender of a block holds the view. A change by a stranger in that moment
+        arrives as damage, which a reader there finds, like damage that comes later.
     """
     memory, address = view.view, view.address
     for begin, end, cuts in _verified_by(file):
@@ -394,8 +411,10 @@ Cut = tuple[Span, int, int, int]
 
 
 def _verified_by(file: DataFile) -> Iterator[tuple[int, int, list[Cut]]]:
-    """(begin, end) of each block, and what verifies it: (span, begin, end, checksum) of the pieces
-    that end in it, which is where they begin, too: blocks are whole pieces."""
+    """(begin, end) of each block, and the pieces that verify it: (span, begin, end, checksum).
+
+    Blocks are whole pieces, so the pieces that end in a block also begin in it.
+    """
     cuts = [
         (span, begin, end, expected)
         for span in file.spans

@@ -1,12 +1,12 @@
-"""The levels of an open run: where its steps are, and how they get from one level to the next.
+"""The levels of an open run: the places of its steps, and the copies from one level to the next.
 
-    places       every level, from the nearest on; `near` are those that are directories
-    hosts        who is on which host, where each host has a level for itself
+    places       every level, the nearest first; `near` are those that are directories
+    hosts        which rank is on which host, if each host has a level for itself
     promotions   the copies from the first level to the others
-    notes        what the run says of itself, for whoever looks at it later
+    notes        the run's notes about itself, for people and commands
 
-Invariants: nothing on the storage is changed before prepare(), and only by one job.
-Not here: how levels are opened (building), what a level is (places), what a copy is (promoting).
+Invariants: nothing on the storage changes before prepare(), and only one job changes it.
+Not here: how levels are opened (building), the places (places), the copies (promoting).
 """
 
 from __future__ import annotations
@@ -55,11 +55,14 @@ class Levels:
     # -- reading ---------------------------------------------------------------------------
 
     def nearest(self, drain: Callable[[], None]) -> Nearest:
-        """The steps of all levels, for one look at them. All ranks together, where a level lies on
-        several hosts. `drain` ends the saves under way."""
+        """The steps of all levels, for one look at them.
+
+        All ranks call this together if a level lies on several hosts. `drain` ends the saves under
+        way.
+        """
         self.hosts.meet()
         if self.hosts.are_apart:
-            drain()  # what is published on some hosts, and not on others, is no step
+            drain()  # a step that only some hosts have published does not count
         self.hosts.census()
         self.promotions.look()
         views: list[ReadableLevel] = [
@@ -70,8 +73,10 @@ class Levels:
         return Nearest(views, os.path.realpath(self.run))
 
     def check_there(self) -> None:
-        """Where no step was found: a directory that cannot be a run is an error. One level that
-        could take saves is enough."""
+        """If no step was found: raise for a directory that cannot be a run.
+
+        One level that could take saves is enough.
+        """
         for place in reversed(self.near):
             try:
                 place.store.check_there()
@@ -82,11 +87,11 @@ class Levels:
                 return
 
     def restored(self, step: int, served: Collection[str]) -> None:
-        """`step` was restored from the levels named in `served`: see whose steps those are."""
+        """`step` was restored from the levels named in `served`: find out which run owns it."""
         self.notes.restored(step, served, self.near)
 
     def status(self, first: LevelStatus) -> list[LevelStatus]:
-        """How all levels stand; `first` is what is known of the first one but for its steps."""
+        """The status of all levels; `first` is that of the first one, except for its steps."""
         newest, error = None, first.error
         try:
             newest = max(self.near[0].steps(), default=None)
@@ -95,7 +100,7 @@ class Levels:
         return [replace(first, newest=newest, error=error), *self.promotions.status()]
 
     def having(self, step: int, place: DirectoryPlace) -> str:
-        """Which levels have a step that was saved at `place`, for the log; asks no storage."""
+        """The levels that have a step that was saved at `place`, for the log; asks no storage."""
         others = [each.name for each in self.promotions.status() if each.newest == step]
         names = dict.fromkeys([place.name, *others])
         return f"step {step} is committed at level{'s' * (len(names) > 1)} {', '.join(names)}"
@@ -103,8 +108,10 @@ class Levels:
     # -- saving ----------------------------------------------------------------------------
 
     def prepare(self, make_way: Callable[[], bool]) -> None:
-        """Create the run directory, lock it and clear what a crash left, where this rank leads.
-        make_way: ends what else in this process has the run, if it can."""
+        """Create the run directory, lock it and clear leftovers of a crash, if this rank leads.
+
+        make_way: ends other users of the run in this process, if it can.
+        """
         try:
             try:
                 self.near[0].prepare(self._token)
@@ -115,36 +122,40 @@ class Levels:
         except StorageError:
             if len(self.near) == 1:
                 raise
-            # Saves go to the next level, and say why.
+            # Saves go to the next level, and log why.
 
     @property
     def was_taken_over(self) -> bool:
-        """Whether an agent had the run, which could not end its work."""
+        """Whether an agent held the run and could not end its work."""
         return self.near[0].was_taken_over
 
     @property
     def has_copies(self) -> bool:
-        """Whether steps go on from the first level."""
+        """Whether steps are copied on from the first level."""
         return bool(self.promotions.status())
 
     def check_order(self, step: int, under_way: int | None) -> None:
-        """Refuse a save that would not become the newest step of all levels. under_way: the newest
-        step among the saves that have not ended."""
+        """Refuse a save that would not become the newest step of all levels.
+
+        under_way: the newest step among the saves that have not ended.
+        """
         known = (under_way, self.promotions.newest())
         newest = max((each for each in known if each is not None), default=None)
-        # Where the first level is away, saves go to the next one; it is asked when it is back.
+        # If the first level is unreachable, saves go to the next one. It is asked when it is back.
         self.near[0].check_order(step, newest, may_be_away=len(self.near) > 1)
 
     def look(self, meeting: Meeting) -> None:
-        """See what is there, before it is decided what is copied."""
+        """Look which steps exist, before copies are decided."""
         self.hosts.census(meeting)
         self.promotions.look()
 
     # -- steps that go ---------------------------------------------------------------------
 
     def claim(self, step: int) -> bool:
-        """With nothing under way: take the lock of each directory that has `step`, where this rank
-        leads. False where another job has a lock, or the directory may not be written."""
+        """With nothing under way: lock each directory that has `step`, if this rank leads.
+
+        False if another job has a lock, or the directory may not be written.
+        """
         try:
             for place in self._leading(step):
                 place.prepare(self._token)
@@ -153,20 +164,22 @@ class Levels:
         return True
 
     def quarantine(self, step: int) -> str:
-        """Set a damaged step aside in every directory that this rank leads in, after claim(); where
-        it is now at the first level that had it."""
+        """Set a damaged step aside in every directory that this rank leads, after claim().
+
+        Returns its new place at the first level that had it.
+        """
         kept = [place.quarantine(step) for place in self._leading(step)]
         return kept[0] if kept else self.store.path(step)
 
     def rewind(self, step: int) -> list[int]:
-        """Discard what is newer than `step` at every level, where this rank leads."""
+        """Discard the steps newer than `step` at every level, if this rank leads."""
         first = self.near[0]
         first.prepare(self._token)
         discarded = set(first.rewind(step)) if first.leads else set()
         return sorted(discarded | self.promotions.rewind(step))
 
     def forget(self, steps: Collection[int]) -> None:
-        """These are at no level any more. All ranks, with nothing under way."""
+        """These steps are at no level any more. All ranks call this, with nothing under way."""
         for place in self.near:
             place.forget(steps)
             place.store.look_again()

@@ -1,8 +1,8 @@
-"""Where the steps of a memory level are: a directory of this user and this run below /dev/shm.
+"""The place of the steps of a memory level: a directory of this user and this run below /dev/shm.
 
-Invariants: what is there belongs to this user and nobody else may look into it; whatever else has
-the name is refused, and neither followed nor changed. The directory is found again by whoever opens
-the same run on the same host, until the host restarts.
+Invariants: the directory belongs to this user, and no other user may look into it. Anything else
+with that name is refused, and neither followed nor changed. A process that opens the same run on
+the same host finds the directory again, until the host restarts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHARED_MEMORY = "/dev/shm"
 
 
 def memory_root(run: str, base: str = SHARED_MEMORY) -> str:
-    """The directory for the run directory `run`; what is above it exists on return."""
+    """The directory for the run directory `run`; its parent exists on return."""
     home = os.path.join(base, f"statehold-{os.getuid()}")
     try:
         os.mkdir(home, 0o700)

@@ -1,10 +1,10 @@
-"""Files of a far place, brought near before they are read: only the ranges that are needed.
+"""Files of a far place, fetched before they are read: only the needed ranges.
 
-A file comes near as a sparse one of its full length, with the needed ranges in their places: what
-reads it has the same offsets as everywhere, and checks the same checksums.
-Owns: where such files lie, and when they go: when the step is not read any more, or at close().
-Invariants: a range has its storage before a byte of it is written as memory; without room, that is
-an error with a name and not a signal. Names of files here are nobody else's.
+A fetched file is a sparse one of its full length, with the needed ranges in their places. So its
+readers use the same offsets as everywhere, and check the same checksums.
+Owns: the place of such files, and their end: when the step is not read any more, or at close().
+Invariants: a range has its storage before a byte of it is written as memory. Without space, that is
+an error with a name, and not a signal. No other process uses the names of these files.
 Not here: how ranges are fetched (checkpoint/store/objects, remote), which ranges (reads).
 """
 
@@ -23,19 +23,21 @@ from statehold.io.objects.parallel import Target
 
 __all__ = ["PREFIX", "NearFiles", "coalesced"]
 
-# Of the directories that such files lie in; the number of the process comes next.
+# Of the directories of such files; the number of the process comes next.
 PREFIX = ".statehold-fetched-"
 
-# A request costs as much as so many bytes, or more, wherever it goes: what lies between two ranges
-# that are closer comes along.
+# A request costs at least as much as so many bytes. If two ranges are closer than this, the bytes
+# between them are fetched, too.
 GAP_BYTES = 1 << 20
 
 Range = tuple[int, int]
 
 
 class NearFiles:
-    """Files brought near into `directories`: the first with room is taken. Thread-safe; one file of
-    a step is brought by one thread at a time."""
+    """Files fetched into `directories`; the first with space is taken.
+
+    Thread-safe; one thread at a time fetches one file of a step.
+    """
 
     def __init__(self, directories: Sequence[str]) -> None:
         self._directories = directories
@@ -52,7 +54,9 @@ class NearFiles:
         fetch: Callable[[Sequence[Target]], None],
     ) -> str:
         """The path of a file of which `fetch` has filled the ranges `needed` (None: all of it).
-        One that was brought before is brought anew: who asks again was not content with it."""
+
+        A second call fetches the file again, because the caller was not content with the first one.
+        """
         self._drop(step, name)
         wanted = coalesced([(0, nbytes)] if needed is None else needed)
         folder = self._folder_for(sum(end - begin for begin, end in wanted))
@@ -69,7 +73,7 @@ class NearFiles:
 
     @contextlib.contextmanager
     def reading(self, step: int) -> Iterator[None]:
-        """Keep what is brought near of a step until here, and no longer."""
+        """Keep the fetched files of a step until here, and no longer."""
         with self._guard:
             self._readers[step] = self._readers.get(step, 0) + 1
         try:
@@ -97,7 +101,7 @@ class NearFiles:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _folder_for(self, nbytes: int) -> str:
-        """A new directory with room for so much."""
+        """A new directory with space for so many bytes."""
         for directory in self._directories:
             with contextlib.suppress(OSError):
                 free = os.statvfs(directory)
@@ -110,8 +114,7 @@ class NearFiles:
 
 
 def coalesced(ranges: Sequence[Range], gap_bytes: int = GAP_BYTES) -> list[Range]:
-    """Ranges in order, without those that are empty; two with at most `gap_bytes` between them are
-    one."""
+    """Ranges in order, without empty ones; two with at most `gap_bytes` between them become one."""
     found: list[Range] = []
     for begin, end in sorted(each for each in ranges if each[0] < each[1]):
         if found and begin - found[-1][1] <= gap_bytes:
@@ -122,7 +125,7 @@ def coalesced(ranges: Sequence[Range], gap_bytes: int = GAP_BYTES) -> list[Range
 
 
 def _allocated(path: str, nbytes: int, ranges: Sequence[Range]) -> memoryview:
-    """A new file as memory, of which `ranges` have their storage; mapped as long as it is used."""
+    """A new file as memory, with storage for `ranges`; mapped as long as it is used."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:

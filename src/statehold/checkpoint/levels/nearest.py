@@ -1,15 +1,15 @@
 """The steps of a run over all its levels: each file is read from the nearest place that has it.
 
-Owns: which place serves which file of a step, and what happens when a copy turns out to be bad: it
-is not used again, and the next place is asked.
-Invariants: nothing is believed because of where it is: documents are sealed and files checksummed,
-so files of one step may come from different places. A step is damaged when a file of it is intact
-nowhere; where a place cannot be read, nobody knows that, and its error is raised instead: a step is
-not given up for a disk that fails. All files of a restore are of one save of the step. A writer may
-save the step again, or retire it, meanwhile: a place that has changed since it was read is passed
-over, and is no damage.
-Not here: what is read of a step (reads), when the ranks try again (restoring), which save a place
-has (saves).
+Owns: which place serves which file of a step, and the reaction to a bad copy: it is not used again,
+and the next place is asked.
+Invariants: nothing is trusted because of its place. Documents are sealed and files have checksums,
+so files of one step may come from different places. A step is damaged if no place has an intact
+copy of one of its files. If a place cannot be read, that is unknown, and its error is raised: a
+    failing disk is no reason to set a step aside. All files of a restore belong to one save of the
+    step. A writer may save the step again, or retire it, meanwhile. A place that has changed since
+    it was read is skipped, and does not count as damage.
+Not here: which parts of a step are read (reads), when the ranks try again (restoring), which save a
+place has (saves).
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ __all__ = ["Nearest", "Next", "ReadableLevel"]
 
 logger = logging.getLogger("statehold")
 
-# A writer that cannot exchange names takes a step's name away for a moment at each new save of it.
+# A writer that cannot exchange names removes a step's name for a moment at each new save of it.
 ELSEWHERE_MAX = 10
 
 
 class Next(IntEnum):
-    """What a restore does after a failed read. Of several ranks' answers the highest one counts."""
+    """The next action of a restore after a failed read. Of several ranks' answers the highest
+    counts."""
 
     GIVE_UP = 0
-    OTHER_COPY = 1  # read the step again, without what was bad
-    OTHER_SAVE = 2  # read the step as another level has it, from an earlier or later save
-    ANEW = 3  # the step was saved again, or retired: look again which steps there are
+    OTHER_COPY = 1  # read the step again, without the bad copy
+    OTHER_SAVE = 2  # read another save of the step from another level
+    ANEW = 3  # the step was saved again, or retired: list the steps again
 
 
 class ReadableLevel(Protocol):
-    """What is asked of a place: as of checkpoint/levels/places, where what each does is said."""
+    """The interface of a place; checkpoint/levels/places describes the methods."""
 
     @property
     def name(self) -> str: ...
@@ -68,7 +69,7 @@ class ReadableLevel(Protocol):
 
 
 class Nearest:
-    """All steps of a run, for one restore; `places` from the nearest on. Not thread-safe."""
+    """All steps of a run, for one restore; `places` with the nearest first. Not thread-safe."""
 
     def __init__(self, places: Sequence[ReadableLevel], run: str) -> None:
         self._places = list(places)
@@ -79,14 +80,17 @@ class Nearest:
         self._found: dict[str, set[int]] | None = None
         self._unread: StorageError | None = None
         self._unread_at = ""
-        self._told: set[str] = set()  # levels of which it was said that they cannot be read
-        self._said: set[tuple[int, str, str]] = set()  # bad copies of which it was said
+        self._told: set[str] = set()  # levels whose read errors were logged
+        self._said: set[tuple[int, str, str]] = set()  # bad copies that were logged
         self._elsewhere: Counter[tuple[int, str]] = Counter()  # how often a file was missing
         self.saves = Saves()
 
     def steps(self) -> list[int]:
-        """The steps that are committed anywhere, oldest first. A level that cannot be read is
-        passed over, but not where all others are empty: that would be no steps at all."""
+        """The steps that are committed anywhere, oldest first.
+
+        A level that cannot be read is skipped, unless all others are empty: that would be no steps
+        at all.
+        """
         self._found = None
         found = sorted(set().union(*self._steps_by_place().values()))
         if self._unread is not None and not found:
@@ -105,7 +109,7 @@ class Nearest:
         return self._run
 
     def path(self, step: int) -> str:
-        """Where a step is called to be, for messages and errors: at the nearest place."""
+        """The name of a step's place, for messages and errors: at the nearest place."""
         return f"{self._run}/step-{step:012d}"
 
     def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
@@ -121,8 +125,10 @@ class Nearest:
     def locate(
         self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
     ) -> str:
-        """The path from which to read `ranges` (None: all) of a data file. Files of an open step
-        may be located by several threads."""
+        """The path from which to read `ranges` (None: all) of a data file.
+
+        Several threads may locate files of an open step.
+        """
         for place in self._having(step, name):
             try:
                 path = place.find(step, name, nbytes, ranges)
@@ -139,7 +145,7 @@ class Nearest:
 
     @contextlib.contextmanager
     def protect(self, step: int) -> Iterator[None]:
-        """Keep a step, wherever it is, while it is read."""
+        """Keep a step, at every place, while it is read."""
         with contextlib.ExitStack() as kept:
             for place in self._places:
                 kept.enter_context(place.protect(step))
@@ -151,11 +157,11 @@ class Nearest:
         return len(self._places) > 1
 
     def after(self, step: int, error: Exception) -> Next:
-        """What to do after `error` in reading a step here.
+        """The action after `error` in reading a step here.
 
-        Believes the error's fact "file", or its path; an error that names no file that was read
-        from here is none of a copy. OTHER_COPY also where the last copy is damaged and one before
-        could not be read: what is tried next then raises that.
+        Uses the error's fact "file", or its path. An error without a file that was read from here
+        is not about a copy. OTHER_COPY also if the last copy is damaged and an earlier one could
+        not be read; the next try then raises that error.
         """
         self._found = None
         if isinstance(error, StepNotFoundError) or self._has_changed(step, error):
@@ -172,7 +178,7 @@ class Nearest:
         self._found = None
 
     def forget(self, step: int) -> None:
-        """Begin a step anew: nothing is known of its copies."""
+        """Begin a step again: nothing is known of its copies."""
         self._found = None
         self._bad = {at for at in self._bad if at[0] != step}
         self._unreadable = {at: why for at, why in self._unreadable.items() if at[0] != step}
@@ -194,8 +200,10 @@ class Nearest:
         )
 
     def _was_elsewhere(self, step: int, error: Exception) -> bool:
-        """Whether a file was missing that is there: its step had another name for a moment. A file
-        that is missing again and again is a bad copy."""
+        """Whether a missing file exists: its step had another name for a moment.
+
+        A file that is missing again and again is a bad copy.
+        """
         name = os.path.basename(missing_path(error) or "")
         place = self._served.get((step, name))
         if place is None or self._elsewhere[step, name] >= ELSEWHERE_MAX:
@@ -204,7 +212,7 @@ class Nearest:
         return place.has_file(step, name)
 
     def _other(self, step: int, error: CorruptionError | StorageError) -> Next:
-        """Whether another copy of the file that was bad, or another save, is left to try."""
+        """Whether another copy of the bad file, or another save, is left to try."""
         path = getattr(error, "path", "") or error.facts.get("file", "")
         name = os.path.basename(str(path))
         place = self._served.get((step, name))
@@ -237,8 +245,10 @@ class Nearest:
             return set()
 
     def _having(self, step: int, name: str) -> list[ReadableLevel]:
-        """The places to ask for a file of a step, the nearest first. What has to stand in for a bad
-        copy is of the save that is open."""
+        """The places to ask for a file of a step, the nearest first.
+
+        A place that replaces a bad copy must have the open save.
+        """
         found, having = self._steps_by_place(), []
         is_first = not self.saves.has_given_up(step)
         for place in self._places:

@@ -1,8 +1,8 @@
-"""A level in an object store: steps go there as objects, and come near again before they are read.
+"""A level in an object store: steps become objects, and are fetched before they are read.
 
-Owns: the names of attempts, which follow from what is copied.
-Not here: objects and their commit (store/objects), which step (promoting), the bytes (copying),
-where files lie that are brought near (near_files).
+Owns: the names of attempts, which follow from the copied manifest.
+Not here: objects and their commit (store/objects), which step (promoting), the bytes (copying), the
+place of fetched files (near_files).
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ __all__ = ["ObjectPlace"]
 class ObjectPlace(Shared):
     """The steps of a run in an object store.
 
-    keep: committed steps to keep; None keeps all. leads: this rank clears and retires. near:
-    directories in which files that are read may lie for a while. identity: of the run.
+    keep: committed steps to keep; None keeps all.
+    leads: this rank clears and retires.
+    near: directories for fetched files.
+    identity: of the run.
     yields: an agent opens it.
     """
 
@@ -50,7 +52,7 @@ class ObjectPlace(Shared):
         self.leads = leads
         self._near = NearFiles(near)
         self.owned = OwnedPrefix(name, objects, identity, leads=leads, yields=yields)
-        self._taken: tuple[int, str] | None = None  # what is being copied: step and attempt
+        self._taken: tuple[int, str] | None = None  # the step and attempt that is being copied
 
     @property
     def takes_steps(self) -> bool:
@@ -83,17 +85,17 @@ class ObjectPlace(Shared):
         return False
 
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
-        # Who reads a step that is replaced in the store is told, and asks again.
+        # A reader of a step that is replaced in the store gets an error, and asks again.
         return self._near.reading(step)
 
     def prepare(self, token: str | None) -> None:
-        pass  # what earlier jobs have left goes when another step comes
+        pass  # leftovers of earlier jobs are deleted when another step comes
 
     def take(self, copy: Copy) -> None:
         step, attempt = copy.step, attempt_at(copy.part.manifest)
         self.owned.claim()
         if self.leads:
-            # Of this step other ranks may be copying a later save already.
+            # Other ranks may already be copying a later save of this step.
             self._objects.clear(but_for=step)
         self._taken = step, attempt
         for file in copy.part.files:
@@ -105,7 +107,7 @@ class ObjectPlace(Shared):
             self._objects.upload(step, attempt, name, len(raw), [memoryview(raw)])
 
     def _is_there(self, copy: Copy, file: DataFile, attempt: str) -> bool:
-        """Whether an earlier copy of this manifest has left the file whole. It is read to know."""
+        """Whether an earlier copy of this manifest has left the file whole. It is read to check."""
         if not self._objects.has(copy.step, attempt, file.name, file.bytes):
             return False
         uploaded = self._objects.uploaded(copy.step, attempt, file.name)
@@ -141,7 +143,9 @@ class ObjectPlace(Shared):
 
 
 def attempt_at(manifest: bytes) -> str:
-    """The attempt at the step with this manifest: the same whoever copies it, and when. So what one
-    copy has uploaded is found by the next; of a step that is saved again, nothing is."""
+    """The attempt at the step with this manifest: the same for every copier, at any time.
+
+    So the next copy finds the uploads of an earlier one, but not those of another save of the step.
+    """
     digest = hashlib.sha256(manifest).hexdigest()
     return f"{digest[:8]}-{int(digest[8:20], 16) % 10**12}"

@@ -1,7 +1,8 @@
-"""From what a user says of the levels to places that can be read and written.
+"""From the user's levels to places that can be read and written.
 
-Owns: where a level without a path is. Invariants: no two levels are in one place.
-Not here: what a level may say (specs), what a place does (places).
+Owns: the place of a level without a path.
+Invariants: no two levels use one place.
+Not here: the options of a level (specs), the work of a place (places).
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ def open_places(
     yields: bool = False,
     identity: Identity | None = None,
 ) -> list[Place]:
-    """The levels of the run directory `run`, from the nearest on; nothing is made yet.
+    """The levels of the run directory `run`, the nearest first; nothing is created yet.
 
-    yields: an agent opens them. A trainer that wants them waits for it instead of giving up; and it
-    copies to one after the other, so that one engine is enough for all. identity: of the run.
+    yields: an agent opens them. A trainer that wants them then waits for it instead of giving up.
+        The
+    agent copies to one after the other, so one engine is enough for all. identity: of the run.
     """
     only = CopyEngine(fs, buffer_bytes) if yields else None
     places: list[Place] = []
@@ -56,7 +58,7 @@ def open_places(
             places.append(_in_objects(level, run, identity, leads=membership.leads, yields=yields))
             continue
         called = directory_of(level, run)
-        # It may be reached through links; below it, nothing is one.
+        # Its path may have links. Below it, nothing is a link.
         root = os.path.realpath(called)
         _check_own(level, root, roots)
         store_at = partial(
@@ -123,8 +125,10 @@ def _on_hosts(
 
 
 def storage_of(levels: Sequence[Level], run: str) -> str:
-    """Where most of the bytes of a run go that need a disk: its nearest directory. That is the
-    storage whose profile counts: the memory before it has no queue, and asks for no buffers."""
+    """The destination of most bytes of a run that need a disk: its nearest directory.
+
+    The profile of this storage counts. A memory level before it has no queue, and needs no buffers.
+    """
     return next((directory_of(level, run) for level in levels if isinstance(level, Directory)), run)
 
 
@@ -158,7 +162,7 @@ def _say_no_memory(level: Level, called: str, root: str) -> None:
 
 
 def _check_own(level: Level, root: str, roots: list[str]) -> None:
-    """Steps of two levels in one directory would be each other's."""
+    """Check that no two levels use one directory: their steps would mix."""
     if root in roots:
         raise UsageError(
             "two levels use the same directory",

@@ -1,18 +1,18 @@
-"""Whose steps these are: a run has an identity, and an object store says which run saves there.
+"""Which run owns the steps: a run has an identity, and an object store names the run that saves.
 
-    RUN/run.json       who the run is: a random id, made when it first saves with an object store
-    PREFIX/run.json    which run saves below the URL, and where its directory was then
+    RUN/run.json       the id of the run, drawn when it first saves with an object store
+    PREFIX/run.json    the run that saves below the URL, and where its directory was then
 
-    restore   a run that has no id yet (its directory is new, or old) may take what it finds in the
-              store, with a warning that names both. It goes on as the run it found, unless it has
-              steps of its own, or the directory of that run is still there: then it is another run.
+    restore   a run that has no id yet (its directory is new, or old) may take steps of the store,
+              with a warning that names both runs. It continues as the run it found, unless it has
+              steps of its own, or the directory of that run still exists: then it is another run.
               A run with an id does not see the steps of another one.
-    save      what another run owns is refused; so is, from then on, what a copy of this directory,
-              or a restart elsewhere, has taken over.
+    save      a save to a URL of another run is refused. It is also refused after a copy of this
+              directory, or a restart elsewhere, has taken the URL over.
 
-Invariants: steps and stores from before there were ids are taken as they are. Nothing is written
-but by the rank that leads, when it saves. A path in a note is looked at, and never made.
-Not here: when it is asked (object_place, opened), requests (checkpoint/store/objects).
+Invariants: steps and stores from before there were ids have no owner. Only the leading rank writes,
+when it saves. A path in a note is looked at, and never created.
+Not here: when this is called (object_place, run_notes), requests (checkpoint/store/objects).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A run: its id, and where its directory was when it said so."""
+    """A run: its id, and the place of its directory when it wrote the note."""
 
     id: str
     run: str
@@ -84,7 +84,7 @@ class Owner:
 
 
 class Identity:
-    """Who the run in the directory `run` is. Thread-safe."""
+    """The identity of the run in the directory `run`. Thread-safe."""
 
     def __init__(self, run: str) -> None:
         self.run = os.path.realpath(run)
@@ -100,12 +100,12 @@ class Identity:
             return None if self._id is None else Owner(self._id, run, self._host)
 
     def adopt(self, owner: Owner) -> None:
-        """Go on as this run."""
+        """Continue as this run."""
         with self._guard:
             self._id = owner.id
 
     def establish(self) -> None:
-        """Have an id, and note it in the run directory. Raises OSError."""
+        """Draw an id, unless there is one, and note it in the run directory. Raises OSError."""
         with self._guard:
             self._id = self._id or secrets.token_hex(8)
             is_noted = _id_at(self.run) == self._id
@@ -114,18 +114,21 @@ class Identity:
             write_note(self.run, FILE_NAME, own.encode())
 
     def lives_elsewhere(self, owner: Owner) -> bool:
-        """Whether the directory of that run is there, and is not this one."""
+        """Whether the directory of that run exists, and is not this one."""
         if owner.run == self.run or _id_at(owner.run) != owner.id:
             return False
         try:
             return not os.path.samefile(owner.run, self.run)
-        except OSError:  # this one is not there yet
+        except OSError:  # this one does not exist yet
             return True
 
 
 class OwnedPrefix:
-    """Who saves below the URL of an object store, as the run `identity` sees it. leads: this rank
-    asks, and writes, for all. yields: an agent asks; it takes nothing from a newer trainer."""
+    """The owner of the URL of an object store, as the run `identity` sees it.
+
+    leads: this rank asks, and writes, for all. yields: an agent asks; it takes nothing from a newer
+        trainer.
+    """
 
     def __init__(
         self, level: str, objects: ObjectSteps, identity: Identity, *, leads: bool, yields: bool
@@ -141,10 +144,10 @@ class OwnedPrefix:
 
     @property
     def is_anothers(self) -> bool:
-        """Whether the steps are those of another run than this one; said once."""
+        """Whether the steps belong to another run; logged once."""
         own = self._identity.own
         if own is not None and self._owner is None:
-            with contextlib.suppress(CorruptionError):  # the next copy says so
+            with contextlib.suppress(CorruptionError):  # the next copy raises it
                 self._owner = self._read()
         if own is None or self._owner is None or own.id == self._owner.id:
             return False
@@ -156,7 +159,8 @@ class OwnedPrefix:
         return True
 
     def claim(self) -> None:
-        """Before each copy: take it for this run. Raises RunBusyError where it is another's."""
+        """Before each copy: take the URL for this run. Raises RunBusyError if another run owns
+        it."""
         own = self._identity.own
         if not self._leads or own is None:
             return
@@ -172,7 +176,7 @@ class OwnedPrefix:
             self._refuse(owner)
 
     def restored(self, step: int, *, has_steps: bool) -> None:
-        """`step` was restored from here; has_steps: the run has some in directories of its own."""
+        """`step` was restored from here. has_steps: the run has steps in its own directories."""
         owner = self._read() if self._identity.own is None else None
         if owner is None:
             return
@@ -215,7 +219,7 @@ class OwnedPrefix:
 
 
 def _id_at(run: str) -> str | None:
-    """The id that a run directory notes; None where there is none that can be read."""
+    """The id in the note of a run directory; None if there is none that can be read."""
     path = os.path.join(run, FILE_NAME)
     with contextlib.suppress(CorruptionError, OSError, ValueError):
         raw = read_note(path, _SUMMARY, _HINT)

@@ -1,9 +1,8 @@
-"""What ranks tell each other of their parts of a copy, and what becomes of a copy that failed.
+"""The messages of ranks about their parts of a copy, and the end of a failed copy.
 
-Invariants: a copy is committed only if all ranks have copied their parts of the same save: a step
-that is saved again while it is copied has two manifests, and ranks may have come to read either.
-What was copied of a step is kept for the next attempt, but not where the level is full, nor where
-the source is damaged.
+Invariants: a copy is committed only if all ranks have copied their parts of the same save. A step
+that is saved again meanwhile has two manifests, and ranks may have read either. Copied files are
+kept for the next attempt, unless the level is full or the source damaged.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["check_parts", "is_resumable", "part_told"]
 
 
 def part_told(manifest: bytes, failure: Exception | None, step: int) -> bytes:
-    """A rank's part is there, as a part of the step with this manifest, or it has failed."""
+    """The message of a rank: its part of the step with this manifest is there, or it has failed."""
     reason = "" if failure is None else str(named(failure, f"while copying step {step}"))
     told = {
         "reason": reason,
@@ -36,7 +35,7 @@ def part_told(manifest: bytes, failure: Exception | None, step: int) -> bytes:
 
 
 class PartFailedError(PeerFailedError):
-    """As rank 0 sees it, who knows whether the copy `is_resumable` on all ranks."""
+    """The same for rank 0, which knows whether the copy `is_resumable` on all ranks."""
 
     def __init__(self, rank: int, reason: str, is_resumable: bool) -> None:
         super().__init__(rank, reason)
@@ -44,7 +43,7 @@ class PartFailedError(PeerFailedError):
 
 
 def check_parts(told: Sequence[bytes], step: int) -> None:
-    """Rank 0: raises PeerFailedError if the parts that were told of do not make up a step."""
+    """Rank 0: raises PeerFailedError if the parts do not make a step."""
     parts = [json.loads(each) for each in told]
     failed = [(rank, part) for rank, part in enumerate(parts) if part["reason"]]
     if failed:
@@ -56,7 +55,7 @@ def check_parts(told: Sequence[bytes], step: int) -> None:
 
 
 def is_resumable(error: Exception) -> bool:
-    """Whether what was copied is worth keeping for when the same step is copied again."""
+    """Whether the copied files are worth keeping for another copy of the same step."""
     if isinstance(error, PartFailedError):
         return error.is_resumable
     if isinstance(error, NoSpaceError):

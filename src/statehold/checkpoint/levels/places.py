@@ -1,11 +1,11 @@
-"""A level of a run, open: its steps, how they are read, and how a copy of one gets there.
+"""A level of a run, open: its steps, how they are read, and how a copy gets there.
 
     DirectoryPlace   a store (checkpoint/store/store): memory, a local disk, a parallel file system
     ObjectPlace      an object store (checkpoint/store/objects)
 
-Invariants: a copy is published by the place's own commit and not before all of it is there; whoever
-reads never sees half of one. Several ranks copy their parts (`take`), and the one that leads alone
-prepares, commits, abandons and retires: rank 0, or the first on each host.
+Invariants: the place's own commit publishes a copy, and not before all of it is there. So no reader
+sees half of one. Several ranks copy their parts (`take`). Only the leading rank prepares, commits,
+abandons and retires: rank 0, or the first on each host.
 Not here: which steps are copied, and when (promoting); the bytes of a copy (copying).
 """
 
@@ -38,12 +38,12 @@ __all__ = ["Below", "CopyEngine", "DirectoryPlace", "Place", "Shared"]
 
 T = TypeVar("T")
 
-# What copies to one level take of the memory, however large the files are.
+# The memory for copies to one level, however large the files are.
 COPY_BUFFERS = 4
 
 
 class Place(Protocol):
-    """What promotions and restores need of a level."""
+    """The interface that promotions and restores need of a level."""
 
     name: str
 
@@ -53,24 +53,24 @@ class Place(Protocol):
 
     @property
     def is_apart(self) -> bool:
-        """Whether each of several hosts has a part of its own: a commit then takes two rounds."""
+        """Whether each of several hosts has a part of its own; a commit then takes two rounds."""
 
     @property
     def takes_steps(self) -> bool:
         """Whether steps can be copied here at all."""
 
     def share(self, step: int, carriers: Sequence[int], rank: int) -> list[int]:
-        """The writers of a step of which `rank` copies the files; `carriers` are the ranks that
-        have them at hand, by writer."""
+        """The writers of a step whose files `rank` copies. `carriers` are the ranks near them, by
+        writer."""
 
     def landed(self, step: int, carriers: Sequence[int]) -> None:
-        """The step is committed here; every rank is told."""
+        """The step is committed here; every rank calls this."""
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first."""
 
     def holds(self, step: int, name: str) -> bool:
-        """Whether a file of a step that is here should be here: else nobody asks for it."""
+        """Whether this place should have a file of one of its steps; if not, nobody asks for it."""
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         """A document of a step. Raises StorageError with ENOENT, or CorruptionError."""
@@ -78,47 +78,57 @@ class Place(Protocol):
     def find(
         self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
     ) -> str:
-        """The path of a data file of `nbytes`. One that is far is brought near, as a file of which
-        only `ranges` (None: all) need be right; of one that is not, whoever opens it finds out
-        whether it is there."""
+        """The path of a data file of `nbytes`.
+
+        A far file is fetched, and only its `ranges` (None: all) need be right. For another file,
+        the code that opens it finds out whether it exists.
+        """
 
     def has_file(self, step: int, name: str) -> bool:
-        """Whether a file that find() gave the path of is there now: the step may have been at
-        another path for a moment. False where steps have one path only."""
+        """Whether a file whose path find() returned exists now.
+
+        The step may have been at another path for a moment. False if steps have only one path.
+        """
 
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Keep a step, and what is brought near of it, while it is read."""
+        """Keep a step, and its fetched files, while it is read."""
 
     def prepare(self, token: str | None) -> None:
-        """Before the first change, again for nothing: make it, take it for this run, and clear what
-        a crash has left. token: this job's, of which other ranks may be ahead."""
+        """Before the first change: create it, take it for this run, and clear leftovers of a crash.
+
+        May be called again, without effect. token: this job's; its other ranks may be ahead.
+        """
 
     def take(self, copy: Copy) -> None:
-        """Copy a rank's part of a step; durable on return. What an earlier copy of the same
-        manifest has left is verified, and not copied again."""
+        """Copy a rank's part of a step; durable on return.
+
+        Files that an earlier copy of the same manifest has left are verified, and not copied again.
+        """
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
-        """Publish a step of which all ranks' parts are there."""
+        """Publish a step; the parts of all ranks are there."""
 
     def retain(self) -> None:
-        """Retire what is no longer kept."""
+        """Retire the steps that are no longer kept."""
 
     def is_owed(self, newest: int | None) -> bool:
         """Whether a copy of a step above `newest` was begun, and not finished."""
 
     def drop(self, attempt: str | None) -> None:
-        """Remove what was copied and not published, and is not to be gone on with."""
+        """Remove unpublished copies that are not to be continued."""
 
     def rewind(self, step: int) -> list[int]:
-        """Give up every step newer than `step`; returns them."""
+        """Discard every step newer than `step`; returns them."""
 
     def close(self) -> None:
-        """Give back what prepare() took."""
+        """Release what prepare() took."""
 
 
 class CopyEngine:
-    """The engine that copies to one level, opened when there is something to copy: it has buffers
-    of its own, so that a copy never takes those that a save, or a faster level, waits for."""
+    """The engine that copies to one level, opened when there is something to copy.
+
+    It has its own buffers, so a copy never takes buffers that a save, or a faster level, waits for.
+    """
 
     def __init__(self, fs: Fs, buffer_bytes: int) -> None:
         self._fs = fs
@@ -137,8 +147,10 @@ class CopyEngine:
 
 
 class Below:
-    """A `Source` of the files of steps, by their paths below a directory. A step that is being
-    replaced is read where it is (checkpoint/store/replacing)."""
+    """A `Source` of the files of steps, by their paths below a directory.
+
+    A step that is being replaced is read at its current name (checkpoint/store/replacing).
+    """
 
     def __init__(self, fs: Fs, root: str) -> None:
         self._fs = fs
@@ -159,7 +171,7 @@ class Below:
 
 
 class Shared:
-    """What holds for a level that all ranks see."""
+    """The common part of levels that all ranks see."""
 
     @property
     def is_apart(self) -> bool:
@@ -182,10 +194,12 @@ class Shared:
 
 
 class DirectoryPlace(Shared):
-    """A store on a file system; `called` is the directory as the user named it, yields: an agent
-    opens it (store/lock); takes_copies: False for the first level, where steps are only saved.
-    Thread-safe: it is prepared by whoever comes first, the trainer or a
-    promotion."""
+    """A store on a file system.
+
+    called: the directory as the user named it. yields: an agent opens it (store/lock).
+    takes_copies: False for the first level, where steps are only saved. Thread-safe: the trainer or
+        a promotion prepares it, whichever comes first.
+    """
 
     def __init__(
         self,
@@ -217,7 +231,7 @@ class DirectoryPlace(Shared):
         return self.store.leads
 
     def lead(self) -> None:
-        """This rank does here what rank 0 does elsewhere; prepare() has more to do then."""
+        """This rank does here the work of rank 0; prepare() has more to do then."""
         with self._guard:
             self.store.lead()
             self._is_prepared = False
@@ -227,8 +241,11 @@ class DirectoryPlace(Shared):
         return self._is_prepared
 
     def identity(self) -> str:
-        """What tells this directory from one of the same name on another host, or in a container
-        with files of its own; the same for all who see the same files."""
+        """A key that tells this directory from one of the same name on another host or in a
+        container.
+
+        It is the same for all ranks that see the same files.
+        """
         if self._fs.backend == "sim":
             return f"simulated {id(self._fs)}"
         try:
@@ -237,7 +254,7 @@ class DirectoryPlace(Shared):
             while not above.is_dir() and above != above.parent:
                 above = above.parent
             found, below = os.stat(above), os.path.relpath(self._called, above)
-        except OSError:  # who cannot look is alone, and will say why when it writes
+        except OSError:  # a rank that cannot look is alone, and raises when it writes
             return f"unknown {secrets.token_hex(8)}"
         return f"{booted} {found.st_dev} {found.st_ino} {below}"
 
@@ -246,12 +263,14 @@ class DirectoryPlace(Shared):
         self.store.check_order(step, newest, may_be_away=may_be_away)
 
     def source(self, step: int) -> Source:
-        """Where a step is copied from; paths are names of its files."""
+        """The source of copies of a step; paths are names of its files."""
         return Below(self._fs, self.store.path(step))
 
     def carriers(self, step: int, saved: int, ranks: int) -> list[int]:
-        """By writer, of `saved` that there were, the rank of `ranks` that copies its files from
-        here: itself, if so many have saved."""
+        """By writer, of `saved` writers, the rank of `ranks` that copies its files from here.
+
+        That is the writer itself, if so many ranks have saved.
+        """
         return [writer % ranks for writer in range(saved)]
 
     @property
@@ -295,8 +314,10 @@ class DirectoryPlace(Shared):
             self._is_prepared = True
 
     def _was_removed(self) -> bool:
-        """Whether somebody has removed the directory since it was prepared. What is there by now is
-        another one: its lock has to be taken, and this job's may be another job's."""
+        """Whether somebody has removed the directory since it was prepared.
+
+        A directory there now is another one. Its lock has to be taken, and may be another job's.
+        """
         is_there = self._fs.is_dir(self.store.root)
         if is_there and not (self._lock is not None and self._lock.is_lost):
             return False
@@ -333,7 +354,8 @@ class DirectoryPlace(Shared):
                 opened.callback(there.close)
                 target = self._fs.open_write(left, file.bytes, reuse=True)
             if not target.mapped:  # those are the store's
-                opened.callback(target.close)  # or, after a failure, its error would keep it open
+                # otherwise, after a failure, its error would keep it open
+                opened.callback(target.close)
             source = opened.enter_context(copy.opened(file))
             write_copy(self._engine(), file, source, target, copy.before, there)
 
@@ -351,15 +373,15 @@ class DirectoryPlace(Shared):
         return False
 
     def drop(self, attempt: str | None) -> None:
-        if self._is_prepared:  # else what is there may be another job's
+        if self._is_prepared:  # otherwise it may be another job's
             self._unfinished.clear(None, self._numbered(attempt))
 
     def retain(self) -> None:
         self.store.retain()
 
     def abandon(self, step: int, attempt: str | None) -> None:
-        """Remove what a save that failed has written here."""
-        # What has no name of this job's may be another's, if this one was refused.
+        """Remove the files of a failed save here."""
+        # Files without this job's name may be another job's, if this one was refused.
         if self._is_prepared or attempt is not None:
             self.store.abandon(step, attempt)
 
@@ -367,14 +389,14 @@ class DirectoryPlace(Shared):
         return self.store.rewind(step)
 
     def quarantine(self, step: int) -> str:
-        """Set a step aside; returns where it is now."""
+        """Set a step aside; returns its new place."""
         return self.store.quarantine(step)
 
     def forget(self, steps: Collection[int]) -> None:
-        """These steps were given up; every rank is told."""
+        """These steps were discarded; every rank calls this."""
 
     def _numbered(self, attempt: str | None) -> str:
-        """The attempt that is under way: one at a time, for a process that is alone."""
+        """The attempt under way: only one at a time, for a process that is alone."""
         return attempt or f"{self._own}-{self._copies}"
 
     def _named(self, attempt: str | None, manifest: bytes) -> str:

@@ -1,15 +1,15 @@
-"""Promotion: committed steps go on from the first level to the others, in the background.
+"""Promotion: committed steps are copied from the first level to the others, in the background.
 
     decide   when a step is committed at the first level, rank 0 says which levels want it
-    start    every rank, told of that: keep the step, and copy this rank's part on a thread
-    meet     all parts are there, or one rank failed: commit at the level, or give up (rounds)
+    start    every rank then keeps the step, and copies its part on a thread
+    meet     all parts are there, or one rank failed: commit at the level, or give up
 
-Invariants: at most one step is under way to a level; a level that is busy gets the next step that
-is committed once it is free. Ranks meet under the number of the copy, which rank 0 counts and
-tells, so that one that was not told of a copy fails that one and no other. Nobody who starts a copy
-waits for an earlier one: it is queued. A level that fails costs a warning: training goes on, the
-step stays where it is, and the next one is tried again. An older step is never put beside a newer
-one.
+Invariants: at most one step is under way to a level. A busy level gets the next step that is
+committed once it is free. Ranks meet under the number of the copy, which rank 0 counts and
+announces. So a rank that missed a copy fails that copy and no other. A rank that starts a copy does
+not wait for an earlier one: the copy is queued. A level that fails costs a warning: training
+    continues, the step stays at its source, and the next one is tried again. An older step is never
+    put next to a newer one.
 Not here: when a level wants a step (cadence), the bytes (copying), a level's commit (places).
 """
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_COPIES", "Copies", "LevelStatus", "Promoter", "Promotions"]
 
-# What the copies of a level on other hosts are called, after its name.
+# The suffix of a level's name for its copies on other hosts.
 COPIES = ".copies"
 
 # The number of a round of copies, and the levels that get one.
@@ -85,7 +85,8 @@ class LevelStatus:
 
 @dataclass(slots=True)
 class _Copied:
-    """What was copied: the manifest of the step, and who had its files at hand, by writer."""
+    """The result of a copy: the manifest of the step, and the ranks that had its files, by
+    writer."""
 
     manifest: bytes = b""
     carriers: list[int] = field(default_factory=list)
@@ -115,9 +116,10 @@ class Promoter:
         newest = self._status.newest
         self._cadence = Cadence(parse_every(spec.every), newest, time.monotonic())
         if self._rank == 0 and place.is_owed(newest):
-            self._cadence.given_up(newest)  # what was due and not done stays due
+            self._cadence.given_up(newest)  # a step that was due and not copied stays due
         self._thread = ThreadPoolExecutor(1, f"statehold-{place.name}", give_way_to_training)
-        self._thread.submit(lambda: None)  # starts it: while a program ends, none can be
+        # starts it, because no thread can start while a program ends
+        self._thread.submit(lambda: None)
         self._under_way: Future[None] | None = None
         self._told: tuple[int, type[Exception]] | None = None  # the newest failure that was logged
         self._begun_with = b""  # the manifest of the step that is being copied
@@ -130,7 +132,7 @@ class Promoter:
 
     @property
     def level(self) -> str:
-        """The level that this is about; that of copies on other hosts, theirs."""
+        """The name of the level; for copies on other hosts, that of their level."""
         return self.place.name.removesuffix(COPIES)
 
     @property
@@ -138,21 +140,23 @@ class Promoter:
         return self._under_way is not None and not self._under_way.done()
 
     def wants(self, step: int) -> bool:
-        """Whether the level should have this step now. For rank 0, which asks for all."""
+        """Whether the level should get this step now. For rank 0, which decides for all."""
         if not self.place.takes_steps:
             return False
-        # A step that is saved again comes after its earlier copy, lest that one stays.
+        # A step that is saved again is copied after its earlier copy, which would stay otherwise.
         is_again = step in (self._status.newest, self._status.copying)
         return (is_again or not self.is_busy) and self._cadence.is_due(step, time.monotonic())
 
     def every(self, interval: Interval) -> None:
-        """Take steps in this interval from now on. For rank 0."""
+        """From now on take steps in this interval. For rank 0."""
         self._cadence.every(interval.steps)
         self._set(interval=interval)
 
     def lacks(self, step: int, source: DirectoryPlace) -> bool:
-        """Whether the level has neither this step, as `source` has it, nor a newer one. For rank 0,
-        with nothing under way."""
+        """Whether the level lacks this step, as `source` has it, and has no newer one.
+
+        For rank 0, with nothing under way.
+        """
         if not self.place.takes_steps:
             return False
         newest = self._status.newest
@@ -164,8 +168,10 @@ class Promoter:
             return True
 
     def start(self, step: int, number: int, source: DirectoryPlace) -> None:
-        """Begin to copy a step, which stays at `source` until that has ended. `number` is that of
-        the copy, the same on all ranks and above those of earlier ones."""
+        """Begin to copy a step, which stays at `source` until the copy has ended.
+
+        `number` is that of the copy: equal on all ranks, and above those of earlier copies.
+        """
         kept = contextlib.ExitStack()
         kept.enter_context(source.protect(step))
         self._cadence.taken(step, time.monotonic())
@@ -197,7 +203,7 @@ class Promoter:
         self._cadence.given_up(None)
 
     def rewind(self, step: int) -> list[int]:
-        """Give up what is newer than `step` at the level, where this rank leads, with nothing under
+        """Discard the steps newer than `step` at the level, if this rank leads, with nothing under
         way."""
         if not self.place.leads:
             return []
@@ -205,32 +211,32 @@ class Promoter:
         return self.place.rewind(step)
 
     def forget(self, steps: Collection[int]) -> None:
-        """These are at no level any more. With nothing under way."""
+        """These steps are at no level any more. With nothing under way."""
         if self._status.newest in steps:
             self._look()
             self._cadence.given_up(self._status.newest)
 
     def stop(self) -> None:
-        """Let what is under way, or comes, end unfinished. Returns at once."""
+        """Let copies under way, and later ones, end unfinished. Returns at once."""
         self._throttle.stop()
 
     def close(self) -> None:
-        """End what is under way, finished or not."""
+        """End the copies under way, finished or not."""
         self.stop()
         self._thread.shutdown(wait=True)
 
     def look(self) -> None:
-        """Where steps may have come or gone, as by a census: see again what is at the level."""
+        """Steps may have come or gone, as by a census: look again which steps the level has."""
         if not self.is_busy:
             self._look()
 
     def _look(self) -> None:
-        """Rank 0, which decides: the newest step that is at the level."""
+        """Rank 0, which decides: the newest step at the level."""
         newest = None
         if self._rank == 0:
             try:
                 newest = max(self.place.steps(), default=None)
-            except StorageError as error:  # said by the restore, or the copy, that fails for it
+            except StorageError as error:  # the restore or copy that fails because of it reports it
                 self._set(error=error)
         self._set(newest=newest)
         if newest is not None:
@@ -256,7 +262,7 @@ class Promoter:
             self.took_s = time.monotonic() - begin_s
             self.copied += 1
         with self._watch.stage("retain"):
-            if self._status.error is None:  # else it would fail for the same reason
+            if self._status.error is None:  # otherwise it would fail for the same reason
                 self._retain(self.place)
             self._retain(source)  # it may have been the copy that held a step
 
@@ -268,7 +274,7 @@ class Promoter:
             return
         try:
             place.retain()
-        except StateholdError as error:  # only old steps are left; the next copy tries again
+        except StateholdError as error:  # only old steps are left over; the next copy tries again
             self._log.warning("old steps stay at level %s\n%s", place.name, error)
 
     def _publish(
@@ -328,7 +334,7 @@ class Promoter:
         self.place.take(Copy(step, attempt, part, files, partial(self._before, seen), seen))
 
     def _check_order(self, step: int) -> None:
-        """Where the level could not be read when the run was opened, nobody has asked before."""
+        """If the level could not be read when the run was opened, ask it now."""
         newest = max(self.place.steps(), default=step)
         if newest > step:
             raise StepOrderError(
@@ -396,11 +402,11 @@ class Promotions:
         self._last_step: int | None = None
 
     def end_with(self, step: int) -> None:
-        """Every rank: after this step there is no other, so it goes everywhere."""
+        """Every rank: no step follows this one, so it goes to all levels."""
         self._last_step = step
 
     def decide(self, step: int, at: DirectoryPlace) -> Copies:
-        """Rank 0: the levels that are to have a step that was just committed at the level `at`."""
+        """Rank 0: the levels that get a step that was just committed at the level `at`."""
         others = [promoter for promoter in self._promoters.values() if promoter.place is not at]
         if at is self._first:
             self._watch.landed(step)
@@ -426,7 +432,7 @@ class Promotions:
             promoter.look()
 
     def start(self, step: int, copies: Copies, source: DirectoryPlace) -> None:
-        """Every rank, with what rank 0 has decided."""
+        """Every rank, with the decision of rank 0."""
         number, names = copies
         for name in names:
             if name not in self._promoters:
@@ -451,8 +457,8 @@ class Promotions:
         return promoter is not None and promoter.is_busy and promoter.status.copying == step
 
     def catch_up(self, meeting: Meeting = USUAL) -> None:
-        """All ranks together, with nothing under way: begin to copy the newest step to where it is
-        missing."""
+        """All ranks together, with nothing under way: begin to copy the newest step to levels
+        without it."""
         step, copies, source = led(self._peers, self._lacking, meeting)
         found = (place for place in self._sources() if place.name == source)
         self.start(step, copies, next(found, self._first))
@@ -475,7 +481,7 @@ class Promotions:
         return all(each.newest == step and each.error is None for each in found)
 
     def rewind(self, step: int) -> set[int]:
-        """Give up what is newer than `step` at all levels; all ranks do, and then forget it."""
+        """Discard the steps newer than `step` at all levels; all ranks do, and then forget them."""
         return {given_up for each in self._promoters.values() for given_up in each.rewind(step)}
 
     def forget(self, steps: Collection[int]) -> None:
@@ -497,7 +503,7 @@ class Promotions:
         return self._last
 
     def _lacking(self) -> tuple[int, Copies, str]:
-        """The newest step, where it is missing, and where it is to be copied from."""
+        """The newest step, the levels without it, and its source."""
         newest = max((step for place in self._sources() for step in _steps(place)), default=None)
         if newest is None:
             return 0, NO_COPIES, self._first.name
@@ -507,7 +513,7 @@ class Promotions:
         return newest, (self._next(), names), source.name
 
     def _sources(self) -> list[DirectoryPlace]:
-        """Where a step can be copied from: the first level, and directories that all ranks see."""
+        """The sources of a step: the first level, and directories that all ranks see."""
         places = [promoter.place for promoter in self._promoters.values()]
         directories = [place for place in places if isinstance(place, DirectoryPlace)]
         return [self._first, *(place for place in directories if not place.is_apart)]
@@ -518,7 +524,7 @@ class Promotions:
 
 
 def _steps(place: DirectoryPlace) -> list[int]:
-    """What can be copied from a level; nothing, if it cannot be read."""
+    """The steps that can be copied from a level; none, if it cannot be read."""
     try:
         return place.steps()
     except StorageError:

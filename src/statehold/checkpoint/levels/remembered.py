@@ -1,14 +1,13 @@
-"""levels.json in the run directory: which levels the run has, for whoever looks at it later.
+"""levels.json in the run directory: the levels of the run, for people and commands.
 
-Owns: the file (strict JSON, versioned): of each level its kind, its name and where it is. Written
-by the rank that leads, when it begins to save, whole or not at all; a run whose only level is its
-own directory has none.
-Invariants: the file is a note for people and commands. No save or restore reads it, and none fails
-for it. It holds no options of an object store, which might be secret, and whoever reads it takes
-none: an address in a directory that somebody else has made must not learn what this user's
-credentials are. What is read is a regular file, bounded, and checked; a path in it is looked at and
-never made.
-Not here: what is at a level (cli).
+Owns: the file (strict JSON, versioned): for each level its kind, its name and its place. The
+leading rank writes it when it begins to save, whole or not at all. A run whose only level is its
+own directory has no such file.
+Invariants: the file is only a note. No save or restore reads it, and none fails because of it. It
+holds no options of an object store, which might be secret, and readers take none. Otherwise an
+address in another user's directory could learn this user's credentials. The file is regular,
+bounded, and checked. A path in it is looked at and never created.
+Not here: the steps at a level (cli).
 """
 
 from __future__ import annotations
@@ -45,8 +44,11 @@ _HINT = "delete it; the next save writes a new one"
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """A level; where: an absolute path, or a URL; host: that of memory, or of a disk that others do
-    not see; per_host: several hosts have the level, and each of them a part of its steps."""
+    """A level.
+
+    where: an absolute path, or a URL. host: that of memory, or of a disk that others do not see.
+    per_host: several hosts have the level, and each of them a part of its steps.
+    """
 
     kind: str
     name: str
@@ -56,8 +58,11 @@ class Remembered:
 
 
 def remember(levels: Sequence[Level], run: str, apart: Collection[str] = ()) -> None:
-    """Write the levels of a run, if they are more than the run directory. apart: the names of those
-    that lie on several hosts. Raises OSError, and StorageError where there is no memory to name."""
+    """Write the levels of a run, if it has more than the run directory.
+
+    apart: the names of levels on several hosts. Raises OSError, and StorageError if there is no
+        memory to name.
+    """
     run = os.path.abspath(run)
     noted = [_noted(level, run, level.name in apart) for level in levels]
     path = os.path.join(run, FILE_NAME)
@@ -81,7 +86,7 @@ def _noted(level: Level, run: str, is_apart: bool) -> Remembered:
 
 
 def recall(run: str) -> tuple[Remembered, ...]:
-    """The levels of the run directory `run`, from the nearest on: itself, if it says nothing else.
+    """The levels of the run directory `run`, the nearest first; without a file, only itself.
 
     Raises CorruptionError for a file that cannot be used.
     """

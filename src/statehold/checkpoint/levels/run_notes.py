@@ -1,7 +1,7 @@
-"""What a run says of itself in its directory: which levels it has, and whose its objects are.
+"""The notes of a run in its directory: its levels, and the owner of its objects.
 
-Invariants: rank 0 alone writes, and only where the run is on a real file system. No save and no
-restore depends on a note, and none fails because of one.
+Invariants: only rank 0 writes, and only if the run is on a real file system. No save and no restore
+depends on a note, and none fails because of one.
 Not here: the two files (remembered, owners).
 """
 
@@ -26,8 +26,10 @@ __all__ = ["RunNotes"]
 
 
 class RunNotes:
-    """The notes of a run. is_alone: no level can be on several hosts. writes: whether this rank is
-    the one that writes them."""
+    """The notes of a run.
+
+    is_alone: no level can be on several hosts. writes: whether this rank writes the notes.
+    """
 
     def __init__(
         self,
@@ -45,8 +47,11 @@ class RunNotes:
         self._noted: list[str] | None = None
 
     def write(self) -> None:
-        """Note the levels. Until the ranks have met, each of them may be on a host of its own: the
-        next save notes what is known then."""
+        """Note the levels.
+
+        Until the ranks have met, each of them may be on a host of its own. The next save notes what
+        is known then.
+        """
         apart = [
             at.name
             for at in self._places
@@ -65,8 +70,10 @@ class RunNotes:
             )
 
     def restored(self, step: int, served: Collection[str], near: Sequence[Place]) -> None:
-        """`step` was restored from the levels named in `served`: see whose steps those are.
-        near: the levels that are directories."""
+        """`step` was restored from the levels named in `served`: find out which run owns it.
+
+        near: the levels that are directories.
+        """
         if not self._writes:
             return
         far = [each for each in self._places if isinstance(each, ObjectPlace)]

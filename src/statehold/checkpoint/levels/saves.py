@@ -1,11 +1,11 @@
-"""Which save of a step each level has: by the sha256 of the manifest.
+"""Which save of a step each level has, by the sha256 of the manifest.
 
-A writer may save a step again, or retire it, while somebody reads it, and a level may still have an
-earlier save of it.
-Owns: what was read of manifests, from which level; the comparison with what is there now.
-Invariants: a level that no longer has the save that was opened is no damage, and neither is a level
-that has another save. One object for one restore; not thread-safe.
-Not here: which file is read from where (nearest), what a restore does then (restoring).
+A writer may save a step again, or retire it, while it is read. A level may still have an earlier
+save of it.
+Owns: the manifests that were read, and from which level; the comparison with the present ones.
+Invariants: a level that no longer has the opened save is not damaged, nor is a level that has
+another save. One object for one restore; not thread-safe.
+Not here: which file is read from where (nearest), the next action of a restore (restoring).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Whether the storage failed. False where a file is gone: a writer may have removed it."""
+    """Whether the storage failed. False if a file is gone, because a writer may have removed it."""
     return isinstance(error, StorageError) and error.errno not in _GONE
 
 
 class Level(Protocol):
-    """What is asked of a level."""
+    """The interface of a level."""
 
     @property
     def name(self) -> str: ...
@@ -53,10 +53,10 @@ class Saves:
 
     def __init__(self) -> None:
         self._opened: dict[int, str] = {}
-        # step, level -> what the manifest there is, or _UNREADABLE, or _NOT_TOLD; a damaged one has
-        # a sum, too.
+        # step, level -> the sum of the manifest there, or _UNREADABLE, or _NOT_TOLD; a damaged one
+        # has a sum, too.
         self._at: dict[tuple[int, str], str] = {}
-        self._intact: dict[tuple[int, str], str] = {}  # the same, of manifests that are valid
+        self._intact: dict[tuple[int, str], str] = {}  # the same, for valid manifests
         self._given_up: set[tuple[int, str]] = set()
 
     def opened(self, step: int) -> str:
@@ -64,8 +64,10 @@ class Saves:
         return self._opened.get(step, "")
 
     def open(self, step: int, level: Level) -> bytes | None:
-        """The manifest of a step at a level: the save that is open now. None if that save was given
-        up. Raises as Level.read()."""
+        """The manifest of a step at a level, whose save becomes the open one.
+
+        None if that save was given up. Raises as Level.read().
+        """
         try:
             raw = level.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
         except StateholdError as error:
@@ -83,7 +85,7 @@ class Saves:
         return save not in (_UNREADABLE, self._opened.get(step, save))
 
     def give_up(self, step: int) -> None:
-        """The save that is open is damaged at every level: it is not opened again."""
+        """The open save is damaged at every level: it is not opened again."""
         self._given_up.add((step, self.opened(step)))
 
     def has_given_up(self, step: int) -> bool:
@@ -99,8 +101,10 @@ class Saves:
         )
 
     def has_changed(self, step: int, level: Level) -> bool:
-        """Whether a level has given up the step since it was read, or has another save of it. Where
-        the storage failed, only the former can be seen."""
+        """Whether a level has lost the step since it was read, or has another save of it.
+
+        If the storage failed, only a loss can be seen.
+        """
         if not level.holds(step, MANIFEST_NAME):
             return False
         before = self._at.get((step, level.name), self.opened(step))
@@ -109,17 +113,17 @@ class Saves:
             now = _read(step, level) if is_there else _UNREADABLE
             is_there = is_there and (now != _UNREADABLE or step in level.steps())
         except StorageError:
-            return False  # nobody knows
+            return False  # unknown
         return not is_there or (before != _NOT_TOLD and now not in (_UNREADABLE, before))
 
     def forget(self, step: int) -> None:
-        """Nothing was read of a step; what was given up stays so."""
+        """Nothing was read of a step; saves that were given up stay so."""
         self._opened.pop(step, None)
         self._at = {at: save for at, save in self._at.items() if at[0] != step}
         self._intact = {at: save for at, save in self._intact.items() if at[0] != step}
 
     def _save_at(self, step: int, level: Level) -> str:
-        """The save that a level has, by a valid manifest; else _UNREADABLE."""
+        """The save that a level has, by a valid manifest; otherwise _UNREADABLE."""
         key = step, level.name
         if key not in self._intact:
             try:

@@ -1,7 +1,7 @@
-"""How fast a level is written: a limit in bytes a second, and the right of way of the training.
+"""The speed of copies to a level: a limit in bytes a second, and the priority of the training.
 
-Invariants: a copy takes no more than the limit, whatever was not taken before it began; what it
-loses to a short delay it catches up with. Whoever waits here is woken at once when it is to stop.
+Invariants: a copy never exceeds the limit, even if earlier time was unused. It makes up for short
+delays. A waiting thread is woken at once when the copy is to stop.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from statehold.errors import ClosedError
 __all__ = ["Throttle", "give_way_to_training"]
 
 BURST_S = 0.25
-NICENESS = 10  # a tenth of the processor where the training wants all of it; never nothing
+NICENESS = 10  # a tenth of the processor if the training wants all of it; never nothing
 
 
 def give_way_to_training() -> None:
-    """Let this thread, and those that it starts, run when others leave the processor to them."""
+    """Give this thread, and those that it starts, only the processor time that others leave."""
     with contextlib.suppress(OSError):  # a thread is a process to Linux; elsewhere nothing changes
         thread = threading.get_native_id()
         nice = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
@@ -29,10 +29,10 @@ def give_way_to_training() -> None:
 
 
 class Throttle:
-    """Call it with a number of bytes ahead of moving them; it returns when they may pass.
+    """Call it with a number of bytes before they are moved; it returns when they may pass.
 
-    give_way: returns when no save needs the processors and the memory more. Raises ClosedError once
-    stop() was called.
+    give_way: returns when no save needs the processors and the memory more. Raises ClosedError
+        after stop().
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Throttle:
         self._give_way = give_way
         self._clock = clock
         self._stopped = threading.Event()
-        self._free_s = 0.0  # when what has passed so far is paid for
+        self._free_s = 0.0  # when the bytes that have passed so far are paid for
 
     def begin(self) -> None:
-        """A copy begins: it is owed nothing of the time in which there was none."""
+        """A copy begins; unused time before it does not count."""
         self._free_s = max(self._free_s, self._clock())
 
     def __call__(self, nbytes: int) -> None:
@@ -63,5 +63,5 @@ class Throttle:
             raise ClosedError("a copy to another level was stopped")
 
     def stop(self) -> None:
-        """Let nothing pass any more."""
+        """Let no more bytes pass."""
         self._stopped.set()
