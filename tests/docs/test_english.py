@@ -39,6 +39,7 @@ DONE = [
     f"src/statehold/{name}"
     for name in (
         "checkpoint/agent",
+        "checkpoint/levels",
         "checkpoint/store",
         "cli",
         "encoding",
@@ -136,7 +137,8 @@ def comments(source: str) -> Iterator[Text]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT:
             continue
-        if words and token.start[0] != end + 1:
+        is_alone = token.line.lstrip().startswith("#")
+        if words and (token.start[0] != end + 1 or not is_alone):
             yield begin, " ".join(words)
             words = []
         begin = begin if words else token.start[0]

@@ -1,1 +1,2 @@
-"""Levels of which each host has its own: who is where, what is whole, how files get across."""
+"""Levels of which each host has its own: which hosts there are, which steps are whole, file
+transfer."""

@@ -1,11 +1,11 @@
-"""Where the files of a step are, on a level that lies on several hosts: which steps are whole.
+"""The places of the files of a step, on a level of several hosts: which steps are whole.
 
-    own      what ranks of a host have saved, in its own store
-    copies   what it holds of what other hosts have saved, in a store beside it
+    own      files that ranks of a host have saved, in its own store
+    copies   files that it holds for other hosts, in a store next to it
 
-Pure. Invariants: a step counts when each file that its manifest names lies in some host's committed
-directory, under the same manifest everywhere; anything else is no step. All ranks come to the same
-plan of who copies what, each by itself, because all know the same of where the files are.
+Pure. Invariants: a step counts if each file that its manifest names lies in some host's committed
+directory, under the same manifest everywhere. All ranks compute the same plan of copies, each by
+itself, because all have the same facts.
 Not here: how the ranks tell each other (meeting), reading (views).
 """
 
@@ -35,15 +35,17 @@ _WRITTEN = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})[.-].*", re.DOTALL)
 
 
 def writer_of(name: str) -> tuple[int, int] | None:
-    """(rank, world size) of who wrote a file of a step; None for its manifest, and all else."""
+    """(rank, world size) of the writer of a step's file; None for its manifest, and other names."""
     match = _WRITTEN.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Files in the directory of a step on one host: those of the ranks `writers`. manifest: whether
-    the manifest there is that of the step; it may be damaged."""
+    """Files in the directory of a step on one host: those of the ranks `writers`.
+
+    manifest: whether the manifest there is that of the step; it may be damaged.
+    """
 
     host: int
     is_copy: bool
@@ -53,8 +55,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A committed directory, as its host has found it. manifest: sha256 of the manifest, "" for one
-    that cannot be read; created: as the manifest says, "" likewise."""
+    """A committed directory, as its host has found it.
+
+    manifest: sha256 of the manifest, "" if it cannot be read. created: from the manifest, or "".
+    """
 
     step: int
     is_copy: bool
@@ -85,7 +89,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where the files of a step are: `holders`, those that have their own first."""
+    """The places of the files of a step: `holders`, hosts with their own files first."""
 
     world_size: int
     holders: tuple[Holder, ...]
@@ -101,7 +105,7 @@ class Placed:
 
     @cached_property
     def hosts(self) -> list[list[int]]:
-        """For each writer, the hosts that have its files, its own first."""
+        """For each writer, the hosts that have its files, its own host first."""
         found: list[list[int]] = [[] for _ in range(self.world_size)]
         for holder in self.holders:
             for first, last in holder.writers.ranges:
@@ -111,13 +115,13 @@ class Placed:
         return found
 
     def with_copies(self, copies: Mapping[int, Iterable[int]]) -> Placed:
-        """The same, with what hosts hold as copies now; what they held before is among it."""
+        """The same, with the copies that hosts hold now, which include the earlier ones."""
         kept = [at for at in self.holders if not (at.is_copy and at.host in copies)]
         more = [Holder(host, True, Ranks.of(writers)) for host, writers in copies.items()]
         return Placed(self.world_size, (*kept, *more))
 
     def copied_to(self, host: int) -> set[int]:
-        """The writers of which `host` holds copies."""
+        """The writers whose files `host` holds as copies."""
         return {
             writer
             for holder in self.holders
@@ -128,8 +132,10 @@ class Placed:
 
 
 def lacking_hosts(having: Sequence[int], hosts: int, copies: int) -> list[int]:
-    """The hosts that are to get a copy of what the hosts `having` have: those after the first of
-    them, around, until there are `copies` besides one."""
+    """The hosts that get a copy of the files of the hosts `having`.
+
+    They are the next ones after the first of `having`, around, until there are `copies` and one.
+    """
     wanted = min(copies + 1, hosts) - len(having)
     around = ((having[0] + distance) % hosts for distance in range(1, hosts))
     return [host for host in around if host not in having][: max(0, wanted)]
@@ -138,7 +144,7 @@ def lacking_hosts(having: Sequence[int], hosts: int, copies: int) -> list[int]:
 def settled(
     told: Iterable[tuple[int, Holding]],
 ) -> tuple[dict[int, Placed], dict[int, Ranks]]:
-    """From (host, what it has): the steps that are whole, and of all others the missing writers."""
+    """From (host, what it has): the whole steps, and for all others the missing writers."""
     by_step: dict[int, list[tuple[int, Holding]]] = {}
     for host, holding in told:
         by_step.setdefault(holding.step, []).append((host, holding))
@@ -155,8 +161,10 @@ def settled(
 
 
 def together(told: Mapping[str, Sequence[tuple[int, Holding]]]) -> dict[str, dict[int, Placed]]:
-    """Of each level, by name, what it has of the steps that are whole at none, and over all of them
-    whole: one host may have lost its memory, and another one its disk."""
+    """By level, the parts of steps that are whole at no level, but across several.
+
+    One host may have lost its memory, and another one its disk.
+    """
     at = [(name, host, holding) for name, each in told.items() for host, holding in each]
     whole, _ = settled((index, holding) for index, (_, _, holding) in enumerate(at))
     alone = {step for each in told.values() for step in settled(each)[0]}
@@ -174,12 +182,11 @@ def together(told: Mapping[str, Sequence[tuple[int, Holding]]]) -> dict[str, dic
 
 
 def _saves(found: Sequence[tuple[int, Holding]]) -> list[tuple[tuple[bool, bool, str], Placed]]:
-    """The saves of a step of which there is something, with what speaks for each: it is whole;
-    without copies; it is the younger one."""
+    """The saves of a step, with their ranks in this order: whole, whole without copies, younger."""
     saves = []
     for manifest in sorted({held.manifest for _, held in found} - {""}) or [""]:
         world_size = max(held.world_size for _, held in found if held.manifest == manifest)
-        # A damaged manifest takes nothing from the files beside it: they have checksums.
+        # A damaged manifest does not spoil the files next to it, which have checksums.
         here = [
             (host, held)
             for host, held in found

@@ -1,15 +1,15 @@
 """The hosts of a job, for levels that each of them has for itself: one meeting of all ranks.
 
-    meet     once: who sees the same files, who leads there, how each host is reached; and a census
-    census   again: which steps are whole over all hosts, and where their files are
+    meet     once: which ranks see the same files, which rank leads there, the addresses; a census
+    census   again: which steps are whole over all hosts, and the places of their files
 
-A host is where ranks see the same files of a level; the lowest rank there leads: it commits,
-retires and clears for all of them, and serves their files to other hosts. Host i has its copies on
-hosts i+1, i+2, ... around.
-Invariants: no rank asks another one about its files: each leader tells rank 0, which tells all. The
-meeting waits for all ranks, so it is in no call of save(): it is on the commit thread, or in what
-all ranks call together. What it decides is the same on all, also for a rank that comes again.
-Not here: what is done with it (place), how files come (serving, remote).
+A host is a set of ranks that see the same files of a level. The lowest rank there leads: it
+commits, retires and clears for all of them, and serves their files to other hosts. Host i has its
+copies on hosts i+1, i+2, ... around.
+Invariants: no rank asks another one about its files. Each leader tells rank 0, which tells all. The
+meeting waits for all ranks, so no call of save() does it: it runs on the commit thread, or in calls
+that all ranks make together. Its decision is the same on all, also for a rank that comes again.
+Not here: the use of the decision (place), the transfer of files (serving, remote).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CENSUS = Meeting("census")
 
 
 class Exchange(Protocol):
-    """How files get from host to host."""
+    """The transfer of files from host to host."""
 
     def serve(self, places: Sequence[HostPlace]) -> tuple[str, str]:
         """Serve the files of these levels, and of the copies beside them; (address, secret)."""
@@ -53,18 +53,20 @@ class Exchange(Protocol):
         """A level of the host that serves at `address`."""
 
     def near(self, place: HostPlace) -> Nearby:
-        """Where files of a level that lie on other hosts are brought to be read."""
+        """The directories for files of a level that are fetched from other hosts."""
 
     def stop(self) -> None:
         """Serve no longer."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
 
 
 class HttpExchange:
-    """Over HTTP, between the processes of the job; `address`: of this host (serving). Files come
-    near in memory, or where there is no room in the directory `run`."""
+    """Over HTTP, between the processes of the job; `address`: of this host (serving).
+
+    Files are fetched into memory, or without space there into the directory `run`.
+    """
 
     def __init__(self, run: str, address: str | None = None) -> None:
         self._run = run
@@ -120,14 +122,15 @@ class Hosts:
                 _say_missing(place, 1)
 
     def meet(self) -> None:
-        """Meet the other ranks, if that has not been; raises on all of them if it fails on one."""
+        """Meet the other ranks, unless that has happened; raises on all of them if it fails on
+        one."""
         with self._guard:
             if not self._has_met and self._peers is not None:
                 self._meet(self._peers)
                 self._has_met = self._learned = True
 
     def give_up(self, error: StateholdError) -> None:
-        """This rank will not come to the meeting now: end it for all, where others may wait."""
+        """This rank will not come to the meeting now: end it for all, if others may wait."""
         with self._guard:
             if self._peers is not None and not self._learned:
                 self._peers.fail(self._tries, error, _MEETING)
@@ -139,8 +142,10 @@ class Hosts:
         return bool(self._places)
 
     def census(self, meeting: Meeting = CENSUS) -> None:
-        """All ranks together, with no save under way: see again which steps are whole. Nothing to
-        do on one host."""
+        """All ranks together, with no save under way: look again which steps are whole.
+
+        Nothing to do on one host.
+        """
         self.meet()
         apart = [place for place in self._places if place.is_apart]
         if not apart or self._peers is None:
@@ -158,7 +163,7 @@ class Hosts:
 
     @property
     def are_apart(self) -> bool:
-        """Whether a level lies on several hosts, as far as is known."""
+        """Whether a level lies on several hosts, as far as this rank knows."""
         return any(place.is_apart for place in self._places)
 
     def close(self) -> None:
@@ -171,7 +176,8 @@ class Hosts:
         try:
             outcome = peers.agree(_MEETING, note, self._decide, self._tries)
         except StateholdError:
-            # One that has ended is not met again; one whose end was missed is still to be heard.
+            # A meeting that has ended is not repeated. A rank that missed its end still gets the
+            # outcome.
             if peers.has_ended(_MEETING, self._tries):
                 self._tries += 1
             raise
@@ -183,14 +189,14 @@ class Hosts:
             self._exchange.stop()
 
     def _note(self) -> dict[str, Any]:
-        """What this rank tells the others: itself, and what lies on its host."""
+        """The message of this rank to the others: itself, and the steps on its host."""
         note: dict[str, Any] = {"name": socket.gethostname(), "levels": {}}
         for place in self._places:
             told = {"identity": place.identity(), "holdings": place.holdings()}
             note["levels"][place.name] = told
         try:
             note["address"], note["secret"] = self._exchange.serve(self._places)
-        except StateholdError as error:  # matters where there is another host
+        except StateholdError as error:  # matters only with another host
             note["error"] = str(error)
         return note
 
@@ -224,7 +230,7 @@ class Hosts:
 
 
 def _say_missing(place: HostPlace, hosts: int) -> None:
-    """A warning, where there are fewer hosts than copies need."""
+    """Log a warning if there are fewer hosts than copies need."""
     if place.wanted_copies >= hosts:
         there = f"there are {hosts} hosts" if hosts > 1 else "this process is alone"
         logger.warning(
@@ -244,7 +250,7 @@ def _leaders(place: HostPlace, notes: Sequence[Mapping[str, Any]]) -> list[list[
 def _hosts(
     place: HostPlace, notes: Sequence[Mapping[str, Any]], there: Sequence[Sequence[int]]
 ) -> list[list[Any]]:
-    """Rank 0: the hosts of a level, as all ranks are told of them."""
+    """Rank 0: the hosts of a level, as all ranks get them."""
     leaders = [notes[ranks[0]] for ranks in there]
     if len(leaders) > 1 and place.store.keep == 1:
         shown = sorted({leader["name"] for leader in leaders})[:8]
@@ -258,7 +264,7 @@ def _hosts(
     names = [leader["name"] for leader in leaders]
     return [
         [
-            # Containers may all be called alike, and what they have is told apart by their names.
+            # Containers may all have the same name, so this name tells their files apart.
             name if names.count(name) == 1 else f"{name} of rank {ranks[0]}",
             leader.get("address"),
             leader.get("secret"),
@@ -272,7 +278,7 @@ Told = list[tuple[int, Holding]]  # a host, and a directory that it has
 
 
 def _told(place: HostPlace, notes: Sequence[Mapping[str, Any]]) -> Told:
-    """Rank 0: what the ranks that lead at a level have told of it."""
+    """Rank 0: the messages of the leading ranks of a level."""
     return _holdings(notes[host.ranks[0]].get(place.name) or [] for host in place.hosts)
 
 
@@ -285,8 +291,8 @@ def _holdings(by_host: Iterable[Sequence[Sequence[Any]]]) -> Told:
 
 
 def _settled(told: Mapping[str, Told], apart: Collection[str]) -> dict[str, Any]:
-    """Rank 0: for each level which steps are whole, and what it has of those that are whole only
-    over all levels of several hosts, `apart`."""
+    """Rank 0: for each level the whole steps, and its parts of steps that are whole only over all
+    levels of several hosts, `apart`."""
     joint = together({name: told[name] for name in apart})
     found = {}
     for name, each in told.items():

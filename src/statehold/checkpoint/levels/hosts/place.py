@@ -1,13 +1,14 @@
 """A level that each host has for itself: all hosts together have its steps.
 
-    HostPlace     what the ranks of a host have saved, or copied from a nearer level
-    CopiesPlace   what a host holds of the steps of other hosts, so that the loss of one is survived
+    HostPlace     files that the ranks of a host have saved, or copied from a nearer level
+    CopiesPlace   files that a host holds for other hosts, so that the run survives the loss of one
 
-Owns: for one level, what this rank knows of the hosts and of where files are; who copies what from
-here, or to here. Until the ranks have met (hosts) it knows of its own host alone.
+Owns: for one level, this rank's knowledge of the hosts and the places of files; which rank copies
+which files from here, or to here. Until the ranks have met (meeting), it knows only its own host.
 Invariants: on one host it is a DirectoryPlace like any other, with the same cost. A step that not
-all hosts have published is no step: it is not offered, and is removed when a later one is there.
-Not here: the meeting (meeting), which steps are whole (census), commits in two rounds (rounds).
+all hosts have published does not count: no reader sees it, and it is removed when a later one is
+    there.
+Not here: the meeting (meeting), which steps are whole (census), commits in two rounds.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ logger = logging.getLogger("statehold")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host as others see it: its ranks, the first of which leads there, and how its files are
-    reached (`files`: place name -> source); empty for this one."""
+    """A host as others see it: its ranks, and how to reach its files.
+
+    The first of the ranks leads there. `files`: place name -> source; empty for this host.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -62,7 +65,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class CopiesAt:
-    """Where copies of other hosts' files lie, and on how many hosts (`wanted`) there are to be."""
+    """The place for copies of other hosts' files, and the wanted number of hosts with copies."""
 
     store: Store
     engine: CopyEngine
@@ -72,7 +75,7 @@ class CopiesAt:
 class HostPlace(DirectoryPlace):
     """A level of which each host has a part. Thread-safe.
 
-    copies: those of other hosts' files that this one keeps.
+    copies: the copies of other hosts' files on this host.
     """
 
     def __init__(
@@ -103,12 +106,14 @@ class HostPlace(DirectoryPlace):
 
     @property
     def is_apart(self) -> bool:
-        """Whether there are several hosts, of which each has a part of this level."""
+        """Whether there are several hosts, each of which has a part of this level."""
         return len(self.hosts) > 1
 
     def met(self, hosts: Sequence[Host], mine: int, rank: int, near: Nearby) -> None:
-        """The ranks have met: these hosts have the level, this is the mine-th of them. near: where
-        files of other hosts lie while they are read."""
+        """The ranks have met: these hosts have the level, and this is the mine-th of them.
+
+        near: the place for fetched files of other hosts.
+        """
         self.hosts, self.mine, self._near = tuple(hosts), mine, near
         if hosts[mine].ranks[0] == rank and not self.store.leads:
             self.lead()
@@ -120,8 +125,11 @@ class HostPlace(DirectoryPlace):
         joint: Mapping[int, Placed],
         missing: Mapping[int, Ranks],
     ) -> None:
-        """Over all hosts these steps are whole; these with other levels, enough to restore them; of
-        those files are missing. One that is committed meanwhile may be too late for the census."""
+        """The result of a census over all hosts.
+
+        These steps are whole; these are whole together with other levels; of these, files are
+        missing. A step that is committed meanwhile may be too late for the census.
+        """
         with self._knowing:
             late = {step: self._placed[step] for step in self._committed - set(found)}
             if not self._seen and not late:
@@ -139,7 +147,7 @@ class HostPlace(DirectoryPlace):
                 )  # fmt: skip
 
     def holdings(self) -> list[list[Any]]:
-        """What lies on this host, for a census; nothing where it cannot be read."""
+        """The steps on this host, for a census; none if it cannot be read."""
         try:
             return [holding.document() for holding in self._holdings(identified=True)]
         except StorageError as error:
@@ -147,29 +155,29 @@ class HostPlace(DirectoryPlace):
             return []
 
     def _holdings(self, *, identified: bool) -> list[Holding]:
-        """What lies here; `identified`: with the manifests of it, which have to be read."""
+        """The steps here; `identified`: with their manifests, which have to be read."""
         found = []
         for is_copy, store in ((False, self.store), (True, self.copies.store)):
             for step in store.steps():
                 manifest = _manifest_of(store, step) if identified else ("", "")
                 names = store.names(step)
-                if names is not None:  # else it was retired meanwhile
+                if names is not None:  # otherwise it was retired meanwhile
                     found.append(Holding.seen(step, is_copy, names, manifest))
         return found
 
     def placed(self, step: int) -> Placed | None:
-        """Where the files of a step are, if it is whole."""
+        """The places of the files of a step, if it is whole."""
         return self.known().get(step)
 
     def known(self) -> dict[int, Placed]:
-        """The steps that are whole, and where their files are."""
+        """The whole steps, and the places of their files."""
         if self.is_apart:
             with self._knowing:
                 return dict(self._placed)
         # Alone on one host, there is one directory of each step.
         holdings = self._holdings(identified=bool(self.copies.store.steps()))
         found, missing = settled((self.mine, holding) for holding in holdings)
-        if self.hosts:  # else other hosts may have the rest
+        if self.hosts:  # otherwise other hosts may have the rest
             self._warn(missing)
         return found
 
@@ -185,7 +193,7 @@ class HostPlace(DirectoryPlace):
         check_newest(self.store.root, step, (newest, *self.known()), self.known)
 
     def views(self) -> list[View]:
-        """What this host has, and what others have, nearest first; as of the last census."""
+        """The files of this host, and those of others, nearest first; as of the last census."""
         return self._views(self._seen if self.is_apart else self.known())
 
     def _views(self, placed: Mapping[int, Placed]) -> list[View]:
@@ -224,7 +232,8 @@ class HostPlace(DirectoryPlace):
         return [self._carrier(writer, hosts[0], ranks) for writer, hosts in enumerate(placed.hosts)]
 
     def _carrier(self, writer: int, host: int, ranks: int) -> int:
-        """Who copies what `writer` wrote from a host: the same rank if it is still there."""
+        """The rank that copies the files of `writer` from a host: the same rank if it is still
+        there."""
         there = self.hosts[host].ranks
         return writer if writer in there else there[writer % len(there)]
 
@@ -242,8 +251,8 @@ class HostPlace(DirectoryPlace):
             writers[at[rank]].append(writer)
         own = [Holder(host, False, Ranks.of(each)) for host, each in enumerate(writers)]
         with self._knowing:
-            # What is older than the newest `keep`, and than the newest that is copied, is retired
-            # everywhere, now or soon; what is newer was whole nowhere.
+            # A step older than the newest `keep`, and than the newest copied one, is retired
+            # everywhere, now or soon. A newer one was whole nowhere.
             known = sorted(each for each in self._placed if each < step)
             kept = set(known[-(self.store.keep - 1) :] if self.store.keep else known)
             safe = self.copies.newest_of(self._placed)
@@ -261,14 +270,15 @@ class HostPlace(DirectoryPlace):
     def retain(self) -> None:
         newest = max(self.known(), default=-1) if self.is_apart else -1
         self._remove_halves(lambda each: each < newest)  # a newer one may just be on its way
-        # What survives the loss of a host is kept until something newer does.
+        # Files that survive the loss of a host are kept until newer ones do.
         safe = self.copies.newest_of(self.known())
         self.store.retain(but_for=safe)
         if self.copies.is_prepared:
             self.copies.store.retain(but_for=safe)
 
     def _remove_halves(self, which: Callable[[int], bool]) -> None:
-        """Of what is known to be no step; it takes the place of one that is."""
+        """Remove steps that are known not to count, because they take the place of one that
+        does."""
         if not (self.is_apart and self.leads):
             return
         stores = [each.store for each in (self, self.copies) if each.is_prepared]
@@ -306,8 +316,10 @@ class HostPlace(DirectoryPlace):
 
 
 class CopiesPlace(DirectoryPlace):
-    """The copies that the hosts of a level keep for each other, as a level to copy to. A step is
-    here when the loss of as many hosts as wanted is survived."""
+    """The copies that the hosts of a level keep for each other, as a level to copy to.
+
+    A step is here if it survives the loss of as many hosts as wanted.
+    """
 
     def __init__(
         self, level: HostPlace, at: CopiesAt, called: str, fs: Fs, *, yields: bool
@@ -340,7 +352,7 @@ class CopiesPlace(DirectoryPlace):
         return self._level.read(step, name, max_bytes)
 
     def share(self, step: int, carriers: Sequence[int], rank: int) -> list[int]:
-        """The writers of which this rank copies the files here. All ranks plan alike."""
+        """The writers whose files this rank copies here. All ranks plan alike."""
         placed = self._level.placed(step)
         hosts = self._level.hosts
         at = {each: host for host, there in enumerate(hosts) for each in there.ranks}
@@ -354,7 +366,7 @@ class CopiesPlace(DirectoryPlace):
         return mine[there.index(rank) :: len(there)]
 
     def _lacking(self, having: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-        """host -> the writers of which it is to get copies."""
+        """host -> the writers whose files it should get as copies."""
         found: dict[int, list[int]] = {}
         hosts, copies = len(self._level.hosts), self._level.wanted_copies
         for writer, each in enumerate(having):
@@ -378,8 +390,10 @@ class CopiesPlace(DirectoryPlace):
 
 
 def _manifest_of(store: Store, step: int) -> tuple[str, str]:
-    """(sha256, created) of the manifest of a committed step; nothing where it cannot be read, which
-    whoever opens the step finds out."""
+    """(sha256, created) of the manifest of a committed step; empty if it cannot be read.
+
+    The code that opens the step finds out why.
+    """
     try:
         raw = store.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
         created = Manifest.decode(raw, MANIFEST_NAME).created

@@ -1,9 +1,9 @@
-"""Files of committed steps that lie on another host, read from the server of a rank there.
+"""Files of committed steps on another host, read from the server of a rank there.
 
-Owns: what is asked of that server (serving), on which connections, and what failures are called.
-Invariants: a request ends within `deadline_s` with all of what was asked for, or a named error,
-whatever the other end does; a large read is many requests, each of PART_BYTES at most. A request
-whose connection breaks is made once more, on a new one. The secret is in no error and no repr.
+Owns: the requests to that server (serving), their connections, and the names of failures.
+Invariants: a request ends within `deadline_s` with all of its bytes, or a named error, whatever the
+other end does. A large read is many requests, each of PART_BYTES at most. A request whose
+connection breaks is repeated once, on a new one. No error and no repr has the secret.
 Not here: whether the bytes are right (copying, the engine), which host to ask (place).
 """
 
@@ -40,8 +40,10 @@ T = TypeVar("T")
 
 
 class RemoteFiles:
-    """The steps of `place` on the host that serves at `address`. Paths are "STEP/NAME". A `Source`
-    of copies. Thread-safe; connects at the first use."""
+    """The steps of `place` on the host that serves at `address`.
+
+    Paths are "STEP/NAME". A `Source` of copies. Thread-safe; connects at the first use.
+    """
 
     def __init__(
         self, address: str, secret: str, place: str, *, deadline_s: float = DEADLINE_S
@@ -75,7 +77,7 @@ class RemoteFiles:
         return self._request("read", path, read)
 
     def open_read(self, path: str) -> RemoteFile:
-        """A file, to be read in any order; nothing is asked of the host before it is."""
+        """A file, for reading in any order; the first read sends the first request."""
         return RemoteFile(self, path)
 
     def fetch(self, path: str, targets: Sequence[Target]) -> None:
@@ -111,7 +113,7 @@ class RemoteFiles:
     def _ask(
         self, wire: Wire, path: str, until: float, fields: Mapping[str, str] = {}
     ) -> tuple[Head, int]:
-        """The head of the answer, and how long its body is."""
+        """The head of the answer, and the length of its body."""
         request = Head(("GET", f"/{self._place}/{path}", "HTTP/1.1"), {**self._fields, **fields})
         wire.send(request.encode(), until)
         head = wire.head(until)
@@ -124,7 +126,7 @@ class RemoteFiles:
         return head, head.body_bytes
 
     def _refusal(self, head: Head, path: str) -> StateholdError:
-        """The error for an answer that is not what was asked for."""
+        """The error for an unexpected answer."""
         status, where = head.words[1], f"{self.url}/{path}"
         if status == "404":
             return storage_error("read from another host", errno.ENOENT, where)
@@ -141,7 +143,7 @@ class RemoteFiles:
     # -- connections -----------------------------------------------------------------------
 
     def _request(self, operation: str, path: str, ask: Callable[[Wire, float], T]) -> T:
-        """What `ask` makes of a connection, within the deadline; failures by their names."""
+        """The result of `ask` on a connection, within the deadline; failures get their names."""
         where = f"{self.url}/{path}"
         until = time.monotonic() + self._deadline_s
         try:
@@ -161,7 +163,7 @@ class RemoteFiles:
         wire = self._take() or self._connected(until)
         try:
             return self._on(wire, ask, until)
-        except (EOFError, ConnectionError):  # it was kept for too long, or is lost just now
+        except (EOFError, ConnectionError):  # it was kept for too long, or was lost just now
             return self._on(self._connected(until), ask, until)
 
     def _on(self, wire: Wire, ask: Callable[[Wire, float], T], until: float) -> T:

@@ -1,12 +1,12 @@
-"""Which files a host serves to others: those of committed steps, below the roots that it was given.
+"""The files that a host serves to others: those of committed steps, below given roots.
 
     /PLACE/step-000000000100/NAME
 
-Owns: what a path means, and how it is opened.
-Invariants: a path is matched as it came, nothing in it is decoded: what these patterns do not know
-is not there. Each part is opened below the one before it, and no link is followed. A file that is
-open here is not overwritten by a save (Store); one that was retired before is found under no name.
-Not here: who may ask, and how it is sent (serving).
+Owns: the meaning of a path, and how it is opened.
+Invariants: a path is matched as it came, without decoding, and must match these patterns. Each part
+is opened below the one before it, and no link is followed. A save does not overwrite a file that is
+open here (Store). A file that was retired before has no name here.
+Not here: who may ask, and how files are sent (serving).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO has
 
 
 class UnreadableError(Exception):
-    """It is there, as far as one can tell, but the storage refuses it now."""
+    """It exists, as far as one can tell, but the storage refuses it now."""
 
 
 class Served:
@@ -46,7 +46,7 @@ class Served:
 
     @contextmanager
     def open(self, path: str) -> Iterator[tuple[int, int]]:
-        """(descriptor, bytes) of a file. Raises FileNotFoundError for whatever is not one, and
+        """(descriptor, bytes) of a file. Raises FileNotFoundError for other paths, and
         UnreadableError."""
         match path.split("/"):
             case ["", place, step, name] if (
@@ -67,7 +67,7 @@ class Served:
 
 
 def _standing(step: str, root: int, opened: ExitStack) -> int:
-    """The directory of a step: while it is being replaced, it has another name for a moment."""
+    """The directory of a step, which has another name for a moment while it is being replaced."""
     for name in (step, step + REPLACED):
         with suppress(FileNotFoundError):
             return opened.enter_context(_open(name, _FOLDER, root))

@@ -1,14 +1,14 @@
-"""The steps that lie on this host, for the other hosts of the job: a server in each rank's process.
+"""The steps on this host, for the other hosts of the job: a server in each rank's process.
 
     GET /PLACE/STEP/NAME      Authorization: Bearer SECRET, and a Range if not all of it
 
 Owns: the port, the connections, and who may ask.
-Invariants: read-only; whoever does not say the secret, which this job's board alone tells, learns
-nothing and is hung up on. Not encrypted: the network is trusted as far as torch.distributed trusts
-it. At most CONNECTIONS_MAX connections, the one that has been silent for longest goes first; none
-is silent for ever. Its threads keep no process from ending, and a fork of the process does not
-answer, nor hold the port.
-Not here: which files there are (served), the protocol on a connection (wire), the client (remote).
+Invariants: read-only. Only this job's board has the secret. A client without it learns nothing, and
+the server hangs up. Nothing is encrypted: the network is trusted as torch.distributed trusts it. At
+    most CONNECTIONS_MAX connections; the one that has been silent for longest is closed first, and
+    none may be silent for ever. The threads keep no process from ending. A fork of the process
+    neither answers nor holds the port.
+Not here: which files exist (served), the protocol on a connection (wire), the client (remote).
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ __all__ = ["FileServer", "reachable_address"]
 logger = logging.getLogger("statehold")
 
 CONNECTIONS_MAX = 64
-FIRST_S = 10.0  # until the first request of a connection is there
-IDLE_S = 120.0  # until the next one is, or until the other end has taken some more of an answer
-ROOM_S = 0.25  # how long a new connection waits for a place before a silent one goes for it
-_ELSEWHERE = "192.0.2.1"  # of RFC 5737: nobody's
+FIRST_S = 10.0  # until the first request of a connection comes
+IDLE_S = 120.0  # until the next one comes, or until the other end has taken some more of an answer
+ROOM_S = 0.25  # how long a new connection waits for a place before a silent one is closed for it
+_ELSEWHERE = "192.0.2.1"  # of RFC 5737: no host has it
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 
 
 def reachable_address() -> str:
-    """The address of this host that the others reach: that of the way to MASTER_ADDR, where the
-    job has one.
+    """The address of this host that the others reach: that of the way to MASTER_ADDR, if the job
+    has it.
 
-    Many hosts take their own name for one of their loopback addresses, where nobody else finds
-    them: such an answer counts only if MASTER_ADDR is one, too. Then the way out of here is asked.
+    Many hosts take their own name for one of their loopback addresses, which no other host reaches.
+    That answer counts only if MASTER_ADDR is a loopback address, too. Otherwise the default
+    route decides.
     """
     master = os.environ.get("MASTER_ADDR", "")
     if master == "localhost" or _is_loopback(master):
@@ -67,7 +68,7 @@ def _is_loopback(text: str) -> bool:
 
 
 def _way_to(host: str) -> str:
-    """The address from which this host speaks to `host`; nothing is sent."""
+    """The address from which this host reaches `host`; nothing is sent."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as way:
         way.connect(target)
@@ -75,8 +76,11 @@ def _way_to(host: str) -> str:
 
 
 class FileServer:
-    """Serves committed steps below `roots`, by the names of their places. `address`: of this host,
-    on the network of the others; None: reachable_address(). close() may be called twice."""
+    """Serves committed steps below `roots`, by the names of their places.
+
+    `address`: of this host, on the network of the others; None: reachable_address(). close() may be
+    called twice.
+    """
 
     def __init__(self, roots: Mapping[str, str], address: str | None = None) -> None:
         self._served = Served(roots)
@@ -85,12 +89,14 @@ class FileServer:
         self.address = ""
         self._listener: socket.socket | None = None
         self._guard = threading.Lock()
-        self._wires: dict[Wire, float | None] = {}  # silent since; None: it is being answered
+        self._wires: dict[Wire, float | None] = {}  # silent since then; None: it is being answered
         self._free = threading.Semaphore(CONNECTIONS_MAX)
 
     def start(self) -> None:
-        """Answer from now on; `address` ("host:port") is where. Raises UsageError for an address
-        that this host does not have."""
+        """Answer from now on at `address` ("host:port").
+
+        Raises UsageError for an address that this host does not have.
+        """
         host = self._asked or reachable_address()
         try:
             self._listener = _listen(host)
@@ -105,14 +111,14 @@ class FileServer:
         self._in_thread(self._accept, self._listener)
 
     def close(self) -> None:
-        """Hang up, and give the port back."""
+        """Hang up, and free the port."""
         listener, self._listener = self._listener, None
         if listener is None:
             return
         with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept()
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
         listener.close()
-        self._free.release()  # and who waits for a place
+        self._free.release()  # and the threads that wait for a place
         with self._guard:
             for wire in self._wires:
                 wire.hang_up()
@@ -157,8 +163,11 @@ class FileServer:
         self._end(wire)
 
     def _drop_one(self) -> None:
-        """Hang up on the connection that has been silent for longest; busy ones are waited for, and
-        what has only just connected is about to say something."""
+        """Hang up on the connection that has been silent for longest.
+
+        Busy connections are waited for, and one that has only just connected will soon send a
+        request.
+        """
         newest = time.monotonic() - ROOM_S
         with self._guard:
             silent = {wire: since for wire, since in self._wires.items() if since is not None}
@@ -195,7 +204,7 @@ class FileServer:
     # -- requests --------------------------------------------------------------------------
 
     def _answer(self, wire: Wire, head: Head) -> bool:
-        """Answer a request; False: and hang up."""
+        """Answer a request; False: then hang up."""
         if len(head.words) != 3 or head.words[2] != "HTTP/1.1" or head.body_bytes:
             return _refuse(wire, "400 Bad Request", hang_up=True)
         given = head.fields.get("authorization", "").encode()

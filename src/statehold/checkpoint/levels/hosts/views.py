@@ -1,10 +1,10 @@
-"""What a level of several hosts has, as one place for each host: for reading, and as a source.
+"""A level of several hosts, as one place for each host: for reading, and as a source.
 
-    View        the steps of one store, here or on another host, of which it has something
+    View        the steps of one store, here or on another host, that it has a part of
     Scattered   a step, each file from the first view that has it
 
-Invariants: only steps that are whole over all hosts are seen, and only under one manifest; a view
-says by its name which host is meant. What is far is brought near before it is read.
+Invariants: readers see only steps that are whole over all hosts, under one manifest. The name of a
+view says which host it is. Far files are fetched before they are read.
 Not here: which steps are whole (census), how bytes come from another host (remote).
 """
 
@@ -35,7 +35,7 @@ def step_directory(step: int) -> str:
 
 
 class FarSource(Protocol):
-    """A `Source` on another host, of which ranges can be had at once."""
+    """A `Source` on another host, which can fetch several ranges at once."""
 
     def read_file(self, path: str, max_bytes: int) -> bytes: ...
     def open_read(self, path: str) -> SourceFile: ...
@@ -43,7 +43,7 @@ class FarSource(Protocol):
 
 
 class Nearby(Protocol):
-    """Where files of other hosts lie while they are read; as near_files.NearFiles."""
+    """The place for fetched files of other hosts; as near_files.NearFiles."""
 
     def bring(
         self,
@@ -107,11 +107,11 @@ class Far:
         return False  # the path was that of a copy near here
 
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
-        return self._near.reading(step)  # there, its own ranks keep it: they restore as well
+        return self._near.reading(step)  # there, its own ranks keep it, because they restore, too
 
 
 class View:
-    """One store of a level; `placed`: where the files of each whole step are."""
+    """One store of a level; `placed`: the places of the files of each whole step."""
 
     def __init__(
         self, name: str, host: int, is_copy: bool, placed: Mapping[int, Placed], reach: Reach
@@ -143,7 +143,7 @@ class View:
         return self._reach.has_file(step, name)
 
     def open_view(self, step: int, name: str, nbytes: int) -> File:
-        """A data file as memory, where it lies in that of this host."""
+        """A data file as memory, in its place in this host's memory."""
         source = self._reach.source
         if not isinstance(source, Below):
             raise storage_error("map a file of another host into memory", errno.EOPNOTSUPP, name)
@@ -191,7 +191,7 @@ class Scattered:
 
 
 class _Anywhere:
-    """A data file that several views have: the next is asked when one cannot be read."""
+    """A data file that several views have; if one cannot be read, the next is asked."""
 
     def __init__(self, step: int, name: str, views: list[View]) -> None:
         self._step = step

@@ -1,11 +1,11 @@
-"""One connection that speaks the little of HTTP/1.1 that reading files takes; both ends use it.
+"""One connection that speaks the part of HTTP/1.1 that reading files needs; both ends use it.
 
-Owns: heads (first line and fields), bodies of a known length, and the time all of it may take.
-Invariants: whatever the other end sends, or does not send, a call ends by its moment `until`, with
-TimeoutError, EOFError (it hung up), WireError (not what this speaks) or OSError; a head has at most
+Owns: heads (first line and fields), bodies of a known length, and the time for all of it.
+Invariants: whatever the other end sends or does not send, a call ends by its moment `until`, with
+TimeoutError, EOFError (it hung up), WireError (an unknown message) or OSError. A head has at most
 HEAD_BYTES_MAX, however it arrives. http.client and http.server count their time from the last byte
-that arrived: who sends one byte a minute holds them for hours.
-Not here: who may ask (serving), what for (served), what a failure is called (remote).
+that arrived, so a client that sends one byte a minute holds them for hours.
+Not here: who may ask (serving), for what (served), the names of failures (remote).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LENGTH = re.compile(r"[0-9]{1,18}")
 
 
 class WireError(Exception):
-    """What arrived is no message that this speaks."""
+    """An unknown message arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Head:
 
     @property
     def body_bytes(self) -> int:
-        """The length of the body that follows. Raises WireError for one that is not counted."""
+        """The length of the body that follows. Raises WireError if it is not given."""
         said = self.fields.get("content-length", "0")
         if "transfer-encoding" in self.fields or _LENGTH.fullmatch(said) is None:
             raise WireError("a body without a length")
@@ -52,8 +52,10 @@ class Head:
 
 
 class Wire:
-    """A connected socket, which it owns; moments are of time.monotonic(). Not thread-safe, but for
-    hang_up()."""
+    """A connected socket, which it owns; moments are of time.monotonic().
+
+    Not thread-safe, except for hang_up().
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -62,7 +64,7 @@ class Wire:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def head(self, until: float) -> Head:
-        """The next head. EOFError where the connection ends before, or in, one."""
+        """The next head. EOFError if the connection ends before, or in, one."""
         while (end := self._ahead.find(_END)) < 0:
             if len(self._ahead) > HEAD_BYTES_MAX:
                 raise WireError("a head without an end")
@@ -75,7 +77,7 @@ class Wire:
         return _parsed(raw)
 
     def read_into(self, memory: memoryview, until: float) -> None:
-        """Fill `memory` with what comes next."""
+        """Fill `memory` with the next bytes."""
         at = min(len(self._ahead), len(memory))
         memory[:at] = self._ahead[:at]
         self._ahead = self._ahead[at:]
@@ -99,13 +101,13 @@ class Wire:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the other end has neither hung up nor said anything that nobody asked for."""
+        """Whether the other end has neither hung up nor sent anything unasked."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return not self._ahead and not poll.poll(0)
 
     def hang_up(self) -> None:
-        """Wake whoever waits for this connection: for them, it has ended."""
+        """Wake the threads that wait for this connection: for them, it has ended."""
         with contextlib.suppress(OSError):  # the other end was first
             self._socket.shutdown(socket.SHUT_RDWR)
 
