@@ -38,9 +38,14 @@ DOCUMENTS = [
 DONE = [
     f"src/statehold/{name}"
     for name in (
+        "checkpoint/__init__.py",
         "checkpoint/agent",
+        "checkpoint/cadence",
+        "checkpoint/checkpointer.py",
         "checkpoint/levels",
+        "checkpoint/restore",
         "checkpoint/store",
+        "checkpoint/telemetry",
         "cli",
         "encoding",
         "errors.py",

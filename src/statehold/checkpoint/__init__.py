@@ -1,1 +1,1 @@
-"""Checkpoints: the Checkpointer, how it saves and restores, and where steps are kept."""
+"""Checkpoints: the Checkpointer, how it saves and restores, and the places of steps."""

@@ -1,13 +1,13 @@
 """Checkpointer: save while training, commit, restore. The public face of statehold.
 
-A Checkpointer opens a session at its first use. save() and restore() are calls of that session:
-save/call captures and plans on the caller's thread, in milliseconds, then the engine stages and
+A Checkpointer opens a session at its first use. save() and restore() are calls of that session.
+save/call captures and plans on the caller's thread, in milliseconds. Then the engine stages and
 writes, and the pipeline commits. restore/call is the way back.
 
 On several ranks each has a Checkpointer of the same run directory, and all call save() and
-restore() alike; nothing here waits for another rank but restore(), rewind() and back-pressure.
+restore() alike. Only restore(), rewind() and back-pressure wait for another rank.
 
-Not here: what a session does (session), how it is opened (opening), what ends it when nobody has
+Not here: the work of a session (session), how it is opened (opening), what ends it when nobody has
 closed it (keeper).
 """
 
@@ -279,13 +279,14 @@ class Checkpointer:
     def _close(
         self, error: BaseException | None = None, *, flush: bool = True, alike: bool = True
     ) -> None:
-        """error: what has brought this rank here, and perhaps no other. alike: all ranks come."""
+        """error: what has brought this rank here, and perhaps no other. alike: all ranks call
+        this."""
         self._closed = True
         forget(self)
         preemption, keeper, self._open = self._preemption, self._keeper, None
         if keeper is None or not keeper.is_ours:
             self._gate.remove()
-            return  # a fork has nothing to wait for, and nothing to give back
+            return  # a fork has nothing to wait for, and nothing to release
         number = self._calls.number
 
         def end(session: Session) -> None:
@@ -299,13 +300,14 @@ class Checkpointer:
                 preemption.part()
             keeper.close(end)
         finally:
-            if keeper.has_ended:  # else, after Ctrl-C, updates go on waiting for what is staged
+            # otherwise, after Ctrl-C, updates still wait until everything is staged
+            if keeper.has_ended:
                 self._gate.remove()
             if preemption is not None:
                 preemption.remove()
 
     def _taken_over(self) -> None:
-        """Another Checkpointer has the run: only the traceback of an old error knew this one."""
+        """Another Checkpointer has the run: only the traceback of an old error held this one."""
         self._closed = self._is_taken_over = True
         self._open = None
         forget(self)
@@ -324,7 +326,7 @@ class Checkpointer:
         return self._open
 
     def _open_now(self) -> Session:
-        """Open everything, and have it kept until it has ended."""
+        """Open everything, and have the keeper keep it until it has ended."""
         wait_for_dropped(self._run)
         owned = contextlib.ExitStack()
         try:

@@ -1,10 +1,10 @@
-"""Flushing: the newest step goes to every level, on all ranks, within one time for all of it.
+"""Flushing: copy the newest step to every level, on all ranks, within one deadline.
 
-    wait for what is under way -> look where files are, on several hosts
+    wait for saves and copies under way -> look where files are, on several hosts
     -> meet: rank 0 says which levels lack the step -> copy, wait
 
-Invariants: where there is a time, no rank is here for longer, whatever the others do. Flushes meet
-under numbers of their own, so that a rank that has missed one shifts nothing.
+Invariants: with a deadline, no rank stays longer, whatever the others do. Flushes meet under
+numbers of their own, so a rank that has missed one shifts nothing.
 Not here: a copy (levels/promoting), the last save of a process that leaves: its own commit sends it
 to all levels.
 """
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Countdown", "flush"]
 
-# What is kept of the time for telling the others that this rank waited in vain.
+# The part of the time that is kept for reporting to the others that this rank waited in vain.
 MEETING_SHARE = 0.2
 MEETING_S_MAX = 10.0
 
 
 class Countdown:
-    """How much is left of so many seconds; None of None."""
+    """The rest of so many seconds; None of None."""
 
     def __init__(self, seconds: float | None) -> None:
         self._until = None if seconds is None else time.monotonic() + seconds
@@ -46,10 +46,10 @@ def flush(
     timeout_s: float | None,
     meet_s: float | None = None,
 ) -> None:
-    """Bring the newest step to all levels. All ranks, with the same `number`, new each time.
+    """Copy the newest step to all levels. All ranks, with the same `number`, new each time.
 
-    meet_s: how long to wait for ranks that may not come; None: as long as ever. Two meetings: one
-    that has come to the first and gone is missing at the second.
+    meet_s: how long to wait for ranks that may not come; None: as long as usual. There are two
+    meetings: a rank that leaves after the first is missing at the second.
     """
     peers, left = levels.peers, Countdown(timeout_s)
     if meet_s is not None:

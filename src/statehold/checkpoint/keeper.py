@@ -1,17 +1,17 @@
-"""Keeps what a Checkpointer has opened until it has ended, whatever becomes of the Checkpointer.
+"""Keeps the session of a Checkpointer until it has ended, whatever becomes of the Checkpointer.
 
     close()                    ends it: on the keeper's thread, while the caller waits
     the last reference goes    the same in the background: accepted saves are committed, and the
-                               run's lock, threads and memory are given back
+                               run's lock, threads and memory are released
     the program ends           waits for it (ending)
 
-Invariants: a save that was accepted is finished although its Checkpointer is gone; the gate stays
-before the updates until it is staged. Ctrl-C while close() waits ends the copies to other levels,
-and all else is still given back. Dropping a Checkpointer takes no lock and starts no thread: that
-can happen inside any allocation, on any thread. A later Checkpointer of the run in this process
-waits for one that was dropped. It also gets the run from one that only a reference cycle, or the
-traceback of an old error, keeps alive.
-Not here: what is given back, and in which order (opening).
+Invariants: an accepted save is finished although its Checkpointer is gone. The gate stays before
+the updates until the save is staged. Ctrl-C while close() waits ends the copies to other levels,
+and everything else is still released. Dropping a Checkpointer takes no lock and starts no thread,
+because that can happen inside any allocation, on any thread. A later Checkpointer of the run in
+this process waits for a dropped one. It also gets the run from one that only a reference cycle, or
+the traceback of an old error, keeps alive.
+Not here: what is released, and in which order (opening).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Kept(Protocol):
         """Let copies to other levels end unfinished. Returns at once."""
 
     def close(self, *, flush: bool, alike: bool = True) -> None:
-        """End it, and give everything back."""
+        """End it, and release everything."""
 
 
 K = TypeVar("K", bound=Kept)
@@ -83,7 +83,7 @@ class Keeper(Generic[K]):
         return os.getpid() == self._pid
 
     def close(self, end: Callable[[K], None]) -> None:
-        """Have `end` done, and wait; raises what it raises. Only the first call counts."""
+        """Run `end`, and wait; raises what it raises. Only the first call counts."""
         self._asked.put(end)
         try:
             self._thread.join()
@@ -117,18 +117,18 @@ class Keeper(Generic[K]):
         return self._opened is opened
 
     def is_left_behind(self) -> bool:
-        """Whether nobody can use its Checkpointer any more, which is alive all the same."""
+        """Whether its Checkpointer is still alive, but nobody can use it any more."""
         return is_only_in_tracebacks(self._owner)
 
     def take(self) -> None:
-        """End it, though its Checkpointer is alive: that raises ClosedError from now on."""
+        """End it, although its Checkpointer is alive, which raises ClosedError from now on."""
         self.drop()
         owner = self._owner()
         if owner is not None:
             owner._taken_over()
 
     def _end(self) -> None:
-        """The program ends; a Checkpointer that is alive closes itself."""
+        """The program ends. A Checkpointer that is alive closes itself."""
         if self.is_dropped and self.is_ours:
             self._thread.join()
 
@@ -147,8 +147,8 @@ class Keeper(Generic[K]):
         finally:
             if self.is_dropped and self._gate is not None:
                 self._gate.retire()
-            # The finalizer holds this object for as long as the Checkpointer lives. The gate knows
-            # saves, and the error of one knows functions that have the Checkpointer.
+            # The finalizer holds this object as long as the Checkpointer lives. The gate refers to
+            # saves, and the error of a save to functions that have the Checkpointer.
             self._gate = self._opened = None
             del opened, end
             _keepers.remove(self)
@@ -176,13 +176,15 @@ def wait_for_dropped(run: str) -> None:
 
 
 def others_of(run: str, taker: Kept) -> list[Keeper[Any]]:
-    """What else in this process has the run open, or is still ending."""
+    """Other users of the run in this process, open or still ending."""
     return [each for each in _of_run(run) if not each.has(taker)]
 
 
 def make_way(others: list[Keeper[Any]]) -> bool:
-    """End those that nobody can use any more, and wait for them; whether any has ended. One may end
-    by itself at any time, so `others` is asked for before the run is found to be busy."""
+    """End the users that nobody can reach any more, and wait for them; whether any has ended.
+
+    A user may end by itself at any time, so ask for `others` before the run is found to be busy.
+    """
     if not others:
         return False
     gc.collect()

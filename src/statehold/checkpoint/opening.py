@@ -1,8 +1,8 @@
 """Opens a session: finds the other ranks, opens or borrows a runtime, and builds the parts on it.
 
-Invariants: whatever fails on the way, `owned` closes what was opened, in the opposite order: the
+Invariants: after any error, `owned` closes everything in the opposite order of opening: the
 pipeline, the copies, the agent, the hosts, the places, the trace, the runtime, the other ranks.
-Not here: what a session does (session), how levels are opened (levels/building).
+Not here: the work of a session (session), how levels are opened (levels/building).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["Borrowed", "Opening", "open_session"]
 
 @dataclass(slots=True)
 class Borrowed:
-    """What a session is handed instead of opening its own, and leaves open, but for the peers."""
+    """What a session gets instead of opening its own, and leaves open, except for the peers."""
 
     runtime: Runtime | None = None
     fs: Fs | None = None
@@ -54,7 +54,7 @@ class Borrowed:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a session is opened from."""
+    """The arguments for opening a session."""
 
     run: str
     specs: Sequence[Level]
@@ -119,8 +119,10 @@ def _parts(
 
 
 def _agent(opening: Opening, runtime: Runtime, levels: Levels, log: BackgroundLog) -> Agent | None:
-    """The agent of the run, not started yet; none where another rank leads, or on a disk that is
-    handed in."""
+    """The agent of the run, not started yet.
+
+    None if another rank leads, or on a disk from the caller.
+    """
     if not (runtime.has_own_fs and levels.store.leads):
         return None
     return agent_for(opening.run, opening.specs, runtime.options, log)

@@ -1,4 +1,4 @@
-"""The parts of a session, and what save() and restore() work with of them."""
+"""The parts of a session, and those that save() and restore() use."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ __all__ = ["Parts"]
 
 @dataclass(eq=False, frozen=True)
 class Parts:
-    """What opening gives. peers: None for a process that is alone. calls: of the Checkpointer,
-    which may have had other sessions. All but `runtime` and `calls` end with the session."""
+    """The result of opening.
+
+    peers: None for a process that is alone. calls: of the Checkpointer, which may have had other
+        sessions. All parts except `runtime` and `calls` end with the session.
+    """
 
     run: str
     specs: Sequence[Level]
@@ -55,7 +58,7 @@ class Parts:
         return self.peers.rank if self.peers else None
 
     def saver(self, prepare: Callable[[], None]) -> Saver:
-        """What a call of save() works with. prepare: makes the run directory ready."""
+        """The parts that a call of save() uses. prepare: makes the run directory ready."""
         return Saver(
             rank=self.rank,
             runtime=self.runtime,
@@ -70,7 +73,8 @@ class Parts:
         )
 
     def restores(self, claim: Callable[[int], bool]) -> RestoreCalls:
-        """What a call of restore() works with. claim: sees that nobody else changes a step."""
+        """The parts that a call of restore() uses. claim: makes sure that nobody else changes a
+        step."""
         return RestoreCalls(
             specs=self.specs,
             runtime=self.runtime,

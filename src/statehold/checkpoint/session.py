@@ -1,12 +1,12 @@
-"""Session: what a Checkpointer does while its ranks stay the same, and how all of it ends.
+"""Session: the work of a Checkpointer while its ranks stay the same, and its end.
 
     save       Saver         one call of save(); the pipeline commits in the background
     restore    RestoreCalls  one call of restore()
-    rewind, flush, status    what the levels do, on all ranks together
+    rewind, flush, status    work of the levels, on all ranks together
 
-Invariants: nothing on the storage is changed before prepare_saving(), and only by one job. What was
-opened is closed in the opposite order, whatever fails on the way. The runtime outlives a session:
-another membership gets another session on the same staging memory.
+Invariants: nothing on the storage changes before prepare_saving(), and only one job changes it.
+After any error, everything is closed in the opposite order of opening. The runtime outlives a
+session: another membership gets another session on the same staging memory.
 Not here: how a session is opened (opening).
 """
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from statehold.format.selection import RestoreReport, Selection
     from statehold.ranks.preemption import Preemption
 
-# How long a rank that ends by an error waits for others to bring the newest step to all levels.
+# How long a rank that ends by an error waits for others to copy the newest step to all levels.
 STRAGGLERS_S = 10.0
 
 
 class Session:
-    """What one rank of a job has open. Not thread-safe."""
+    """The open parts of one rank of a job. Not thread-safe."""
 
     def __init__(self, parts: Parts, owned: contextlib.ExitStack) -> None:
         """owned: closes the parts, in the opposite order; close() does, too."""
@@ -63,8 +63,10 @@ class Session:
         is_last: Callable[[int], bool],
         preemption: Preemption | None,
     ) -> Save:
-        """The call of save() with this number, the same on all ranks. is_last: whether this process
-        saves no step after a step; `preemption` then ends it."""
+        """The call of save() with this number, the same on all ranks.
+
+        is_last: whether this process saves no step after this one; `preemption` then ends it.
+        """
         save, work = self._saver.save(number, step, state, force=force, is_last=is_last)
         if preemption is not None and work is not None and work.is_last:
             told = partial(self.levels.having, save.step, work.place)
@@ -77,7 +79,7 @@ class Session:
         return self._has_saved
 
     def prepare_saving(self) -> None:
-        """Create the run directory; the rank that leads locks it and clears what a crash left."""
+        """Create the run directory; the leading rank locks it and clears leftovers of a crash."""
         self._has_saved = True
         if not self._is_prepared:
             others = others_of(self._parts.run, self)
@@ -89,8 +91,10 @@ class Session:
         self._parts.companion.keep(self.pipeline.ahead)
 
     def _take_over(self) -> None:
-        """An agent could not end its work: go on with it. On several ranks nobody else knows, and
-        the next step makes up for it."""
+        """An agent could not end its work: continue it.
+
+        On several ranks no other rank knows of it, and the next step makes up for it.
+        """
         promotions = self.levels.promotions
         if self.peers is None:
             self.pipeline.ahead(promotions.catch_up)
@@ -102,24 +106,29 @@ class Session:
     def restore(
         self, state: Mapping[str, Any], step: int | None, selection: Selection
     ) -> int | None:
-        """Load `step`, or the newest intact one; its number, or None where the run has none."""
+        """Load `step`, or the newest intact one; returns its number, or None if the run has
+        none."""
         return self._restores.restore(state, step, selection)
 
     @property
     def restored(self) -> RestoreReport | None:
-        """What the last restore did."""
+        """The report of the last restore."""
         return self._restores.report
 
     def claim(self, step: int) -> bool:
-        """Make sure that nobody changes a step from now on: let this job's saves and copies end,
-        and take the lock of each directory that has it. False where another job has a lock."""
+        """Make sure that nobody changes a step from now on.
+
+        Lets this job's saves and copies end, and locks each directory that has the step. False if
+        another job has a lock.
+        """
         self.wait_idle(None)
         return self.levels.claim(step)
 
     # -- the run ---------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The steps that are committed at any level. All ranks, where a level is each host's."""
+        """The steps that are committed at any level. All ranks call this if each host has its own
+        level."""
         return self.levels.nearest(self.pipeline.drain).steps()
 
     def rewind(self, step: int) -> list[int]:
@@ -138,7 +147,7 @@ class Session:
         self.wait_idle(None)
 
     def status(self) -> list[LevelStatus]:
-        """How all levels stand."""
+        """The status of all levels."""
         name = self.levels.near[0].name
         error, interval = self._parts.level_choice.first_error, self.schedule.interval(name)
         return self.levels.status(LevelStatus(name, error=error, interval=interval))
@@ -150,7 +159,7 @@ class Session:
         self.levels.promotions.wait(left())
 
     def flush(self, timeout_s: float | None, meet_s: float | None = None) -> None:
-        """Bring the newest step to all levels. All ranks together."""
+        """Copy the newest step to all levels. All ranks together."""
         self._flushes += 1
         number = self._flushes
         flush(self.levels, self.wait_idle, number, timeout_s, meet_s)
@@ -158,7 +167,7 @@ class Session:
     # -- the end ---------------------------------------------------------------------------
 
     def check_process(self) -> None:
-        """Raises ClosedError in a fork: the threads that would do the work are not there."""
+        """Raises ClosedError in a fork, which does not have the threads for the work."""
         if os.getpid() != self._pid:
             raise forked("this Checkpointer", self._pid)
 

@@ -1,7 +1,9 @@
-"""When a step is saved, and when it goes on to which level.
+"""When a step is saved, and when it is copied to which level.
 
-every      what a user says of a level: each n-th step, so much time, or "auto"
-costs      what saving costs the training, measured, and the interval that makes worth it
-turns      which calls of save() save, the same on all ranks
-schedule   brings the three together for one session
+    every      the user's cadence of a level: each n-th step, so much time, or "auto"
+    costs      the measured costs of saving, and the best intervals
+    turns      which calls of save() save, the same on all ranks
+    schedule   combines the three for one session
+
+Not here: the formulae (planners/intervals).
 """

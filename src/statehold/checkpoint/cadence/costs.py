@@ -1,17 +1,17 @@
-"""What saving costs the training, measured while it runs, and how often that makes worth it.
+"""The cost of saving for the training, measured while it runs, and the resulting intervals.
 
 Three figures for each level, from the calls of save() on the training thread:
-- what save() and the gate have kept it waiting: known exactly, for the first level alone;
-- by how much steps are slower while a step is saved, or copied to a level: the difference of the
-  medians of recent steps that differ in nothing else that is under way, as far as it is above their
-  noise; the median of several such figures, so that a change of the steps themselves is none;
-- how long a save or a copy takes, which says how many steps that slows down.
+- The time that save() and the gate have blocked. It is known exactly, and only for the first level.
+- How much slower steps are while a step is saved, or copied to a level. This is the difference of
+  the medians of recent steps that are equal in all else, as far as it is above their noise. The
+  median of several such figures counts, so a change of the steps themselves does not.
+- The duration of a save or a copy, which says how many steps are slower.
 
-Invariants: what is not above the noise, or below a thousandth of a step, costs nothing. Where there
-is nothing to compare with, at first, when steps have changed, or after thousands of them, a level
-rests for as long as it is busy. An interval is changed only if that saves a twentieth of what it
-loses, so it does not flap. The times come in. Thread-safe. Not here: the formulae
-(planners/intervals), who asks (schedule).
+Invariants: a figure that is not above the noise, or below a thousandth of a step, counts as zero.
+Sometimes there is nothing to compare with: at first, when steps have changed, or after thousands of
+them. Then a level rests for as long as it is busy. An interval changes only if that saves a
+twentieth of its loss, so it does not flap. The times are arguments. Thread-safe.
+Not here: the formulae (planners/intervals), the caller (schedule).
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ Samples = Sequence[tuple[int, float]]  # the number of the call, and seconds
 class Interval:
     """How often a level gets a step, and why.
 
-    steps, seconds: the interval. cost_s: what the training loses each time; mtbf_s: the mean time
-    between failures after which a restart needs this level; waste: the share of the training that
-    is expected to be lost to both, in saving and in doing again.
+    steps, seconds: the interval.
+    cost_s: the time that training loses with each step.
+    mtbf_s: the mean time between failures after which a restart needs this level.
+    waste: the expected share of the training that is lost to both, to saving and to repeated work.
     """
 
     steps: int
@@ -88,7 +89,7 @@ class Costs:
     # -- on the training thread --------------------------------------------------------------------
 
     def called(self, step: int, now_s: float, gate_s: float, under_way: frozenset[str]) -> None:
-        """save() was called, with this under way: the names of levels that are being written."""
+        """save() was called while the levels with these names were being written."""
         with self._guard:
             self._calls += 1
             if self._last is not None and step > self._last[0]:
@@ -101,8 +102,10 @@ class Costs:
             self._last, self._under_way, self._call_s = (step, now_s, gate_s), under_way, 0.0
 
     def saved(self, blocked_s: float, gate_s: float) -> None:
-        """save() has begun a save, and returns. gate_s: all time that was spent in the gate before
-        it, which earlier saves have cost."""
+        """save() has begun a save, and returns.
+
+        gate_s: all time that was spent in the gate before it, which earlier saves have cost.
+        """
         with self._guard:
             if self._since_s is not None:
                 self._blocked[-1] += gate_s - self._since_s
@@ -130,9 +133,11 @@ class Costs:
         fixed_s: Sequence[float | None],
         now: Mapping[str, Interval],
     ) -> dict[str, Interval]:
-        """The intervals from now on, of all levels; those of `now` unless others are worth a
-        change. rates, fixed_s: of each level, the failures a second that need it, and its interval
-        where that is given. Empty while too little is known."""
+        """The intervals of all levels from now on; those of `now` unless a change is worth it.
+
+        rates, fixed_s: for each level, the failures a second that need it, and its interval if the
+            user gave it. Empty while too little is known.
+        """
         with self._guard:
             step_s = self._step_s()
             if step_s is None or len(self._blocked) < 2:
@@ -170,12 +175,12 @@ class Costs:
         if cost_s <= FREE * step_s:
             cost_s = 0.0
         busy_s = took_s
-        if slower_s is None:  # there have to be steps without it
+        if slower_s is None:  # some steps must be without it
             busy_s = 2 * took_s + SAMPLES_MIN * step_s
         return LevelCost(cost_s, rate, busy_s, fixed_s=fixed_s)
 
     def _slower_s(self, name: str) -> float | None:
-        """By how much a step is slower while `name` is written; None: that has to be found out."""
+        """By how much a step is slower while `name` is written; None: not measured yet."""
         known = self._slower.setdefault(name, _Slower())
         busy, quiet = self._pair(name)
         if _are_comparable(busy, quiet):
@@ -185,7 +190,7 @@ class Costs:
         return known.seconds
 
     def _pair(self, name: str) -> tuple[Samples, Samples]:
-        """Steps with and without `name` that are alike in all else."""
+        """Steps with and without `name` that are equal in all else."""
         pairs = [
             (self._fresh(during), self._fresh(during - {name}))
             for during in self._samples
@@ -199,7 +204,7 @@ class Costs:
 
 
 class _Slower:
-    """By how much steps are slower, found again and again."""
+    """By how much steps are slower, measured again and again."""
 
     def __init__(self) -> None:
         self._found: deque[tuple[int, float]] = deque(maxlen=WINDOWS)
@@ -219,8 +224,10 @@ class _Slower:
 
     @property
     def seconds(self) -> float | None:
-        """None while nothing is known. No cliff at the noise, on which an interval would go up and
-        down."""
+        """None while nothing is known.
+
+        There is no cliff at the noise, on which an interval would go up and down.
+        """
         if not self._found:
             return None
         error_s = self._error_s / math.sqrt(len(self._found))
@@ -251,7 +258,7 @@ def _followed(cost: LevelCost, kept: int, best: int) -> int:
 
 
 def _can(costs: Sequence[LevelCost], kept: Sequence[int], step_s: float) -> bool:
-    """Whether no level is asked for more than it can take."""
+    """Whether no interval is shorter than its level can sustain."""
     pairs = zip(costs, kept, strict=True)
     return all(n * step_s >= (1 - SLACK) * cost.busy_s for cost, n in pairs if not cost.fixed_s)
 

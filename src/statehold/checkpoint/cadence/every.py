@@ -1,8 +1,8 @@
-"""Which steps go to a level: each n-th, or one in so much time; and how a user says that.
+"""Which steps go to a level: each n-th, or one in so much time; and the user's notation of it.
 
-Pure: the time comes in. A step is due once a multiple of n steps, or that much time, has passed
-since the last step that went there. What was due and could not be done stays due. A step that is
-saved again replaces what was copied of it before, whatever the cadence.
+Pure: the time is an argument. A step is due once a multiple of n steps, or that much time, has
+passed since the last step of the level. A step that was due and could not be copied stays due. A
+step that is saved again replaces its earlier copy, whatever the cadence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Cadence", "Every", "parse_every"]
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """So many steps, or so many seconds; neither: as often as is worth it."""
+    """So many steps, or so many seconds; neither: "auto"."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -28,8 +28,10 @@ class Every:
 
 
 def parse_every(value: int | str, level: str | None = None) -> Every:
-    """10 -> each tenth step; "90s", "30min", "2h", "1d" -> time; "auto". Raises UsageError, which
-    names the level."""
+    """10 -> each tenth step; "90s", "30min", "2h", "1d" -> time; "auto".
+
+    Raises UsageError, which names the level.
+    """
     if type(value) is int and value >= 1:
         return Every(steps=value)
     if value == "auto":
@@ -61,7 +63,7 @@ class Cadence:
     def is_due(self, step: int, now_s: float) -> bool:
         """Whether `step`, which was just saved, should go to the level."""
         if self._last_step is not None and step <= self._last_step:
-            return step == self._last_step  # what the level has of it is of an earlier save
+            return step == self._last_step  # the level has an earlier save of it
         if self._every.seconds is not None:
             return now_s - self._last_s >= self._every.seconds
         n = self._every.steps or 1

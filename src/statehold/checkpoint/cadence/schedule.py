@@ -1,12 +1,12 @@
-"""When a step is saved, and when it goes on to which level: what a user gave, or what was measured.
+"""When a step is saved, and when it is copied to which level: by the user, or by measurement.
 
-Rank 0 measures on its training thread and chooses with every save that is committed. It tells the
-other ranks what the first level gets (turns), and each copier what its level gets. A process that
-is alone counts time as time; several ranks cannot, so rank 0 makes steps of it.
+Rank 0 measures on its training thread and chooses with every committed save. It announces to the
+other ranks the steps of the first level (turns), and gives each copier its interval. A process that
+is alone counts time as time. Several ranks cannot, so rank 0 converts it to steps.
 
 Invariants: a call that saves nothing costs microseconds, and touches no tensor, file or other rank.
-Not here: what is measured (costs), which interval is best (planners/intervals), how ranks come to
-the same turns (turns) and talk (save/publishing).
+Not here: the measurements (costs), the best interval (planners/intervals), how ranks come to the
+same turns (turns) and talk (save/publishing).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOLD = 1.5
 
 
 class Spec(Protocol):
-    """What a user says of a level."""
+    """The user's options of a level."""
 
     @property
     def name(self) -> str: ...
@@ -50,7 +50,7 @@ class Named(Protocol):
 
 
 class Copier(Protocol):
-    """What copies steps to a level; `place` is the level, or the copies of it on other hosts."""
+    """A copier of steps to a level; `place` is the level, or its copies on other hosts."""
 
     @property
     def level(self) -> str: ...
@@ -63,7 +63,7 @@ class Copier(Protocol):
 
     @property
     def copied(self) -> int:
-        """How many copies got there."""
+        """The number of finished copies."""
 
     @property
     def took_s(self) -> float:
@@ -93,7 +93,7 @@ class Schedule:
         first, is_alone = self._every[0], membership.world == 1
         is_timed = first.seconds is not None and is_alone
         self._timer = Cadence(first, None, time.monotonic()) if is_timed else None
-        # Whether the first level's interval is chosen by rank 0, and the others have to be told.
+        # Whether rank 0 chooses the first level's interval, and announces it to the others.
         self.is_led = first.steps is None and not is_timed
         steps = NEVER if is_timed else first.steps
         self.turns = Turns(steps, lag=0 if is_alone else LAG)
@@ -109,8 +109,11 @@ class Schedule:
     def is_due(
         self, number: int, step: int, *, wanted: bool, is_saving: bool, gate_s: float
     ) -> bool:
-        """Whether this call of save() saves. wanted: it does in any case. is_saving: an earlier
-        save is under way. gate_s: how long the gate has held training up so far, in all."""
+        """Whether this call of save() saves.
+
+        wanted: it does in any case. is_saving: an earlier save is under way. gate_s: how long the
+            gate has held training up so far, in all.
+        """
         now_s = time.monotonic()
         if self._costs is not None:
             self._costs.called(step, now_s, gate_s, self._under_way(is_saving))
@@ -127,7 +130,7 @@ class Schedule:
             self._costs.saved(blocked_s, gate_s)
 
     def _under_way(self, is_saving: bool) -> frozenset[str]:
-        """What may slow the training down now, or has since the last call."""
+        """The work that may slow the training down now, or has since the last call."""
         found = {self._names[0]} if is_saving else set()
         for index, copier in enumerate(self._copiers):
             copied = copier.copied
@@ -139,7 +142,7 @@ class Schedule:
         return frozenset(found)
 
     def _measure(self, level: str, name: str, took_s: float) -> None:
-        """What a step at a level takes, with its copies on other hosts."""
+        """The time of a step at a level, with its copies on other hosts."""
         if name != level:
             self._copies_s[level] = took_s
         elif self._costs is not None:
@@ -161,17 +164,17 @@ class Schedule:
         self._set(number, self._costs.chosen(needed, fixed_s, self._intervals))
 
     def told(self) -> list[int] | None:
-        """Rank 0, for the others: what they are to learn of a committed save."""
+        """Rank 0: the facts for the others in the outcome of a committed save."""
         told = self.turns.told
         return None if told is None else [told.since, told.steps]
 
     def learn(self, told: Sequence[int] | None) -> None:
-        """The others: what the outcome of a committed save tells."""
+        """The others: the facts in the outcome of a committed save."""
         if told is not None:
             self.turns.learn(Rule(*told))
 
     def note(self) -> list[list[int]]:
-        """Rank 0: what a rank has to find that missed what it was told."""
+        """Rank 0: the note for a rank that missed an outcome."""
         rules = (self.turns.rule, self.turns.told)
         return [[rule.since, rule.steps] for rule in rules if rule is not None]
 
@@ -189,7 +192,7 @@ class Schedule:
         if self.is_led and first.steps != self.turns.rule.steps:
             self.turns.learn(Rule(number, first.steps))
         for copier in self._copiers:
-            # The copies of the first level on other hosts get what it gets.
+            # The copies of the first level on other hosts get its steps.
             interval = None if copier.level == self._names[0] else intervals.get(copier.level)
             if interval is not None and self._every[self._names.index(copier.level)].is_auto:
                 copier.every(interval)
@@ -197,7 +200,7 @@ class Schedule:
         self._tell()
 
     def _tell(self) -> None:
-        """A line for each level whose interval is not nearly what was last told of it."""
+        """Log a line for each level whose interval differs much from the last logged one."""
         for name, every, watch in zip(self._names, self._every, self._watches, strict=True):
             if not every.is_auto:
                 continue
@@ -210,7 +213,7 @@ class Schedule:
     # -- seeing ------------------------------------------------------------------------------------
 
     def interval(self, name: str) -> Interval | None:
-        """What was chosen for a level; None where nothing was, and on ranks other than 0."""
+        """The interval chosen for a level; None without a choice, and on ranks other than 0."""
         every = self._every[self._names.index(name)]
         return self._intervals.get(name) if every.is_auto else None
 

@@ -1,10 +1,10 @@
 """One call of restore(), by all ranks together: from the levels of a run to a live state.
 
     ready?     no rank has an error to raise, and all have the same levels
-    gate       no byte of the state is still being copied by a save
+    gate       no save still copies a byte of the state
     nearest    the steps of all levels
-    restore    the step that was asked for, or the newest intact one
-    after      the levels and the cadence go on from that step; damaged ones are set aside
+    restore    the requested step, or the newest intact one
+    after      the levels and the cadence continue from that step; damaged steps are set aside
 
 Not here: how one step gets into the state (restoring).
 """
@@ -38,8 +38,12 @@ __all__ = ["RestoreCalls"]
 
 @dataclass(eq=False)
 class RestoreCalls:
-    """What restore() works with. drain: ends the saves under way. claim: takes the lock of every
-    directory that has a step, where this rank leads. report: what the last call did."""
+    """The parts that restore() uses.
+
+    drain: ends the saves under way. claim: locks every directory that has a step, if this rank
+        leads.
+    report: the report of the last call.
+    """
 
     specs: Sequence[Level]
     runtime: Runtime
@@ -55,7 +59,8 @@ class RestoreCalls:
     def restore(
         self, state: Mapping[str, Any], step: int | None, selection: Selection
     ) -> int | None:
-        """Load `step`, or the newest intact one; its number, or None where the run has none."""
+        """Load `step`, or the newest intact one; returns its number, or None if the run has
+        none."""
         self._wait_ready(state)
         nearest = self.levels.nearest(self.drain)
         confirmed, failed = self._load(nearest, state, step, selection)
@@ -84,7 +89,7 @@ class RestoreCalls:
     def _load(
         self, nearest: Nearest, state: Mapping[str, Any], step: int | None, selection: Selection
     ) -> tuple[set[int], dict[int, CorruptionError]]:
-        """Which steps were found damaged beyond doubt, and which were passed over."""
+        """The steps that are certainly damaged, and the steps that were skipped."""
         runtime = self.runtime
         with self.watch.restore() as watch:
             restorer = Restorer(

@@ -1,4 +1,4 @@
-"""Sets damaged steps aside that a restore has passed over: nobody takes them for steps then."""
+"""Sets aside damaged steps that a restore has skipped, so that no reader takes them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ def set_aside(
     confirmed: Collection[int],
     restored: int,
 ) -> None:
-    """Keep the damaged steps where nobody takes them for steps; all ranks, before any goes on: it
-    would find them newer than what it saves next. A step that is not `confirmed` stays: another
-    job may be saving it again."""
+    """Rename the damaged steps; all ranks, before any continues.
+
+    Otherwise a rank would find them newer than its next save. A step that is not `confirmed` stays,
+    because another job may be saving it again.
+    """
     peers = levels.peers
     together(peers, lambda: levels.promotions.wait(None))
     places = everyone(
@@ -44,8 +46,11 @@ def set_aside(
 
 
 def _quarantined(levels: Levels, step: int, is_confirmed: bool) -> str:
-    """Where the damaged step is now; where it was if the run is another job's, or not ours to
-    change: the state is restored all the same."""
+    """The new place of the damaged step.
+
+    Its old place if the run belongs to another job or may not be changed: the state is still
+    restored.
+    """
     if is_confirmed:
         with contextlib.suppress(RunBusyError, StorageError):
             return levels.quarantine(step)

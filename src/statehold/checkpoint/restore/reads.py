@@ -1,9 +1,9 @@
 """Boxes of saved chunks, and memory that wants them -> the segments that the engine reads.
 
-Owns: which bytes a place needs of a chunk: the ranges that hold its box, widened to whole pieces;
-where they go; and the headers of the files, so that all that is read of a file is verified.
-Invariants: whoever reads a step into tensors does it through here: restores, and the reader of dcp.
-A range that fills its part of the memory without gap is placed as it is; otherwise the engine
+Owns: the bytes that a destination needs of a chunk (the ranges that hold its box, widened to whole
+pieces), their destinations, and the headers of the files, so that everything read is verified.
+Invariants: restores, and the reader of dcp, read steps into tensors only through this module. A
+range that fills its part of the memory without a gap is placed directly. Otherwise the engine
 places the box in it.
 Not here: which chunk has which box (saved), which bytes a box needs (ranges), the engine's job and
 its errors (segments), the live state.
@@ -37,13 +37,13 @@ _HINT = "restore() without a step takes the newest intact one"
 
 
 class ReadPlan:
-    """What to read of a step, for `destinations` and what is placed later. Planning reads no data,
-    and changes nothing.
+    """The parts of a step to read, for `destinations` and for later ones.
 
-    complete: verify besides whatever else of the step is this rank's to verify. What several of the
-    `ranks` of this job read goes through the page cache, where the device is read once a node;
-    each rank begins at another place, so that all of them are busy.
-    hint: of the error for a piece that is not right.
+    Planning reads no data, and changes nothing.
+    complete: also verify everything else of the step that this rank has to verify. If several of
+        the `ranks` of this job read a file, it goes through the page cache, so the device is read
+        once a node. Each rank begins at another place, so that all of them are busy.
+    hint: of the error for a bad piece.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class ReadPlan:
         external: bool = False,
         shared: bool = False,
     ) -> None:
-        """Read the elements `box` of a chunk of tensor `name`, counted from the chunk's first, into
-        `target`, which has their shape and the saved dtype.
+        """Read the elements `box` of a chunk of tensor `name` into `target`.
 
-        external: the engine cannot reach the memory; shared: other processes want the bytes, too.
-        dtype: the saved one, where external memory has another: elements are converted as copy_()
-        does.
+        `box` counts from the chunk's first element. `target` has its shape and the saved dtype.
+        external: the engine cannot reach the memory. shared: other processes read the bytes, too.
+        dtype: the saved one, if external memory has another; elements are converted as copy_()
+            does.
         """
         dtype = dtype or target.dtype
         shape, item_bytes = torch_shape(dtype, chunk.box.shape), dtype.itemsize
@@ -99,7 +99,7 @@ class ReadPlan:
         if place is not None and not place.is_aligned(chunk.begin):
             raise _unaligned(name, chunk, item_bytes)
         for part in found:
-            # Of pieces that are not wanted whole, other ranks want the rest.
+            # Other ranks want the rest of pieces that are not wanted as a whole.
             also = shared or (self._ranks > 1 and part.box_begin is None)
             begin, end = part.begin - chunk.begin, part.end - chunk.begin
             if place is not None:
@@ -113,8 +113,11 @@ class ReadPlan:
             self._append(name, chunk, part, where)
 
     def start(self, engine: Engine, locate: Locate) -> Reading:
-        """Begin to read; `locate` says where a file (name, bytes, ranges read) is; it is called by
-        several threads where there are several files."""
+        """Begin to read.
+
+        `locate` returns the place of a file (name, bytes, read ranges). With several files, several
+        threads call it.
+        """
         segments = sorted([*self._segments, *self._headers()], key=lambda each: each.order)
         read: dict[int, list[tuple[int, int]]] = {number: [] for number, _ in self._files.values()}
         for each in segments:
@@ -131,7 +134,7 @@ class ReadPlan:
     def _located(
         self, locate: Locate, read: Mapping[int, Sequence[tuple[int, int]]]
     ) -> dict[str, int]:
-        """Path -> bytes, of all files; those that are far come near side by side."""
+        """Path -> bytes, of all files; far files are fetched in parallel."""
         side_by_side = Parallel(LOCATED_AT_ONCE, "statehold-located")
         try:
             paths = side_by_side(
@@ -145,11 +148,11 @@ class ReadPlan:
         return dict(zip(paths, (nbytes for _, nbytes in self._files.values()), strict=True))
 
     def _fill(self, destination: Destination) -> list[PlacedChunk]:
-        """Read what lies in the destination's box; the chunks of it."""
+        """Read the part in the destination's box, from its chunks."""
         name, dtype = destination.name, destination.tensor.dtype
         chunks = self._saved.chunks(name, destination.box, destination.among)
         for chunk in chunks:
-            is_same = chunk.box == destination.box  # also where both are empty
+            is_same = chunk.box == destination.box  # also if both are empty
             common = chunk.box if is_same else chunk.box.intersection(destination.box)
             if common is not None:
                 self.place(
@@ -163,10 +166,10 @@ class ReadPlan:
         return chunks
 
     def _verify_rest(self, asked: Iterable[PlacedChunk], names: set[str]) -> None:
-        """Read, only to verify it, what else is this rank's to verify.
+        """Read everything else that this rank has to verify, only to verify it.
 
-        Of a tensor that this rank has a place for, in another layout, the other ranks ask for the
-        rest: to verify here what this rank once wrote would have the device read it twice.
+        If this rank holds a tensor in another layout, the other ranks read the rest of it. If this
+        rank verified here what it once wrote, the device would read it twice.
         """
         for name, chunk in self._saved.unread(asked):
             if name not in names:

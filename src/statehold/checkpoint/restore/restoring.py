@@ -2,26 +2,25 @@
 
 Alone, or on each of several ranks:
     choose    rank 0 lists the committed steps; the newest is tried first
-    match     the live state against the step; nothing is changed yet
+    match     the live state with the step; nothing changes yet
     read      every wanted byte, verified, into place
     finish    the plain values
-After `match` and after `read` the ranks agree: all go on, or none does. Where a copy of a file that
-one rank reads is bad, all ranks begin again without that copy, as long as there is another one.
-Damage beyond that makes all ranks try the next older step; any other error on one rank is an error
-on all.
+After `match` and after `read` the ranks agree: all continue, or none does. If a copy of a file that
+one rank reads is bad, all ranks begin again without that copy, while there is another one. Damage
+beyond that makes all ranks try the next older step. Any other error on one rank is an error on all.
 
-A writer may save the step again, or retire it, while it is read; nothing keeps it from that. After
-every failure the ranks look whether the step is still the one that they opened. If it is not, they
-list the steps and begin again. Damage is believed when it is found once more under the lock of the
-run, where nobody else can change the step. Without the lock the step is passed over, and stays.
+A writer may save the step again, or retire it, during the restore. After every failure the ranks
+check whether the step is still the one that they opened. If it is not, they list the steps and
+begin again. They believe in damage if they find it once more under the lock of the run, where no
+other process can change the step. Without the lock the step is skipped, and stays.
 
-A rank that is at its place again looks at its own record first, which is all it needs if the layout
-is the same. If that does not match on some rank, all ranks look at what all have saved.
+A rank that is at its place again reads its own record first, which is enough if the layout is the
+same. If that does not match on some rank, all ranks read the records of all.
 
-Invariants: no rank changes a byte before all ranks have matched; a step counts as restored only
-when all ranks have read and verified it, from one and the same save of it.
+Invariants: no rank changes a byte before all ranks have matched. A step counts as restored only
+when all ranks have read and verified it, from the same save of it.
 Not here: matching (tensors/restore), which bytes (reads), which copy of them (levels/nearest),
-agreeing (agreeing).
+agreeing (ranks/agreeing).
 """
 
 from __future__ import annotations
@@ -66,12 +65,12 @@ PARTLY = "may be partly overwritten: restore another step before training on"
 
 
 class _Changed(Exception):
-    """The step is another one by now, or none."""
+    """The step is another save by now, or gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """A step that fits the live state: what to do once the bytes are there."""
+    """A step that fits the live state, with the actions to do after its bytes were read."""
 
     restoration: Restoration
     reading: ReadPlan
@@ -81,9 +80,9 @@ class Matched:
 class Restorer:
     """One restore into one live state.
 
-    claim: takes the lock of every directory that has a step, where this rank leads; False where
-    another job has one. After newest(), `confirmed` are the steps that were found damaged under it;
-    `beginnings` counts how often a step had to be read anew because it had changed.
+    claim: locks every directory that has a step, if this rank leads; False if another job has a
+        lock. After newest(), `confirmed` are the steps that were found damaged under the lock.
+        `beginnings` counts how often a step was read again because it had changed.
     """
 
     def __init__(
@@ -112,7 +111,8 @@ class Restorer:
         self._watch = watch
 
     def newest(self) -> tuple[RestoreReport | None, dict[int, CorruptionError]]:
-        """Restore the newest intact step; the second value are the damaged ones passed over."""
+        """Restore the newest intact step; the second value are the damaged steps that were
+        skipped."""
         failed: dict[int, CorruptionError] = {}
         asked: set[int] = set()
         while remaining := [step for step in self._steps() if step not in failed]:
@@ -229,7 +229,7 @@ class Restorer:
                 raise
             matched, saved, answers = self._in_all_records(step, saved)
         else:
-            # What this rank's own record lacks may be in another one: all have to be looked at.
+            # This rank's own record may lack something that another one has, so all are read.
             if any(each.lacks for each in answers) and saved is not None and saved.is_narrow:
                 matched, saved, answers = self._in_all_records(step, saved)
         check_answers(answers)
@@ -243,8 +243,10 @@ class Restorer:
         return matched, wide, answers
 
     def _pooled(self, step: int, match: Callable[[], Matched]) -> tuple[Matched, list[Answer]]:
-        """What this rank has matched, and what the selection found on each rank. Raises on all
-        ranks where they have opened different saves of the step."""
+        """The match of this rank, and the answers of the selection on each rank.
+
+        Raises on all ranks if they have opened different saves of the step.
+        """
 
         def tell(matched: Matched) -> list[Any]:
             return [self._saved.saves.opened(step), astuple(matched.restoration.answer)]
@@ -274,7 +276,7 @@ class Restorer:
         return Matched(restoration, reading, tuple(restoration.unexpected))
 
     def _judged(self, matched: Matched, saved: SavedStep | None) -> Matched:
-        """What in the step no rank has a place for, where no rank alone can tell."""
+        """The entries of the step that no rank takes, which no rank can tell alone."""
         if self._peers is None or saved is None or saved.is_narrow:
             return matched
         names = sorted(saved.tensors)
@@ -306,7 +308,7 @@ class Restorer:
         try:
             with self._watch.reading(step, reading.job):  # each piece is verified and placed
                 reading.finish(self._devices.load)
-        finally:  # also where it was not come to that: nothing more is put into the state
+        finally:  # also after an early error: nothing more is put into the state
             reading.job.cancel()
 
 
@@ -335,7 +337,7 @@ def _highest(told: Sequence[bytes]) -> bytes:
 
 
 def _in_common(told: Sequence[bytes]) -> bytes:
-    """The tensors that no rank uses, and the values for which none has a place."""
+    """The tensors that no rank uses, and the values that none takes."""
     unused, values = zip(*map(json.loads, told), strict=True)
     common = int.from_bytes(bytes.fromhex(unused[0]), "little")
     for each in unused[1:]:

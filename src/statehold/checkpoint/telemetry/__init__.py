@@ -1,1 +1,1 @@
-"""What can be seen of saves, restores and copies: stages, figures, and lines in the log."""
+"""Telemetry of saves, restores and copies: stages, figures, and log lines."""

@@ -1,15 +1,14 @@
-"""What is seen of the copies to one level: stages, figures, progress, and a line in the log.
+"""Telemetry of the copies to one level: stages, figures, progress, and a log line.
 
     promote   prepare, plan (which files), write or upload (a span for each data file, with the
-              seconds of it that went into reading the source and into waiting for the limit),
-              meet (with the other ranks), commit
+              seconds spent on reading the source and on waiting for the limit), meet (with the
+              other ranks), commit
 
-A file is copied block by block: reading, verifying and writing take turns, thousands of times in a
-long copy, so what they cost is a fact of the file's span and not a span each.
+A file is copied block by block. Reading, verifying and writing take turns, thousands of times in a
+long copy, so their times are facts of the file's span and not spans of their own.
 
-Invariants: nobody is told of a step at a level before it is committed there; nothing here fails a
-copy.
-Not here: what the stages do (checkpoint/levels/promoting, checkpoint/levels/copying).
+Invariants: no report of a step at a level comes before its commit there. Nothing here fails a copy.
+Not here: the work of the stages (checkpoint/levels/promoting, checkpoint/levels/copying).
 """
 
 from __future__ import annotations
@@ -37,8 +36,10 @@ _UNSEEN: Stage = contextlib.nullcontext()
 
 
 class LevelWatch:
-    """One level of one Checkpointer, as one rank sees it; moving: what its files are called to do,
-    "write" or "upload"."""
+    """One level of one Checkpointer, as one rank sees it.
+
+    moving: the name of the stage that moves its files, "write" or "upload".
+    """
 
     def __init__(
         self,
@@ -62,8 +63,10 @@ class LevelWatch:
 
     @contextlib.contextmanager
     def copy(self, step: int, counts: Counts) -> Iterator[CopyWatch]:
-        """One copy of this rank's part of a step, until it is committed. counts: bytes done, and in
-        all, of the copy under way."""
+        """One copy of this rank's part of a step, until it is committed.
+
+        counts: bytes done, and in all, of the copy under way.
+        """
         begin_s = time.perf_counter()
         copy = CopyWatch(self, self._moving)
         try:
@@ -80,12 +83,12 @@ class LevelWatch:
 
     @harmless
     def newest(self, step: int) -> None:
-        """The newest step that is at the level."""
+        """The newest step at the level."""
         self._figures.set("level_newest_step", step)
 
     @harmless
     def interval(self, seconds: float) -> None:
-        """How often the level gets a step now, where that was chosen."""
+        """The interval of the level, if it was chosen."""
         self._figures.set("level_interval_seconds", seconds)
 
     @harmless
@@ -129,7 +132,7 @@ class LevelWatch:
 
 
 class CopyWatch:
-    """One copy: its stages, and what became of its time. Used by the thread that copies."""
+    """One copy: its stages, and its times. Used by the thread that copies."""
 
     def __init__(self, level: LevelWatch, moving: str) -> None:
         self._level = level
@@ -144,7 +147,7 @@ class CopyWatch:
 
     @contextlib.contextmanager
     def file(self, name: str, nbytes: int) -> Iterator[None]:
-        """A data file on its way."""
+        """A data file that is being copied."""
         facts: dict[str, Any] = {"file": name, "bytes": nbytes}
         read_s, limited_s = self.read_s, self.limited_s
         begin_s = time.perf_counter()

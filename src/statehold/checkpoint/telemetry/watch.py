@@ -1,4 +1,4 @@
-"""What a Checkpointer lets be seen: a trace if asked for, figures, and lines in the log.
+"""The telemetry of a Checkpointer: a trace on request, figures, and log lines.
 
     save     save() (wait, capture, plan) on the trainer's thread; stage; open, write,
              commit (of several ranks: seal, arrive, gather, publish), retain
@@ -7,10 +7,10 @@
 Each save and each restore that has ended well is one INFO line of the logger "statehold": a
 sentence for people, and its figures as `record.statehold` for programs.
 
-Invariants: nobody says that a step is saved before it is committed. What fails here (a filter of
-somebody's logging, a full disk under a trace) never fails a save or a restore.
-Not here: what the stages do; the spans (tracing), names of figures (counters), progress, copies to
-other levels (copies).
+Invariants: no report of a saved step comes before its commit. An error here (a filter of a user's
+logging, a full disk under a trace) never fails a save or a restore.
+Not here: the work of the stages; the spans (tracing), names of figures (counters), progress, copies
+to other levels (copies).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _UNSEEN: Stage = contextlib.nullcontext()
 class Watch:
     """The trace and the figures of one Checkpointer; thread-safe.
 
-    trace: the file for it; recorded: what is in it already, where several write one.
+    trace: the file of the trace. recorded: its earlier events, if several Checkpointers write one
+        file.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Watch:
         return _UNSEEN if self._trace is None else self._trace.span(name, **facts)
 
     def level(self, name: str, moving: str = "write") -> LevelWatch:
-        """A level that steps are copied to."""
+        """A level that gets copies."""
         figures = self._figures.of_level(name)
         return LevelWatch(name, self._rank, self._trace, figures, self._log, moving)
 
@@ -189,7 +190,7 @@ class Watch:
         return target
 
     def close(self) -> None:
-        """Write the trace if there is one; a failure to do so is no failure of the run."""
+        """Write the trace if there is one; an error does not fail the run."""
         if self._trace is not None:
             try:
                 self.write_trace()
@@ -197,7 +198,7 @@ class Watch:
                 self._log.warning("%s", error)
 
     def _named(self, path: str | os.PathLike[str]) -> str:
-        """Of several ranks each has a file: trace.json becomes trace.rank-00003.json."""
+        """Each of several ranks has a file: trace.json becomes trace.rank-00003.json."""
         text = os.fspath(path)
         if self._ranks == 1:
             return text
@@ -206,7 +207,7 @@ class Watch:
 
 
 def check_trace(path: str | os.PathLike[str] | None, run: str) -> None:
-    """Refuse a trace in a directory that is not there, unless the run's directory will make it."""
+    """Refuse a trace in a directory that does not exist, unless it is the run's directory."""
     if path is None:
         return
     folder = os.path.dirname(os.path.abspath(path))
@@ -225,7 +226,7 @@ def check_trace(path: str | os.PathLike[str] | None, run: str) -> None:
 
 
 class RestoreWatch:
-    """One restore: how much was read, and what came of it."""
+    """One restore: the bytes read, and the result."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -239,7 +240,7 @@ class RestoreWatch:
 
     @contextlib.contextmanager
     def reading(self, step: int, job: ReadJob) -> Iterator[None]:
-        """Bytes are moving: says how far they are if that takes long."""
+        """Bytes are moving: logs their progress if that takes long."""
 
         def counts() -> tuple[int, int]:
             stats = job.stats
@@ -252,7 +253,7 @@ class RestoreWatch:
             self.read_bytes += job.stats["bytes"]
 
     def end(self, report: RestoreReport | None, passed_over: Sized) -> None:
-        """What came of it; nothing is said before the context is left."""
+        """The result; nothing is reported before the context is left."""
         self.restored_step = None if report is None else report.step
         self.passed_over = len(passed_over)
 
