@@ -73,11 +73,12 @@ fuzz: setup  ## hostile steps, guided by coverage, for SECONDS=600
 soak: setup  ## saves and restores in a loop for MINUTES=120: nothing may grow
 	@PYTHONPATH=tests $(bin)/python -m soak --minutes $(MINUTES) $(ARGS)
 
-check: setup  ## formatting, lint and types
+check: setup  ## formatting, lint, types, and accesses without their mutex
 	$(bin)/ruff format --check .
 	$(bin)/ruff check .
 	$(bin)/mypy --strict -p statehold
 	$(bin)/clang-format --dry-run -Werror $(native_sources)
+	tools/tidy.sh
 
 bench: setup  ## all benchmarks; see bench/README.md
 	@$(bin)/python -m bench $(ARGS)

@@ -111,7 +111,7 @@ int region_get_buffer(PyObject* self, Py_buffer* view, int flags) {
                            region->read_only ? 1 : 0, flags);
 }
 
-nb::object view_of(std::shared_ptr<StagingMemory> memory, uint64_t first, uint64_t count) {
+nb::object view_of(const std::shared_ptr<StagingMemory>& memory, uint64_t first, uint64_t count) {
   return view_of(Region{memory, memory->buffer(first), count * memory->buffer_bytes()});
 }
 
@@ -127,7 +127,7 @@ uintptr_t address_of(const PyFile& file) {
 }
 
 void populate(const PyFile& file, uint64_t begin, uint64_t bytes) {
-  const std::shared_ptr<File> shared = file.opened();
+  const std::shared_ptr<File> shared = file.share();
   const GilReleased gil_released;
   must(shared->populate(begin, bytes));
 }
@@ -168,9 +168,9 @@ bool PyFile::close_alone(double within_s) {
 
 PyFile open_write(PyFs& fs, const std::string& path, uint64_t bytes, bool reuse, bool mapped,
                   PyFile* kept) {
-  std::shared_ptr<File> before = kept != nullptr ? kept->take() : nullptr;
+  const std::shared_ptr<File> before = kept != nullptr ? kept->take() : nullptr;
   const GilReleased gil_released;
-  return PyFile(must(mapped ? fs->open_mapped(path, bytes, reuse, std::move(before))
+  return PyFile(must(mapped ? fs->open_mapped(path, bytes, reuse, before)
                             : fs->open_write(path, bytes, reuse)));
 }
 
@@ -232,7 +232,7 @@ nb::bytes read_file(PyFs& fs, const std::string& path, uint64_t max_bytes) {
 }
 
 void read_into(PyFile& file, nb::handle memory, uint64_t offset) {
-  const std::shared_ptr<File> source = file.opened();
+  const std::shared_ptr<File> source = file.share();
   Py_buffer view;
   if (PyObject_GetBuffer(memory.ptr(), &view, PyBUF_CONTIG) != 0) throw nb::python_error();
   Status status;

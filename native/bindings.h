@@ -59,7 +59,9 @@ class Handle {
   ~Handle() {
     if (!object_) return;
     if (!is_ours()) {
-      new std::shared_ptr<Object>(std::move(object_));  // leaked on purpose
+      // Leaked on purpose: nobody destroys this copy.
+      alignas(std::shared_ptr<Object>) std::byte copy[sizeof(std::shared_ptr<Object>)];
+      ::new (copy) std::shared_ptr<Object>(std::move(object_));
       return;
     }
     const GilReleased gil_released;
@@ -103,7 +105,8 @@ class JobHandle : public Handle<SomeJob> {
       : Handle<SomeJob>(std::move(job)), memory(std::move(staging)), owner_(std::move(owner)) {}
   JobHandle(JobHandle&&) = default;
   ~JobHandle() {
-    if (this->has_object() && this->is_ours()) cancel();  // not if moved from, or in a child
+    if (!this->has_object() || !this->is_ours()) return;  // moved from, or in a child
+    static_cast<void>(guarded([this] { cancel(); }));
   }
 
   nb::handle owner() const { return owner_; }
@@ -141,6 +144,8 @@ class PyFile {
 
   // Throws after close, and in a forked process: what was mapped is not there.
   const std::shared_ptr<File>& opened() const;
+  // For a call without the GIL: another thread may close the file meanwhile.
+  std::shared_ptr<File> share() const { return opened(); }
   std::shared_ptr<File> take();  // closes it for Python
   void close();
   // As close(), and waits until nobody else has the file open; false when the time is over.
@@ -203,7 +208,7 @@ void populate(const PyFile& file, uint64_t begin, uint64_t bytes);
 PyFile open_write(PyFs& fs, const std::string& path, uint64_t bytes, bool reuse, bool mapped,
                   PyFile* kept);
 bool can_reuse(PyFs& fs, const std::string& path, PyFile* kept);
-nb::object view_of(std::shared_ptr<StagingMemory> memory, uint64_t first, uint64_t count);
+nb::object view_of(const std::shared_ptr<StagingMemory>& memory, uint64_t first, uint64_t count);
 
 class PyBufferPool {
  public:

@@ -60,7 +60,7 @@ void Engine::populate() noexcept {
     }
   });
   if (status.ok()) return;
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   shared_->poison_with(status);
 }
 
@@ -68,15 +68,15 @@ void Engine::populate(uint32_t index) {
   std::byte* buffer = shared_->memory->buffer(index);
   shared_->memory->populate(index);
   const int slot = shared_->fs->register_buffer(buffer, shared_->memory->buffer_bytes());
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   shared_->slots[index] = slot;
   shared_->pool.add(index);
   shared_->runnable.notify_all();
 }
 
 bool Engine::wait_to_populate() {
-  Lock lock(shared_->mutex);
-  shared_->changed.wait(lock, [this] { return stopping_ || wants_one_more(); });
+  Lock lock(shared_->mutex());
+  while (!stopping_ && !wants_one_more()) shared_->changed.wait(lock);
   return !stopping_;
 }
 
@@ -118,7 +118,7 @@ void Engine::check_open() {
 }
 
 void Engine::start(std::shared_ptr<Job> job) {
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   check_open();
   shared_->jobs.push_back(std::move(job));
   note_demand();
@@ -151,7 +151,7 @@ void Engine::check_client(uint32_t client) const {
 
 void Engine::set_limit(uint32_t path, uint32_t client, uint64_t bytes_per_s) {
   if (client != kEveryClient) check_client(client);
-  Lock lock(shared_->mutex);
+  Lock lock(shared_->mutex());
   check_open();
   shared_->disk.limits().set(path, client, bytes_per_s, shared_->now_ns());
   shared_->start_transfers(lock);
@@ -159,7 +159,7 @@ void Engine::set_limit(uint32_t path, uint32_t client, uint64_t bytes_per_s) {
 
 ClientStats Engine::stats_of(uint32_t client) {
   check_client(client);
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   ClientStats stats = shared_->moved[client];
   for (const auto& job : shared_->jobs) {
     if (job->client() == client) stats.buffers += job->held();
@@ -169,12 +169,15 @@ ClientStats Engine::stats_of(uint32_t client) {
 
 void Engine::work() noexcept {
   yield_to_trainer();
-  Lock lock(shared_->mutex);
+  Lock lock(shared_->mutex());
   while (true) {
     start_due_transfers(lock);
     Work work;
     bool is_picked = false;
-    const Status status = guarded([&] { is_picked = pick(work); });
+    const Status status = guarded([&] {
+      shared_->mutex().assert_held();
+      is_picked = pick(work);
+    });
     if (!status.ok()) {
       shared_->poison_with(status);
     } else if (is_picked) {
@@ -199,12 +202,15 @@ void Engine::wait_for_work(Lock& lock) {
   if (due_ns == DiskQueue::kNever) return shared_->runnable.wait(lock);
   const uint64_t now_ns = shared_->now_ns();
   const std::chrono::nanoseconds left(due_ns > now_ns ? due_ns - now_ns : 0);
-  shared_->runnable.wait_for(lock, std::max(left, at_least));
+  shared_->runnable.wait_until(lock, std::chrono::steady_clock::now() + std::max(left, at_least));
 }
 
 bool Engine::pick(Work& work) {
   if (!shared_->poison.ok()) return false;
-  return shared_->workers.next([&](uint32_t client) { return pick_of(client, work); });
+  return shared_->workers.next([&](uint32_t client) {
+    shared_->mutex().assert_held();
+    return pick_of(client, work);
+  });
 }
 
 bool Engine::pick_of(uint32_t client, Work& work) {
@@ -233,27 +239,27 @@ void Engine::run(Work work, Lock& lock) {
 
 void Engine::close() {
   {
-    Lock lock(shared_->mutex);
+    Lock lock(shared_->mutex());
     if (std::exchange(stopping_, true)) {
-      shared_->changed.wait(lock, [this] { return closed_; });
+      while (!closed_) shared_->changed.wait(lock);
       return;
     }
     shared_->fail_all(Status::closed("a transfer"));
     shared_->drop_retired(lock);
     shared_->runnable.notify_all();
     shared_->changed.notify_all();
-    shared_->changed.wait(lock, [this] { return shared_->jobs.empty(); });
+    while (!shared_->jobs.empty()) shared_->changed.wait(lock);
   }
   for (std::thread& worker : workers_) worker.join();
   if (populator_.joinable()) populator_.join();
   for (const int slot : shared_->slots) shared_->fs->unregister_buffer(slot);
   std::shared_ptr<Fs> fs;
   {
-    const Lock lock(shared_->mutex);
+    const Lock lock(shared_->mutex());
     fs = std::move(shared_->fs);
   }
   fs.reset();  // may be the last owner, and joins threads
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   closed_ = true;
   shared_->changed.notify_all();
 }

@@ -60,27 +60,25 @@ class Engine {
   void close();
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
-
   void work() noexcept;
-  bool pick(Work& work);
-  bool pick_of(uint32_t client, Work& work);
-  void start_due_transfers(Lock& lock);
-  void wait_for_work(Lock& lock);
-  void run(Work work, Lock& lock);
+  bool pick(Work& work) REQUIRES(engine_mutex);
+  bool pick_of(uint32_t client, Work& work) REQUIRES(engine_mutex);
+  void start_due_transfers(Lock& lock REQUIRES(engine_mutex));
+  void wait_for_work(Lock& lock REQUIRES(engine_mutex));
+  void run(Work work, Lock& lock REQUIRES(engine_mutex));
   void populate() noexcept;
   void populate(uint32_t index);
   bool wait_to_populate();  // false: stop
-  bool wants_one_more();    // with the mutex, as the next
-  uint64_t wanted_now() const;
-  void note_demand();
-  void check_open();
+  bool wants_one_more() REQUIRES(engine_mutex);
+  uint64_t wanted_now() const REQUIRES(engine_mutex);
+  void note_demand() REQUIRES(engine_mutex);
+  void check_open() REQUIRES(engine_mutex);
   void check_client(uint32_t client) const;
 
   const std::shared_ptr<Shared> shared_;
-  bool stopping_ = false;  // guarded by Shared::mutex, as the next two
-  bool closed_ = false;
-  uint64_t wanted_at_once_ = 0;  // buffers, at most so far
+  bool stopping_ GUARDED_BY(engine_mutex) = false;
+  bool closed_ GUARDED_BY(engine_mutex) = false;
+  uint64_t wanted_at_once_ GUARDED_BY(engine_mutex) = 0;  // buffers, at most so far
   std::vector<std::thread> workers_;
   std::thread populator_;
 };

@@ -26,7 +26,7 @@ Status not_memory(const std::string& path) {
 }  // namespace
 
 Result<std::shared_ptr<File>> Fs::open_mapped(const std::string& path, uint64_t, bool,
-                                              std::shared_ptr<File>) {
+                                              const std::shared_ptr<File>&) {
   return {not_memory(path), {}};
 }
 

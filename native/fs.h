@@ -157,7 +157,7 @@ class Fs {
   // mapped file from before: if it is the file at `path`, and this its last owner, its mapping
   // goes on, for setting one up costs as much as filling it.
   virtual Result<std::shared_ptr<File>> open_mapped(const std::string& path, uint64_t bytes,
-                                                    bool reuse, std::shared_ptr<File> kept);
+                                                    bool reuse, const std::shared_ptr<File>& kept);
   // can_reuse of a file that this process has mapped: nobody but the owner of `kept` has it.
   virtual bool can_reuse_kept(const std::string&, const std::shared_ptr<File>&) { return false; }
   // For reading as memory. Another size than `bytes` is Status::truncated, and reading is safe only

@@ -493,7 +493,7 @@ bool PosixFs::can_reuse(const std::string& path) {
 }
 
 Result<std::shared_ptr<File>> PosixFs::open_mapped(const std::string& path, uint64_t bytes,
-                                                   bool reuse, std::shared_ptr<File> kept) {
+                                                   bool reuse, const std::shared_ptr<File>& kept) {
   if (auto file = reuse ? renewed(path, bytes, kept) : nullptr) {
     Status status = allocate_pages(file->fd(), bytes, path);
     return {std::move(status), std::move(file)};

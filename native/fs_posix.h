@@ -100,7 +100,7 @@ class PosixFs : public Fs {
   Result<std::shared_ptr<File>> open_read(const std::string& path, bool direct) override;
   bool can_reuse(const std::string& path) override;
   Result<std::shared_ptr<File>> open_mapped(const std::string& path, uint64_t bytes, bool reuse,
-                                            std::shared_ptr<File> kept) override;
+                                            const std::shared_ptr<File>& kept) override;
   bool can_reuse_kept(const std::string& path, const std::shared_ptr<File>& kept) override;
   Result<std::shared_ptr<File>> open_view(const std::string& path, uint64_t bytes) override;
 };

@@ -307,7 +307,7 @@ SimFs::SimFs(const SimOptions& options, SimTree tree)
       order_(options.seed),
       thread_([this] { serve(); }) {}
 
-SimFs::~SimFs() { close(); }
+SimFs::~SimFs() { SimFs::close(); }
 
 template <class Change>
 Status SimFs::name_change(const char* operation, const std::string& path, const std::string& detail,

@@ -69,16 +69,35 @@ void Shared::release(Lease lease) {
   runnable.notify_all();
 }
 
-void Shared::start_transfers(Lock& lock) {
+std::optional<Transfer> Shared::next_transfer() noexcept {
+  std::optional<Transfer> next;
+  const Status internal = guarded([&] {
+    mutex().assert_held();
+    next = disk.start(now_ns());
+  });
+  if (!internal.ok()) poison_with(internal);
+  return next;
+}
+
+void Shared::transfer_ended() noexcept {
+  const Status internal = guarded([this] {
+    mutex().assert_held();
+    disk.ended();
+  });
+  if (!internal.ok()) poison_with(internal);
+}
+
+void Shared::start_transfers(Lock& lock) noexcept {
   if (starting_) return;  // that thread looks again before it stops
   starting_ = true;
-  while (std::optional<Transfer> next = disk.start(now_ns())) {
-    const std::shared_ptr<Job> job = std::move(next->job);
+  while (std::optional<Transfer> next = next_transfer()) {
+    std::shared_ptr<Job> job = std::move(next->job);
     lock.unlock();
     const Status status = guarded([&] { fs->submit(std::move(next->request)); });
+    if (status.ok()) job.reset();  // may be the last owner, of files too
     lock.lock();
     if (status.ok()) continue;
-    disk.ended();
+    transfer_ended();
     job->ended(next->block, copy_of(status));  // not accepted, so nobody else will say it
   }
   starting_ = false;
@@ -94,7 +113,9 @@ void Shared::poison_with(const Status& status) noexcept {
 }
 
 void Shared::drop_retired(Lock& lock) {
-  const auto is_over = [](const auto& job) { return job->retired() && !job->dropping_files_; };
+  const auto is_over = [](const auto& job) REQUIRES(engine_mutex) {
+    return job->retired() && !job->dropping_files_;
+  };
   while (true) {
     const auto at = std::ranges::find_if(jobs, is_over);
     if (at == jobs.end()) return;
@@ -126,6 +147,7 @@ void Job::fail(const Status& status) noexcept {
   error_ = status.ok() ? Status::invariant("no error") : copy_of(status);
   stopped_.store(true, std::memory_order_relaxed);
   const Status internal = guarded([this] {
+    shared_->mutex().assert_held();
     drop_queued();
     drop_transfers();
   });
@@ -136,11 +158,11 @@ void Job::fail(const Status& status) noexcept {
 bool Job::retired() const { return idle() && (failed() || complete()); }
 
 void Job::cancel() {
-  Lock lock(shared_->mutex);
+  Lock lock(shared_->mutex());
   fail(Status::closed("a transfer"));
-  shared_->changed.wait(lock, [this] { return quiet(); });
+  while (!quiet()) shared_->changed.wait(lock);
   shared_->drop_retired(lock);
-  shared_->changed.wait(lock, [this] { return !dropping_files_; });  // on another thread
+  while (dropping_files_) shared_->changed.wait(lock);  // on another thread
 }
 
 void Job::move(BlockState& block, Stage to) {
@@ -174,7 +196,7 @@ bool Job::borrow(BlockState& block) {
 void Job::transfer(IoRequest request, uint64_t block, uint32_t path) {
   request.done = [self = shared_from_this(), block, kind = request.kind, bytes = request.bytes](
                      Status status) { self->end_transfer(block, kind, bytes, std::move(status)); };
-  Lock lock(shared_->mutex);
+  Lock lock(shared_->mutex());
   BlockState& state = block_state(block);
   if (failed()) return drop(state);
   shared_->disk.push({shared_from_this(), block, client_, path, std::move(request)});
@@ -185,8 +207,8 @@ void Job::transfer(IoRequest request, uint64_t block, uint32_t path) {
 
 void Job::end_transfer(uint64_t block, IoRequest::Kind kind, uint64_t bytes,
                        Status status) noexcept {
-  Lock lock(shared_->mutex);
-  shared_->disk.ended();
+  Lock lock(shared_->mutex());
+  shared_->transfer_ended();
   ClientStats& moved = shared_->moved[client_];
   if (status.ok())
     (kind == IoRequest::Kind::read ? moved.read_bytes : moved.written_bytes) += bytes;
@@ -197,7 +219,10 @@ void Job::end_transfer(uint64_t block, IoRequest::Kind kind, uint64_t bytes,
 
 void Job::ended(uint64_t block, Status status) noexcept {
   --in_flight_;
-  const Status internal = guarded([&] { transferred(block, std::move(status)); });
+  const Status internal = guarded([&] {
+    shared_->mutex().assert_held();
+    transferred(block, std::move(status));
+  });
   if (!internal.ok()) shared_->poison_with(internal);
   wake_all();
 }

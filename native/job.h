@@ -16,11 +16,9 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -30,6 +28,7 @@
 #include "disk_queue.h"
 #include "fs.h"
 #include "lending.h"
+#include "mutex.h"
 #include "segment.h"
 #include "shares.h"
 
@@ -46,46 +45,54 @@ struct Work {
   uint64_t block = 0;
 };
 
+// An engine and its jobs share one mutex (Shared::mutex). The analysis compares names and cannot
+// know that they do, so all of them say this name for it. There is no such object.
+extern Mutex engine_mutex;
+
 // What the engine and its jobs share; outlives the engine while a job is still referenced.
 struct Shared {
-  using Lock = std::unique_lock<std::mutex>;
-
   // Throws std::invalid_argument as check_clients.
   Shared(uint64_t buffer_count, uint64_t buffer_bytes, std::vector<ClientOptions> client_table);
 
-  std::mutex mutex;
-  std::condition_variable runnable;  // for workers: take() may succeed now
-  std::condition_variable changed;   // for waits: a job has moved on
+  Mutex& mutex() RETURNS_MUTEX(engine_mutex) { return mutex_; }
+
+  Condition runnable;  // for workers: take() may succeed now
+  Condition changed;   // for waits: a job has moved on
   const std::vector<ClientOptions> clients;
   std::shared_ptr<StagingMemory> memory;
-  std::shared_ptr<Fs> fs;                // reset when the engine is closed and all threads are gone
-  std::vector<int> slots;                // per buffer: where the Fs has registered it, or -1
-  BufferPool pool;                       // guarded by mutex, as all below
-  std::list<std::shared_ptr<Job>> jobs;  // not retired yet, oldest first
-  Shares workers;                        // whose work a worker does next
-  DiskQueue disk;
-  std::vector<ClientStats> moved;    // by client
-  Status poison;                     // not ok: every job fails with it
-  std::function<uint64_t()> now_ns;  // what limits go by
+  std::shared_ptr<Fs> fs;  // reset when the engine is closed and all threads are gone
+  // Per buffer: where the Fs has registered it, or -1. Written once, before the buffer is lent.
+  std::vector<int> slots;
+  BufferPool pool GUARDED_BY(engine_mutex);
+  std::list<std::shared_ptr<Job>> jobs GUARDED_BY(engine_mutex);  // not retired yet, oldest first
+  Shares workers GUARDED_BY(engine_mutex);                        // whose work a worker does next
+  DiskQueue disk GUARDED_BY(engine_mutex);
+  std::vector<ClientStats> moved GUARDED_BY(engine_mutex);    // by client
+  Status poison GUARDED_BY(engine_mutex);                     // not ok: every job fails with it
+  std::function<uint64_t()> now_ns GUARDED_BY(engine_mutex);  // what limits go by
 
   std::byte* address(Lease lease) const { return memory->buffer(lease.index); }
   // The most that a client may hold: what the others have not reserved.
-  uint64_t buffers_max(uint32_t client) const;
-  std::optional<Lease> lend(const Job& job);  // by the rules of lending.h
-  void release(Lease lease);
+  uint64_t buffers_max(uint32_t client) const REQUIRES(engine_mutex);
+  std::optional<Lease> lend(const Job& job) REQUIRES(engine_mutex);  // by the rules of lending.h
+  void release(Lease lease) REQUIRES(engine_mutex);
   // Hands over the transfers that may start now, without the mutex.
-  void start_transfers(Lock& lock);
-  void fail_all(const Status& status) noexcept;
-  void poison_with(const Status& status) noexcept;
+  void start_transfers(Lock& lock REQUIRES(engine_mutex)) noexcept;
+  void transfer_ended() noexcept REQUIRES(engine_mutex);
+  void fail_all(const Status& status) noexcept REQUIRES(engine_mutex);
+  void poison_with(const Status& status) noexcept REQUIRES(engine_mutex);
   // Jobs that are over leave the engine, without the mutex while they close their files.
-  void drop_retired(Lock& lock);
+  void drop_retired(Lock& lock REQUIRES(engine_mutex));
 
  private:
-  bool leaves_older_jobs_their_part(const Job& job) const;
-  bool leaves_clients_their_claims(const Job& job);
+  std::optional<Transfer> next_transfer() noexcept REQUIRES(engine_mutex);
+  bool leaves_older_jobs_their_part(const Job& job) const REQUIRES(engine_mutex);
+  bool leaves_clients_their_claims(const Job& job) REQUIRES(engine_mutex);
 
-  std::vector<Holdings> holdings_;  // by client; kept because it needs memory
-  bool starting_ = false;           // a thread hands transfers over, for all
+  Mutex mutex_;
+  // By client; kept because it needs memory.
+  std::vector<Holdings> holdings_ GUARDED_BY(engine_mutex);
+  bool starting_ GUARDED_BY(engine_mutex) = false;  // a thread hands transfers over, for all
 };
 
 // nullopt waits for ever.
@@ -99,59 +106,56 @@ class Job : public std::enable_shared_from_this<Job> {
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  // For the engine. With the mutex: offers work of this priority.
-  virtual bool take(Priority priority, Work& work) = 0;
+  // For the engine: offers work of this priority.
+  virtual bool take(Priority priority, Work& work) REQUIRES(engine_mutex) = 0;
   // For the engine. Without the mutex; throws only CheckFailed and bad_alloc.
   virtual void run(const Work& work) = 0;
-  // With the mutex.
-  void fail(const Status& status) noexcept;
-  bool retired() const;
+  void fail(const Status& status) noexcept REQUIRES(engine_mutex);
+  bool retired() const REQUIRES(engine_mutex);
   uint32_t client() const { return client_; }
-  uint64_t held() const { return held_; }
+  uint64_t held() const REQUIRES(engine_mutex) { return held_; }
   // Buffers that it may still take: never grows. And those that it would take now.
-  uint64_t may_need() const { return failed() ? 0 : buffers_left(); }
-  uint64_t wants_now() const { return failed() ? 0 : buffers_wanted(); }
-  void enter() { ++workers_inside_; }
-  void leave() { --workers_inside_; }
+  uint64_t may_need() const REQUIRES(engine_mutex) { return failed() ? 0 : buffers_left(); }
+  uint64_t wants_now() const REQUIRES(engine_mutex) { return failed() ? 0 : buffers_wanted(); }
+  void enter() REQUIRES(engine_mutex) { ++workers_inside_; }
+  void leave() REQUIRES(engine_mutex) { --workers_inside_; }
   // Nothing touches what is the caller's.
-  virtual bool quiet() const { return workers_inside_ == 0; }
-  bool idle() const { return workers_inside_ == 0 && in_flight_ == 0; }
+  virtual bool quiet() const REQUIRES(engine_mutex) { return workers_inside_ == 0; }
+  bool idle() const REQUIRES(engine_mutex) { return workers_inside_ == 0 && in_flight_ == 0; }
 
   // Fails the job with Status::closed, unless it is complete; quiet on return.
   void cancel();
 
  protected:
-  using Lock = std::unique_lock<std::mutex>;
-
-  virtual bool complete() const = 0;  // with the mutex, as the next three
-  virtual void drop_queued() = 0;     // give back buffers that nobody uses
-  virtual uint64_t buffers_left() const = 0;
-  virtual uint64_t buffers_wanted() const = 0;
+  virtual bool complete() const REQUIRES(engine_mutex) = 0;
+  virtual void drop_queued() REQUIRES(engine_mutex) = 0;  // give back buffers that nobody uses
+  virtual uint64_t buffers_left() const REQUIRES(engine_mutex) = 0;
+  virtual uint64_t buffers_wanted() const REQUIRES(engine_mutex) = 0;
   virtual void drop_files() = 0;  // called once, when retired, without the mutex
 
-  bool failed() const { return !error_.ok(); }
+  bool failed() const REQUIRES(engine_mutex) { return !error_.ok(); }
   // Cheap and without the mutex: stop between two pieces.
   bool stopped() const { return stopped_.load(std::memory_order_relaxed); }
-  // With the mutex, as the next four: the only function that changes the state of a block. It gives
-  // the buffer back of one that is over, and fails its CHECK where kFollows forbids the change.
-  void move(BlockState& block, Stage to);
-  void drop_if_queued(BlockState& block);
+  // The only function that changes the state of a block. It gives the buffer back of one that is
+  // over, and fails its CHECK where kFollows forbids the change.
+  void move(BlockState& block, Stage to) REQUIRES(engine_mutex);
+  void drop_if_queued(BlockState& block) REQUIRES(engine_mutex);
   // A block that goes no further: the job has failed, or it fails now with this status.
-  void drop(BlockState& block, const Status& status = {});
+  void drop(BlockState& block, const Status& status = {}) REQUIRES(engine_mutex);
   // A buffer for a block, if there is one that this job may take.
-  bool borrow(BlockState& block);
+  bool borrow(BlockState& block) REQUIRES(engine_mutex);
 
   // A worker has copied or hashed so much for the job.
-  void charge(uint64_t bytes) { shared_->workers.charge(client_, bytes); }
+  void charge(uint64_t bytes) REQUIRES(engine_mutex) { shared_->workers.charge(client_, bytes); }
 
   // Queues a transfer for a block, or drops the block if the job has failed. When the transfer has
-  // ended, `transferred` is called with the mutex.
+  // ended, `transferred` is called.
   void transfer(IoRequest request, uint64_t block, uint32_t path);
-  virtual void transferred(uint64_t block, Status status) = 0;
+  virtual void transferred(uint64_t block, Status status) REQUIRES(engine_mutex) = 0;
   virtual BlockState& block_state(uint64_t block) = 0;
 
   // Waits until predicate() or the deadline; returns predicate(). Throws the error of a job that
-  // has failed and is quiet.
+  // has failed and is quiet. The predicate is called with the mutex.
   template <class Predicate>
   bool wait(Deadline deadline, Predicate predicate);
   void wake_all();
@@ -164,26 +168,27 @@ class Job : public std::enable_shared_from_this<Job> {
   friend struct Shared;
 
   void end_transfer(uint64_t block, IoRequest::Kind kind, uint64_t bytes, Status status) noexcept;
-  void ended(uint64_t block, Status status) noexcept;  // with the mutex, as the next
-  void drop_transfers();
+  void ended(uint64_t block, Status status) noexcept REQUIRES(engine_mutex);
+  void drop_transfers() REQUIRES(engine_mutex);
 
   const uint32_t client_;
-  Status error_;
+  Status error_ GUARDED_BY(engine_mutex);
   std::atomic<bool> stopped_{false};
-  int workers_inside_ = 0;
-  int in_flight_ = 0;            // transfers, those in the queue of the disk too
-  uint64_t held_ = 0;            // buffers
-  bool dropping_files_ = false;  // the engine: it lets go of its files
+  int workers_inside_ GUARDED_BY(engine_mutex) = 0;
+  int in_flight_ GUARDED_BY(engine_mutex) = 0;  // transfers, those in the queue of the disk too
+  uint64_t held_ GUARDED_BY(engine_mutex) = 0;  // buffers
+  bool dropping_files_ GUARDED_BY(engine_mutex) = false;  // the engine: it lets go of its files
 };
 
 template <class Predicate>
 bool Job::wait(Deadline deadline, Predicate predicate) {
-  Lock lock(shared_->mutex);
-  const auto over = [&] { return failed() ? quiet() : predicate(); };
-  if (deadline) {
-    shared_->changed.wait_until(lock, *deadline, over);
-  } else {
-    shared_->changed.wait(lock, over);
+  Lock lock(shared_->mutex());
+  while (!(failed() ? quiet() : predicate())) {
+    if (!deadline) {
+      shared_->changed.wait(lock);
+    } else if (!shared_->changed.wait_until(lock, *deadline)) {
+      break;
+    }
   }
   if (!failed()) return predicate();
   if (quiet()) throw Failure(error_);

@@ -109,7 +109,7 @@ void declare_fs(nb::module_& m) {
       .def("read_into", &read_into, "memory"_a, "offset"_a)
       .def("sync",
            [](PyFile& self) {
-             const std::shared_ptr<File> file = self.opened();
+             const std::shared_ptr<File> file = self.share();
              const GilReleased gil_released;
              must(file->sync());
            })
@@ -183,8 +183,8 @@ void declare_fs(nb::module_& m) {
 void declare_buffers(nb::module_& m) {
   static PyType_Slot region_slots[] = {
       {Py_bf_getbuffer, reinterpret_cast<void*>(&region_get_buffer)}, {0, nullptr}};
-  nb::class_<Region>(m, "Region", "Owner of a memoryview of staging memory.",
-                     nb::type_slots(region_slots));
+  static_cast<void>(nb::class_<Region>(m, "Region", "Owner of a memoryview of staging memory.",
+                                       nb::type_slots(region_slots)));
 
   nb::class_<PyBufferPool>(m, "BufferPool", "The allocator of the staging buffers, for tests.")
       .def(nb::init<uint64_t, uint64_t>(), "count"_a, "buffer_bytes"_a)

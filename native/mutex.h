@@ -13,7 +13,7 @@
 #include <condition_variable>
 #include <mutex>
 
-#ifdef __clang__
+#if defined(__clang__) && __clang_major__ >= 21  // which knows REQUIRES of a parameter
 #define THREAD_SAFETY(attribute) __attribute__((attribute))
 #else
 #define THREAD_SAFETY(attribute)
@@ -24,10 +24,11 @@
 #define SCOPED_CAPABILITY THREAD_SAFETY(scoped_lockable)
 // Of a member.
 #define GUARDED_BY(mutex) THREAD_SAFETY(guarded_by(mutex))
-// Of a function.
+// Of a function; REQUIRES of a `Lock&`, too: it holds that mutex when the function is called, and
+// when it returns.
 #define REQUIRES(...) THREAD_SAFETY(requires_capability(__VA_ARGS__))
-#define EXCLUDES(...) THREAD_SAFETY(locks_excluded(__VA_ARGS__))
 #define ACQUIRE(...) THREAD_SAFETY(acquire_capability(__VA_ARGS__))
+#define TRY_ACQUIRE(...) THREAD_SAFETY(try_acquire_capability(__VA_ARGS__))
 #define RELEASE(...) THREAD_SAFETY(release_capability(__VA_ARGS__))
 #define ASSERT_HELD(...) THREAD_SAFETY(assert_capability(__VA_ARGS__))
 #define RETURNS_MUTEX(mutex) THREAD_SAFETY(lock_returned(mutex))
@@ -43,6 +44,7 @@ class CAPABILITY("mutex") Mutex {
 
   void lock() ACQUIRE() { mutex_.lock(); }
   void unlock() RELEASE() { mutex_.unlock(); }
+  bool try_lock() TRY_ACQUIRE(true) { return mutex_.try_lock(); }
   // Tells the analysis, and nobody else, that the mutex is held.
   void assert_held() const ASSERT_HELD(this) {}
 
@@ -73,8 +75,9 @@ class SCOPED_CAPABILITY Lock {
 class Condition {
  public:
   void wait(Lock& lock) { condition_.wait(lock.lock_); }
-  void wait_until(Lock& lock, std::chrono::steady_clock::time_point deadline) {
-    condition_.wait_until(lock.lock_, deadline);
+  // False: the deadline has passed.
+  bool wait_until(Lock& lock, std::chrono::steady_clock::time_point deadline) {
+    return condition_.wait_until(lock.lock_, deadline) == std::cv_status::no_timeout;
   }
   void notify_one() { condition_.notify_one(); }
   void notify_all() { condition_.notify_all(); }

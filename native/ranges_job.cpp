@@ -21,7 +21,7 @@ bool is_aligned(uint64_t value) { return value % kPageBytes == 0; }
 
 }  // namespace
 
-RangesJob::RangesJob(std::shared_ptr<Shared> shared, RangesRequest request)
+RangesJob::RangesJob(const std::shared_ptr<Shared>& shared, RangesRequest request)
     : Job(shared, request.client, shared->memory->buffer_bytes()),
       kind_(request.kind),
       ranges_(std::move(request.ranges)),
@@ -101,12 +101,12 @@ const std::shared_ptr<File>& RangesJob::file_of(const Block& block) const {
 }
 
 bool RangesJob::wait_done(Deadline deadline) {
-  return wait(deadline, [this] { return complete(); });
+  return wait(deadline, [this]() REQUIRES(engine_mutex) { return complete(); });
 }
 
 std::vector<uint64_t> RangesJob::next_done(Deadline deadline) {
   std::vector<uint64_t> done;
-  wait(deadline, [&] {
+  wait(deadline, [&]() REQUIRES(engine_mutex) {
     if (done.empty()) {
       done.swap(done_);
       not_told_ -= done.size();
@@ -117,12 +117,12 @@ std::vector<uint64_t> RangesJob::next_done(Deadline deadline) {
 }
 
 uint64_t RangesJob::not_told() {
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   return not_told_;
 }
 
 std::vector<uint64_t> RangesJob::checksums() {
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   CHECK(complete());
   return sums_;
 }
@@ -171,7 +171,7 @@ void RangesJob::start(uint64_t index) {
   IoRequest request;
   request.kind = kind_;
   {
-    const Lock lock(shared_->mutex);
+    const Lock lock(shared_->mutex());
     if (failed()) return drop(blocks_[index]);
     if (block.buffered() && !is_read()) charge(block.bytes());
     request.file = file_of(block);
@@ -211,7 +211,7 @@ void RangesJob::unload(uint64_t index) {
   Block& block = blocks_[index];
   const uint64_t skipped = block.begin % kPageBytes;
   std::memcpy(memory_of(block), shared_->address(block.lease) + skipped, block.bytes());
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   charge(block.bytes());
   if (failed()) return drop(block);
   block_done(block);
@@ -246,7 +246,7 @@ void RangesJob::hash(uint64_t range) {
   }
   const bool is_last = progress.next_hash + 1 >= progress.last_block;
   const uint64_t sum = is_last ? progress.hash.digest() : 0;
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   charge(bytes);
   if (failed()) return;
   progress.next_hash = std::min(progress.next_hash + 1, progress.last_block);
@@ -282,7 +282,7 @@ void RangesJob::drop_queued() {
 
 void RangesJob::drop_files() {
   std::vector<std::shared_ptr<File>> dropped;
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   dropped.swap(files_);
 }
 

@@ -56,7 +56,7 @@ struct RangesStats {
 class RangesJob final : public Job {
  public:
   // Throws std::invalid_argument, which names the range, when the request cannot be served.
-  RangesJob(std::shared_ptr<Shared> shared, RangesRequest request);
+  RangesJob(const std::shared_ptr<Shared>& shared, RangesRequest request);
 
   // Every range is done.
   bool wait_done(Deadline deadline);
@@ -67,12 +67,12 @@ class RangesJob final : public Job {
   std::vector<uint64_t> checksums();  // after wait_done, by range
   RangesStats stats() const { return stats_; }
 
-  bool quiet() const override { return idle(); }
-  bool take(Priority priority, Work& work) override;
+  bool quiet() const override REQUIRES(engine_mutex) { return idle(); }
+  bool take(Priority priority, Work& work) override REQUIRES(engine_mutex);
   void run(const Work& work) override;
 
  private:
-  enum Kind : int { kStart, kUnload, kHash };
+  enum Kind : uint8_t { kStart, kUnload, kHash };
 
   struct Block : BlockState {
     uint64_t range = 0;
@@ -94,49 +94,50 @@ class RangesJob final : public Job {
   };
 
   bool is_read() const { return kind_ == IoRequest::Kind::read; }
-  void check(uint64_t range) const;
+  void check(uint64_t range) const REQUIRES(engine_mutex);
   void check_overlaps() const;
-  void make_blocks(uint64_t range);
-  bool goes_straight(const Block& block) const;
+  void make_blocks(uint64_t range) REQUIRES(engine_mutex);
+  bool goes_straight(const Block& block) const REQUIRES(engine_mutex);
   std::byte* memory_of(const Block& block) const;
-  const std::shared_ptr<File>& file_of(const Block& block) const;
+  const std::shared_ptr<File>& file_of(const Block& block) const REQUIRES(engine_mutex);
 
-  bool take_start(Work& work);
-  bool take_queued(std::deque<uint64_t>& queue, int kind, Work& work);
+  bool take_start(Work& work) REQUIRES(engine_mutex);
+  bool take_queued(std::deque<uint64_t>& queue, int kind, Work& work) REQUIRES(engine_mutex);
   void start(uint64_t index);
   void load(const Block& block) const;  // the buffer, of a write
   void unload(uint64_t index);
   void hash(uint64_t range);
-  // With the mutex.
-  void block_done(Block& block);
-  void offer_hash(uint64_t range);
-  void hashed(uint64_t range, uint64_t sum);
-  void finish_if_done(uint64_t range);
+  void block_done(Block& block) REQUIRES(engine_mutex);
+  void offer_hash(uint64_t range) REQUIRES(engine_mutex);
+  void hashed(uint64_t range, uint64_t sum) REQUIRES(engine_mutex);
+  void finish_if_done(uint64_t range) REQUIRES(engine_mutex);
 
-  bool complete() const override { return ranges_left_ == 0; }
+  bool complete() const override REQUIRES(engine_mutex) { return ranges_left_ == 0; }
   BlockState& block_state(uint64_t block) override { return blocks_[block]; }
-  void drop_queued() override;
-  uint64_t buffers_left() const override { return cold_queue_.size(); }
-  uint64_t buffers_wanted() const override { return cold_queue_.size(); }
+  void drop_queued() override REQUIRES(engine_mutex);
+  uint64_t buffers_left() const override REQUIRES(engine_mutex) { return cold_queue_.size(); }
+  uint64_t buffers_wanted() const override REQUIRES(engine_mutex) { return cold_queue_.size(); }
   void drop_files() override;
-  void transferred(uint64_t block, Status status) override;
+  void transferred(uint64_t block, Status status) override REQUIRES(engine_mutex);
 
   const IoRequest::Kind kind_;
   const std::vector<Range> ranges_;
   std::vector<uint32_t> paths_;  // by file
   RangesStats stats_;
 
-  std::vector<std::shared_ptr<File>> files_;  // guarded by the mutex, as all below
-  std::vector<Block> blocks_;                 // by range, in order
-  std::vector<Progress> progress_;            // by range
-  std::vector<uint64_t> sums_;                // by range
-  std::deque<uint64_t> straight_queue_;       // blocks to start
-  std::deque<uint64_t> cold_queue_;           // blocks to start that need a buffer
-  std::deque<uint64_t> unload_queue_;         // blocks to copy out of their buffers
-  std::deque<uint64_t> hash_queue_;           // ranges
-  std::vector<uint64_t> done_;                // ranges, for next_done
-  uint64_t ranges_left_ = 0;
-  uint64_t not_told_ = 0;
+  std::vector<Block> blocks_;  // by range, in order; each is of who its state says (block.h)
+  std::vector<Progress>
+      progress_;  // by range; `hash` and `next_hash` are of the worker that hashes
+  std::vector<std::shared_ptr<File>> files_ GUARDED_BY(engine_mutex);
+  std::vector<uint64_t> sums_ GUARDED_BY(engine_mutex);           // by range
+  std::deque<uint64_t> straight_queue_ GUARDED_BY(engine_mutex);  // blocks to start
+  std::deque<uint64_t> cold_queue_ GUARDED_BY(engine_mutex);  // blocks to start that need a buffer
+  std::deque<uint64_t> unload_queue_
+      GUARDED_BY(engine_mutex);                               // blocks to copy out of their buffers
+  std::deque<uint64_t> hash_queue_ GUARDED_BY(engine_mutex);  // ranges
+  std::vector<uint64_t> done_ GUARDED_BY(engine_mutex);       // ranges, for next_done
+  uint64_t ranges_left_ GUARDED_BY(engine_mutex) = 0;
+  uint64_t not_told_ GUARDED_BY(engine_mutex) = 0;
 };
 
 }  // namespace statehold

@@ -116,12 +116,12 @@ void ReadJob::rotate_to(uint64_t segment) {
 }
 
 bool ReadJob::wait_done(Deadline deadline) {
-  return wait(deadline, [this] { return complete(); });
+  return wait(deadline, [this]() REQUIRES(engine_mutex) { return complete(); });
 }
 
 std::optional<Ready> ReadJob::next_ready(Deadline deadline) {
   std::optional<Ready> ready;
-  wait(deadline, [&] {
+  wait(deadline, [&]() REQUIRES(engine_mutex) {
     if (!ready && !offer_queue_.empty()) {
       const uint64_t index = offer_queue_.front();
       ready = Ready{index, blocks_[index].lease, external_pieces(blocks_[index])};
@@ -135,7 +135,7 @@ std::optional<Ready> ReadJob::next_ready(Deadline deadline) {
 }
 
 void ReadJob::release(const Ready& ready) {
-  Lock lock(shared_->mutex);
+  Lock lock(shared_->mutex());
   CHECK(ready.block < blocks_.size());
   Block& block = blocks_[ready.block];
   CHECK(block.stage == Stage::lent);
@@ -145,12 +145,12 @@ void ReadJob::release(const Ready& ready) {
 }
 
 uint64_t ReadJob::ready_left() {
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   return ready_left_;
 }
 
 ReadStats ReadJob::stats() {
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   return stats_;
 }
 
@@ -192,7 +192,7 @@ void ReadJob::run(const Work& work) {
   switch (static_cast<Kind>(work.kind)) {
     case kOpen: {
       const Status status = open_sources();
-      const Lock lock(shared_->mutex);
+      const Lock lock(shared_->mutex());
       opened_ = status.ok();
       if (!opened_) fail(status);
       return wake_all();
@@ -235,7 +235,7 @@ void ReadJob::start(uint64_t index) {
   block.cached = block.shared || block.viewed || source.buffered->cached(block.begin, bytes);
   const bool in_place = block.cached && !block.external;
   const Status status = in_place ? read_in_place(block) : Status{};
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   if (in_place) charge(block.wanted_bytes);
   if (failed() || !status.ok()) return drop(block, status);
   if (in_place) {
@@ -253,7 +253,7 @@ void ReadJob::read_ahead(uint64_t index) {
   const uint64_t count = 1 + kAheadBytes / shared_->memory->buffer_bytes();
   uint64_t begin, end;
   {
-    const Lock lock(shared_->mutex);
+    const Lock lock(shared_->mutex());
     begin = std::max(announced_blocks_, index);
     end = std::min(index + count, blocks_.size());
     announced_blocks_ = std::max(announced_blocks_, end);
@@ -333,7 +333,7 @@ void ReadJob::read_to_buffer(uint64_t index) {
   request.bytes = file->direct() ? align_up(request.bytes_min, kPageBytes) : request.bytes_min;
   CHECK(request.bytes <= shared_->memory->buffer_bytes());
   {
-    const Lock lock(shared_->mutex);
+    const Lock lock(shared_->mutex());
     if (failed()) return drop(blocks_[index]);
     request.memory = shared_->address(block.lease);
     request.slot = slot(block.lease);
@@ -353,7 +353,7 @@ void ReadJob::transferred(uint64_t index, Status status) {
 void ReadJob::verify(uint64_t index) {
   Block& block = blocks_[index];
   const Status status = verify_and_scatter(block);
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   charge(block.wanted_bytes);
   if (failed() || !status.ok()) return drop(block, status);
   if (!block.external) return finished(block);
@@ -407,7 +407,7 @@ void ReadJob::drop_queued() {
 
 void ReadJob::drop_files() {
   std::vector<Source> dropped;
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   dropped.swap(sources_);
 }
 

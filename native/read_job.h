@@ -63,11 +63,11 @@ class ReadJob final : public Job {
   uint64_t ready_left();  // blocks that next_ready has not handed out yet
   ReadStats stats();
 
-  bool take(Priority priority, Work& work) override;
+  bool take(Priority priority, Work& work) override REQUIRES(engine_mutex);
   void run(const Work& work) override;
 
  private:
-  enum Kind : int { kOpen, kStart, kRead, kVerify };
+  enum Kind : uint8_t { kOpen, kStart, kRead, kVerify };
 
   struct Block : BlockState {
     uint32_t file = 0;
@@ -90,14 +90,14 @@ class ReadJob final : public Job {
     std::shared_ptr<File> view;    // null where it does not lie in memory
   };
 
-  void check_segments(size_t sum_count);
-  void make_blocks();
+  void check_segments(size_t sum_count) REQUIRES(engine_mutex);
+  void make_blocks() REQUIRES(engine_mutex);
   void rotate_to(uint64_t segment);
   bool joins(uint64_t segment, uint64_t begin, uint64_t end) const;
   void add_to_blocks(uint64_t segment, uint64_t begin, uint64_t end);
 
-  bool take_read(Work& work);
-  bool take_cold(Work& work);
+  bool take_read(Work& work) REQUIRES(engine_mutex);
+  bool take_cold(Work& work) REQUIRES(engine_mutex);
   Status open_sources();
   void start(uint64_t index);
   void read_ahead(uint64_t index);
@@ -111,33 +111,34 @@ class ReadJob final : public Job {
   uint64_t buffer_base(const Block& block) const;
   const std::shared_ptr<File>& file_for_buffer(const Block& block) const;
   std::vector<BufferPiece> external_pieces(const Block& block) const;
-  void finished(Block& block);  // with the mutex
+  void finished(Block& block) REQUIRES(engine_mutex);
 
-  bool complete() const override { return opened_ && blocks_left_ == 0; }
-  void drop_queued() override;
-  uint64_t buffers_left() const override { return unlent_blocks_; }
-  uint64_t buffers_wanted() const override { return cold_queue_.size(); }
+  bool complete() const override REQUIRES(engine_mutex) { return opened_ && blocks_left_ == 0; }
+  void drop_queued() override REQUIRES(engine_mutex);
+  uint64_t buffers_left() const override REQUIRES(engine_mutex) { return unlent_blocks_; }
+  uint64_t buffers_wanted() const override REQUIRES(engine_mutex) { return cold_queue_.size(); }
   void drop_files() override;
-  void transferred(uint64_t block, Status status) override;
+  void transferred(uint64_t block, Status status) override REQUIRES(engine_mutex);
   BlockState& block_state(uint64_t block) override { return blocks_[block]; }
 
   const uint32_t path_;
   std::vector<Source> sources_;  // files are set by open_sources, before any block starts
   std::vector<Segment> segments_;
   std::vector<uint64_t> sums_;
-  std::vector<Block> blocks_;  // guarded by the mutex, as all below
+  std::vector<Block> blocks_;  // each is of who its state says (block.h)
 
-  bool opening_ = false;
-  bool opened_ = false;
-  uint64_t next_block_ = 0;
-  uint64_t announced_blocks_ = 0;      // to the page cache
-  std::deque<uint64_t> cold_queue_;    // need a buffer
-  std::deque<uint64_t> verify_queue_;  // to verify
-  std::deque<uint64_t> offer_queue_;   // for next_ready
-  uint64_t blocks_left_ = 0;
-  uint64_t unlent_blocks_ = 0;  // that have no buffer, and may yet need one
-  uint64_t ready_left_ = 0;
-  ReadStats stats_;
+  bool opening_ GUARDED_BY(engine_mutex) = false;
+  bool opened_ GUARDED_BY(engine_mutex) = false;
+  uint64_t next_block_ GUARDED_BY(engine_mutex) = 0;
+  uint64_t announced_blocks_ GUARDED_BY(engine_mutex) = 0;      // to the page cache
+  std::deque<uint64_t> cold_queue_ GUARDED_BY(engine_mutex);    // need a buffer
+  std::deque<uint64_t> verify_queue_ GUARDED_BY(engine_mutex);  // to verify
+  std::deque<uint64_t> offer_queue_ GUARDED_BY(engine_mutex);   // for next_ready
+  uint64_t blocks_left_ GUARDED_BY(engine_mutex) = 0;
+  uint64_t unlent_blocks_ GUARDED_BY(engine_mutex) =
+      0;  // that have no buffer, and may yet need one
+  uint64_t ready_left_ GUARDED_BY(engine_mutex) = 0;
+  ReadStats stats_ GUARDED_BY(engine_mutex);
 };
 
 }  // namespace statehold

@@ -77,7 +77,7 @@ uint64_t WriteJob::elapsed_ns() const {
 }
 
 void WriteJob::attach(std::shared_ptr<File> file) {
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   if (failed()) return;  // the next wait says why
   CHECK(!finished_);
   adopt(file);
@@ -97,22 +97,22 @@ void WriteJob::adopt(std::shared_ptr<File>& file) {
 }
 
 bool WriteJob::wait_eager(Deadline deadline) {
-  return wait(deadline, [this] { return eager_left_ == 0; });
+  return wait(deadline, [this]() REQUIRES(engine_mutex) { return eager_left_ == 0; });
 }
 
 bool WriteJob::wait_copied(Deadline deadline) {
-  return wait(deadline, [this] { return copies_left_ == 0; });
+  return wait(deadline, [this]() REQUIRES(engine_mutex) { return copies_left_ == 0; });
 }
 
 bool WriteJob::wait_written(Deadline deadline) {
-  return wait(deadline, [this] { return writes_left_ == 0; });
+  return wait(deadline, [this]() REQUIRES(engine_mutex) { return writes_left_ == 0; });
 }
 
 void WriteJob::finish() {
   std::shared_ptr<File> file;
   wait(std::chrono::steady_clock::now(), [] { return true; });  // raises the error of the job
   {
-    const Lock lock(shared_->mutex);
+    const Lock lock(shared_->mutex());
     CHECK(writes_left_ == 0);
     CHECK(!finished_);
     CHECK(file_ != nullptr);
@@ -131,14 +131,14 @@ void WriteJob::finish() {
 }
 
 std::vector<uint64_t> WriteJob::checksums() {
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   CHECK(copies_left_ == 0);
   return sums_;
 }
 
 std::optional<Fill> WriteJob::next_fill(Deadline deadline) {
   std::optional<Fill> fill;
-  wait(deadline, [&] {
+  wait(deadline, [&]() REQUIRES(engine_mutex) {
     if (!fill && !offer_queue_.empty()) {
       const uint64_t index = offer_queue_.front();
       fill = Fill{index, blocks_[index].lease, external_pieces(blocks_[index], index)};
@@ -152,7 +152,7 @@ std::optional<Fill> WriteJob::next_fill(Deadline deadline) {
 }
 
 void WriteJob::filled(const Fill& fill, bool is_there) {
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   CHECK(fill.block < blocks_.size());
   Block& block = blocks_[fill.block];
   CHECK(block.stage == Stage::lent);
@@ -169,12 +169,12 @@ void WriteJob::filled(const Fill& fill, bool is_there) {
 }
 
 uint64_t WriteJob::fills_left() {
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   return fills_left_;
 }
 
 WriteStats WriteJob::stats() {
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   return stats_;
 }
 
@@ -254,7 +254,7 @@ void WriteJob::fill(uint64_t index) {
   if (status.ok() && move_pieces(block, index, false) && block.buffered()) {
     std::memset(block.to + bytes, 0, align_up(bytes, kPageBytes) - bytes);
   }
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   charge(bytes);
   if (failed() || !status.ok()) return drop(blocks_[index], status);
   if (block.eager) --eager_left_;
@@ -266,7 +266,7 @@ void WriteJob::fill(uint64_t index) {
 
 void WriteJob::seal(uint64_t index) {
   move_pieces(blocks_[index], index, true);
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   charge(block_end(index) - block_begin(index));
   if (failed()) return drop(blocks_[index]);
   copied(index);
@@ -295,7 +295,7 @@ void WriteJob::written(Block& block) {
 void WriteJob::write(uint64_t index) {
   IoRequest request;
   {
-    const Lock lock(shared_->mutex);
+    const Lock lock(shared_->mutex());
     const Block& block = blocks_[index];
     if (failed()) return drop(blocks_[index]);
     if (stats_.first_write_ns == 0) stats_.first_write_ns = elapsed_ns();
@@ -305,7 +305,7 @@ void WriteJob::write(uint64_t index) {
   }
   if (request.file->mapped()) {
     Status status = store(index, request.memory);
-    const Lock lock(shared_->mutex);
+    const Lock lock(shared_->mutex());
     charge(block_end(index) - block_begin(index));
     transferred(index, std::move(status));
     return wake_all();
@@ -341,7 +341,7 @@ void WriteJob::drop_queued() {
 // which may have more to do with it.
 void WriteJob::drop_files() {
   std::shared_ptr<File> file;
-  const Lock lock(shared_->mutex);
+  const Lock lock(shared_->mutex());
   if (failed() && memory_ == nullptr) file = std::move(file_);
 }
 

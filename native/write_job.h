@@ -70,11 +70,11 @@ class WriteJob final : public Job {
   uint64_t fills_left();  // blocks that next_fill has not handed out yet
   WriteStats stats();
 
-  bool take(Priority priority, Work& work) override;
+  bool take(Priority priority, Work& work) override REQUIRES(engine_mutex);
   void run(const Work& work) override;
 
  private:
-  enum Kind : int { kFill, kSeal, kWrite };
+  enum Kind : uint8_t { kFill, kSeal, kWrite };
 
   struct Block : BlockState {    // without a buffer, it goes straight into the file
     uint64_t first_segment = 0;  // of those that overlap the block
@@ -86,29 +86,30 @@ class WriteJob final : public Job {
   };
 
   void check_tiling() const;
-  void make_blocks();
-  void adopt(std::shared_ptr<File>& file);  // with the mutex, or before anybody knows the job
+  void make_blocks() REQUIRES(engine_mutex);
+  void adopt(std::shared_ptr<File>& file)
+      REQUIRES(engine_mutex);  // or before anybody knows the job
   uint64_t block_begin(uint64_t block) const { return block * buffer_bytes_; }
   uint64_t block_end(uint64_t block) const;
-  bool take_fill(std::deque<uint64_t>& queue, Work& work);
-  bool take_queued(std::deque<uint64_t>& queue, int kind, Work& work);
+  bool take_fill(std::deque<uint64_t>& queue, Work& work) REQUIRES(engine_mutex);
+  bool take_queued(std::deque<uint64_t>& queue, int kind, Work& work) REQUIRES(engine_mutex);
   void fill(uint64_t index);
   void seal(uint64_t index);
   void write(uint64_t index);
   Status store(uint64_t index, const std::byte* buffer);  // into a file that is memory
   // Copies (or, for external ones, only hashes) the pieces of a block; false when stopped.
   bool move_pieces(const Block& block, uint64_t index, bool external);
-  void copied(uint64_t index);  // with the mutex
-  void written(Block& block);   // with the mutex
+  void copied(uint64_t index) REQUIRES(engine_mutex);
+  void written(Block& block) REQUIRES(engine_mutex);
   std::vector<BufferPiece> external_pieces(const Block& block, uint64_t index) const;
   uint64_t elapsed_ns() const;
 
-  bool complete() const override { return writes_left_ == 0; }
-  void drop_queued() override;
-  uint64_t buffers_left() const override;
-  uint64_t buffers_wanted() const override { return buffers_left(); }
+  bool complete() const override REQUIRES(engine_mutex) { return writes_left_ == 0; }
+  void drop_queued() override REQUIRES(engine_mutex);
+  uint64_t buffers_left() const override REQUIRES(engine_mutex);
+  uint64_t buffers_wanted() const override REQUIRES(engine_mutex) { return buffers_left(); }
   void drop_files() override;
-  void transferred(uint64_t block, Status status) override;
+  void transferred(uint64_t block, Status status) override REQUIRES(engine_mutex);
   BlockState& block_state(uint64_t block) override { return blocks_[block]; }
 
   const uint64_t file_bytes_;
@@ -118,22 +119,23 @@ class WriteJob final : public Job {
   std::string header_;
   std::vector<Segment> segments_;  // the header is the first
   std::vector<uint64_t> sums_;     // each written by one worker, before its block counts as copied
-  std::vector<Block> blocks_;      // guarded by the mutex, as all below
+  std::vector<Block> blocks_;      // each is of who its state says (block.h)
 
-  std::shared_ptr<File> file_;
-  std::byte* memory_ = nullptr;       // of the file, when it is memory
-  std::deque<uint64_t> eager_queue_;  // to copy
-  std::deque<uint64_t> fill_queue_;   // to copy
-  std::deque<uint64_t> offer_queue_;  // for next_fill
-  std::deque<uint64_t> seal_queue_;   // filled by Python, to hash
-  std::deque<uint64_t> write_queue_;  // to write, once attached
-  uint64_t eager_left_ = 0;
-  uint64_t copies_left_ = 0;
-  uint64_t writes_left_ = 0;
-  uint64_t fills_left_ = 0;
-  uint64_t externals_queued_ = 0;  // blocks to copy that need a buffer whatever the file is
-  bool finished_ = false;
-  WriteStats stats_;
+  std::shared_ptr<File> file_;   // set with the mutex, before a block needs it
+  std::byte* memory_ = nullptr;  // of the file, when it is memory
+  std::deque<uint64_t> eager_queue_ GUARDED_BY(engine_mutex);  // to copy
+  std::deque<uint64_t> fill_queue_ GUARDED_BY(engine_mutex);   // to copy
+  std::deque<uint64_t> offer_queue_ GUARDED_BY(engine_mutex);  // for next_fill
+  std::deque<uint64_t> seal_queue_ GUARDED_BY(engine_mutex);   // filled by Python, to hash
+  std::deque<uint64_t> write_queue_ GUARDED_BY(engine_mutex);  // to write, once attached
+  uint64_t eager_left_ GUARDED_BY(engine_mutex) = 0;
+  uint64_t copies_left_ GUARDED_BY(engine_mutex) = 0;
+  uint64_t writes_left_ GUARDED_BY(engine_mutex) = 0;
+  uint64_t fills_left_ GUARDED_BY(engine_mutex) = 0;
+  uint64_t externals_queued_ GUARDED_BY(engine_mutex) =
+      0;  // blocks to copy that need a buffer whatever the file is
+  bool finished_ GUARDED_BY(engine_mutex) = false;
+  WriteStats stats_ GUARDED_BY(engine_mutex);
 };
 
 }  // namespace statehold

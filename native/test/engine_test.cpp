@@ -275,7 +275,7 @@ TEST(close_ends_everything) {
 namespace {
 
 uint64_t populated(Engine& engine) {
-  const Shared::Lock lock(engine.shared()->mutex);
+  const Lock lock(engine.shared()->mutex());
   return engine.shared()->pool.free_count() + engine.shared()->pool.lent_count();
 }
 

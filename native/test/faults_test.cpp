@@ -183,12 +183,12 @@ void save_while_it_throws(std::function<void()> HookedFs::* hook) {
   EXPECT(code_of_wait([&] { job->wait_written(std::nullopt); }) == Code::invariant);
   EXPECT(thrown > 0);
   engine.close();
-  const Shared::Lock lock(engine.shared()->mutex);
+  const Lock lock(engine.shared()->mutex());
   EXPECT(engine.shared()->jobs.empty());
 }
 
 // Whether another thread can take the mutex soon: the calling one does not hold it.
-bool is_free(std::mutex& mutex) {
+bool is_free(Mutex& mutex) {
   bool taken = false;
   std::thread([&] {
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
@@ -209,7 +209,7 @@ void drop_files_in_every_way() {
   std::atomic<int> dropped_with_mutex = 0;
   fs->on_file_dropped = [&] {
     ++dropped;
-    if (!is_free(engine.shared()->mutex)) ++dropped_with_mutex;
+    if (!is_free(engine.shared()->mutex())) ++dropped_with_mutex;
   };
   State state = some_state();
   const auto start = [&](const std::string& path) {
@@ -392,7 +392,7 @@ bool work_without_memory(long failing, bool is_external) {
   const bool has_failed = failing_allocation.exchange(0) == 0;
   EXPECT(has_failed || status.ok());
   EXPECT(status.ok() || status.error == ENOMEM);
-  const Shared::Lock lock(engine.shared()->mutex);
+  const Lock lock(engine.shared()->mutex());
   // A poisoned engine lends no more.
   EXPECT(!engine.shared()->poison.ok() || engine.shared()->pool.lent_count() == 0);
   return has_failed;

@@ -124,8 +124,8 @@ struct World {
   // All jobs have left the engine, and every buffer is back.
   void check_that_all_is_back() {
     const std::shared_ptr<Shared>& shared = engine->shared();
-    Shared::Lock lock(shared->mutex);
-    shared->changed.wait(lock, [&] { return shared->jobs.empty(); });
+    Lock lock(shared->mutex());
+    while (!shared->jobs.empty()) shared->changed.wait(lock);
     EXPECT(shared->pool.lent_count() == 0);
     EXPECT(shared->poison.ok());
     lock.unlock();

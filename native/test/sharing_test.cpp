@@ -133,18 +133,28 @@ struct Mix {
   }
 };
 
+// False when it has not come true within a minute.
+template <class Predicate>
+bool wait_for(Condition& changed, Lock& lock, Predicate predicate) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  while (!predicate()) {
+    if (!changed.wait_until(lock, deadline)) return predicate();
+  }
+  return true;
+}
+
 // Lets transfers through, each when all clients have one waiting; returns whose they were.
 std::vector<uint32_t> serve(SlowDisk& disk, Shared& shared, int count) {
   std::vector<uint32_t> served;
   while (static_cast<int>(served.size()) < count) {
-    Shared::Lock lock(shared.mutex);
+    Lock lock(shared.mutex());
     const auto all_wait = [&] {
       for (uint32_t client = 0; client < kClients; ++client) {
         if (shared.disk.waiting(client) == 0) return false;
       }
       return true;
     };
-    EXPECT(shared.changed.wait_for(lock, std::chrono::minutes(1), all_wait));
+    EXPECT(wait_for(shared.changed, lock, all_wait));
     lock.unlock();
     served.push_back(disk.let_one_through());
   }
@@ -246,7 +256,7 @@ class Busy final : public Job {
     return true;
   }
   void run(const Work&) override {
-    const Lock lock(shared_->mutex);
+    const Lock lock(shared_->mutex());
     if (order_.size() == kCounted) return fail(Status::closed("the test"));
     order_.push_back(client());
     charge(kBufferBytes);
@@ -287,7 +297,7 @@ TEST(five_clients_get_their_shares_of_the_processors) {
   constexpr std::array priorities = {Priority::finish, Priority::read, Priority::eager,
                                      Priority::fill, Priority::fill};
   {
-    const Shared::Lock lock(engine.shared()->mutex);  // all of them start at once
+    const Lock lock(engine.shared()->mutex());  // all of them start at once
     for (uint32_t client = 0; client < kClients; ++client) {
       jobs.push_back(std::make_shared<Busy>(engine.shared(), client, priorities[client], order));
       engine.shared()->jobs.push_back(jobs.back());
@@ -313,10 +323,9 @@ TEST(a_limit_lets_through_what_the_clock_allows) {
       IoRequest::Kind::write, must(fs->open_write(path_of(0), kBlocks * kBufferBytes, false)), 0));
   Shared& shared = *engine.shared();
   for (uint64_t blocks = 1; blocks <= 20; ++blocks) {
-    Shared::Lock lock(shared.mutex);
+    Lock lock(shared.mutex());
     const uint64_t bytes = blocks * kBufferBytes;
-    EXPECT(shared.changed.wait_for(lock, std::chrono::minutes(1),
-                                   [&] { return shared.moved[0].written_bytes >= bytes; }));
+    EXPECT(wait_for(shared.changed, lock, [&] { return shared.moved[0].written_bytes >= bytes; }));
     EXPECT(shared.moved[0].written_bytes == bytes);
     now_ns += second_ns / 10;
     shared.runnable.notify_all();
