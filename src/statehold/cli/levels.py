@@ -26,8 +26,8 @@ from statehold.checkpoint.levels.copying import Part, SourceFile, part_of
 from statehold.checkpoint.levels.hosts.census import writer_of
 from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
-from statehold.checkpoint.store.beside import directory_id, look_beside_a_writer
 from statehold.checkpoint.store.objects import ObjectSteps
+from statehold.checkpoint.store.replacing import directory_id, look_beside_a_writer
 from statehold.checkpoint.store.store import Store
 from statehold.cli.output import note
 from statehold.cli.places import describe

@@ -16,8 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statehold import _core
-from statehold.checkpoint.store.beside import directory_id, look_beside_a_writer
-from statehold.checkpoint.store.replacing import REPLACED
+from statehold.checkpoint.store.replacing import REPLACED, directory_id, look_beside_a_writer
 from statehold.checkpoint.store.store import Store
 from statehold.cli.codes import NotFoundError
 from statehold.errors import (

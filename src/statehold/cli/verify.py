@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from statehold.checkpoint.store.beside import LOOKS_MAX, directory_id
-from statehold.checkpoint.store.replacing import REPLACED, where
+from statehold.checkpoint.store.replacing import LOOKS_MAX, REPLACED, directory_id, where
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
 from statehold.cli.checking import Finding, Report, check_step

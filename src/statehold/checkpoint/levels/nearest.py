@@ -43,6 +43,10 @@ logger = logging.getLogger("statehold")
 ELSEWHERE_MAX = 10
 
 
+# What may be wrong with one copy, and not with another.
+_OF_ONE_COPY = (StorageError, CorruptionError, StepNotFoundError)
+
+
 class Next(IntEnum):
     """The next action of a restore after a failed read. Of several ranks' answers the highest
     counts."""
@@ -263,16 +267,15 @@ class Nearest:
     def _document(self, step: int, name: str, max_bytes: int) -> bytes:
         for place in self._having(step, name):
             try:
+                raw = place.read(step, name, max_bytes)
+            except StateholdError as error:
                 if name == MANIFEST_NAME:
-                    raw = self.saves.open(step, place)
-                else:
-                    raw = place.read(step, name, max_bytes)
-            except (StorageError, CorruptionError, StepNotFoundError) as error:
-                if not self.has_copies:
+                    self.saves.unread(step, place, error)
+                if not self.has_copies or not isinstance(error, _OF_ONE_COPY):
                     raise
                 self._passed_over(step, name, place, error)
                 continue
-            if raw is None:
+            if name == MANIFEST_NAME and not self.saves.open(step, place, raw):
                 continue
             self._served[step, name] = place
             return raw

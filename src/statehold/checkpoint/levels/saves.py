@@ -63,21 +63,18 @@ class Saves:
         """The save that is open; "" if there is none."""
         return self._opened.get(step, "")
 
-    def open(self, step: int, level: Level) -> bytes | None:
-        """The manifest of a step at a level, whose save becomes the open one.
-
-        None if that save was given up. Raises as Level.read().
-        """
-        try:
-            raw = level.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
-        except StateholdError as error:
-            self._at[step, level.name] = _NOT_TOLD if is_of_storage(error) else _UNREADABLE
-            raise
-        save = self._at[step, level.name] = sha256(raw)
+    def open(self, step: int, level: Level, manifest: bytes) -> bool:
+        """The manifest of a step at a level was read: that save is open now, unless it was given
+        up."""
+        save = self._at[step, level.name] = sha256(manifest)
         if (step, save) in self._given_up:
-            return None
+            return False
         self._opened[step] = save
-        return raw
+        return True
+
+    def unread(self, step: int, level: Level, error: StateholdError) -> None:
+        """The manifest of a step at a level could not be read."""
+        self._at[step, level.name] = _NOT_TOLD if is_of_storage(error) else _UNREADABLE
 
     def is_another(self, step: int, level: Level) -> bool:
         """Whether a level has another save of the step than the one that is open."""

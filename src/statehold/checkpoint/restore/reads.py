@@ -12,11 +12,10 @@ its errors (segments), the live state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from statehold.errors import ManifestError
-from statehold.io.objects.parallel import Parallel
 from statehold.io.segments import NOWHERE, Reading, Segment, Where, start_read
 from statehold.layout.layout import Box
 from statehold.layout.ranges import Range, ranges
@@ -135,17 +134,14 @@ class ReadPlan:
         self, locate: Locate, read: Mapping[int, Sequence[tuple[int, int]]]
     ) -> dict[str, int]:
         """Path -> bytes, of all files; far files are fetched in parallel."""
-        side_by_side = Parallel(LOCATED_AT_ONCE, "statehold-located")
-        try:
-            paths = side_by_side(
-                [
-                    partial(locate, name, nbytes, read[number])
-                    for name, (number, nbytes) in self._files.items()
-                ]
-            )
-        finally:
-            side_by_side.close()
-        return dict(zip(paths, (nbytes for _, nbytes in self._files.values()), strict=True))
+        sizes = [nbytes for _, nbytes in self._files.values()]
+        asked = (self._files, sizes, [read[number] for number, _ in self._files.values()])
+        if len(sizes) <= 1:  # without the way to another thread
+            paths = list(map(locate, *asked))
+        else:
+            with ThreadPoolExecutor(LOCATED_AT_ONCE, "statehold-located") as threads:
+                paths = list(threads.map(locate, *asked))
+        return dict(zip(paths, sizes, strict=True))
 
     def _fill(self, destination: Destination) -> list[PlacedChunk]:
         """Read the part in the destination's box, from its chunks."""

@@ -10,30 +10,38 @@ Owns: E1 to E4, what becomes of them after an error or a crash, and where a read
 Invariants: final.replaced counts as `final` while `final` is missing, and at no other time. Its
 files are whole whenever it may count. They are overwritten or deleted after E4 only; and before
 `final` goes away for any other reason, settle() makes sure that final.replaced does not come back.
-Not here: D6 and D7 (publish); which directories are steps (store).
+A job saves a step again by exchanging two directories, and retires steps by renaming them. Readers
+take no lock. A name that was listed may be gone when it is opened, and two files that were read one
+after the other may be of two saves. So a failure counts only where what was looked at is still the
+same; if it was replaced, the look begins again (look_beside_a_writer).
+Not here: D6 and D7 (publish); which directories are steps (store); restores, on which several ranks
+agree (restore/restoring, levels/saves).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Hashable, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
-from statehold.checkpoint.store.beside import LOOKS_MAX
 from statehold.checkpoint.store.directories import delete, parent_of
-from statehold.errors import MissingFileError, StorageError
+from statehold.errors import MissingFileError, StateholdError, StorageError, storage_error
 
 if TYPE_CHECKING:
     from statehold._core import Fs
 
 __all__ = [
+    "LOOKS_MAX",
     "REPLACED",
     "Replaced",
     "came_back",
+    "directory_id",
     "exchanged",
     "hidden",
+    "look_beside_a_writer",
     "missing_path",
     "read_standing",
     "set_aside",
@@ -44,6 +52,7 @@ __all__ = [
 T = TypeVar("T")
 
 REPLACED = ".replaced"
+LOOKS_MAX = 100
 
 
 class Replaced(Enum):
@@ -163,3 +172,35 @@ def missing_path(error: Exception) -> str | None:
     if isinstance(error, MissingFileError) and "expected" not in error.facts:  # otherwise: no file
         return str(error.facts.get("file", ""))
     return None
+
+
+# -- beside a writer -------------------------------------------------------------------------------
+
+
+def look_beside_a_writer(
+    look: Callable[[], T], which: Callable[[], Hashable | None], what: str = ""
+) -> T | None:
+    """The result of `look`; None if there is nothing to look at any more.
+
+    which: tells one save from another; None when it is gone. what: its name, for the error after
+        LOOKS_MAX saves. Raises as `look` does if it failed on one and the same save.
+    """
+    for _ in range(LOOKS_MAX):
+        before = which()
+        if before is None:
+            return None
+        try:
+            return look()
+        except (StateholdError, OSError):
+            if which() == before:
+                raise
+    raise storage_error("read a step that is replaced again and again", errno.ESTALE, what)
+
+
+def directory_id(path: str) -> Hashable | None:
+    """Tells the directory at `path` from a later one with its name; None if there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns

@@ -45,13 +45,19 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from statehold.checkpoint.store.beside import look_beside_a_writer
 from statehold.checkpoint.store.directories import delete, make_directories, unless
 from statehold.checkpoint.store.mappings import Mappings
 from statehold.checkpoint.store.order import check_newest
 from statehold.checkpoint.store.publish import make_durable, publish
 from statehold.checkpoint.store.ready import READY_NAME, Ready
-from statehold.checkpoint.store.replacing import REPLACED, Replaced, read_standing, settle, where
+from statehold.checkpoint.store.replacing import (
+    REPLACED,
+    Replaced,
+    look_beside_a_writer,
+    read_standing,
+    settle,
+    where,
+)
 from statehold.checkpoint.store.room import Rooms
 from statehold.checkpoint.store.unfinished import COPY
 from statehold.errors import (

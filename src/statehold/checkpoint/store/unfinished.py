@@ -21,8 +21,8 @@ import hashlib
 import re
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.store.beside import look_beside_a_writer
 from statehold.checkpoint.store.directories import delete, unless
+from statehold.checkpoint.store.replacing import look_beside_a_writer
 from statehold.errors import StorageError
 
 if TYPE_CHECKING:

@@ -26,8 +26,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from statehold.checkpoint.store.beside import look_beside_a_writer
-from statehold.checkpoint.store.replacing import REPLACED, missing_path, read_standing
+from statehold.checkpoint.store.replacing import (
+    REPLACED,
+    look_beside_a_writer,
+    missing_path,
+    read_standing,
+)
 from statehold.checkpoint.telemetry.watch import RestoreWatch
 from statehold.errors import CorruptionError, StorageError, UsageError, storage_error
 from statehold.format.entries import sha256
