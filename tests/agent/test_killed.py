@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import statehold
-from statehold.checkpoint.levels.hosts.meeting import Hosts
+from statehold.checkpoint.levels.hosts.discovery import Hosts
 from statehold.cli import main
 from support.agents import (
     Trainers,

@@ -290,7 +290,7 @@ def test_an_eager_tensor_that_changed_is_told_also_when_all_is_staged(
 
     def moved(_: Capture, *, eager: bool) -> str | None:
         if eager:
-            small_ckpt._calls.watched[-1].wait("staged", DEADLINE_S)
+            small_ckpt._trainer.watched[-1].wait("staged", DEADLINE_S)
         return "x" if eager else None
 
     monkeypatch.setattr(Capture, "moved", moved)

@@ -171,7 +171,7 @@ def test_launches_are_counted_by_buffers_and_not_by_tensors(
     with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
         before = machine.timeline.launches
         ckpt.save(1, state).wait("committed", DEADLINE_S)
-        buffers = -(-ckpt._calls.watched[0].stats.written_bytes >> 20)
+        buffers = -(-ckpt._trainer.watched[0].stats.written_bytes >> 20)
         assert buffers == 2
         # Each: what is together in scratch, and its copy. And the stream that waits at the fork.
         assert machine.timeline.launches - before <= 2 * buffers + 1

@@ -76,7 +76,7 @@ def test_a_step_that_is_not_due_is_not_looked_at() -> None:
         assert skipped.is_skipped
         assert skipped.stats.blocked_s == 0
         assert skipped not in [each for each, _ in ckpt._gate._saves]
-        assert skipped not in ckpt._calls.watched
+        assert skipped not in ckpt._trainer.watched
         assert calls == []
         with pytest.raises(UnsupportedValueError):
             ckpt.save(10, {"what": print})
@@ -199,11 +199,11 @@ class Deaf:
             raise PeerLostError("it went by", ranks=[0])
 
         self.peers.outcome = lost
-        self.peers.left = lambda _what: None
+        self.peers.note = lambda _what: None
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self.peers.outcome, self.peers.left
+        del self.peers.outcome, self.peers.note
 
 
 def test_a_rank_that_missed_one_outcome_saves_as_the_others(
@@ -215,14 +215,14 @@ def test_a_rank_that_missed_one_outcome_saves_as_the_others(
         is_told = False
         for step in range(1, 200):
             clock.now_s = float(step)
-            if spy.told() is None or is_told:
+            if spy.message() is None or is_told:
                 due = call(ranks, step)
             else:  # the next outcome tells it again, and this rank misses that one
                 is_told = True
                 with Deaf(ranks, 2):
                     due = call(ranks, step)
             assert len(set(due)) == 1, step
-            told += [each for each in [spy.told()] if each]
+            told += [each for each in [spy.message()] if each]
         assert is_told
         assert {ckpt._opened().schedule.turns.rule.steps for ckpt in ranks.ckpts} == {5}
 
@@ -260,7 +260,7 @@ def test_a_rank_that_missed_all_of_it_comes_back_by_itself(
 def test_the_note_is_what_ranks_have(fs: SimFs, clock: SimpleNamespace) -> None:
     with job(fs, "5s") as ranks:
         list(trained(ranks, clock, range(1, 100)))
-        note = ranks.ckpts[1]._opened().peers.left("turns")  # type: ignore[union-attr]
+        note = ranks.ckpts[1]._opened().peers.note("turns")  # type: ignore[union-attr]
         assert note is not None
         rule = ranks.ckpts[1]._opened().schedule.turns.rule
         assert json.loads(note) == [[rule.since, rule.steps]]

@@ -62,7 +62,7 @@ def test_a_save_is_told_of_once_and_when_all_is_known(
     events[0]()
     assert figures(told, "save") == []
     events[1]()
-    save._tell_once()  # as both threads may come to it at once
+    save._report_once()  # as both threads may come to it at once
     save._watch._log.flush()
     (said,) = figures(told, "save")
     assert said["blocked_s"] > 0

@@ -29,7 +29,7 @@ class Boom:
 
 LATER: dict[str, Callable[[Any], tuple[object, str]]] = {
     "schedule": lambda opened: (opened.schedule, "committed"),
-    "told": lambda opened: (opened.schedule, "told"),
+    "message": lambda opened: (opened.schedule, "message"),
     "decide": lambda opened: (opened.levels.promotions, "decide"),
     "learn": lambda opened: (opened._parts.claims, "learn"),
     "start": lambda opened: (opened.levels.promotions, "start"),

@@ -437,7 +437,7 @@ def test_a_failure_that_one_rank_has_yet_to_hear_of_ends_a_restore_on_all(ranks:
     fake = StorageError("the disk of rank 2 is gone")
     late = Save(4, 0.0)
     late._fail(fake)
-    ranks.ckpts[2]._calls.watched.append(late)
+    ranks.ckpts[2]._trainer.watched.append(late)
     found = [blank() for _ in range(SIZE)]
     outcomes = ranks.outcomes(lambda rank: ranks.ckpts[rank].restore(found[rank]))
     assert outcomes[2] is fake

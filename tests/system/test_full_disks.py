@@ -136,7 +136,7 @@ def test_a_failed_save_gives_its_room_back_at_once(tmp_path: Path, backend: str,
                 before = free_bytes(root)
                 with pytest.raises(errors.NoSpaceError) as caught:
                     ckpt.save(step + 1, big).wait("committed", DEADLINE_S)
-                kept += [*ckpt._calls.watched, caught.value, caught.value.__traceback__]
+                kept += [*ckpt._trainer.watched, caught.value, caught.value.__traceback__]
                 ckpt._opened().pipeline.drain()
                 assert free_bytes(root) >= before
         ckpt.close()

@@ -37,9 +37,9 @@ def test_what_is_due_does_not_depend_on_what_was() -> None:
     steps = sorted(random.Random(3).sample(range(1000), 200))
     expected = [is_past_next(a, b, 7) for a, b in zip([None, *steps], steps, strict=False)]
     turns = Turns(7)
-    told = [turns.call(number, step, wanted=step % 5 == 0) for number, step in enumerate(steps)]
+    pending = [turns.call(number, step, wanted=step % 5 == 0) for number, step in enumerate(steps)]
     assert all(each == (past or step % 5 == 0)
-               for each, past, step in zip(told, expected, steps, strict=True))  # fmt: skip
+               for each, past, step in zip(pending, expected, steps, strict=True))  # fmt: skip
 
 
 def test_until_something_is_told_the_interval_doubles() -> None:
@@ -77,13 +77,13 @@ class Job:
         number, self.number = self.number, self.number + 1
         found = [turns.call(number, step) for turns in self.ranks]
         leader = self.ranks[0]
-        if all(found) and leader.told is None and self.random.random() < 0.5:
+        if all(found) and leader.pending is None and self.random.random() < 0.5:
             leader.learn(Rule(number, self.random.choice([1, 2, 3, 7, 10])))
         if found[0]:
-            self.note = [leader.rule, *([leader.told] if leader.told else [])]
+            self.note = [leader.rule, *([leader.pending] if leader.pending else [])]
         for rank, is_due in enumerate(found):
             if is_due:
-                self.under_way[rank].append((number, leader.told))
+                self.under_way[rank].append((number, leader.pending))
             if is_due and not all(found):  # nobody commits what not all save
                 self.lost.add((rank, number))
             self.hear(rank, 2 if is_due else self.random.randint(0, 2))
@@ -92,17 +92,17 @@ class Job:
     def hear(self, rank: int, left: int) -> None:
         """Let outcomes arrive until so many saves are under way."""
         while len(self.under_way[rank]) > left:
-            number, told = self.under_way[rank].pop(0)
+            number, pending = self.under_way[rank].pop(0)
             if rank and (rank, number) in self.lost:
                 self.look(rank)
-            elif rank and told is not None:
-                self.ranks[rank].learn(told)
+            elif rank and pending is not None:
+                self.ranks[rank].learn(pending)
 
     def look(self, rank: int) -> None:
         """A rank whose save failed looks for what rank 0 has left."""
-        rule, *told = self.note
+        rule, *pending = self.note
         self.ranks[rank].adopt(rule)
-        for each in told:
+        for each in pending:
             self.ranks[rank].learn(each)
 
 

@@ -26,8 +26,8 @@ from statehold.checkpoint.keeper import Keeper, wait_for_dropped
 from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.levels.specs import Level, levels_of
 from statehold.checkpoint.opening import Borrowed, Opening, open_session
-from statehold.checkpoint.save.call import Calls
 from statehold.checkpoint.save.handle import Save
+from statehold.checkpoint.save.trainer import Trainer
 from statehold.checkpoint.session import Session
 from statehold.errors import (
     ClosedError,
@@ -75,8 +75,8 @@ class Checkpointer:
         self._closed = False
         self._is_taken_over = False
         self._borrowed = Borrowed()  # for statehold.testing
-        self._calls = Calls()
-        self._gate = self._calls.gate
+        self._trainer = Trainer()
+        self._gate = self._trainer.gate
         self._preemption: Preemption | None = None
         self.restored: RestoreReport | None = None
 
@@ -101,7 +101,7 @@ class Checkpointer:
         can hold.
         """
         refuse_in_capture("save()")
-        number = self._calls.next()
+        number = self._trainer.next_call()
         return self._opened().save(
             number,
             step,
@@ -251,7 +251,7 @@ class Checkpointer:
         Raises the error of a save that failed since the last call.
         """
         self._close()
-        self._calls.raise_failures()
+        self._trainer.raise_failures()
 
     def __enter__(self) -> Checkpointer:
         self._opened()
@@ -265,7 +265,7 @@ class Checkpointer:
     ) -> None:
         self._close(error)
         if kind is None:
-            self._calls.raise_failures()
+            self._trainer.raise_failures()
         elif self._preemption is not None:
             self._preemption.failed(error)
 
@@ -287,7 +287,7 @@ class Checkpointer:
         if keeper is None or not keeper.is_ours:
             self._gate.remove()
             return  # a fork has nothing to wait for, and nothing to release
-        number = self._calls.number
+        number = self._trainer.calls
 
         def end(session: Session) -> None:
             if error is not None:
@@ -330,7 +330,7 @@ class Checkpointer:
         wait_for_dropped(self._run)
         owned = contextlib.ExitStack()
         try:
-            opening = Opening(self._run, self._levels, self._options, self._borrowed, self._calls)
+            opening = Opening(self._run, self._levels, self._options, self._borrowed, self._trainer)
             session = open_session(opening, owned)
             self._keeper = Keeper(self._run, session, self._gate, weakref.ref(self))
             weakref.finalize(self, self._keeper.drop).atexit = False

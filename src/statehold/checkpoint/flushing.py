@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from statehold.ranks.agreeing import Meeting, together
+from statehold.ranks.rounds import Round, together
 
 if TYPE_CHECKING:
     from statehold.checkpoint.levels.levels import Levels
@@ -56,7 +56,7 @@ def flush(
         wait_idle(left())  # which ends on all ranks at about the same time
     kept_s = min(MEETING_SHARE * (timeout_s or 0.0), MEETING_S_MAX) if peers else 0.0
     numbered = 3 * number
-    together(peers, lambda: wait_idle(left(kept_s)), Meeting("flush", numbered, meet_s or left()))
-    levels.look(Meeting("flush", numbered + 1, meet_s or left()))
-    levels.promotions.catch_up(Meeting("flush", numbered + 2, meet_s or left()))
+    together(peers, lambda: wait_idle(left(kept_s)), Round("flush", numbered, meet_s or left()))
+    levels.look(Round("flush", numbered + 1, meet_s or left()))
+    levels.promotions.catch_up(Round("flush", numbered + 2, meet_s or left()))
     levels.promotions.wait(left())

@@ -12,30 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.agent.companion import Companion
-from statehold.checkpoint.agent.starting import Agent, agent_for
-from statehold.checkpoint.cadence.schedule import Schedule
-from statehold.checkpoint.levels.building import open_levels, watch_of
+from statehold.checkpoint.agent.companion import companion_of
+from statehold.checkpoint.levels.building import open_levels
 from statehold.checkpoint.levels.opening import storage_of
 from statehold.checkpoint.parts import Parts
-from statehold.checkpoint.save.across import publisher_of
-from statehold.checkpoint.save.level_choice import LevelChoice
-from statehold.checkpoint.save.pipeline import Pipeline
+from statehold.checkpoint.save.building import open_saving
 from statehold.checkpoint.session import Session
 from statehold.checkpoint.telemetry.watch import Watch, check_trace
 from statehold.io.runtime import Runtime
-from statehold.layout.claims import Claims
 from statehold.observe.background_log import BackgroundLog
-from statehold.process.host_memory import ranks_on_host
 from statehold.ranks.joining import join
 from statehold.ranks.membership import ALONE
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.checkpoint.levels.hosts.meeting import Exchange
-    from statehold.checkpoint.levels.levels import Levels
+    from statehold.checkpoint.levels.hosts.discovery import Exchange
     from statehold.checkpoint.levels.specs import Level
-    from statehold.checkpoint.save.call import Calls
+    from statehold.checkpoint.save.trainer import Trainer
     from statehold.options import Options
     from statehold.ranks.peers import Peers
 
@@ -60,7 +53,7 @@ class Opening:
     specs: Sequence[Level]
     options: Options
     borrowed: Borrowed
-    calls: Calls
+    trainer: Trainer
 
 
 def open_session(opening: Opening, owned: contextlib.ExitStack) -> Session:
@@ -74,13 +67,13 @@ def open_session(opening: Opening, owned: contextlib.ExitStack) -> Session:
 
 
 def _runtime(opening: Opening, peers: Peers | None, owned: contextlib.ExitStack) -> Runtime:
-    sharing = ranks_on_host((peers.membership if peers else ALONE).world)
+    world = (peers.membership if peers else ALONE).world
     runtime = opening.borrowed.runtime
     if runtime is not None:
-        runtime.share_with(sharing)
+        runtime.serve(world)
         return runtime
     storage = storage_of(opening.specs, opening.run)
-    runtime = Runtime(opening.options, storage, sharing=sharing, fs=opening.borrowed.fs)
+    runtime = Runtime(opening.options, storage, world=world, fs=opening.borrowed.fs)
     owned.callback(runtime.close)
     return runtime
 
@@ -99,30 +92,12 @@ def _parts(
         peers,
         opening.borrowed.exchange,
         watch,
-        give_way=lambda: pipeline.wait_staged(),  # no copy begins before there is one
+        give_way=lambda: saving.pipeline.wait_staged(),  # no copy begins before there is one
         owned=owned,
     )
-    companion = Companion(_agent(opening, runtime, levels, log), levels)
+    companion = companion_of(specs, runtime, levels, log)
     owned.callback(companion.end)
     owned.callback(levels.promotions.close)
-    claims = Claims(membership)
-    watches = [watch_of(spec, watch) for spec in specs]
-    schedule = Schedule(specs, levels.promotions.promoters, membership, runtime.options, watches)
-    publisher = publisher_of(peers, levels, claims, schedule, log)
-    choice = LevelChoice(specs, levels.near, levels.promotions, peers, levels.hosts, log)
-    pipeline = Pipeline(choice, publisher, levels.promotions, log)
-    owned.callback(pipeline.close)
-    return Parts(
-        run, specs, opening.calls, runtime, peers, watch, levels, companion, claims, schedule,
-        choice, pipeline,
-    )  # fmt: skip
-
-
-def _agent(opening: Opening, runtime: Runtime, levels: Levels, log: BackgroundLog) -> Agent | None:
-    """The agent of the run, not started yet.
-
-    None if another rank leads, or on a disk from the caller.
-    """
-    if not (runtime.has_own_fs and levels.store.leads):
-        return None
-    return agent_for(opening.run, opening.specs, runtime.options, log)
+    saving = open_saving(specs, runtime.options, levels, watch, log)
+    owned.callback(saving.pipeline.close)
+    return Parts(run, specs, opening.trainer, runtime, peers, watch, levels, companion, *saving)

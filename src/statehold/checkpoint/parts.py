@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from statehold.checkpoint.cadence.schedule import Schedule
     from statehold.checkpoint.levels.levels import Levels
     from statehold.checkpoint.levels.specs import Level
-    from statehold.checkpoint.save.call import Calls
     from statehold.checkpoint.save.level_choice import LevelChoice
     from statehold.checkpoint.save.pipeline import Pipeline
+    from statehold.checkpoint.save.trainer import Trainer
     from statehold.checkpoint.telemetry.watch import Watch
     from statehold.io.runtime import Runtime
     from statehold.layout.claims import Claims
@@ -37,7 +37,7 @@ class Parts:
 
     run: str
     specs: Sequence[Level]
-    calls: Calls
+    trainer: Trainer
     runtime: Runtime
     peers: Peers | None
     watch: Watch
@@ -68,7 +68,7 @@ class Parts:
             schedule=self.schedule,
             pipeline=self.pipeline,
             watch=self.watch,
-            calls=self.calls,
+            trainer=self.trainer,
             prepare=prepare,
         )
 
@@ -82,7 +82,7 @@ class Parts:
             peers=self.peers,
             schedule=self.schedule,
             watch=self.watch,
-            calls=self.calls,
+            trainer=self.trainer,
             drain=self.pipeline.drain,
             claim=claim,
         )

@@ -24,7 +24,7 @@ from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.save.handle import Save, forked
 from statehold.errors import StateholdError
 from statehold.observe.background_log import logger
-from statehold.ranks.agreeing import everyone, together
+from statehold.ranks.rounds import everyone, together
 
 if TYPE_CHECKING:
     from statehold.checkpoint.parts import Parts
@@ -69,8 +69,8 @@ class Session:
         """
         save, work = self._saver.save(number, step, state, force=force, is_last=is_last)
         if preemption is not None and work is not None and work.is_last:
-            told = partial(self.levels.having, save.step, work.place)
-            preemption.end(partial(save.wait, "committed"), self.wait_idle, told)
+            outcome = partial(self.levels.having, save.step, work.place)
+            preemption.end(partial(save.wait, "committed"), self.wait_idle, outcome)
         return save
 
     @property
@@ -141,7 +141,7 @@ class Session:
         return discarded
 
     def _ready_to_rewind(self) -> None:
-        self._parts.calls.raise_failures()
+        self._parts.trainer.raise_failures()
         self.check_process()
         self.prepare_saving()
         self.wait_idle(None)

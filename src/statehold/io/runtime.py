@@ -21,6 +21,7 @@ from statehold import _core
 from statehold.io.profile import tuned
 from statehold.io.staging import Staging
 from statehold.observe.once import say_once
+from statehold.process.host_memory import ranks_on_host
 
 if TYPE_CHECKING:
     from statehold._core import Engine, Fs
@@ -35,11 +36,11 @@ class Runtime:
 
     storage: the directory whose profile tunes `options`.
     fs: a file system from the caller, which no profile knows and which close() leaves open.
-    sharing: how many ranks share this host.
+    world: the ranks of the job. Those on this host share its memory.
     """
 
     def __init__(
-        self, options: Options, storage: str, *, sharing: int = 1, fs: Fs | None = None
+        self, options: Options, storage: str, *, world: int = 1, fs: Fs | None = None
     ) -> None:
         self.has_own_fs = fs is None
         with contextlib.ExitStack() as owned:
@@ -49,7 +50,7 @@ class Runtime:
                 fs = _open_fs(options)
                 owned.callback(fs.close)
             self.fs, self.options = fs, options
-            self._staging = Staging(fs, options, sharing)
+            self._staging = Staging(fs, options, ranks_on_host(world))
             owned.callback(self._staging.close)
             self._owned = owned.pop_all()
 
@@ -73,9 +74,9 @@ class Runtime:
         """XXH3-64 of memory that the caller keeps alive and unchanged."""
         return _core.hash_memory(address, nbytes)
 
-    def share_with(self, ranks: int) -> None:
-        """From now on so many ranks, including this one, share the memory of this host."""
-        self._staging.ranks = ranks
+    def serve(self, world: int) -> None:
+        """From now on the job has so many ranks."""
+        self._staging.ranks = ranks_on_host(world)
 
     def fit(self, step_bytes: int, drain: Callable[[], None]) -> None:
         """Make sure that there is staging memory for `step_bytes` of a step.

@@ -87,7 +87,7 @@ class Staging:
         if size > before:
             self._reopen(size, before)
         self._fits = step_bytes + step_bytes // 4
-        self._tell(step_bytes, room)
+        self._log_size(step_bytes, room)
 
     def _reopen(self, size: int, before: int) -> None:
         self.close()
@@ -104,7 +104,7 @@ class Staging:
         self.nbytes = whole
         self.devices = Devices()
 
-    def _tell(self, step_bytes: int, room: Room) -> None:
+    def _log_size(self, step_bytes: int, room: Room) -> None:
         size = self.nbytes
         shared = f", shared by {self.ranks} ranks" if self.ranks > 1 else ""
         text = (

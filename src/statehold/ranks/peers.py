@@ -120,19 +120,19 @@ class Peers:
         """The others, having arrived: the conclusion of rank 0; raises if that is an error."""
         return self._outcome("save", seq)
 
-    def tell(self, what: str, seq: int, message: bytes) -> None:
+    def announce(self, what: str, seq: int, message: bytes) -> None:
         """Rank 0: announce a value, without waiting for any rank."""
         self._conclude(what, seq, message)
 
-    def told(self, what: str, seq: int) -> bytes:
+    def announced(self, what: str, seq: int) -> bytes:
         """The others: the value that rank 0 announces, once it does."""
         return self._outcome(what, seq)
 
     def failure(self, seq: int) -> StateholdError | None:
         """Why the round has failed, if a rank has reported it by now."""
-        told = self._board.peek(f"{self._group('save', seq)}/outcome")
+        message = self._board.peek(f"{self._group('save', seq)}/outcome")
         try:
-            _decode(told or _CONCLUDED)
+            _decode(message or _CONCLUDED)
         except StateholdError as error:
             return error
         return None
@@ -160,16 +160,16 @@ class Peers:
         try:
             decision = decide(self._gather(what, seq, timeout_s))
         except BaseException as error:
-            self._conclude(what, seq, _told(error))
+            self._conclude(what, seq, _as_known(error))
             raise
         self._conclude(what, seq, decision)
         return decision
 
-    def leave(self, what: str, note: bytes) -> None:
+    def leave_note(self, what: str, note: bytes) -> None:
         """Rank 0: leave a note for ranks that look for it, in place of the last one."""
         self._board.post(f"{self.open()}/{what}", note)
 
-    def left(self, what: str) -> bytes | None:
+    def note(self, what: str) -> bytes | None:
         """The note that rank 0 has left."""
         return self._board.peek(f"{self.open()}/{what}")
 
@@ -236,8 +236,10 @@ class Peers:
         )
 
     def _conclude(self, kind: str, seq: int, outcome: bytes | StateholdError) -> None:
-        told = _CONCLUDED + outcome if isinstance(outcome, bytes) else _encode(outcome, self.rank)
-        self._board.post(f"{self._group(kind, seq)}/outcome", told)
+        message = (
+            _CONCLUDED + outcome if isinstance(outcome, bytes) else _encode(outcome, self.rank)
+        )
+        self._board.post(f"{self._group(kind, seq)}/outcome", message)
 
     def _outcome(self, kind: str, seq: int, within_s: float | None = None) -> bytes:
         group = self._group(kind, seq)
@@ -247,15 +249,15 @@ class Peers:
         if within_s is None and missing and self._board.peek(f"{group}/0") is not None:
             # Rank 0 is here and waits for another rank. It will name that rank, or be lost itself.
             missing = self._board.wait([key], time.monotonic() + _PATIENCE * self._timeout_s)
-        told = None if missing else self._board.peek(key)
-        if told is None:
+        message = None if missing else self._board.peek(key)
+        if message is None:
             raise lost_leader(f"announce the outcome of {kind} {seq}").with_fact(
                 "this rank", self.rank
             )
-        return _decode(told)
+        return _decode(message)
 
 
-def _told(error: BaseException) -> StateholdError:
+def _as_known(error: BaseException) -> StateholdError:
     if isinstance(error, StateholdError):
         return error
     return InvariantError(f"unexpected {type(error).__name__}", facts={"cause": str(error)})
@@ -263,20 +265,20 @@ def _told(error: BaseException) -> StateholdError:
 
 def _encode(error: StateholdError, rank: int) -> bytes:
     """An error as the others will see it: the lost or failed rank, and the reason."""
-    told: dict[str, object] = {"rank": rank, "reason": str(error)}
+    message: dict[str, object] = {"rank": rank, "reason": str(error)}
     if isinstance(error, PeerLostError):
-        told = {"lost": error.ranks, "summary": error.summary, "hint": error.hint}
+        message = {"lost": error.ranks, "summary": error.summary, "hint": error.hint}
     elif isinstance(error, PeerFailedError):
-        told = {"rank": error.rank, "reason": error.reason, "follows": error.follows}
+        message = {"rank": error.rank, "reason": error.reason, "follows": error.follows}
     if PUBLISHED in error.facts:
-        told[PUBLISHED] = error.facts[PUBLISHED]
-    return _FAILED + json.dumps(told).encode()
+        message[PUBLISHED] = error.facts[PUBLISHED]
+    return _FAILED + json.dumps(message).encode()
 
 
-def _decode(told: bytes) -> bytes:
-    if told[:1] == _CONCLUDED:
-        return told[1:]
-    error = json.loads(told[1:])
+def _decode(message: bytes) -> bytes:
+    if message[:1] == _CONCLUDED:
+        return message[1:]
+    error = json.loads(message[1:])
     if "lost" in error:
         raise PeerLostError(error["summary"], ranks=error["lost"], hint=error["hint"])
     failed = PeerFailedError(error["rank"], error["reason"], follows=error.get("follows", False))

@@ -7,14 +7,29 @@ Not here: how an agent is started (starting), what it does (process).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from statehold.checkpoint.agent.starting import Agent
-    from statehold.checkpoint.levels.levels import Levels
+from statehold.checkpoint.agent.starting import Agent, agent_for
 
-__all__ = ["Companion"]
+if TYPE_CHECKING:
+    from statehold.checkpoint.levels.levels import Levels
+    from statehold.checkpoint.levels.specs import Level
+    from statehold.io.runtime import Runtime
+    from statehold.observe.background_log import BackgroundLog
+
+__all__ = ["Companion", "companion_of"]
+
+
+def companion_of(
+    specs: Sequence[Level], runtime: Runtime, levels: Levels, log: BackgroundLog
+) -> Companion:
+    """The agent, which is not started yet. There is none where another rank leads, or on a disk
+    that is handed in."""
+    agent = None
+    if runtime.has_own_fs and levels.store.leads:
+        agent = agent_for(levels.run, specs, runtime.options, log)
+    return Companion(agent, levels)
 
 
 class Companion:

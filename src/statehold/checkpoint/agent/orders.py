@@ -51,10 +51,10 @@ class Orders:
 
     def encode(self) -> bytes:
         """One line. Raises UsageError if JSON cannot hold an option of a level."""
-        told = {each.name: getattr(self, each.name) for each in fields(self)}
-        told["levels"] = [_said(level) for level in self.levels]
+        orders = {each.name: getattr(self, each.name) for each in fields(self)}
+        orders["levels"] = [_said(level) for level in self.levels]
         try:
-            return json.dumps({"format": _FORMAT, **told}, allow_nan=False).encode() + b"\n"
+            return json.dumps({"format": _FORMAT, **orders}, allow_nan=False).encode() + b"\n"
         except (TypeError, ValueError) as error:
             raise UsageError(
                 "a level cannot be described to the agent", facts={"reason": str(error)}
@@ -63,9 +63,9 @@ class Orders:
     @classmethod
     def decode(cls, line: bytes) -> Orders:
         check = Checker(CorruptionError, "the orders of an agent cannot be read", "")
-        told = check.parse(line, "orders", _DEPTH_MAX)
+        orders = check.parse(line, "orders", _DEPTH_MAX)
         names = [each.name for each in fields(cls)]
-        found = dict(check.members(told, "orders", ["format", *names]))
+        found = dict(check.members(orders, "orders", ["format", *names]))
         if found.pop("format") != _FORMAT:
             check.fail("format", _FORMAT, "another one")
         levels = check.array(found["levels"], "levels")
@@ -82,8 +82,8 @@ def _said(level: Level) -> dict[str, Any]:
     return {"kind": type(level).__name__, **said}
 
 
-def _level(check: Checker, told: Any) -> Level:
-    said = dict(check.object(told, "level"))
+def _level(check: Checker, document: Any) -> Level:
+    said = dict(check.object(document, "level"))
     kind = _KINDS.get(str(said.pop("kind", None)))
     if kind is None:
         check.fail("level", f"one of {', '.join(_KINDS)}", "another kind")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Schedule"]
 
 NEVER = 1 << 62
-TOLD = 1.5
+LINE_RATIO = 1.5
 
 
 class Spec(Protocol):
@@ -156,33 +156,33 @@ class Schedule:
             return
         self._measure(self._names[0], self._names[0], took_s)
         step_s = self._costs.step_s
-        if step_s is None or self.turns.told is not None:
+        if step_s is None or self.turns.pending is not None:
             return
         rates = rates_of(self._options.nodes or hosts, self._options.node_mtbf_s)
         needed = rates_by_level([level.survives for level in self._levels], rates)
         fixed_s = [_fixed_s(every, step_s) for every in self._every]
         self._set(number, self._costs.chosen(needed, fixed_s, self._intervals))
 
-    def told(self) -> list[int] | None:
+    def message(self) -> list[int] | None:
         """Rank 0: the facts for the others in the outcome of a committed save."""
-        told = self.turns.told
-        return None if told is None else [told.since, told.steps]
+        rule = self.turns.pending
+        return None if rule is None else [rule.since, rule.steps]
 
-    def learn(self, told: Sequence[int] | None) -> None:
+    def learn(self, message: Sequence[int] | None) -> None:
         """The others: the facts in the outcome of a committed save."""
-        if told is not None:
-            self.turns.learn(Rule(*told))
+        if message is not None:
+            self.turns.learn(Rule(*message))
 
     def note(self) -> list[list[int]]:
         """Rank 0: the note for a rank that missed an outcome."""
-        rules = (self.turns.rule, self.turns.told)
+        rules = (self.turns.rule, self.turns.pending)
         return [[rule.since, rule.steps] for rule in rules if rule is not None]
 
     def catch_up(self, note: Sequence[Sequence[int]]) -> None:
         """A rank that may have missed something, with the note of rank 0."""
-        rule, *told = [Rule(*each) for each in note]
+        rule, *pending = [Rule(*each) for each in note]
         self.turns.adopt(rule)
-        for each in told:
+        for each in pending:
             self.turns.learn(each)
 
     def _set(self, number: int, intervals: Mapping[str, Interval]) -> None:
@@ -197,16 +197,16 @@ class Schedule:
             if interval is not None and self._every[self._names.index(copier.level)].is_auto:
                 copier.every(interval)
         self._intervals = dict(intervals)
-        self._tell()
+        self._log_changes()
 
-    def _tell(self) -> None:
+    def _log_changes(self) -> None:
         """Log a line for each level whose interval differs much from the last logged one."""
         for name, every, watch in zip(self._names, self._every, self._watches, strict=True):
             if not every.is_auto:
                 continue
-            interval, told = self._intervals[name], self._lines.get(name)
+            interval, logged = self._intervals[name], self._lines.get(name)
             watch.interval(interval.seconds)
-            if told is None or not told / TOLD < interval.steps < told * TOLD:
+            if logged is None or not logged / LINE_RATIO < interval.steps < logged * LINE_RATIO:
                 self._lines[name] = interval.steps
                 watch.log.info("level %s gets a step %s", name, interval)
 

@@ -55,8 +55,8 @@ class Turns:
         self._rule = Rule(-1, steps or 1)
         self._is_growing = steps is None
         self._lag = lag
-        self._told: Rule | None = None
-        self._told_last = -1
+        self._pending: Rule | None = None
+        self._pending_last = -1
         self._found: Rule | None = None
         self._last_step: int | None = None
         self._due = deque([-1] * _RECENT, maxlen=_RECENT)
@@ -89,16 +89,16 @@ class Turns:
         return self._rule
 
     @property
-    def told(self) -> Rule | None:
+    def pending(self) -> Rule | None:
         """A rule that was announced and is not in force yet. `since` is the save that announced
         it."""
-        return self._told
+        return self._pending
 
-    def learn(self, told: Rule) -> None:
+    def learn(self, rule: Rule) -> None:
         """Take in the rule of a save's outcome; a rule may come several times."""
-        if told.since > self._told_last:
-            self._told_last = told.since
-            self._told = told
+        if rule.since > self._pending_last:
+            self._pending_last = rule.since
+            self._pending = rule
 
     def adopt(self, rule: Rule) -> None:
         """The rule in force on rank 0."""
@@ -106,10 +106,10 @@ class Turns:
 
     def _saving(self, number: int) -> None:
         self._due.append(number)
-        told = self._told
-        if told is not None and told.since <= self._due[-1 - self._lag]:
-            self._told = None
-            self._hold(Rule(number, told.steps))
+        pending = self._pending
+        if pending is not None and pending.since <= self._due[-1 - self._lag]:
+            self._pending = None
+            self._hold(Rule(number, pending.steps))
         elif self._is_growing:
             self._rule = Rule(-1, min(2 * self._rule.steps, GROWING_MAX))
 

@@ -24,11 +24,11 @@ _OF_HOST = {"path", "url", "options", "bytes_per_s"}
 
 def described(levels: Sequence[Level]) -> str:
     """The parts that must be equal on all ranks."""
-    told = []
+    found = []
     for level in levels:
         fields = {name: each for name, each in asdict(level).items() if name not in _OF_HOST}
-        told.append({"kind": type(level).__name__, **fields})
-    return json.dumps(told, default=str)
+        found.append({"kind": type(level).__name__, **fields})
+    return json.dumps(found, default=str)
 
 
 def check_same(levels: Sequence[Level], of_rank_0: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.hosts.meeting import Exchange, Hosts, HttpExchange
+from statehold.checkpoint.levels.hosts.discovery import Exchange, Hosts, HttpExchange
 from statehold.checkpoint.levels.hosts.place import CopiesPlace, HostPlace
 from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.opening import open_places

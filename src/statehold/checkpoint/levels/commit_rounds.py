@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from statehold.errors import PeerFailedError, StateholdError, named
+from statehold.ranks.rounds import Round
 
 if TYPE_CHECKING:
     from statehold.checkpoint.levels.places import Place
@@ -43,9 +44,9 @@ class CommitRounds:
         """The work of rank 0 in the first round: `commit`, at a level that all see."""
         return commit if not place.is_apart else _nothing
 
-    def meet(
+    def gather(
         self,
-        told: bytes,
+        message: bytes,
         check: Callable[[Sequence[bytes]], None],
         failure: Exception | None,
         then: Callable[[], None],
@@ -55,7 +56,7 @@ class CommitRounds:
         On rank 0, `check` raises if the messages of the ranks are not well; otherwise `then` runs
         there. `failure`: why this rank's part is missing.
         """
-        self._meet(self.kind, told, check, failure, then)
+        self._hold(self.kind, message, check, failure, then)
 
     def publish(self, place: Place, commit: Callable[[], None]) -> None:
         """The second round, if there is one."""
@@ -67,16 +68,16 @@ class CommitRounds:
                 commit()
         except Exception as error:  # whatever it is, the others must not wait for this rank
             failure = error
-        told = b"" if failure is None else str(named(failure, self.doing)).encode()
+        message = b"" if failure is None else str(named(failure, self.doing)).encode()
         try:
-            self._meet(f"{self.kind} published", told, _check_none, failure, _nothing)
+            self._hold(f"{self.kind} published", message, _check_none, failure, _nothing)
         except StateholdError as error:
             raise error.with_fact(HALF_PUBLISHED, "perhaps, on some of the hosts") from None
 
-    def _meet(
+    def _hold(
         self,
         kind: str,
-        told: bytes,
+        message: bytes,
         check: Callable[[Sequence[bytes]], None],
         failure: Exception | None,
         then: Callable[[], None],
@@ -87,20 +88,20 @@ class CommitRounds:
             then()
             return
 
-        def decide(told: Sequence[bytes]) -> bytes:
-            check(told)
+        def decide(messages: Sequence[bytes]) -> bytes:
+            check(messages)
             then()
             return b""
 
         try:
-            self.peers.agree(kind, told, decide, self.number)
+            Round(kind, self.number).hold(self.peers, message, decide)
         finally:
             if failure is not None:
                 raise failure
 
 
-def _check_none(told: Sequence[bytes]) -> None:
-    for rank, reason in enumerate(told):
+def _check_none(messages: Sequence[bytes]) -> None:
+    for rank, reason in enumerate(messages):
         if reason:
             raise PeerFailedError(rank, reason.decode())
 

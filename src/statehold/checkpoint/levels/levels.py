@@ -24,13 +24,13 @@ from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.errors import RunBusyError, StorageError
 
 if TYPE_CHECKING:
-    from statehold.checkpoint.levels.hosts.meeting import Hosts
+    from statehold.checkpoint.levels.hosts.discovery import Hosts
     from statehold.checkpoint.levels.places import Place
     from statehold.checkpoint.levels.promoting import Promotions
     from statehold.checkpoint.levels.run_notes import RunNotes
     from statehold.checkpoint.store.store import Store
-    from statehold.ranks.agreeing import Meeting
     from statehold.ranks.peers import Peers
+    from statehold.ranks.rounds import Round
 
 __all__ = ["Levels"]
 
@@ -60,7 +60,7 @@ class Levels:
         All ranks call this together if a level lies on several hosts. `drain` ends the saves under
         way.
         """
-        self.hosts.meet()
+        self.hosts.discover()
         if self.hosts.are_apart:
             drain()  # a step that only some hosts have published does not count
         self.hosts.census()
@@ -144,9 +144,9 @@ class Levels:
         # If the first level is unreachable, saves go to the next one. It is asked when it is back.
         self.near[0].check_order(step, newest, may_be_away=len(self.near) > 1)
 
-    def look(self, meeting: Meeting) -> None:
+    def look(self, within: Round) -> None:
         """Look which steps exist, before copies are decided."""
-        self.hosts.census(meeting)
+        self.hosts.census(within)
         self.promotions.look()
 
     # -- steps that go ---------------------------------------------------------------------

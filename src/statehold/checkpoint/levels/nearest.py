@@ -84,7 +84,7 @@ class Nearest:
         self._found: dict[str, set[int]] | None = None
         self._unread: StorageError | None = None
         self._unread_at = ""
-        self._told: set[str] = set()  # levels whose read errors were logged
+        self._logged: set[str] = set()  # levels whose read errors were logged
         self._said: set[tuple[int, str, str]] = set()  # bad copies that were logged
         self._elsewhere: Counter[tuple[int, str]] = Counter()  # how often a file was missing
         self.saves = Saves()
@@ -242,9 +242,9 @@ class Nearest:
         try:
             return set(place.steps())
         except StorageError as error:
-            if place.name not in self._told:
+            if place.name not in self._logged:
                 logger.warning("cannot read level %s; continuing without it\n%s", place.name, error)
-                self._told.add(place.name)
+                self._logged.add(place.name)
             self._unread, self._unread_at = error, place.name
             return set()
 

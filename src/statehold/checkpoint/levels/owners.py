@@ -139,7 +139,7 @@ class OwnedPrefix:
         self._leads = leads
         self._yields = yields
         self._owner: Owner | None = None
-        self._is_claimed = self._was_told = False
+        self._is_claimed = self._was_logged = False
         self.is_refused = False
 
     @property
@@ -151,8 +151,8 @@ class OwnedPrefix:
                 self._owner = self._read()
         if own is None or self._owner is None or own.id == self._owner.id:
             return False
-        if self._leads and not self._was_told:
-            self._was_told = True
+        if self._leads and not self._was_logged:
+            self._was_logged = True
             logger.warning(
                 "continuing without level %s\n%s", self._level, self._refusal(self._owner)
             )

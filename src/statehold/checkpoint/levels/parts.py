@@ -20,18 +20,18 @@ from statehold.errors import (
     named,
 )
 
-__all__ = ["check_parts", "is_resumable", "part_told"]
+__all__ = ["check_parts", "is_resumable", "part_message"]
 
 
-def part_told(manifest: bytes, failure: Exception | None, step: int) -> bytes:
+def part_message(manifest: bytes, failure: Exception | None, step: int) -> bytes:
     """The message of a rank: its part of the step with this manifest is there, or it has failed."""
     reason = "" if failure is None else str(named(failure, f"while copying step {step}"))
-    told = {
+    message = {
         "reason": reason,
         "resumable": failure is not None and is_resumable(failure),
         "manifest": hashlib.sha256(manifest).hexdigest(),
     }
-    return json.dumps(told).encode()
+    return json.dumps(message).encode()
 
 
 class PartFailedError(PeerFailedError):

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from statehold.checkpoint.cadence.every import Cadence, parse_every
 from statehold.checkpoint.levels.commit_rounds import CommitRounds
 from statehold.checkpoint.levels.copying import Copy, part_of
-from statehold.checkpoint.levels.parts import check_parts, is_resumable, part_told
+from statehold.checkpoint.levels.parts import check_parts, is_resumable, part_message
 from statehold.checkpoint.levels.places import DirectoryPlace
 from statehold.checkpoint.levels.throttle import Throttle, give_way_to_training
 from statehold.errors import (
@@ -45,7 +45,7 @@ from statehold.errors import (
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.saved import MANIFEST_NAME
 from statehold.process.tracebacks import let_go
-from statehold.ranks.agreeing import USUAL, Meeting, led
+from statehold.ranks.rounds import USUAL, Round, led
 
 if TYPE_CHECKING:
     from statehold.checkpoint.cadence.costs import Interval
@@ -121,7 +121,7 @@ class Promoter:
         # starts it, because no thread can start while a program ends
         self._thread.submit(lambda: None)
         self._under_way: Future[None] | None = None
-        self._told: tuple[int, type[Exception]] | None = None  # the newest failure that was logged
+        self._logged: tuple[int, type[Exception]] | None = None  # the newest failure
         self._begun_with = b""  # the manifest of the step that is being copied
         self.copied = 0  # copies that got there
         self.took_s = 0.0  # the newest of them
@@ -258,7 +258,7 @@ class Promoter:
             self._failed(step, attempt, source, error)
         else:
             self._set(newest=step, copying=None, error=None)
-            self._told = None
+            self._logged = None
             self.took_s = time.monotonic() - begin_s
             self.copied += 1
         with self._watch.stage("retain"):
@@ -297,13 +297,13 @@ class Promoter:
             with seen.stage("commit", step=step):
                 self.place.commit(step, attempt, copied.manifest)
 
-        def check(told: Sequence[bytes]) -> None:
-            check_parts(told, step)
+        def check(messages: Sequence[bytes]) -> None:
+            check_parts(messages, step)
 
         rounds = CommitRounds(self._peers, self._round, number, f"while copying step {step}")
-        told = part_told(copied.manifest, failure, step)
+        message = part_message(copied.manifest, failure, step)
         with seen.stage("meet", step=step) if self._peers else contextlib.nullcontext():
-            rounds.meet(told, check, failure, rounds.at(self.place, commit))
+            rounds.gather(message, check, failure, rounds.at(self.place, commit))
             rounds.publish(self.place, commit)
         self.place.landed(step, copied.carriers)
 
@@ -362,8 +362,9 @@ class Promoter:
             "again", step, self.place.name)  # fmt: skip
             return
         self._set(copying=None, error=named(error, f"while copying step {step}"))
-        told, self._told = self._told, (step, type(error))
-        if not isinstance(error, ClosedError) and told != self._told:  # flush() and close() retry
+        before, self._logged = self._logged, (step, type(error))
+        # flush() and close() retry.
+        if not isinstance(error, ClosedError) and before != self._logged:
             self._log.warning(
                 "step %d did not reach level %s; it stays at level %s, and the next step is "
                 "tried\n%s",
@@ -456,10 +457,10 @@ class Promotions:
         promoter = self._promoters.get(place.name)
         return promoter is not None and promoter.is_busy and promoter.status.copying == step
 
-    def catch_up(self, meeting: Meeting = USUAL) -> None:
+    def catch_up(self, within: Round = USUAL) -> None:
         """All ranks together, with nothing under way: begin to copy the newest step to levels
         without it."""
-        step, copies, source = led(self._peers, self._lacking, meeting)
+        step, copies, source = led(self._peers, self._lacking, within)
         found = (place for place in self._sources() if place.name == source)
         self.start(step, copies, next(found, self._first))
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from statehold.checkpoint.levels.alike import check_same, described
 from statehold.checkpoint.restore.quarantine import set_aside
 from statehold.checkpoint.restore.restoring import Restorer
-from statehold.ranks.agreeing import led, together
+from statehold.ranks.rounds import led, together
 from statehold.tensors.restore import check_takes_values
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from statehold.checkpoint.levels.levels import Levels
     from statehold.checkpoint.levels.nearest import Nearest
     from statehold.checkpoint.levels.specs import Level
-    from statehold.checkpoint.save.call import Calls
+    from statehold.checkpoint.save.trainer import Trainer
     from statehold.checkpoint.telemetry.watch import Watch
     from statehold.errors import CorruptionError
     from statehold.format.selection import RestoreReport, Selection
@@ -51,7 +51,7 @@ class RestoreCalls:
     peers: Peers | None
     schedule: Schedule
     watch: Watch
-    calls: Calls
+    trainer: Trainer
     drain: Callable[[], None]
     claim: Callable[[int], bool]
     report: RestoreReport | None = None
@@ -78,13 +78,13 @@ class RestoreCalls:
         of_rank_0 = led(self.peers, lambda: described(self.specs))
 
         def check() -> None:
-            self.calls.raise_failures()
+            self.trainer.raise_failures()
             check_takes_values(state)
             check_same(self.specs, of_rank_0)
 
         together(self.peers, check)
-        self.calls.gate.wait()
-        self.calls.gate.join_streams()
+        self.trainer.gate.wait()
+        self.trainer.gate.join_streams()
 
     def _load(
         self, nearest: Nearest, state: Mapping[str, Any], step: int | None, selection: Selection

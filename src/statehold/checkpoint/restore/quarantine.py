@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from statehold.errors import CorruptionError, RunBusyError, StorageError
-from statehold.ranks.agreeing import everyone, together
+from statehold.ranks.rounds import everyone, together
 
 if TYPE_CHECKING:
     from statehold.checkpoint.levels.levels import Levels

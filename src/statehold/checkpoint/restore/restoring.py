@@ -47,7 +47,7 @@ from statehold.errors import (
     storage_error,
 )
 from statehold.format.selection import Answer, RestoreReport, Selection, check_answers
-from statehold.ranks.agreeing import ROUND, MismatchElsewhere, everyone, led, pooled, together
+from statehold.ranks.rounds import USUAL, MismatchElsewhere, everyone, led, pooled, together
 from statehold.tensors.restoration import Restoration, mismatch
 from statehold.tensors.restore import prepare
 
@@ -204,7 +204,7 @@ class Restorer:
         mine = self._saved.after(step, error)
         if self._peers is None:
             return mine
-        return Next(json.loads(self._peers.agree(ROUND, json.dumps(mine).encode(), _highest)))
+        return Next(json.loads(USUAL.hold(self._peers, json.dumps(mine).encode(), _highest)))
 
     def _steps(self) -> list[int]:
         """The committed steps, as rank 0 sees them."""
@@ -251,11 +251,11 @@ class Restorer:
         def tell(matched: Matched) -> list[Any]:
             return [self._saved.saves.opened(step), astuple(matched.restoration.answer)]
 
-        matched, told = pooled(self._peers, match, tell)
-        for rank, (save, _) in enumerate(told):
-            if save != told[0][0]:
+        matched, answers = pooled(self._peers, match, tell)
+        for rank, (save, _) in enumerate(answers):
+            if save != answers[0][0]:
                 raise PeerFailedError(rank, f"it opened another save of step {step} than rank 0")
-        return matched, [Answer(*answer) for _, answer in told]
+        return matched, [Answer(*answer) for _, answer in answers]
 
     def _matched(self, saved: SavedStep) -> Matched:
         alone = self._peers is None or saved.is_narrow
@@ -282,8 +282,8 @@ class Restorer:
         names = sorted(saved.tensors)
         unused = [name not in matched.restoration.used for name in names]
         values = [name for name in matched.unexpected if name not in saved.tensors]
-        told = json.dumps([_bits(unused).hex(), values]).encode()
-        common, values = json.loads(self._peers.agree(ROUND, told, _in_common))
+        message = json.dumps([_bits(unused).hex(), values]).encode()
+        common, values = json.loads(USUAL.hold(self._peers, message, _in_common))
         tensors = (
             name
             for name, is_unused in zip(names, _of_bits(bytes.fromhex(common)), strict=False)
@@ -332,8 +332,8 @@ def _of_bits(raw: bytes) -> Iterator[bool]:
     return (bool(byte >> bit & 1) for byte in raw for bit in range(8))
 
 
-def _highest(told: Sequence[bytes]) -> bytes:
-    return json.dumps(max(json.loads(each) for each in told)).encode()
+def _highest(messages: Sequence[bytes]) -> bytes:
+    return json.dumps(max(json.loads(each) for each in messages)).encode()
 
 
 def _in_common(told: Sequence[bytes]) -> bytes:

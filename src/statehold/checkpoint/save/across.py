@@ -57,8 +57,8 @@ class Across(Together):
         # Of a level that each host has, the second round commits.
         return contextlib.nullcontext() if work.place.is_apart else super()._landed(work, doing)
 
-    def _tell(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:
-        super()._tell(work, commit, outcome)
+    def _keep_outcome(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:
+        super()._keep_outcome(work, commit, outcome)
         if work.place.is_apart:
             outcome["manifest"] = commit.encode().decode()
             self._peers.conclude(work.number, json.dumps(outcome).encode())

@@ -13,32 +13,27 @@ Not here: what happens in the background (pipeline), what a copy is (tensors/dev
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from statehold.checkpoint.save.gate import Gate
 from statehold.checkpoint.save.handle import Save
 from statehold.checkpoint.save.work import Work
 from statehold.checkpoint.save.writes import in_file_order, manifest_bytes, start_write
-from statehold.errors import PeerFailedError, StorageError
+from statehold.errors import StorageError
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.plan import step_of
-from statehold.observe.once import say_once
 from statehold.process.garbage import uncollected
 from statehold.tensors import fingerprints
-from statehold.tensors.capture import capture
-from statehold.tensors.devices.relay import named_failures
-from statehold.tensors.recognition import Seen
 
 if TYPE_CHECKING:
     from statehold._core import File
     from statehold.checkpoint.cadence.schedule import Schedule
     from statehold.checkpoint.levels.levels import Levels
     from statehold.checkpoint.save.pipeline import Pipeline
+    from statehold.checkpoint.save.trainer import Trainer
     from statehold.checkpoint.telemetry.watch import Watch
     from statehold.io.runtime import Runtime
     from statehold.layout.claims import Claims
@@ -46,37 +41,7 @@ if TYPE_CHECKING:
     from statehold.layout.share import PlanCache
     from statehold.tensors.captured import Capture, CapturedTensor
 
-__all__ = ["Calls", "Saver"]
-
-
-@dataclass(eq=False)
-class Calls:
-    """What the calls of save() of one Checkpointer leave behind on the thread that trains. It
-    outlives a session: errors are raised by the next call, whatever was closed meanwhile."""
-
-    gate: Gate = field(default_factory=Gate)
-    seen: Seen = field(default_factory=Seen)
-    watched: list[Save] = field(default_factory=list)
-    number: int = 0  # of the next call
-
-    def next(self) -> int:
-        """The number of a call, which is the same on all ranks."""
-        self.number += 1
-        return self.number - 1
-
-    def raise_failures(self) -> None:
-        """Raise the error of a save that failed since the last call."""
-        for save in self.watched:
-            error = save._unraised_error()
-            if error is not None:
-                raise error
-        self.watched = [save for save in self.watched if not save.done() and not save.error]
-
-    def message(self, error: BaseException, rank: int) -> BaseException:
-        """What the other ranks are told of a save that did not begin because of `error`."""
-        if any(save.error is error for save in self.watched):
-            return PeerFailedError(rank, str(error), follows=True)
-        return error
+__all__ = ["Saver"]
 
 
 @dataclass(eq=False)
@@ -92,7 +57,7 @@ class Saver:
     schedule: Schedule
     pipeline: Pipeline
     watch: Watch
-    calls: Calls
+    trainer: Trainer
     prepare: Callable[[], None]
 
     def save(
@@ -105,7 +70,7 @@ class Saver:
         is_last: Callable[[int], bool],
     ) -> tuple[Save, Work | None]:
         """Begin to save, if the step is due; then with what the pipeline has got."""
-        gate = self.calls.gate
+        gate = self.trainer.gate
         try:
             step = step_of(step)
             if not self._is_due(number, step, wanted=force or is_last(step)):
@@ -113,10 +78,10 @@ class Saver:
             else:
                 begun = self._begin(number, step, state, is_last)
         except BaseException as error:
-            self.pipeline.give_up(number, self.calls.message(error, self.rank or 0))
+            self.pipeline.give_up(number, self.trainer.message(error, self.rank or 0))
             raise
         if begun is None:
-            self.calls.raise_failures()
+            self.trainer.raise_failures()
             return Save(step, 0.0, is_skipped=True), None
         work, captured = begun
         self.pipeline.wait_eager(work, captured)
@@ -132,7 +97,7 @@ class Saver:
             step,
             wanted=wanted,
             is_saving=self.pipeline.is_saving,
-            gate_s=self.calls.gate.waited_s,
+            gate_s=self.trainer.gate.waited_s,
         )
 
     def _begin(
@@ -141,7 +106,7 @@ class Saver:
         """Everything up to handing the save over: what fails here has not begun."""
         save = Save(step, time.perf_counter())
         ends = self._wait(save, is_last)
-        captured = self._capture(save, state)
+        captured = self.trainer.capture(save, state, self.rank)
         with save._stage("plan"):
             specs = [tensor.spec for tensor in captured.tensors]
             known = self.claims.resolve(specs, self.schedule.turns.settled)
@@ -154,7 +119,7 @@ class Saver:
         )
         names = {name for each in known.comparisons for name in each.names}
         compared = [tensor for tensor in captured.tensors if tensor.spec.name in names]
-        self.calls.watched.append(save)
+        self.trainer.watched.append(save)
         work = Work(
             save=save,
             number=number,
@@ -172,7 +137,7 @@ class Saver:
 
     def _wait(self, save: Save, is_last: Callable[[int], bool]) -> bool:
         """Return once there is room for another save; whether the process ends with it."""
-        self.calls.raise_failures()
+        self.trainer.raise_failures()
         save._watched_by(self.watch)
         self.prepare()
         with save._stage("wait"):
@@ -182,20 +147,9 @@ class Saver:
         if ends:
             self.levels.promotions.end_with(save.step)
         else:  # the last save does not stop for one before it
-            self.calls.raise_failures()
+            self.trainer.raise_failures()
         self.levels.check_order(save.step, self.pipeline.newest_step())
         return ends
-
-    def _capture(self, save: Save, state: Mapping[str, Any]) -> Capture:
-        gate = self.calls.gate
-        gate.join_streams()
-        with save._stage("capture"), uncollected(), named_failures(memory=False):
-            captured = capture(state, self.rank, gate.passed(), self.calls.seen)
-        say_once(captured.note, logging.INFO)
-        for doubt in captured.doubts:
-            say_once(doubt)
-        gate.check_gradients(save.step)
-        return captured
 
     def _start(self, work: Work, captured: Capture, compared: Sequence[CapturedTensor]) -> None:
         """Begin to copy what was captured, and hand `work` over: wholly, or not at all.
@@ -215,7 +169,7 @@ class Saver:
             with uncollected():
                 work.job = start_write(self.runtime.engine, work.plan.save, ordered, file)
                 work.copies = self.runtime.devices.copies(work.job, captured, ordered, compared)
-            self.calls.gate.hold_for(work.save, work.copies.passing if work.copies else None)
+            self.trainer.gate.hold_for(work.save, work.copies.passing if work.copies else None)
             self.pipeline.submit(work)
         except BaseException as error:
             self.pipeline.take_back(work, error)

@@ -27,7 +27,7 @@ class Save:
         self._started = started
         self._is_skipped = is_skipped
         self._watch = UNWATCHED
-        self._is_told = False
+        self._is_reported = False
         self._moving_from = started
         self._changed = threading.Condition()
         self._pid = os.getpid()
@@ -136,16 +136,19 @@ class Save:
         """save() ends now."""
         self._record(blocked_s=self._elapsed())
         self._watch.save_returned(self._started, self._stats)
-        self._tell_once()
+        self._report_once()
 
-    def _tell_once(self) -> None:
+    def _report_once(self) -> None:
         """Report a committed save once all its figures are known.
 
         A small save commits before save() returns.
         """
         with self._changed:
             is_known = self._stats.committed_s is not None and self._stats.blocked_s > 0
-            is_due, self._is_told = is_known and not self._is_told, self._is_told or is_known
+            is_due, self._is_reported = (
+                is_known and not self._is_reported,
+                self._is_reported or is_known,
+            )
         if is_due:
             self._watch.save_committed(self._started, self._stats)
 
@@ -159,7 +162,7 @@ class Save:
             reached = {f"{event}_s": self._elapsed()}
             self._stats = replace(self._stats, **reached)  # type: ignore[arg-type]
             self._changed.notify_all()
-        self._tell_once()
+        self._report_once()
 
     def _fail(self, error: StateholdError) -> None:
         with self._changed:

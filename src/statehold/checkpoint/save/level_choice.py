@@ -35,10 +35,11 @@ from statehold.errors import (
 from statehold.format.manifest import record_name
 from statehold.format.saved import MANIFEST_NAME
 from statehold.process.tracebacks import let_go
+from statehold.ranks.rounds import Round
 
 if TYPE_CHECKING:
     from statehold._core import File
-    from statehold.checkpoint.levels.hosts.meeting import Hosts
+    from statehold.checkpoint.levels.hosts.discovery import Hosts
     from statehold.checkpoint.levels.places import DirectoryPlace
     from statehold.checkpoint.levels.promoting import Promotions
     from statehold.checkpoint.levels.specs import Level
@@ -87,7 +88,7 @@ class LevelChoice:
         self._met = -1  # the newest save about which this rank has met the others
         self._hosts = hosts
         self._asked = -1  # the newest save with which this rank came to meet the hosts
-        self._has_told = False
+        self._has_announced = False
         self._unlike: StateholdError | None = None
         self._was_said = False  # that the first level takes no steps
         self.first_error: StateholdError | None = None  # why it takes no steps, until it does
@@ -96,7 +97,7 @@ class LevelChoice:
         """D1 of a save, at the first level that takes it on all ranks; `work.place` is that one."""
         self.check_levels(work.number)
         self._asked = work.number
-        self._hosts.meet()  # who leads a host prepares its levels only after that
+        self._hosts.discover()  # who leads a host prepares its levels only after that
         causes: list[StateholdError] = []
         at = 0
         while True:
@@ -124,7 +125,7 @@ class LevelChoice:
         """A save has failed on this rank, maybe before its file was opened: others may wait."""
         if self._peers is None:
             return
-        if number == 0 and self._rank == 0 and not self._has_told:
+        if number == 0 and self._rank == 0 and not self._has_announced:
             self._peers.fail(0, error, alike.ROUND)
         if self._unlike or (self._hosts.are_asked and number > self._asked):
             self._hosts.give_up(error)
@@ -137,12 +138,12 @@ class LevelChoice:
         if self._peers is None:
             return
         if number == 0 and self._rank == 0 and not late:
-            self._peers.tell(alike.ROUND, 0, alike.described(self._levels).encode())
-            self._has_told = True
+            self._peers.announce(alike.ROUND, 0, alike.described(self._levels).encode())
+            self._has_announced = True
         elif number == 0 and self._rank and late == self._asks_late:
-            told = self._peers.told(alike.ROUND, 0)
+            announced = self._peers.announced(alike.ROUND, 0)
             try:
-                alike.check_same(self._levels, told.decode())
+                alike.check_same(self._levels, announced.decode())
             except UsageError as error:
                 self._unlike = error
         if self._unlike is not None:
@@ -190,23 +191,23 @@ class LevelChoice:
 
     def _judged(self, work: Work, at: int, failure: StateholdError | None) -> Verdict:
         if not self._meets:
-            return self._decided(work.save.step, at, [_told(failure)])
+            return self._decided(work.save.step, at, [_message(failure)])
         assert self._peers is not None
         self._met = work.number
 
-        def decide(told: Sequence[bytes]) -> bytes:
-            failures = [json.loads(each) for each in told]
+        def decide(messages: Sequence[bytes]) -> bytes:
+            failures = [json.loads(each) for each in messages]
             return json.dumps(astuple(self._decided(work.save.step, at, failures))).encode()
 
-        told = json.dumps(_told(failure)).encode()
-        agreed = self._peers.agree(ROUND, told, decide, self._round(work.number, at))
+        own = json.dumps(_message(failure)).encode()
+        agreed = Round(ROUND, self._round(work.number, at)).hold(self._peers, own, decide)
         return Verdict(*json.loads(agreed))
 
     # -- rank 0 ----------------------------------------------------------------------------
 
-    def _decided(self, step: int, at: int, told: Sequence[Failure | None]) -> Verdict:
+    def _decided(self, step: int, at: int, failures: Sequence[Failure | None]) -> Verdict:
         """What the ranks do that have opened their files at a level, or failed to."""
-        failed = [(*failure, rank) for rank, failure in enumerate(told) if failure is not None]
+        failed = [(*failure, rank) for rank, failure in enumerate(failures) if failure is not None]
         if not failed:
             return Verdict()
         # Against what is no refusal no level helps.
@@ -262,7 +263,7 @@ def _is_refusal(error: StateholdError) -> bool:
     return isinstance(error, StorageError | RunBusyError)
 
 
-def _told(failure: StateholdError | None) -> Failure | None:
+def _message(failure: StateholdError | None) -> Failure | None:
     return None if failure is None else (_is_refusal(failure), str(failure))
 
 

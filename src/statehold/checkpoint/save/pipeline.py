@@ -200,7 +200,7 @@ class Pipeline:
         if number <= self._newest:
             return
         self._newest = number
-        self._tell(number, error)
+        self._give_up_for_all(number, error)
         if work is not None:
             self._publisher.clean_up(work)
             with contextlib.suppress(ValueError):  # it ended before it was noted
@@ -215,7 +215,7 @@ class Pipeline:
             # No thread may write into what is removed next.
             self._stop(work, self._publisher.cause(work, error))
             assert work.error is not None
-            self._tell(work.number, work.error)
+            self._give_up_for_all(work.number, work.error)
             self._publisher.clean_up(work)
             raise
         self._follow_up(work)
@@ -270,7 +270,7 @@ class Pipeline:
             work.job.wait_written(None)
             work.job.finish()  # D2
 
-    def _tell(self, number: int, error: StateholdError) -> None:
+    def _give_up_for_all(self, number: int, error: StateholdError) -> None:
         """Let no other rank wait for a save that has failed here."""
         self._publisher.give_up(number, error)
         self._level_choice.give_up(number, error)

@@ -92,7 +92,7 @@ class Alone:
 
     def __init__(self, promotions: Promotions, schedule: Schedule, log: BackgroundLog) -> None:
         self._promotions = promotions
-        self._rhythm = schedule
+        self._schedule = schedule
         self._log = log
 
     def attempt(self, number: int) -> str | None:
@@ -104,7 +104,7 @@ class Alone:
             raw = build_manifest(work.plan.save, work.tree, sums).encode()
         work.place.store.commit(Encoded(step, raw))
         with after_commit(self._log, step, _CHOOSE_INTERVAL):
-            self._rhythm.committed(work.number, work.save._elapsed(), hosts=1)
+            self._schedule.committed(work.number, work.save._elapsed(), hosts=1)
         with after_commit(self._log, step, _CHOOSE_LEVELS):
             work.promote = self._promotions.decide(step, work.place)
 
@@ -133,7 +133,7 @@ class Together:
         schedule: Schedule,
         log: BackgroundLog,
     ) -> None:
-        self._rhythm = schedule
+        self._schedule = schedule
         self._promotions = promotions
         self._log = log
         self._peers = peers
@@ -156,7 +156,7 @@ class Together:
         with work.save._stage("seal"):
             work.place.store.seal(work.save.step, work.attempt, name, raw)  # D3
         with work.save._stage("arrive"):
-            self._peers.arrive(work.number, self._told(work, said, raw))  # D4
+            self._peers.arrive(work.number, self._message(work, said, raw))  # D4
         self._arrived = work.number
         decide = self._decide if self.leads else self._wait
         outcome = decide(work, work.attempt)
@@ -186,16 +186,16 @@ class Together:
 
     def _leave_note(self) -> None:
         """Rank 0: for a rank that misses what it is told of the turns."""
-        if not self._rhythm.is_led:
+        if not self._schedule.is_led:
             return
         with contextlib.suppress(StateholdError):  # the next one will do
-            self._peers.leave(_TURNS, json.dumps(self._rhythm.note()).encode())
+            self._peers.leave_note(_TURNS, json.dumps(self._schedule.note()).encode())
 
     def _look_for_note(self) -> None:
         """The others, after a failure: it may have come of turns that are not those of rank 0."""
-        note = self._peers.left(_TURNS) if self._rhythm.is_led and not self.leads else None
+        note = self._peers.note(_TURNS) if self._schedule.is_led and not self.leads else None
         if note is not None:
-            self._rhythm.catch_up(json.loads(note))
+            self._schedule.catch_up(json.loads(note))
 
     def cause(self, work: Work, error: BaseException) -> BaseException:
         # Once a save has failed, rank 0 removes its directory under those who still write there.
@@ -219,24 +219,26 @@ class Together:
     def _decide(self, work: Work, attempt: str) -> Mapping[str, Any]:
         """D4 to D7; what the others are to know of it."""
         with work.save._stage("gather"):
-            told = [json.loads(each) for each in self._peers.gather(work.number)]
-        _check_alike(told, "step", "a rank saves another step than rank 0")
-        _check_alike(told, "version", "a rank and rank 0 know different outcomes of earlier saves")
-        lesson = judge([each["claims"] for each in told])
+            messages = [json.loads(each) for each in self._peers.gather(work.number)]
+        _check_alike(messages, "step", "a rank saves another step than rank 0")
+        _check_alike(
+            messages, "version", "a rank and rank 0 know different outcomes of earlier saves"
+        )
+        lesson = judge([each["claims"] for each in messages])
         commit = Commit(
             step=work.save.step,
-            world_size=len(told),
+            world_size=len(messages),
             created=now(),
             writer=writer_name(),
             attempt=attempt,
             records=tuple(
-                RecordEntry(record_name(rank, len(told)), *each["record"])
-                for rank, each in enumerate(told)
+                RecordEntry(record_name(rank, len(messages)), *each["record"])
+                for rank, each in enumerate(messages)
             ),
-            state=groups_of([each["said"] for each in told]),
+            state=groups_of([each["said"] for each in messages]),
             shared=_shared(lesson),
         )
-        spread = balance([each["bytes"] for each in told], [each["host"] for each in told])
+        spread = balance([each["bytes"] for each in messages], [each["host"] for each in messages])
         outcome: dict[str, Any] = {
             "lesson": lesson_document(lesson),
             "balance": asdict(spread),
@@ -245,16 +247,16 @@ class Together:
         }
         self._outcome = json.dumps(outcome).encode()  # told whatever fails from here on
         self._land(work, commit)
-        self._choose(work, outcome, hosts=len({each["host"] for each in told}))
-        self._tell(work, commit, outcome)
+        self._choose(work, outcome, hosts=len({each["host"] for each in messages}))
+        self._keep_outcome(work, commit, outcome)
         return outcome
 
     def _choose(self, work: Work, outcome: dict[str, Any], hosts: int) -> None:
         """What rank 0 decides about the steps to come, and where this one goes."""
         with self._landed(work, _CHOOSE_INTERVAL):
-            self._rhythm.committed(work.number, work.save._elapsed(), hosts)
+            self._schedule.committed(work.number, work.save._elapsed(), hosts)
         with self._landed(work, _CHOOSE_INTERVAL):
-            outcome["turns"] = self._rhythm.told()
+            outcome["turns"] = self._schedule.message()
         with self._landed(work, _CHOOSE_LEVELS):
             outcome["promote"] = self._promotions.decide(work.save.step, work.place)
 
@@ -266,7 +268,7 @@ class Together:
         with work.save._stage("publish"):
             work.place.store.commit(commit, work.attempt)
 
-    def _tell(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:
+    def _keep_outcome(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:
         """Have it told to the others, when this rank has retired what is no longer kept."""
         with self._landed(work, "encode the outcome for the other ranks"):
             self._outcome = json.dumps(outcome).encode()
@@ -306,9 +308,9 @@ class Together:
 
     # -- all -------------------------------------------------------------------------------
 
-    def _told(self, work: Work, said: Mapping[str, str], raw: bytes) -> bytes:
+    def _message(self, work: Work, said: Mapping[str, str], raw: bytes) -> bytes:
         """What this rank tells rank 0 when its part is durable."""
-        told = {
+        own = {
             "step": work.save.step,
             "bytes": work.plan.save.file_bytes,
             "host": socket.gethostname(),
@@ -317,7 +319,7 @@ class Together:
             "version": work.version,
             "claims": message(self._peers.rank, work.comparisons, work.fingerprints),
         }
-        return json.dumps(told).encode()
+        return json.dumps(own).encode()
 
     def _settle(self, work: Work, outcome: Mapping[str, Any]) -> None:
         """What is left to do when all know the outcome: nothing, it is committed."""
@@ -331,17 +333,17 @@ class Together:
             number, names = outcome["promote"]
             work.promote = number, names
         with after_commit(self._log, step, _CHOOSE_INTERVAL):
-            self._rhythm.learn(outcome["turns"])
+            self._schedule.learn(outcome["turns"])
         with after_commit(self._log, step, "say how evenly the ranks write"):
             spreads = (Spread(**outcome["balance"][which]) for which in ("ranks", "nodes"))
             work.save._record(balance=Balance(*spreads))
 
 
-def _check_alike(told: Sequence[Mapping[str, Any]], key: str, summary: str) -> None:
-    for rank, each in enumerate(told):
-        if each[key] != told[0][key]:
+def _check_alike(messages: Sequence[Mapping[str, Any]], key: str, summary: str) -> None:
+    for rank, each in enumerate(messages):
+        if each[key] != messages[0][key]:
             raise PeerFailedError(rank, summary).with_fact(
-                key, f"expected {told[0][key]}, as on rank 0, got {each[key]}"
+                key, f"expected {messages[0][key]}, as on rank 0, got {each[key]}"
             )
 
 

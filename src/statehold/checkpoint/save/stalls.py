@@ -28,7 +28,7 @@ class Stalls:
 
     @contextlib.contextmanager
     def watching(self, work: Work) -> Iterator[None]:
-        timer = threading.Timer(self._after_s, self._tell, (work,))
+        timer = threading.Timer(self._after_s, self._warn, (work,))
         timer.daemon = True
         with contextlib.suppress(RuntimeError):  # the interpreter ends, or there are no threads
             timer.start()
@@ -37,7 +37,7 @@ class Stalls:
         finally:
             timer.cancel()
 
-    def _tell(self, work: Work) -> None:
+    def _warn(self, work: Work) -> None:
         self._log.warning(
             "step %d is not written at level %s after %g s: %s is slow or does not answer, here "
             "or on a rank that this one waits for. Later saves wait, too",

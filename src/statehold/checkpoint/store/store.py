@@ -26,11 +26,10 @@ a dead job still writes are never in a step of this one.
 Retire: R1 rename step-n to step-n.retired. R2 fsync the run directory. Only then R3 may overwrite
 or delete its files. So a name that a restore can find never leads to bytes that are changing.
 
-Overwriting beats allocating (blocks are already mapped), so one retired step is held back, and the
-next save gets its files. A file is reused only if the kernel confirms that no process on this host
-has it open or mapped, and that no other name links to it. Otherwise it is deleted, so its readers
-are not disturbed. With several ranks, each takes the file of its own name when it needs it. The
-leading rank deletes the rest when it has another step to hold back.
+Overwriting beats allocating, so one retired step is held back and its files are handed to the next
+save. A file is reused only if the kernel confirms that no process on this host has it open or
+mapped, and that no other name links to it. Otherwise it is deleted, so its readers are not
+disturbed. Each rank takes the file of its own name. The leading rank deletes the rest later.
 
 Invariants: the newest committed step, and a protected step, are never retired.
 Not here: the meaning of the bytes (manifest, header), who waits for whom (pipeline).

@@ -63,7 +63,7 @@ class Hearing:
         self._interval_s = max(INTERVAL_S, peers.world_size / QUESTIONS_PER_S)
         self._woken = threading.Event()
         self._is_over = False
-        self._has_told = self._has_decided = False
+        self._has_answered = self._has_decided = False
         self.is_deaf = False
         # Not a daemon: a thread inside a call of the store must not exist when the process ends.
         self._thread = threading.Thread(target=self._run, name="statehold-hear")
@@ -122,8 +122,8 @@ class Hearing:
     def _agree(self) -> None:
         self._tell_seen()
         if self._peers.rank == 0:
-            told = [self._await(f"leave/{rank}") for rank in range(self._peers.world_size)]
-            self._decide([json.loads(each) for each in told])
+            messages = [self._await(f"leave/{rank}") for rank in range(self._peers.world_size)]
+            self._decide([json.loads(each) for each in messages])
         passed, left_s = json.loads(self._await(DECIDED))
         if left_s is not None:
             self._deadline.end_in(left_s)
@@ -131,13 +131,13 @@ class Hearing:
 
     def _tell_seen(self) -> None:
         left_s = self._deadline.remaining_s() if self._deadline.is_asked else None
-        told = json.dumps([self._last.freeze(), left_s]).encode()
-        self._talk(lambda: self._peers.post(f"leave/{self._peers.rank}", told))
-        self._has_told = True
+        message = json.dumps([self._last.freeze(), left_s]).encode()
+        self._talk(lambda: self._peers.post(f"leave/{self._peers.rank}", message))
+        self._has_answered = True
 
-    def _decide(self, told: list[tuple[list[int], float | None]]) -> None:
-        times = [left_s for _, left_s in told if left_s is not None]
-        decision = [max(seen for seen, _ in told), min(times, default=None)]
+    def _decide(self, answers: list[tuple[list[int], float | None]]) -> None:
+        times = [left_s for _, left_s in answers if left_s is not None]
+        decision = [max(seen for seen, _ in answers), min(times, default=None)]
         self._talk(lambda: self._peers.post(DECIDED, json.dumps(decision).encode()))
         self._has_decided = True
 
@@ -147,7 +147,7 @@ class Hearing:
             return
         seen = self._last.freeze()
         here = json.dumps([seen, None]).encode()
-        if not self._has_told:
+        if not self._has_answered:
             self._peers.post(f"leave/{self._peers.rank}", here)
         if self._peers.rank == 0 and not self._has_decided:
             self._peers.post(DECIDED, here)

@@ -30,7 +30,7 @@ class Preemption:
     """From the warning to the end, on one rank."""
 
     def __init__(self, within_s: float, peers: Peers | None) -> None:
-        self._has_ended = self._was_told = False
+        self._has_ended = self._was_logged = False
         self._log = BackgroundLog()  # no line may keep the process
         self._last = LastStep()
         self._deadline = Deadline(within_s, self._asked)
@@ -66,7 +66,7 @@ class Preemption:
         """The run is restored or rewound: smaller steps may follow."""
         self._last.begin_anew()
 
-    def end(self, committed: Wait, copied: Wait, told: Callable[[], str]) -> NoReturn:
+    def end(self, committed: Wait, copied: Wait, outcome: Callable[[], str]) -> NoReturn:
         """Wait until the last save is committed, then until all levels have it; leave.
 
         told: the levels that have the step, for the log.
@@ -87,7 +87,7 @@ class Preemption:
         self._has_ended = True
         left = deadline.left()
         if is_safe:
-            self._log.warning("%s; leaving with exit code %s", told(), left.code)
+            self._log.warning("%s; leaving with exit code %s", outcome(), left.code)
         raise left
 
     def failed(self, error: BaseException | None) -> None:
@@ -114,8 +114,8 @@ class Preemption:
 
     def _asked(self, why: str) -> None:
         """May run on any thread, and waits for nothing."""
-        if not self._was_told:
-            self._was_told = True
+        if not self._was_logged:
+            self._was_logged = True
             self._log.warning(
                 "asked to leave by %s: the next save is the last; this process ends in %.3g s", why,
                 self._deadline.remaining_s(),

@@ -100,7 +100,7 @@ class HostPlace(DirectoryPlace):
         self._placed: dict[int, Placed] = {}  # what is whole, as far as this rank knows
         self._committed: set[int] = set()  # of it, by this job
         self._seen: dict[int, Placed] = {}  # what was whole at the last census, the same on all
-        self._told: set[int] = set()
+        self._logged: set[int] = set()
 
     # -- what is known ---------------------------------------------------------------------
 
@@ -138,8 +138,8 @@ class HostPlace(DirectoryPlace):
 
     def _warn(self, missing: Mapping[int, Ranks]) -> None:
         for step, ranks in missing.items():
-            if step not in self._told:
-                self._told.add(step)
+            if step not in self._logged:
+                self._logged.add(step)
                 logger.warning(
                     "step %d is not whole at level %s: no host of this job has the files of rank "
                     "%s",

@@ -29,7 +29,7 @@ from statehold.checkpoint.levels.memory import SHARED_MEMORY
 from statehold.checkpoint.levels.near_files import NearFiles
 from statehold.errors import PeerFailedError, StateholdError, UsageError
 from statehold.layout.layout import Ranks
-from statehold.ranks.agreeing import Meeting
+from statehold.ranks.rounds import Round
 
 if TYPE_CHECKING:
     from statehold.checkpoint.levels.hosts.views import FarSource, Nearby
@@ -39,8 +39,8 @@ __all__ = ["Exchange", "Hosts", "HttpExchange"]
 
 logger = logging.getLogger("statehold")
 
-_MEETING = "hosts"
-CENSUS = Meeting("census")
+_KIND = "hosts"
+CENSUS = Round("census")
 
 
 class Exchange(Protocol):
@@ -110,7 +110,7 @@ class Hosts:
         self._peers = peers
         self._exchange = exchange
         self._guard = threading.Lock()
-        self._has_met = not places or peers is None
+        self._is_known = not places or peers is None
         if peers is None:
             only = Host(socket.gethostname(), (0,), {})
             for place in places:
@@ -121,19 +121,19 @@ class Hosts:
             for place in places:
                 _say_missing(place, 1)
 
-    def meet(self) -> None:
+    def discover(self) -> None:
         """Meet the other ranks, unless that has happened; raises on all of them if it fails on
         one."""
         with self._guard:
-            if not self._has_met and self._peers is not None:
-                self._meet(self._peers)
-                self._has_met = self._learned = True
+            if not self._is_known and self._peers is not None:
+                self._discover(self._peers)
+                self._is_known = self._learned = True
 
     def give_up(self, error: StateholdError) -> None:
         """This rank will not come to the meeting now: end it for all, if others may wait."""
         with self._guard:
             if self._peers is not None and not self._learned:
-                self._peers.fail(self._tries, error, _MEETING)
+                self._peers.fail(self._tries, error, _KIND)
                 self._tries += 1
 
     @property
@@ -141,23 +141,23 @@ class Hosts:
         """Whether there is a level that a host may have for itself."""
         return bool(self._places)
 
-    def census(self, meeting: Meeting = CENSUS) -> None:
+    def census(self, within: Round = CENSUS) -> None:
         """All ranks together, with no save under way: look again which steps are whole.
 
         Nothing to do on one host.
         """
-        self.meet()
+        self.discover()
         apart = [place for place in self._places if place.is_apart]
         if not apart or self._peers is None:
             return
         note = {place.name: place.holdings() for place in apart if place.leads}
 
-        def decide(told: Sequence[bytes]) -> bytes:
-            notes = [json.loads(each) for each in told]
-            told_of = {place.name: _told(place, notes) for place in apart}
-            return json.dumps(_settled(told_of, set(told_of))).encode()
+        def decide(messages: Sequence[bytes]) -> bytes:
+            notes = [json.loads(each) for each in messages]
+            by_level = {place.name: _holdings_of_leaders(place, notes) for place in apart}
+            return json.dumps(_settled(by_level, set(by_level))).encode()
 
-        found = json.loads(meeting.of(self._peers, json.dumps(note).encode(), decide))
+        found = json.loads(within.hold(self._peers, json.dumps(note).encode(), decide))
         for place in apart:
             _take(place, found[place.name])
 
@@ -171,14 +171,14 @@ class Hosts:
 
     # -- the meeting -----------------------------------------------------------------------
 
-    def _meet(self, peers: Peers) -> None:
+    def _discover(self, peers: Peers) -> None:
         note = json.dumps(self._note()).encode()
         try:
-            outcome = peers.agree(_MEETING, note, self._decide, self._tries)
+            outcome = Round(_KIND, self._tries).hold(peers, note, self._decide)
         except StateholdError:
             # A meeting that has ended is not repeated. A rank that missed its end still gets the
             # outcome.
-            if peers.has_ended(_MEETING, self._tries):
+            if peers.has_ended(_KIND, self._tries):
                 self._tries += 1
             raise
         levels, found = json.loads(outcome)
@@ -192,16 +192,16 @@ class Hosts:
         """The message of this rank to the others: itself, and the steps on its host."""
         note: dict[str, Any] = {"name": socket.gethostname(), "levels": {}}
         for place in self._places:
-            told = {"identity": place.identity(), "holdings": place.holdings()}
-            note["levels"][place.name] = told
+            level = {"identity": place.identity(), "holdings": place.holdings()}
+            note["levels"][place.name] = level
         try:
             note["address"], note["secret"] = self._exchange.serve(self._places)
         except StateholdError as error:  # matters only with another host
             note["error"] = str(error)
         return note
 
-    def _decide(self, told: Sequence[bytes]) -> bytes:
-        notes = [json.loads(each) for each in told]
+    def _decide(self, messages: Sequence[bytes]) -> bytes:
+        notes = [json.loads(each) for each in messages]
         levels = {place.name: _leaders(place, notes) for place in self._places}
         hosts = {place.name: _hosts(place, notes, levels[place.name]) for place in self._places}
         found = _settled(
@@ -213,14 +213,14 @@ class Hosts:
         )
         return json.dumps([hosts, found]).encode()
 
-    def _learn(self, place: HostPlace, told: Sequence[Sequence[Any]], rank: int) -> None:
+    def _learn(self, place: HostPlace, known: Sequence[Sequence[Any]], rank: int) -> None:
         mine, hosts = 0, []
-        for index, (name, address, secret, ranges) in enumerate(told):
+        for index, (name, address, secret, ranges) in enumerate(known):
             ranks = tuple(each for first, last in ranges for each in range(first, last + 1))
             files: dict[str, FarSource] = {}
             if rank in ranks:
                 mine = index
-            elif len(told) > 1:
+            elif len(known) > 1:
                 names = (place.name, place.copies.name)
                 files = {each: self._exchange.reach(address, secret, each) for each in names}
             hosts.append(Host(name, ranks, files))
@@ -274,15 +274,15 @@ def _hosts(
     ]
 
 
-Told = list[tuple[int, Holding]]  # a host, and a directory that it has
+Holdings = list[tuple[int, Holding]]  # a host, and a directory that it has
 
 
-def _told(place: HostPlace, notes: Sequence[Mapping[str, Any]]) -> Told:
+def _holdings_of_leaders(place: HostPlace, notes: Sequence[Mapping[str, Any]]) -> Holdings:
     """Rank 0: the messages of the leading ranks of a level."""
     return _holdings(notes[host.ranks[0]].get(place.name) or [] for host in place.hosts)
 
 
-def _holdings(by_host: Iterable[Sequence[Sequence[Any]]]) -> Told:
+def _holdings(by_host: Iterable[Sequence[Sequence[Any]]]) -> Holdings:
     return [
         (host, Holding.of(document))
         for host, documents in enumerate(by_host)
@@ -290,12 +290,12 @@ def _holdings(by_host: Iterable[Sequence[Sequence[Any]]]) -> Told:
     ]
 
 
-def _settled(told: Mapping[str, Told], apart: Collection[str]) -> dict[str, Any]:
+def _settled(by_level: Mapping[str, Holdings], apart: Collection[str]) -> dict[str, Any]:
     """Rank 0: for each level the whole steps, and its parts of steps that are whole only over all
     levels of several hosts, `apart`."""
-    joint = together({name: told[name] for name in apart})
+    joint = together({name: by_level[name] for name in apart})
     found = {}
-    for name, each in told.items():
+    for name, each in by_level.items():
         whole, missing = settled(each)
         found[name] = {
             "whole": [[step, placed.document()] for step, placed in whole.items()],

@@ -30,21 +30,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-ROUND = "together"
+KIND = "together"
 
 
-class Meeting(NamedTuple):
+class Round(NamedTuple):
     """The parameters of a round. number, timeout_s: those of Peers.agree."""
 
-    kind: str = ROUND
+    kind: str = KIND
     number: int | None = None
     timeout_s: float | None = None
 
-    def of(self, peers: Peers, message: bytes, decide: Callable[[Sequence[bytes]], bytes]) -> bytes:
+    def hold(
+        self, peers: Peers, message: bytes, decide: Callable[[Sequence[bytes]], bytes]
+    ) -> bytes:
         return peers.agree(self.kind, message, decide, self.number, self.timeout_s)
 
 
-USUAL = Meeting()
+USUAL = Round()
 
 # Kinds of failures, the worst first: the worst one of any rank decides for all.
 _OTHER, _DAMAGE, _MISMATCH = "other", "damage", "mismatch"
@@ -54,13 +56,13 @@ class MismatchElsewhere(PeerFailedError):
     """On another rank, the state and the step do not fit together."""
 
 
-def together(peers: Peers | None, act: Callable[[], T], meeting: Meeting = USUAL) -> T:
+def together(peers: Peers | None, act: Callable[[], T], within: Round = USUAL) -> T:
     """Act on every rank; raise on every rank if it fails on one."""
-    return pooled(peers, act, lambda _: None, meeting)[0]
+    return pooled(peers, act, lambda _: None, within)[0]
 
 
 def pooled(
-    peers: Peers | None, act: Callable[[], T], tell: Callable[[T], Any], meeting: Meeting = USUAL
+    peers: Peers | None, act: Callable[[], T], describe: Callable[[T], Any], within: Round = USUAL
 ) -> tuple[T, list[Any]]:
     """Act on every rank; raise on every rank if it fails on one.
 
@@ -69,16 +71,16 @@ def pooled(
     """
     if peers is None:
         result = act()
-        return result, [tell(result)]
+        return result, [describe(result)]
     failure: Exception | None = None
     value: Any = None
     try:
         result = act()
-        value = tell(result)
+        value = describe(result)
     except Exception as error:  # whatever it is, the others must not wait for this rank
         failure = error
-    told = [None if failure is None else [_kind(failure), _text(failure)], value]
-    worst, values = json.loads(meeting.of(peers, json.dumps(told).encode(), _pool))
+    message = [None if failure is None else [_kind(failure), _text(failure)], value]
+    worst, values = json.loads(within.hold(peers, json.dumps(message).encode(), _pool))
     if worst is None:
         return result, values  # no rank failed, so it exists
     rank, kind, text = worst
@@ -87,11 +89,11 @@ def pooled(
     raise _elsewhere(rank, kind, text)
 
 
-def led(peers: Peers | None, act: Callable[[], T], meeting: Meeting = USUAL) -> T:
+def led(peers: Peers | None, act: Callable[[], T], within: Round = USUAL) -> T:
     """The result of `act` on rank 0, on all ranks; a plain value of JSON."""
     if peers is None:
         return act()
-    value: T = json.loads(meeting.of(peers, b"", lambda _: json.dumps(act()).encode()))
+    value: T = json.loads(within.hold(peers, b"", lambda _: json.dumps(act()).encode()))
     return value
 
 
@@ -110,9 +112,9 @@ def _kind(error: Exception) -> str:
     return _DAMAGE if isinstance(error, CorruptionError) else _OTHER
 
 
-def _pool(told: Sequence[bytes]) -> bytes:
+def _pool(messages: Sequence[bytes]) -> bytes:
     """[worst failure, null] or [null, all values]."""
-    failures, values = zip(*map(json.loads, told), strict=True)
+    failures, values = zip(*map(json.loads, messages), strict=True)
     worst = _worst(failures)
     return json.dumps([worst, None if worst else values]).encode()
 

@@ -1,0 +1,49 @@
+"""Builds the saving side of a session: what ranks learn of each other, the cadence, the pipeline.
+
+Not here: what a call of save() does with it (call), how the levels are opened (levels/building).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from statehold.checkpoint.cadence.schedule import Schedule
+from statehold.checkpoint.levels.building import watch_of
+from statehold.checkpoint.save.across import publisher_of
+from statehold.checkpoint.save.level_choice import LevelChoice
+from statehold.checkpoint.save.pipeline import Pipeline
+from statehold.layout.claims import Claims
+from statehold.ranks.membership import ALONE
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.levels.levels import Levels
+    from statehold.checkpoint.levels.specs import Level
+    from statehold.checkpoint.telemetry.watch import Watch
+    from statehold.observe.background_log import BackgroundLog
+    from statehold.options import Options
+
+__all__ = ["Saving", "open_saving"]
+
+
+class Saving(NamedTuple):
+    """What takes a save from the call to the committed step."""
+
+    claims: Claims
+    schedule: Schedule
+    level_choice: LevelChoice
+    pipeline: Pipeline
+
+
+def open_saving(
+    specs: Sequence[Level], options: Options, levels: Levels, watch: Watch, log: BackgroundLog
+) -> Saving:
+    """The saving side of a session; its pipeline has to be closed."""
+    peers, promotions = levels.peers, levels.promotions
+    membership = peers.membership if peers else ALONE
+    claims = Claims(membership)
+    watches = [watch_of(spec, watch) for spec in specs]
+    schedule = Schedule(specs, promotions.promoters, membership, options, watches)
+    publisher = publisher_of(peers, levels, claims, schedule, log)
+    choice = LevelChoice(specs, levels.near, promotions, peers, levels.hosts, log)
+    return Saving(claims, schedule, choice, Pipeline(choice, publisher, promotions, log))

@@ -1,0 +1,67 @@
+"""What save() knows of the thread that trains: its updates, its tensors, and its unraised errors.
+
+Invariants: it lasts as long as the Checkpointer, over all of its sessions: the error of a save is
+raised by the next call, whatever was closed meanwhile. The number of a call is the same on all
+ranks.
+Not here: what one call of save() does (call).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from statehold.checkpoint.save.gate import Gate
+from statehold.checkpoint.save.handle import Save
+from statehold.errors import PeerFailedError
+from statehold.observe.once import say_once
+from statehold.process.garbage import uncollected
+from statehold.tensors.capture import capture
+from statehold.tensors.captured import Capture
+from statehold.tensors.devices.relay import named_failures
+from statehold.tensors.recognition import Seen
+
+__all__ = ["Trainer"]
+
+
+@dataclass(eq=False)
+class Trainer:
+    """The thread that trains. gate: stands before its updates; seen: recognises its tensors;
+    watched: the saves whose errors may have to be raised; calls: how often save() was called."""
+
+    gate: Gate = field(default_factory=Gate)
+    seen: Seen = field(default_factory=Seen)
+    watched: list[Save] = field(default_factory=list)
+    calls: int = 0
+
+    def next_call(self) -> int:
+        """The number of a call of save()."""
+        self.calls += 1
+        return self.calls - 1
+
+    def capture(self, save: Save, state: Mapping[str, Any], rank: int | None) -> Capture:
+        """What is saved of `state`. rank: None for a process that is alone."""
+        self.gate.join_streams()
+        with save._stage("capture"), uncollected(), named_failures(memory=False):
+            captured = capture(state, rank, self.gate.passed(), self.seen)
+        say_once(captured.note, logging.INFO)
+        for doubt in captured.doubts:
+            say_once(doubt)
+        self.gate.check_gradients(save.step)
+        return captured
+
+    def raise_failures(self) -> None:
+        """Raise the error of a save that failed since the last call."""
+        for save in self.watched:
+            error = save._unraised_error()
+            if error is not None:
+                raise error
+        self.watched = [save for save in self.watched if not save.done() and not save.error]
+
+    def message(self, error: BaseException, rank: int) -> BaseException:
+        """What the other ranks are told of a save that did not begin because of `error`."""
+        if any(save.error is error for save in self.watched):
+            return PeerFailedError(rank, str(error), follows=True)
+        return error
