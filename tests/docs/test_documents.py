@@ -38,3 +38,13 @@ def test_every_row_about_failures_names_tests_that_are_there() -> None:
             assert (ROOT / file).exists(), row
             if test:
                 assert f"def {test}(" in (ROOT / file).read_text(), name
+
+
+def test_the_architecture_names_modules_that_are_there() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = set(re.findall(r"([\w/]+\.(?:py|cpp|h))\b", text))
+    found = [f"/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("src/**/*.py")]
+    found += [f"/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("native/*")]
+    found += [f"/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("tests/**/*.py")]
+    assert len(named) > 100
+    assert not [name for name in named if not any(path.endswith(f"/{name}") for path in found)]

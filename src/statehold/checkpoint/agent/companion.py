@@ -24,8 +24,8 @@ __all__ = ["Companion", "companion_of"]
 def companion_of(
     specs: Sequence[Level], runtime: Runtime, levels: Levels, log: BackgroundLog
 ) -> Companion:
-    """The agent, which is not started yet. There is none where another rank leads, or on a disk
-    that is handed in."""
+    """The agent of the run, not started yet. A run has no agent if another rank leads, or if its
+    disk is handed in."""
     agent = None
     if runtime.has_own_fs and levels.store.leads:
         agent = agent_for(levels.run, specs, runtime.options, log)
