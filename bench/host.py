@@ -1,8 +1,10 @@
-"""`python -m bench.host`: what a save of many device tensors costs the host, without a device.
+"""`python -m bench.host`: what a save of many tensors costs the processor, whatever their sizes.
 
 Owns: the milliseconds of save() on the trainer's thread, and those of enqueueing small pieces on
-the stage thread, for states of 800 and 20,000 tensors. Tensors with dimensions are taken for those
-of a device whose every call returns at once, so the figures are those of the library's own Python.
+the stage thread, while the structure of the state stays as it is: of the benchmarks' own 804
+tensors in host memory, made small, and of 800 and 20,000 tensors of a device. There tensors with
+dimensions are taken for those of a device whose every call returns at once, so the figures are
+those of the library's own Python.
 Invariants: seconds are those of the processor and of the thread that is asked; medians of several
 saves, without the first two of a run, which learn the structure of the state.
 Not here: what a device adds to it (gpu), other sizes of tensors (save).
@@ -15,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -23,11 +25,12 @@ import torch
 from torch import nn
 
 import statehold
-from statehold.tensors import captured, found
+from bench.state import Shape, TrainingState
+from statehold.tensors import captured, found, recognition
 from statehold.tensors.devices import copying, devices
 
-SAVES = 8
 LEARNING = 2  # the first saves
+HEAD = f"{'least':>8} {'median':>8} {'most':>8}"
 OF_EACH = 4  # a parameter, its two moments and its step
 
 
@@ -74,43 +77,61 @@ def emulated(enqueued_s: list[float]) -> Iterator[None]:
         mock.patch.object(devices, "backend_for", return_value=AtOnce()),
         mock.patch.object(captured, "is_external", lambda tensor: tensor.dim() > 0),
         mock.patch.object(found, "is_external", lambda tensor: tensor.dim() > 0),
+        mock.patch.object(recognition, "is_external", lambda tensor: tensor.dim() > 0),
         mock.patch.object(copying.DeviceCopies, "run", timed),
     ):
         yield
 
 
-def measure(tensors: int) -> str:
-    """A line of the table."""
-    state, blocked_s, enqueued_s = state_of(tensors), [], list[float]()
+def llama() -> dict[str, Any]:
+    """The 804 tensors of the other benchmarks, with few elements each."""
+    training = TrainingState.of(Shape(dim=64, layers=22, hidden=176, vocab=512))
+    training.fill(seed=1)
+    return {
+        "model": training.model,
+        "optimizer": training.optimizer,
+        "progress": training.progress,
+    }
+
+
+def measure(state: dict[str, Any], saves: int, *, on_device: bool) -> str:
+    """A line of the table. An update comes before each save."""
+    blocked_s, enqueued_s = list[float](), list[float]()
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
-        emulated(enqueued_s),
+        emulated(enqueued_s) if on_device else nullcontext(),
         statehold.Checkpointer(f"{directory}/run", keep=2) as ckpt,
     ):
-        for step in range(SAVES):
+        for step in range(saves + LEARNING):
+            state["optimizer"].step()
             begin_s = time.thread_time()
             save = ckpt.save(step, state)
             blocked_s.append(time.thread_time() - begin_s)
             save.wait("committed")
         count = save.stats.tensors
-    return f"{count:>8}  {_ms(blocked_s)}  {_ms(enqueued_s)}"
+    where = "device" if on_device else "host"
+    return f"{count:>8}  {where:>6}  {_ms(blocked_s)}  {_ms(enqueued_s)}"
 
 
 def _ms(seconds: list[float]) -> str:
-    """Median and smallest."""
+    """Least, median and largest."""
     kept = [1e3 * each for each in seconds[LEARNING:]]
-    return f"{statistics.median(kept):>9.1f} {min(kept):>9.1f}"
+    if not kept:
+        return f"{'-':>8} {'-':>8} {'-':>8}"
+    return f"{min(kept):>8.1f} {statistics.median(kept):>8.1f} {max(kept):>8.1f}"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__)
-    parser.add_argument("--tensors", type=int, nargs="+", default=[800, 20_000])
+    parser.add_argument("--tensors", type=int, nargs="*", default=[800, 20_000])
+    parser.add_argument("--saves", type=int, default=50)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print(f"{'':8}  {'save(), ms':>19}  {'enqueueing, ms':>19}")
-    print(f"{'tensors':>8}  {'median':>9} {'least':>9}  {'median':>9} {'least':>9}")
+    print(f"{'':8}  {'':>6}  {'save(), ms':>26}  {'enqueueing, ms':>26}")
+    print(f"{'tensors':>8}  {'on':>6}  {HEAD}  {HEAD}")
+    print(measure(llama(), given.saves, on_device=False))
     for tensors in given.tensors:
-        print(measure(tensors))
+        print(measure(state_of(tensors), given.saves, on_device=True))
 
 
 if __name__ == "__main__":

@@ -129,6 +129,12 @@ class TrainingState:
     optimizer: MasterAdamW
     progress: dict[str, Any] = field(default_factory=lambda: {"step": 0, "epoch": 1.5})
 
+    @classmethod
+    def of(cls, shape: Shape) -> TrainingState:
+        """A state of these dimensions; its content is arbitrary until `fill`."""
+        model = Decoder(shape)
+        return cls(model, MasterAdamW(model.parameters()))
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor under one flat name, in a fixed order."""
         named = {f"model.{name}": value for name, value in self.model.state_dict().items()}
@@ -177,8 +183,7 @@ class TrainingState:
 
 def build(size: str) -> TrainingState:
     """A state of the named size; its content is arbitrary until `fill`."""
-    model = Decoder(SHAPES[size])
-    return TrainingState(model, MasterAdamW(model.parameters()))
+    return TrainingState.of(SHAPES[size])
 
 
 _pattern_cache: list[torch.Tensor] = []

@@ -167,12 +167,13 @@ def test_what_a_save_costs_the_host_is_measured(
     from bench.host import main
 
     threads = torch.get_num_threads()
-    main(["--tensors", "40"])
+    main(["--tensors", "40", "--saves", "3"])
     torch.set_num_threads(threads)
-    tensors, *figures = capsys.readouterr().out.splitlines()[-1].split()
-    assert int(tensors) == 40
-    assert all(float(each) > 0 for each in figures)
-    assert len(figures) == 4
+    *_, on_host, on_device = capsys.readouterr().out.splitlines()
+    assert on_host.split()[:2] == ["804", "host"]
+    assert on_device.split()[:2] == ["40", "device"]
+    assert all(float(each) > 0 for each in [*on_host.split()[2:5], *on_device.split()[2:]])
+    assert len(on_device.split()) == 8
 
 
 def test_each_protection_can_still_be_left_out(
