@@ -12,6 +12,7 @@ import statehold
 from statehold.errors import ClosedError
 from statehold.tensors import captured
 from statehold.tensors.capture import capture
+from statehold.tensors.captured import Tensors
 from statehold.tensors.devices import Devices, fingerprinting
 from statehold.tensors.devices.copying import DeviceCopies
 from statehold.testing import SimFs
@@ -47,7 +48,7 @@ def copies_of(tensors: dict[str, torch.Tensor], job: NoFills | None = None) -> D
     copies = Devices().copies(
         job or NoFills(),  # type: ignore[arg-type]
         found,
-        [],
+        Tensors(),
         found.tensors,
     )
     assert copies is not None

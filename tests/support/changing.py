@@ -35,6 +35,9 @@ class Changing:
         self.first: dict[str, Any] = {}
         self.is_shown: set[str] = set()  # given as state_dict()
         self.is_replicated = False
+        self.is_wrapped = False
+        self.stepping: list[torch.optim.Optimizer] = []
+        self.holder = Holder(self)
 
     def state(self) -> dict[str, Any]:
         parts: dict[str, Any] = self.first | {
@@ -43,7 +46,13 @@ class Changing:
         }
         if self.is_replicated and self.mesh is not None:
             parts["one"] = Replicated(self.modules["one"], self.mesh.get_group())
-        parts |= {"optimizers": self.optimizers, "others": self.others}
+        if self.is_wrapped:
+            parts["two"] = nn.ModuleDict({"two": self.modules["two"]})
+        optimizers = {
+            name: each.state_dict() if f"its {name}" in self.is_shown else each
+            for name, each in self.optimizers.items()
+        }
+        parts |= {"optimizers": optimizers, "others": self.others, "holder": self.holder}
         return {name: self.marks.get(name, MARKS[0])(each) for name, each in parts.items()}
 
     def change(self) -> None:
@@ -79,6 +88,7 @@ class Changing:
         optimizer = torch.optim.SGD(module.parameters())
         for parameter in module.parameters():
             optimizer.state[parameter] = {
+                "n": self.random.randrange(3),
                 "step": torch.tensor(1.0),
                 "moment": torch.ones_like(parameter),
                 "whole": torch.ones(2, 3),
@@ -95,7 +105,9 @@ class Changing:
         return module, self.random.choice(["p0", "p1", "p2", "p3"])
 
     def moments(self) -> dict[Any, Any]:
-        optimizer = self.random.choice(list(self.optimizers.values()))
+        if not any(optimizer.state for optimizer in self.optimizers.values()):
+            return {"step": torch.tensor(1.0), "moment": torch.ones(2)}
+        optimizer = self.random.choice([each for each in self.optimizers.values() if each.state])
         return self.random.choice(list(optimizer.state.values()))
 
     def unusual(self) -> torch.Tensor:
@@ -117,6 +129,22 @@ class Changing:
         return self.random.choice(kinds)
 
 
+class Holder:
+    """An object that gives its state itself: averages by name, and moments by number."""
+
+    def __init__(self, of: Changing) -> None:
+        self.averages = {f"a{index}": of._tensor() for index in range(4)}
+        self.moments: dict[Any, Any] = {
+            index: {"n": index, "m": of._tensor(), "v": of._tensor()} for index in range(4)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"averages": dict(self.averages), "moments": self.moments}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("nothing is restored")
+
+
 class Replicated(nn.parallel.DistributedDataParallel):
     """What capture reads of DistributedDataParallel, without its collectives."""
 
@@ -134,10 +162,14 @@ def _is_refused(tensor: torch.Tensor) -> bool:
 
 
 def _assign(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    """As a parameter or as a buffer."""
+    """As a parameter or as a buffer, in the place of what has this name."""
+    is_parameter = isinstance(value, nn.Parameter)
+    held = module._parameters if is_parameter else module._buffers
+    if name in held:
+        held[name] = value
+        return
     if hasattr(module, name):
         delattr(module, name)
-    is_parameter = isinstance(value, nn.Parameter)
     (module.register_parameter if is_parameter else module.register_buffer)(name, value)
 
 
@@ -247,11 +279,176 @@ def _mark(of: Changing) -> None:
 
 
 def _show(of: Changing) -> None:
-    of.is_shown ^= {of.random.choice(["one", "two"])}
+    of.is_shown ^= {of.random.choice(["one", "two", "its one", "its two"])}
 
 
 def _replicate(of: Changing) -> None:
     of.is_replicated = not of.is_replicated
+
+
+def _wrap(of: Changing) -> None:
+    of.is_wrapped = not of.is_wrapped
+
+
+def _step(of: Changing) -> None:
+    of.stepping = [each for each in of.optimizers.values() if of.random.random() < 0.7]
+
+
+def _forget_optimizer(of: Changing) -> None:
+    """Leave one out of the state that steps all the same, or put it back."""
+    name = of.random.choice(["one", "two"])
+    if name in of.optimizers:
+        of.stepping = [of.optimizers.pop(name)]
+    else:
+        of.optimizers[name] = of._optimizer(of.modules[name])
+
+
+def _average(of: Changing) -> None:
+    """Averages, some of which are an optimizer's or a module's memory."""
+    values = [of._tensor(), of.unusual(), of.moments().get("moment", of._tensor())]
+    parameter = getattr(*of.parameter())
+    values.append(parameter.detach())
+    of.holder.averages[f"a{of.random.randrange(5)}"] = of.random.choice(values)
+
+
+def _held_moments(of: Changing) -> None:
+    key, name = of.random.randrange(5), of.random.choice(["n", "m", "v", "$v"])
+    moments = of.holder.moments.get(key, {})
+    if of.random.random() < 0.4:  # equal keys of other types
+        first, second = of.random.sample([1, True], 2)
+        moments[second] = moments.pop(first, of._tensor())
+        return
+    value = of.random.choice([of._tensor(), of.random.randrange(9), None, [1]])
+    if type(of.holder.moments) is dict:
+        of.holder.moments.setdefault(key, {})[name] = value
+
+
+def _other_names(of: Changing) -> None:
+    """The same tensors under other keys."""
+    averages = of.holder.averages
+    key = of.random.choice(list(averages))
+    of.holder.averages = {
+        (f"{name}'" if name == key else name): each for name, each in averages.items()
+    }
+
+
+def _hook(of: Changing) -> None:
+    """One that shows something else than the module holds; or none."""
+    module = of.module()
+    module._state_dict_hooks.clear()
+    kind = of.random.randrange(5)
+    tensor, buffer = of._tensor(), module.p1.detach()
+
+    def shown(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        name = f"{prefix}b0"
+        if f"{prefix}p1" not in state:
+            return  # that of a module around this one
+        if kind == 0 and name in state:
+            state[name] = tensor
+        elif kind == 1:
+            state.pop(name, None)
+        elif kind == 2:
+            state[f"{prefix}more"] = 7
+        elif kind == 3:  # the same memory, and no parameter
+            state[f"{prefix}p1"] = buffer
+
+    if kind < 4:
+        module._register_state_dict_hook(shown)
+
+
+def _requires_grad(of: Changing) -> None:
+    parameter = getattr(*of.parameter())
+    if parameter.dtype.is_floating_point and not parameter.is_inference():
+        parameter.requires_grad_(not parameter.requires_grad)
+        parameter.requires_grad_(False)
+
+
+def _convert(of: Changing) -> None:
+    module = of.module()
+    tensors = [*module.parameters(), *module.buffers()]
+    if not any(isinstance(each, DTensor | Made) or _is_special(each) for each in tensors):
+        module.to(of.random.choice([torch.float32, torch.float64]))
+
+
+def _resize(of: Changing) -> None:
+    buffer = of.module().b1
+    if type(buffer) is torch.Tensor and buffer.is_contiguous() and not _is_special(buffer):
+        buffer.resize_(3, 2)
+
+
+def _transpose(of: Changing) -> None:
+    """The same memory, shown in another way."""
+    buffer = of.module().b2
+    if type(buffer) is torch.Tensor and buffer.dim() == 2 and not _is_special(buffer):
+        buffer.t_()
+
+
+def _show_other_values(of: Changing) -> None:
+    """The same memory, whose values are shown with another sign, or as another dtype."""
+    module, name = of.parameter()
+    parameter = getattr(module, name)
+    is_usual = not isinstance(parameter, DTensor) and not _is_special(parameter)
+    if not is_usual or parameter.dtype is not torch.float32:
+        return
+    data = of.random.choice([torch._neg_view(parameter.data), parameter.data.view(torch.int32)])
+    if data.dtype is torch.float32:
+        parameter.data = data
+    else:
+        _assign(module, name, nn.Parameter(data, requires_grad=False))
+
+
+def _is_special(tensor: torch.Tensor) -> bool:
+    return _is_refused(tensor) or tensor.is_inference() or tensor.is_neg() or tensor.is_complex()
+
+
+def _reshard(of: Changing) -> None:
+    """The same memory here, as a part of another whole."""
+    module, name = of.parameter()
+    parameter = getattr(module, name)
+    if isinstance(parameter, DTensor) and of.mesh is not None:
+        other = [Shard(0) if isinstance(parameter.placements[0], Replicate) else Replicate()]
+        tensor = DTensor.from_local(parameter._local_tensor, of.mesh, other)
+        fresh = nn.Parameter(tensor, requires_grad=False)
+        for optimizer in of.optimizers.values():
+            for group in optimizer.param_groups:
+                held = group["params"]
+                group["params"] = [fresh if each is parameter else each for each in held]
+            if parameter in optimizer.state:
+                states = list(optimizer.state.items())
+                optimizer.state.clear()
+                for key, state in states:
+                    optimizer.state[fresh if key is parameter else key] = state
+        _assign(module, name, fresh)
+
+
+def _born(of: Changing) -> None:
+    """The state of an optimizer is made anew, or is not there yet."""
+    if not of.optimizers:
+        return
+    name = of.random.choice(list(of.optimizers))
+    of.optimizers[name] = of._optimizer(of.modules[name])
+    if of.random.random() < 0.3:
+        of.optimizers[name].state.clear()
+
+
+def _groups(of: Changing) -> None:
+    """Parameters in another order, or in other groups, with other options."""
+    if not of.optimizers:
+        return
+    optimizer = of.random.choice(list(of.optimizers.values()))
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    of.random.shuffle(parameters)
+    first, second = optimizer.param_groups[0], dict(optimizer.param_groups[0])
+    at = of.random.randrange(len(parameters))
+    first["params"], second["params"], second["lr"] = parameters[:at], parameters[at:], at
+    optimizer.param_groups[:] = [first, second]
+
+
+def _plain_values(of: Changing) -> None:
+    of.others["n"] += 1
+    for moments in of.holder.moments.values():
+        if type(moments.get("n")) is int:
+            moments["n"] += 1
 
 
 CHANGES: list[Callable[[Changing], None]] = [
@@ -274,6 +471,30 @@ CHANGES: list[Callable[[Changing], None]] = [
     _set,
     _dtype,
     _mark,
+    _mark,
+    _mark,
     _show,
     _replicate,
+    _replicate,
+    _replicate,
+    _wrap,
+    _step,
+    _forget_optimizer,
+    _average,
+    _held_moments,
+    _other_names,
+    _hook,
+    _hook,
+    _held_moments,
+    _requires_grad,
+    _convert,
+    _resize,
+    _transpose,
+    _show_other_values,
+    _reshard,
+    _reshard,
+    _reshard,
+    _born,
+    _groups,
+    _plain_values,
 ]

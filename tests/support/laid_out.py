@@ -23,6 +23,7 @@ from statehold.layout.layout import Box, Layout
 from statehold.layout.share import PlanCache
 from statehold.ranks.membership import Membership
 from statehold.tensors.captured import CapturedTensor
+from statehold.tensors.captured import Tensors as Columns
 from statehold.tensors.devices import Devices
 from statehold.tensors.storable import strides_of
 from statehold.testing import SimFs
@@ -105,7 +106,8 @@ class Disk:
                 )
             )
         plan = PlanCache(Membership(rank, size)).get(specs, STEP)
-        job = writes.start_write(self.engine, plan.save, writes.in_file_order(plan, captured))
+        ordered = writes.in_file_order(plan, Columns(captured))
+        job = writes.start_write(self.engine, plan.save, ordered)
         store.begin(STEP, ATTEMPT)
         file, _ = store.data_file(STEP, plan.save.file_name, plan.save.file_bytes, ATTEMPT)
         job.attach(file)

@@ -26,10 +26,23 @@ from typing import Any, NoReturn
 from statehold.encoding.strictjson import Checker, show
 from statehold.errors import ManifestError, UnsupportedValueError
 
-__all__ = ["DEPTH_MAX", "Leaf", "LeafReader", "decode", "encode", "mapping_of", "well_formed"]
+__all__ = [
+    "DEPTH_MAX",
+    "Leaf",
+    "LeafReader",
+    "Members",
+    "decode",
+    "encode",
+    "is_plain_key",
+    "join",
+    "mapping_of",
+    "well_formed",
+]
 
 # (value, path) -> JSON node, or None when the value is not the hook's business.
 Leaf = Callable[[Any, str], Any | None]
+# (members of a dict, its path) -> the nodes of its values, or None to have them encoded one by one.
+Members = Callable[[Mapping[Any, Any], str], list[Any] | None]
 # (tag, payload) -> value.
 LeafReader = Callable[[str, Any], Any]
 
@@ -48,14 +61,15 @@ _TENSOR_TAGS = ("$tensor", "$ndarray", "$complex128", "$subclass")
 _SUBCLASS = ("class", "context", "shape", "stride", "part", "tensors")
 
 
-def encode(value: Any, path: str, leaf: Leaf | None = None) -> Any:
+def encode(value: Any, path: str, leaf: Leaf | None = None, members: Members | None = None) -> Any:
     """The JSON node for `value`, a snapshot that shares no container with it.
 
-    `leaf` gets every value whose type has no plain encoding. Raises UnsupportedValueError (facts
+    `leaf` gets every value whose type has no plain encoding. `members` gets every dict and
+    OrderedDict, and may make the nodes of its values at once. Raises UnsupportedValueError (facts
     path, type) for a value without a tag, for a container that holds itself, and for more than
     DEPTH_MAX nested containers.
     """
-    return _Encoder(leaf).node(value, path, 0)
+    return _Encoder(leaf, members).node(value, path, 0)
 
 
 def mapping_of(nodes: dict[Any, Any]) -> Any:
@@ -86,7 +100,8 @@ def is_plain(value: object) -> bool:
     return value is None or type(value) in _SCALARS or type(value) in _CONTAINERS
 
 
-def _is_plain_key(key: object) -> bool:
+def is_plain_key(key: object) -> bool:
+    """Whether a dict with this key can be a JSON object."""
     return type(key) is str and _is_plain_name(key)
 
 
@@ -163,12 +178,13 @@ def _hint_for(kind: type) -> str:
 
 
 class _Encoder:
-    """One encoding: the hook, the containers being visited, and how many were."""
+    """One encoding: the hooks, the containers being visited, and how many were."""
 
-    __slots__ = ("active", "containers", "hashed", "leaf")
+    __slots__ = ("active", "containers", "hashed", "leaf", "members")
 
-    def __init__(self, leaf: Leaf | None) -> None:
+    def __init__(self, leaf: Leaf | None, members: Members | None) -> None:
         self.leaf = leaf
+        self.members = members
         self.active: set[int] = set()
         self.containers = 0
         self.hashed = 0  # > 0 inside dict keys and set elements
@@ -192,7 +208,7 @@ class _Encoder:
             return {"$bytes": base64.b64encode(value).decode("ascii")}
         if kind is complex:
             return {"$complex": [repr(value.real), repr(value.imag)]}
-        where = path if key is _ROOT else _join(path, key)
+        where = path if key is _ROOT else join(path, key)
         write = _CONTAINERS.get(kind)
         if write is None:
             return self._other(value, where)
@@ -248,19 +264,28 @@ class _Encoder:
         return sorted(nodes, key=_sort_key)
 
     def pairs(self, members: Mapping[Any, Any], path: str, depth: int) -> list[list[Any]]:
+        known = self._known(members, path, depth)
         nodes = []
-        for key, value in members.items():
+        for index, (key, value) in enumerate(members.items()):
             self.hashed += 1
             name = self.node(key, path, depth, "{}")
             self.hashed -= 1
-            nodes.append([name, self.node(value, path, depth, key)])
+            nodes.append([name, known[index] if known else self.node(value, path, depth, key)])
         return nodes
 
     def mapping(self, members: dict[Any, Any], path: str, depth: int) -> Any:
         for key in members:
-            if not _is_plain_key(key):
+            if not is_plain_key(key):
                 return {"$dict": self.pairs(members, path, depth)}
+        if known := self._known(members, path, depth):
+            return dict(zip(members, known, strict=True))
         return {key: self.node(value, path, depth, key) for key, value in members.items()}
+
+    def _known(self, members: Mapping[Any, Any], path: str, depth: int) -> list[Any] | None:
+        """The nodes of the values, if the hook makes them: of containers one level deep."""
+        if self.members is None or self.hashed or depth >= DEPTH_MAX:
+            return None
+        return self.members(members, path)
 
     def ring(self, items: deque[Any], path: str, depth: int) -> Any:
         return {"$deque": {"items": self.items(items, path, depth), "maxlen": items.maxlen}}
@@ -279,7 +304,8 @@ _CONTAINERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {
 }
 
 
-def _join(path: str, key: object) -> str:
+def join(path: str, key: object) -> str:
+    """The path of the value with this key in the container at `path`."""
     name = key if type(key) is str else repr(key)
     return f"{path}.{name}" if path else name
 

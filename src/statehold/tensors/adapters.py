@@ -62,7 +62,8 @@ def inner_path(path: str, name: str) -> str:
 
 def repeated(state: Mapping[str, Any]) -> list[str]:
     """The entries of a state_dict() that say again what a tensor among them is made of."""
-    made = {name for name, value in state.items() if adapter_of(type(value)) is not None}
+    kinds = {kind for kind in set(map(type, state.values())) if adapter_of(kind) is not None}
+    made = {name for name, value in state.items() if kinds and type(value) in kinds}
     return [name for name in state if not made.isdisjoint(_above(name))] if made else []
 
 

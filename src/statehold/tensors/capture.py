@@ -21,7 +21,7 @@ is copied at once in here (captured), ties and what is recognised from the captu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,19 +42,21 @@ from statehold.tensors import (
     scalers,
     subclasses,
 )
+from statehold.tensors.batches import STATES, Flat, are_tensors, in_batches
 from statehold.tensors.captured import (
     Capture,
-    CapturedTensor,
+    Tensors,
     clone_eager_device_tensors,
     clone_small_host_tensors,
 )
 from statehold.tensors.composed import COMPLEX, SUBCLASS, as_real
+from statehold.tensors.facts import BATCH, layout_of, storage_addresses
 from statehold.tensors.found import Found, Kind
 from statehold.tensors.marks import Gated, Mark, Volatile
 from statehold.tensors.placements import OWN, Placed
 from statehold.tensors.recognition import Seen
 from statehold.tensors.rng import Rng
-from statehold.tensors.stepping import Storages, storages
+from statehold.tensors.stepping import MARKED, Owners, Storages, storages
 from statehold.tensors.storable import (
     ORDINARY,
     check_storable,
@@ -67,7 +69,6 @@ from statehold.units import format_bytes
 
 # Parameters handed over without their module are worth a line in the log from here on.
 TOLD_BYTES_MIN = 64 << 20
-_NOTHING = object()
 _PARTLESS = {bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter}
 
 
@@ -90,9 +91,9 @@ def capture(
             hint='give the parts names: save(step, {"model": model, "optimizer": optimizer})',
         )
     capturer = _Capturer(state, rank, stepping, seen or Seen())
-    tree = values.encode(dict(state), "", capturer.leaf)
+    tree = capturer.encoded(dict(state), "")
     capturer.read_generators()
-    if any(tensor.external for tensor in capturer.tensors):
+    if any(capturer.tensors.external):
         clone_small_host_tensors(capturer.tensors)
         clone_eager_device_tensors(capturer.tensors)
     return Capture(capturer.tensors, tree, capturer.note(), capturer.doubts, capturer.numbers)
@@ -156,9 +157,12 @@ class _Capturer:
         found = list(parts(state))
         self._rank = rank
         self.optimizers = [part for _, part in found if isinstance(part, torch.optim.Optimizer)]
-        self._names = modules.parameter_names(
-            (path, part) for path, part in found if isinstance(part, nn.Module)
-        )
+        # Of each module, asked once: a hook of state_dict() may make some anew each time.
+        self._entries, self._names = dict[int, dict[str, Any]](), dict[int, str]()
+        for path, part in found:
+            if isinstance(part, nn.Module) and id(part) not in self._entries:
+                entries = self._entries[id(part)] = modules.entries_to_save(part, path)
+                self._names = modules.names_in(entries, path) | self._names
         self._found = Found(seen)
         self._replicas = placements.replicas_in(
             (part for _, part in found if isinstance(part, nn.Module)), self._rank
@@ -174,8 +178,11 @@ class _Capturer:
         self.doubts: list[str] = []
 
     @property
-    def tensors(self) -> list[CapturedTensor]:
+    def tensors(self) -> Tensors:
         return self._found.tensors
+
+    def encoded(self, value: Any, path: str) -> Any:
+        return values.encode(value, path, self.leaf, self._members_of)
 
     # -- the hook of values.encode ---------------------------------------------------------
 
@@ -212,13 +219,13 @@ class _Capturer:
         return node
 
     def _scaler(self, scaler: Any, path: str) -> Any:
-        node = self._encode(scalers.known(scaler), path)
+        node = self.encoded(scalers.known(scaler), path)
         self.numbers += scalers.numbers(scaler, node)
         return node
 
     def read_generators(self) -> None:
         for rng, path, node in self._generators:
-            node.update(self._encode(rng.state_dict(), path))
+            node.update(self.encoded(rng.state_dict(), path))
 
     def _inside(self, value: Any, content: Callable[[], Any], path: str) -> Any:
         # values.encode sees cycles among containers, but not those that lead through an object.
@@ -228,12 +235,9 @@ class _Capturer:
         try:
             with noting(f'while the state of "{path}" was taken; nothing of the step is saved'):
                 inside = content()
-            return self._encode(inside, path)
+            return self.encoded(inside, path)
         finally:
             self._active.discard(id(value))
-
-    def _encode(self, value: Any, path: str) -> Any:
-        return values.encode(value, path, self.leaf)
 
     def _marked(self, value: Mark[Any], path: str) -> Any:
         outer = self._mark
@@ -248,22 +252,36 @@ class _Capturer:
         def other(value: Any, where: str) -> Any:
             if isinstance(value, torch.Tensor):
                 return self._tensor(value, where, lazy=isinstance(value, nn.Parameter))
-            return self._encode(value, where)
+            return self.encoded(value, where)
 
+        entries = self._entries.get(id(module)) or modules.entries(module)
         place_of = partial(self._place, path=path) if self._replicas else None
         kind = Kind.EAGER if self._mark is Volatile else Kind.OF_MODULE
-        return values.mapping_of(
-            self._found.nodes(modules.entries(module), path, kind, place_of, other)
-        )
+        nodes: dict[str, Any] = {}
+        for begin, members in in_batches(entries, BATCH):
+            key, held = (path, begin), list(members.values())
+            are_parameters = [isinstance(each, nn.Parameter) for each in held]
+            observed = kind, self._rank, list(members), are_parameters, self._layouts_of(held)
+            found = self._found.recognised(key, observed, held)
+            if found is None:
+                first = len(self.tensors)
+                found = self._found.nodes(members, path, kind, place_of, other)
+                self._found.remember(key, observed, held, first, found)
+            nodes |= found
+        return values.mapping_of(nodes)
+
+    def _layouts_of(self, tensors: Iterable[Any]) -> list[Any] | None:
+        """The layouts of those that DistributedDataParallel replicates."""
+        return list(map(self._replicas.get, map(id, tensors))) if self._replicas else None
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> Any:
-        state: dict[str, Any] = {}
         groups: list[Any] = [{optimizers.PARAMS: []} for _ in optimizer.param_groups]
+        names, parameters = [], []
         for index, name, parameter in optimizers.parameters(optimizer, self._names):
             groups[index][optimizers.PARAMS].append(name)
-            held = optimizer.state.get(parameter, _NOTHING)  # hashing a tensor takes long
-            if held is not _NOTHING:
-                state[name] = self._parameter_state(held, f"{path}.state.{name}", parameter)
+            names.append(name)
+            parameters.append(parameter)
+        state = self._parameter_states(optimizer, names, parameters, f"{path}.state")
         for index, group in enumerate(optimizer.param_groups):
             options = {key: item for key, item in group.items() if key != optimizers.PARAMS}
             groups[index] |= self._members(options, f"{path}.param_groups.{index}")
@@ -272,11 +290,80 @@ class _Capturer:
             "param_groups": [values.mapping_of(group) for group in groups],
         }
         if others := optimizers.other_state(optimizer):
-            node["other"] = self._encode(others, f"{path}.other")
+            node["other"] = self.encoded(others, f"{path}.other")
         return node
 
     def _members(self, members: Mapping[Any, Any], path: str) -> dict[Any, Any]:
-        return {key: self._encode(item, f"{path}.{key}") for key, item in members.items()}
+        return {key: self.encoded(item, f"{path}.{key}") for key, item in members.items()}
+
+    def _parameter_states(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: list[str],
+        parameters: list[torch.Tensor],
+        path: str,
+    ) -> dict[str, Any]:
+        """By the parameter's name, of each that has a state."""
+        nodes: dict[str, Any] = {}
+        held = optimizers.states_of(optimizer, parameters)
+        for begin in range(0, len(names), STATES):
+            chosen = slice(begin, begin + STATES)
+            states = [
+                (name, state, parameter)
+                for name, state, parameter in zip(
+                    names[chosen], held[chosen], parameters[chosen], strict=True
+                )
+                if state is not None
+            ]
+            if states:
+                nodes |= self._states(states, (path, begin))
+        return nodes
+
+    def _states(
+        self, states: list[tuple[str, Any, torch.Tensor]], key: tuple[str, int]
+    ) -> dict[str, Any]:
+        """The nodes of a batch of parameters' states: (name, state, parameter)."""
+        names, held, parameters = map(list, zip(*states, strict=True))
+        paths = [f"{key[0]}.{name}" for name in names]
+
+        def one_by_one() -> list[Any]:
+            return list(map(self._parameter_state, held, paths, parameters))
+
+        flat = Flat.of(held)
+        if flat is None:
+            return dict(zip(names, one_by_one(), strict=True))
+        kind = Kind.EAGER if self._mark is Volatile else Kind.LAZY
+        observed = kind, self._rank, names, flat.shape, self._places_of(parameters)
+        nodes, _ = self._batch(key, observed, flat, paths, one_by_one)
+        return dict(zip(names, nodes, strict=True))
+
+    def _batch(
+        self,
+        key: tuple[str, int],
+        observed: Any,
+        flat: Flat,
+        paths: list[str],
+        one_by_one: Callable[[], list[Any]],
+    ) -> tuple[list[Any], bool]:
+        """The nodes of dicts of tensors, and whether these are those of the capture before."""
+        nodes = self._found.recognised(key, observed, flat.tensors)
+        if nodes is not None:
+            return flat.with_others(nodes, paths) if flat.others else nodes, True
+        begin = len(self.tensors)
+        nodes = one_by_one()
+        self._found.remember(key, observed, flat.tensors, begin, nodes)
+        return nodes, False
+
+    def _places_of(self, parameters: Sequence[Any]) -> list[Any] | None:
+        """All that decides where the states of parameters lie; None where all are this rank's."""
+        if not self._replicas and ORDINARY.issuperset(map(type, parameters)):
+            return None
+        return [
+            (layout_of(each), local_of(each).shape)
+            if is_dtensor(each)
+            else self._replicas.get(id(each))
+            for each in parameters
+        ]
 
     def _parameter_state(self, state: Any, path: str, parameter: torch.Tensor) -> Any:
         place = self._place(parameter, path)
@@ -288,11 +375,88 @@ class _Capturer:
             if isinstance(value, torch.Tensor):
                 beside = None if is_dtensor(value) else place_of(value)
                 return self._tensor(value, where, lazy=True, place=beside)
-            return self._encode(value, where)
+            return self.encoded(value, where)
 
         kind = Kind.EAGER if self._mark is Volatile else Kind.LAZY
         given = None if place.layout is None else place_of
         return values.mapping_of(self._found.nodes(state, path, kind, given, other))
+
+    def _members_of(self, members: Mapping[Any, Any], path: str) -> list[Any] | None:
+        """The nodes of the values of a dict of tensors, or of a dict of such dicts."""
+        first = next(iter(members.values()), None)
+        if type(first) is dict:
+            return self._dicts(members, path)
+        if isinstance(first, torch.Tensor) and are_tensors(list(members.values())):
+            return self._dict(members, path)
+        return None
+
+    def _dict(self, members: Mapping[Any, Any], path: str) -> list[Any]:
+        nodes: list[Any] = []
+        for begin, batch in in_batches(members, BATCH):
+            tensors, paths = list(batch.values()), [values.join(path, key) for key in batch]
+
+            def one_by_one(tensors: Any = tensors, paths: Any = paths) -> list[Any]:
+                return list(map(self._plain_tensor, tensors, paths))
+
+            flat = Flat([tuple(batch)], tensors, others=[])
+            nodes += self._plain_batch((path, begin), flat, paths, one_by_one)
+        return nodes
+
+    def _dicts(self, members: Mapping[Any, Any], path: str) -> list[Any]:
+        nodes: list[Any] = []
+        for begin, batch in in_batches(members, STATES):
+            dicts, paths = list(batch.values()), [values.join(path, key) for key in batch]
+            flat = Flat.of(dicts)
+            if flat is None:
+                nodes += map(self.encoded, dicts, paths)
+                continue
+
+            def one_by_one(dicts: Any = dicts, paths: Any = paths) -> list[Any]:
+                return [
+                    values.encode(each, path, self.leaf)
+                    for each, path in zip(dicts, paths, strict=True)
+                ]
+
+            nodes += self._plain_batch((path, begin), flat, paths, one_by_one)
+        return nodes
+
+    def _plain_batch(
+        self,
+        key: tuple[str, int],
+        flat: Flat,
+        paths: list[str],
+        one_by_one: Callable[[], list[Any]],
+    ) -> list[Any]:
+        """_batch() of tensors that come without their module or optimizer."""
+        owners = self._owners_of(flat.tensors)
+        if owners is None:
+            return one_by_one()
+        layouts = self._layouts_of(flat.tensors)
+        observed = self._mark, self._rank, paths, flat.shape, layouts, owners
+        begin = len(self.tensors)
+        nodes, is_known = self._batch(key, observed, flat, paths, one_by_one)
+        if is_known:
+            self._parameters += [self.tensors[begin + index].spec for index in owners.parameters]
+        return nodes
+
+    def _owners_of(self, tensors: list[torch.Tensor]) -> Owners | None:
+        """Which of these only the step() of an optimizer changes; None where that is to be asked of
+        one tensor at a time."""
+        if self._mark is not None:
+            return MARKED
+        addresses = storage_addresses(tensors)
+        if addresses is None:
+            return None
+        gated = list(map(self._gated().__contains__, addresses))
+        if all(gated):
+            return Owners(gated, [], [])
+        known = self._stepped()
+        parameters = [
+            index
+            for index, address in enumerate(addresses)
+            if address in known.parameters and not gated[index]
+        ]
+        return Owners(gated, list(map(known.state.__contains__, addresses)), parameters)
 
     def _foreign(self, value: Any, path: str) -> Any | None:
         if (node := foreign.torch_node(value)) is not None:
@@ -334,13 +498,23 @@ class _Capturer:
             return True
         if not self.optimizers or not is_storable(tensor):
             return False
+        return storage_of(local_of(tensor)) in self._gated()
+
+    def _gated(self) -> set[int]:
+        """The storages of the optimizers of the state."""
         if self._gated_storages is None:
             self._gated_storages = storages(
                 owned
                 for optimizer in self.optimizers
                 for owned in optimizers.owned_tensors(optimizer)
             )
-        return storage_of(local_of(tensor)) in self._gated_storages
+        return self._gated_storages
+
+    def _stepped(self) -> Storages:
+        """Those of the optimizers that have stepped."""
+        if self._known is None:
+            self._known = Storages.of(self._stepping)
+        return self._known
 
     def _plain_tensor(self, tensor: torch.Tensor, path: str) -> Any:
         """A tensor that comes without its module or optimizer, such as one of a state_dict().
@@ -352,12 +526,10 @@ class _Capturer:
             return self._tensor(tensor, path, lazy=True)
         if self._mark is Volatile or not is_storable(tensor):
             return self._tensor(tensor, path, lazy=False)
-        if self._known is None:
-            self._known = Storages.of(self._stepping)
-        storage = storage_of(local_of(tensor))
+        known, storage = self._stepped(), storage_of(local_of(tensor))
         count = len(self.tensors)
-        node = self._tensor(tensor, path, lazy=False, is_gated=storage in self._known.state)
-        if storage in self._known.parameters:
+        node = self._tensor(tensor, path, lazy=False, is_gated=storage in known.state)
+        if storage in known.parameters:
             self._parameters += [each.spec for each in self.tensors[count:]]
         return node
 

@@ -1,7 +1,7 @@
 """The tensors that one capture has found: their names, their order, and which of them are one.
 
 Owns: ties; that no name is taken twice; which tensors are recognised from the capture before, and
-added without asking again what follows from what they show.
+added without asking again what follows from what they show, many at once or one by one.
 Invariants: a recognised tensor is added as it would be in full: the same spec, at the same place of
 the order, with the memory and the version that it has now. A tensor at whose address another one
 was found, or of which anything is out of the ordinary, is never recognised.
@@ -11,17 +11,19 @@ Not here: which tensors a state has, where they lie, and which of them are eager
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
 from statehold.errors import UnsupportedValueError
-from statehold.tensors.captured import CapturedTensor, captured
+from statehold.tensors.captured import CapturedTensor, Tensors, captured
+from statehold.tensors.facts import read
 from statehold.tensors.placements import OWN, Placed
-from statehold.tensors.recognition import Seen, Sight
+from statehold.tensors.recognition import Batch, Key, Seen, Sight
 from statehold.tensors.storable import ORDINARY, is_external, memory_of
 
 __all__ = ["Found", "Kind"]
@@ -45,12 +47,72 @@ class Found:
     def __init__(self, seen: Seen) -> None:
         seen.begin()
         self._seen = seen
-        self.tensors: list[CapturedTensor] = []
+        self.tensors = Tensors()
         # By address, or by the id of a DTensor: all ranks have to find the same ties, also those
         # whose box is empty. With the tensors: memory of a temporary that state_dict() made must
         # not be used again while its address stands for it here.
         self._held: defaultdict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+        # The same of batches: where the only tensor at a place is in `tensors`.
+        self._alone: dict[int, int] = {}
         self._taken: set[str] = set()
+
+    # -- many at once ----------------------------------------------------------------------
+
+    def recognised(self, key: Key, observed: Any, values: Sequence[Any]) -> Any | None:
+        """What remember() was given for the same tensors in the capture before, and adds them.
+
+        None, and nothing is added, if any of them shows anything else, or is tied.
+        """
+        batch = self._seen.batches_before.get(key)
+        if batch is None or batch.observed != observed:
+            return None
+        reading = read(values)
+        if reading is None or reading.facts != batch.facts or not self._are_new(reading.places):
+            return None
+        if not self._taken.isdisjoint(batch.sights):
+            return None
+        self._alone.update(zip(reading.places, count(len(self.tensors)), strict=False))
+        self._taken.update(batch.sights)
+        batch.add_to(self.tensors, reading)
+        self._seen.now.update(batch.sights)
+        self._seen.batches_now[key] = batch
+        return batch.nodes
+
+    def remember(
+        self, key: Key, observed: Any, values: Sequence[Any], begin: int, nodes: Any
+    ) -> None:
+        """Keep what the next capture needs to recognise `values`, which were added one by one from
+        tensors[begin] on; nothing if any of them is out of the ordinary."""
+        added = self.tensors[begin:]
+        reading = read(values) if len(added) == len(values) else None
+        if reading is None:
+            return
+        now = self._seen.now
+        sights = {each.spec.name: now[each.spec.name] for each in added if each.spec.name in now}
+        is_usual = all(
+            each.spec is sight.spec
+            and dtype is sight.dtype  # else a view of another dtype is stored
+            and (sight.is_usual or (each.wrapper is not None and not dtype.is_complex))
+            for each, dtype, sight in zip(
+                added, reading.facts.dtypes, sights.values(), strict=False
+            )
+        )
+        if is_usual and len(sights) == len(values):
+            are_gated = [each.is_gated for each in added]
+            batch = Batch(observed, reading.facts, sights, are_gated, nodes)
+            self._seen.batches_now[key] = batch
+
+    def _are_new(self, places: Sequence[int]) -> bool:
+        """Whether no tensor of these places is tied. 0 is that of a tensor without memory."""
+        distinct = set(places)
+        return (
+            len(distinct) == len(places)
+            and 0 not in distinct
+            and self._held.keys().isdisjoint(distinct)
+            and self._alone.keys().isdisjoint(distinct)
+        )
+
+    # -- one by one ------------------------------------------------------------------------
 
     def nodes(
         self,
@@ -68,7 +130,7 @@ class Found:
         # One loop that calls little Python: a state has tens of thousands of tensors, and each
         # microsecond is one of the trainer's.
         tensors, held, taken = self.tensors, self._held, self._taken
-        before, now = self._seen.before, self._seen.now
+        before, now, alone = self._seen.before, self._seen.now, self._alone
         nodes: dict[Any, Any] = {}
         place, eager = OWN, kind is Kind.EAGER
         for key, value in members.items():
@@ -84,6 +146,7 @@ class Found:
                     is_known = (
                         address != 0  # that of a meta tensor
                         and address not in held
+                        and address not in alone
                         and value.shape == sight.shape
                         and value.stride() == sight.stride
                         and value.dtype is sight.dtype
@@ -148,7 +211,11 @@ class Found:
         self, place_id: int, tensor: torch.Tensor, wrapper: torch.Tensor | None
     ) -> int | None:
         """Where the same DTensor, or the same elements of memory, were found before."""
-        for index, held in self._held.get(place_id, ()):
+        found = self._held.get(place_id, [])
+        if (alone := self._alone.get(place_id)) is not None:
+            first = self.tensors[alone]
+            found = [(alone, first.tensor if first.wrapper is None else first.wrapper), *found]
+        for index, held in found:
             if held is wrapper or (wrapper is None and memory_of(held) == memory_of(tensor)):
                 return index
         return None

@@ -56,12 +56,14 @@ def replicas(module: nn.Module) -> tuple[Any, list[torch.Tensor]] | None:
 def entries(module: nn.Module) -> dict[str, Any]:
     """The module's own state by canonical name: live parameters, live buffers, extra state."""
     state = _state_of(unwrapped(module))
+    if not any(_COMPILED in name for name in state):
+        return state
     return {_canonical(name): value for name, value in state.items()}
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
     """The live state_dict(), without entries that repeat what a tensor in it is made of."""
-    state = module.state_dict(keep_vars=True)
+    state = dict(module.state_dict(keep_vars=True))
     for name in adapters.repeated(state):
         del state[name]
     return state
@@ -88,24 +90,45 @@ def _canonical(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
+def entries_to_save(module: nn.Module, path: str) -> dict[str, Any]:
+    """entries() of a module at `path`. Raises UnsupportedValueError for what no step can hold."""
+    _refuse_flat(module, path)
+    adapters.refuse_packed(module, path)
+    found = entries(module)
+    adapters.refuse_stateless(module, path)
+    return found
+
+
 def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
     """The full name of every parameter of the modules (path, module), by the object's id."""
     names: dict[int, str] = {}
     for path, module in modules:
-        _refuse_flat(module, path)
-        adapters.refuse_packed(module, path)
-        found = entries(module)
-        adapters.refuse_stateless(module, path)
-        for name, value in found.items():
-            if isinstance(value, torch.Tensor):
-                names.setdefault(id(value), f"{path}.{name}")
+        names = names_in(entries_to_save(module, path), path) | names
     return names
+
+
+def names_in(found: dict[str, Any], path: str) -> dict[int, str]:
+    """The full name of each of the entries of the module at `path`, by the object's id; the first
+    name of what has several."""
+    return {id(value): f"{path}.{name}" for name, value in reversed(found.items())}
+
+
+def _classes_in(module: nn.Module) -> set[type]:
+    """The classes of a module and of all that it holds; named_modules() takes ten times as long."""
+    found, left = set[type](), [module]
+    while left:
+        each = left.pop()
+        found.add(type(each))
+        left += [child for child in each._modules.values() if child is not None]
+    return found
 
 
 def _refuse_flat(module: nn.Module, path: str) -> None:
     """Raise for FullyShardedDataParallel, whose parameters are pieces of flattened ones."""
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    if fsdp is None:
+    if fsdp is None or not any(
+        issubclass(kind, fsdp.FullyShardedDataParallel) for kind in _classes_in(module)
+    ):
         return
     for name, each in module.named_modules():
         if isinstance(each, fsdp.FullyShardedDataParallel):

@@ -13,7 +13,8 @@ names are the same with and without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -124,22 +125,34 @@ def parameters(
             running += 1
 
 
-def owned_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def states_of(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+) -> list[Any | None]:
+    """What the optimizer keeps for each of its parameters; None where it keeps nothing."""
+    state = optimizer.state
+    if list(map(id, state)) == list(map(id, parameters)):  # hashing a tensor takes long
+        return list(state.values())
+    return [state.get(parameter) for parameter in parameters]
+
+
+def owned_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors that only step() changes: the parameters and the state at its top level."""
-    for group in optimizer.param_groups:
-        yield from group[PARAMS]
-    yield from state_tensors(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
+    return parameters + state_tensors(optimizer)
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors at the top level of the state of each parameter."""
-    for state in optimizer.state.values():
-        if isinstance(state, dict):
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    dicts = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    values = chain.from_iterable(state.values() for state in dicts)
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def other_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     """The entries of the state whose keys are no parameters, such as a common step."""
+    kinds = set(map(type, optimizer.state))
+    if all(issubclass(kind, torch.Tensor) for kind in kinds):
+        return {}
     return {
         key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)
     }

@@ -9,12 +9,17 @@ import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 
 from statehold.tensors import optimizers
-from statehold.tensors.storable import is_storable, local_of, storage_of
+from statehold.tensors.facts import BATCH, storage_addresses
+from statehold.tensors.storable import ORDINARY, is_storable, local_of, storage_of
 from statehold.tensors.subclasses import parts_of
+
+_is_quantized, _is_nested = attrgetter("is_quantized"), attrgetter("is_nested")
 
 
 class Stepping:
@@ -60,7 +65,32 @@ class Storages:
         return cls(frozenset(parameters), frozenset(state - parameters - gradients))
 
 
+class Owners(NamedTuple):
+    """Of a batch of tensors: which are an optimizer's of the state, which are state of one that has
+    stepped, and the indices of the other parameters of such a one."""
+
+    gated: list[bool]
+    state: list[bool]
+    parameters: list[int]
+
+
+# Of tensors that a mark says it of.
+MARKED = Owners([], [], [])
+
+
 def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     """The addresses of the storages of those that a step can hold; 0 is no address."""
+    given, found = list(tensors), set[int]()
+    for begin in range(0, len(given), BATCH):
+        found |= _storages(given[begin : begin + BATCH])
+    return found - {0}
+
+
+def _storages(tensors: list[torch.Tensor]) -> set[int]:
+    is_usual = ORDINARY.issuperset(map(type, tensors)) and not (
+        any(map(_is_quantized, tensors)) or any(map(_is_nested, tensors))
+    )
+    if is_usual and (addresses := storage_addresses(tensors)) is not None:  # None: sparse
+        return set(addresses)
     plain = (part for tensor in tensors for part in parts_of(tensor))
-    return {storage_of(local_of(tensor)) for tensor in plain if is_storable(tensor)} - {0}
+    return {storage_of(local_of(tensor)) for tensor in plain if is_storable(tensor)}

@@ -108,17 +108,17 @@ class Saver:
         ends = self._wait(save, is_last)
         captured = self.trainer.capture(save, state, self.rank)
         with save._stage("plan"):
-            specs = [tensor.spec for tensor in captured.tensors]
+            specs = captured.tensors.specs
             known = self.claims.resolve(specs, self.schedule.turns.settled)
             plan = self.plans.get(known.specs, step)
         save._record(
-            state_bytes=sum(tensor.spec.nbytes for tensor in captured.tensors),
+            state_bytes=captured.state_bytes,
             eager_bytes=captured.eager_bytes,
             written_bytes=plan.save.file_bytes,
             tensors=len(captured.tensors),
         )
         names = {name for each in known.comparisons for name in each.names}
-        compared = [tensor for tensor in captured.tensors if tensor.spec.name in names]
+        compared = captured.named(names)
         self.trainer.watched.append(save)
         work = Work(
             save=save,

@@ -102,7 +102,7 @@ class Pipeline:
     def wait_eager(self, work: Work, captured: Capture) -> None:
         """Return once all that may change before the next update is copied, or the current streams
         of devices are after it; raises if it did change."""
-        if not any(tensor.eager for tensor in captured.tensors):
+        if not captured.eager:
             return
         try:
             if work.copies is not None:

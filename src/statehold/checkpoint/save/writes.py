@@ -8,9 +8,10 @@ Not here: what to write (share), where in the file (plan), what happens to the f
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from datetime import datetime, timezone
+from itertools import compress
+from operator import mul, not_
 from typing import TYPE_CHECKING, Any
 
 from statehold import _core
@@ -24,40 +25,48 @@ from statehold.tensors.storable import strides_of
 
 if TYPE_CHECKING:
     from statehold._core import Engine, File, WriteJob
-    from statehold.tensors.captured import CapturedTensor
+    from statehold.tensors.captured import CapturedTensor, Tensors
 
 
-def in_file_order(plan: RankPlan, captured: Sequence[CapturedTensor]) -> list[CapturedTensor]:
+def in_file_order(plan: RankPlan, captured: Tensors) -> Tensors:
     """What this rank writes, as it lies in its file: whole boxes, or some of their rows."""
     parts = [plan.share.parts[index] for index in plan.save.source_index]
-    return [
-        captured[part.source] if part.rows is None else _rows(captured[part.source], *part.rows)
-        for part in parts
-    ]
+    sources = [part.source for part in parts]
+    cut = [(index, part.rows) for index, part in enumerate(parts) if part.rows is not None]
+    if not cut and sources == list(range(len(captured))):
+        return captured
+    ordered = captured.picked(sources)
+    for index, rows in cut:
+        ordered[index] = _rows(ordered[index], *rows)
+    return ordered
 
 
 def _rows(captured: CapturedTensor, begin: int, end: int) -> CapturedTensor:
     tensor = captured.tensor[begin:end]
-    return replace(captured, tensor=tensor, address=tensor.data_ptr(), strided=strides_of(tensor))
+    return captured._replace(tensor=tensor, address=tensor.data_ptr(), strided=strides_of(tensor))
 
 
 def start_write(
-    engine: Engine, plan: SavePlan, ordered: Sequence[CapturedTensor], file: File | None = None
+    engine: Engine, plan: SavePlan, ordered: Tensors, file: File | None = None
 ) -> WriteJob:
     """Begin to stage the tensors, in file order, as `plan` lays them out; into `file`, if it is
     there already. The job keeps the tensors alive until they are copied."""
-    eager, external = _core.SEGMENT_EAGER, _core.SEGMENT_EXTERNAL
-    host = [None if item.external else item for item in ordered]
+    external = ordered.external
+    flags = bytearray(map(_core.SEGMENT_EXTERNAL.__mul__, external))
+    for index in ordered.eager():
+        flags[index] |= _core.SEGMENT_EAGER
+    strided = {i: each for i, each in enumerate(ordered.strided) if each and not external[i]}
+    on_host = list(map(not_, external))
     return engine.write(
         file_bytes=plan.file_bytes,
         block_bytes=BLOCK_BYTES,
         begins=array("q", plan.begins),
         sizes=array("q", [spec.nbytes for spec in plan.specs]),
-        addresses=array("Q", [item.address if item else 0 for item in host]),
-        flags=bytes([eager * item.eager | external * item.external for item in ordered]),
-        strided={i: item.strided for i, item in enumerate(host) if item and item.strided},
+        addresses=array("Q", map(mul, ordered.addresses, on_host)),
+        flags=bytes(flags),
+        strided=strided,
         header=plan.header,
-        owner=tuple(item.tensor for item in host if item),
+        owner=tuple(compress(ordered.aliases, on_host)),
         file=file,
         client=Client.SAVE,
     )

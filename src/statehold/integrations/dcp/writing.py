@@ -32,7 +32,7 @@ from statehold.layout.layout import Box
 from statehold.layout.plan import TensorSpec, plan_save
 from statehold.tensors import dtypes
 from statehold.tensors.capture import capture
-from statehold.tensors.captured import Capture, CapturedTensor
+from statehold.tensors.captured import Capture, CapturedTensor, Tensors
 from statehold.tensors.devices import Devices
 from statehold.tensors.storable import (
     check_storable,
@@ -266,7 +266,7 @@ def _write_file(
     tensors: Sequence[CapturedTensor],
 ) -> bytes:
     begin_s = time.perf_counter()
-    ordered = [tensors[index] for index in plan.source_index]
+    ordered = Tensors(tensors[index] for index in plan.source_index)
     job = start_write(engine, plan, ordered)
     try:
         job.attach(fs.open_write(path, plan.file_bytes))

@@ -8,8 +8,12 @@ failed: the gate may know the copies for longer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from itertools import compress
+from operator import not_
 from typing import Any
+
+import torch
 
 from statehold.errors import StateholdError
 from statehold.tensors.captured import Capture, CapturedTensor
@@ -30,14 +34,15 @@ class DeviceCopies:
         self,
         job: FillJob[Any],
         captured: Capture,
-        external: Mapping[int, CapturedTensor],
+        external: Mapping[int, torch.Tensor],
+        eager: Set[int],
         compared: Sequence[CapturedTensor],
         mover: Mover,
     ) -> None:
         self._job = job
-        self._tensors = {segment: each.tensor for segment, each in external.items()}
-        self._eager = {segment for segment, each in external.items() if each.eager}
-        self._eager_bytes_left = sum(self._tensors[segment].nbytes for segment in self._eager)
+        self._tensors = external
+        self._eager = eager
+        self._eager_bytes_left = sum(external[segment].nbytes for segment in eager)
         self._eager_under_way = threading.Event()
         self._after_eager: list[Event] = []
         self._compared = compared
@@ -48,7 +53,7 @@ class DeviceCopies:
         self.fingerprints: dict[str, int] = {}  # of what is compared, by name; after run()
         self._mover = mover
         self._enqueued = threading.Event()
-        self._streams_suffice = not any(map(_is_lazy_on_host, captured.tensors))
+        self._streams_suffice = not _has_lazy_on_host(captured)
 
     def run(self) -> None:
         """Fill every buffer the engine lends, then the numbers of the tree; returns when all that
@@ -127,6 +132,10 @@ class DeviceCopies:
             self._enqueued.set()
 
 
-def _is_lazy_on_host(captured: CapturedTensor) -> bool:
-    is_copied_in_time = captured.external or captured.owned or captured.eager
-    return not is_copied_in_time and captured.spec.nbytes > 0
+def _has_lazy_on_host(captured: Capture) -> bool:
+    tensors, eager = captured.tensors, set(captured.eager)
+    on_host = compress(range(len(tensors)), map(not_, tensors.external))
+    return any(
+        tensors.specs[index].nbytes > 0 and not tensors.owned[index] and index not in eager
+        for index in on_host
+    )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress, count
 
 import torch
 
-from statehold.tensors.captured import Capture, CapturedTensor
+from statehold.tensors.captured import Capture, CapturedTensor, Tensors
 from statehold.tensors.devices.backends import BlockingBackend, StreamBackend
 from statehold.tensors.devices.copying import DeviceCopies
 from statehold.tensors.devices.cuda import CudaBackend
@@ -37,7 +38,7 @@ class Devices:
         self,
         job: FillJob[LentT],
         captured: Capture,
-        ordered: Sequence[CapturedTensor],
+        ordered: Tensors,
         compared: Iterable[CapturedTensor] = (),
     ) -> DeviceCopies | None:
         """The device copies of a save; None when all is host memory. Call it inside save().
@@ -45,13 +46,15 @@ class Devices:
         Segment i + 1 of the job is ordered[i]. compared: what fingerprints are wanted of. Numbers
         of the tree, and some of what is compared, belong to no segment.
         """
-        external = {segment: each for segment, each in enumerate(ordered, 1) if each.external}
+        segments = compress(count(1), ordered.external)
+        external = dict(zip(segments, compress(ordered.aliases, ordered.external), strict=False))
         there = [each for each in compared if each.external]
         others = [each.tensor for each in there] + [each.tensor for each in captured.numbers]
         if not external and not others:
             return None
-        tensors = {segment: each.tensor for segment, each in external.items()}
-        return DeviceCopies(job, captured, external, there, self._mover(tensors, others))
+        eager = {index + 1 for index in ordered.eager()} & external.keys()
+        mover = self._mover(external, others)
+        return DeviceCopies(job, captured, external, eager, there, mover)
 
     def load(self, job: ReadyJob[LentT], places: Mapping[int, Place]) -> None:
         """Empty every buffer of a read into the places on devices, by segment. The calling thread's

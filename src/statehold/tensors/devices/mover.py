@@ -32,9 +32,10 @@ class Mover:
     ) -> None:
         self.backend = backend
         self._pinning = pinning
-        self._device_of = dict(zip(tensors, map(device_of, tensors.values()), strict=True))
-        devices = [*self._device_of.values(), *map(device_of, others)]
-        self._streams: dict[torch.device, Stream] = dict.fromkeys(devices)
+        devices = list(map(device_of, tensors.values()))
+        distinct = {*devices, *map(device_of, others)}
+        self._streams: dict[torch.device, Stream] = dict.fromkeys(distinct)
+        self._device_of = dict(zip(tensors, devices, strict=True))
         with self.using():
             self._streams = {device: backend.fork(device) for device in self._streams}
         self._newest: dict[torch.device, Event] = {}

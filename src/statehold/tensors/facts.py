@@ -1,0 +1,111 @@
+"""What many tensors show, read column by column: a call of C for each fact, no Python in between.
+
+Owns: the reads that decide a tensor's spec, strides and ties, for a batch of tensors at once.
+Invariants: equal facts, at equal names and places, give equal specs and strides. A batch in which
+any tensor is out of the ordinary has no reading, and is looked at one tensor at a time.
+Not here: what follows from a reading (found), what is remembered of it (recognition).
+
+A batch is small, so that its tensors are still in the processor's cache when the next column is
+read: of 20,000 tensors at once each read takes nearly twice as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import add, attrgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from statehold.tensors.storable import ORDINARY, is_dtensor
+
+__all__ = ["BATCH", "Facts", "Reading", "layout_of", "read", "storage_addresses"]
+
+BATCH = 256
+
+_version, _shape, _dtype = attrgetter("_version"), attrgetter("shape"), attrgetter("dtype")
+_local = attrgetter("_local_tensor")
+_stride, _data_ptr = torch.Tensor.stride, torch.Tensor.data_ptr
+_is_neg, _detach = torch.Tensor.is_neg, torch.Tensor.detach
+_storage, _storage_ptr = torch.Tensor.untyped_storage, torch.UntypedStorage.data_ptr
+# All that decides where a DTensor lies.
+_layout = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta")
+
+
+class Facts(NamedTuple):
+    """What decides specs and strides. layouts: those of DTensors, None for each other tensor; no
+    list at all where there is no DTensor."""
+
+    shapes: list[torch.Size]
+    strides: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+    layouts: list[Any]
+
+
+class Reading(NamedTuple):
+    """A batch as it is now. places: what two tensors share when they may be one: addresses, and the
+    ids of DTensors. aliases: of what DTensors hold here; wrappers: DTensors, else None."""
+
+    facts: Facts
+    aliases: list[torch.Tensor]
+    wrappers: list[torch.Tensor | None]
+    addresses: list[int]
+    versions: list[int]
+    places: list[int]
+
+
+def read(values: Sequence[Any]) -> Reading | None:
+    """What a batch shows; None unless all of it are ordinary tensors, or DTensors of such."""
+    wrappers: list[Any] = [None] * len(values)
+    tensors, layouts = values, list[Any]()
+    try:
+        if not ORDINARY.issuperset(map(type, values)):
+            wrappers = [None if type(value) in ORDINARY else value for value in values]
+            if not all(value is None or is_dtensor(value) for value in wrappers):
+                return None
+            layouts = [None if value is None else layout_of(value) for value in wrappers]
+            tensors = [value if type(value) in ORDINARY else _local(value) for value in values]
+            if not ORDINARY.issuperset(map(type, tensors)):
+                return None  # under way from a collective, or made of others
+        addresses = list(map(_data_ptr, tensors))
+        facts = Facts(
+            list(map(_shape, tensors)),
+            list(map(_stride, tensors)),
+            list(map(_dtype, tensors)),
+            layouts,
+        )
+        if any(map(_is_neg, tensors)):
+            return None
+        versions = list(map(_version, tensors))
+        aliases = list(map(_detach, tensors))
+    except RuntimeError:  # no memory, no shape, no version: sparse, nested, or of inference mode
+        return None
+    places = addresses
+    if layouts:
+        wrapped = list(zip(wrappers, addresses, strict=True))
+        places = [address if each is None else id(each) for each, address in wrapped]
+        moved = [0 if each is None else each._version for each in wrappers]
+        versions = list(map(add, versions, moved))
+    return Reading(facts, aliases, wrappers, addresses, versions, places)
+
+
+def layout_of(tensor: Any) -> tuple[Any, ...]:
+    """What decides where a DTensor lies."""
+    return (*_layout(tensor), getattr(tensor._spec, "shard_order", None))
+
+
+def storage_addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Of the storages of ordinary tensors and DTensors; None where one is neither, or has none."""
+    local = tensors
+    if not ORDINARY.issuperset(map(type, tensors)):
+        local = [each if type(each) in ORDINARY else _local_of(each) for each in tensors]
+        if not ORDINARY.issuperset(map(type, local)):
+            return None
+    try:
+        return list(map(_storage_ptr, map(_storage, local)))
+    except RuntimeError:  # sparse, or nested
+        return None
+
+
+def _local_of(tensor: Any) -> Any:
+    return _local(tensor) if is_dtensor(tensor) else tensor
