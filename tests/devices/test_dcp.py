@@ -53,9 +53,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     opened: list[object] = []
     make = _core.Engine
 
-    def engine(*args: Any) -> Any:
+    def engine(*args: Any, **kwargs: Any) -> Any:
         opened.append(args)
-        return make(*args)
+        return make(*args, **kwargs)
 
     monkeypatch.setattr(_core, "Engine", engine)
     return opened

@@ -96,7 +96,7 @@ def test_it_is_read_only(tmp_path: Path) -> None:
                 with pytest.raises(errors.StorageError) as caught:
                     ckpt.save(2, content(2, FITS))
                 assert caught.value.errno == errno.EROFS
-                assert "may be written" in str(caught.value)
+                assert "a writable directory" in str(caught.value)
         subprocess.run(["mount", "-o", "remount,rw", str(root)], check=True)
         with statehold.Checkpointer(run, **SMALL) as ckpt:
             committed(ckpt, 2, FITS)

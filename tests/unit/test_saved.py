@@ -244,7 +244,7 @@ def test_the_example_in_the_document_is_a_record() -> None:
     _, block = re.findall(r"```json\n(.*?)```", document, re.DOTALL)
     assert json.loads(block) == json.loads(world.records[1].encode())
     raw = world.files[f"{DIRECTORY}/manifest.json"].decode()
-    (state,) = re.findall(r"of the manifest: `(.*?)`", document)
+    (state,) = re.findall(r"The manifest has `(.*?)`", document)
     assert state in raw
 
 

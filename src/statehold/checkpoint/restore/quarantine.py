@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from statehold.errors import CorruptionError, RunBusyError, StorageError
+from statehold.process.warn import warn_caller
 from statehold.ranks.rounds import everyone, together
 
 if TYPE_CHECKING:
     from statehold.checkpoint.levels.levels import Levels
 
 __all__ = ["set_aside"]
-
-# The warning names the line that called restore(): over RestoreCalls, Session and Checkpointer.
-_CALLS_ABOVE = 5
 
 
 def set_aside(
@@ -38,11 +35,7 @@ def set_aside(
     levels.forget(failed)
     for (step, error), kept in zip(failed.items(), places[0], strict=True):
         text = f"step {step} is damaged; step {restored} was restored instead. "
-        warnings.warn(
-            f"{text}The damaged step was kept as {kept}.\n{error}",
-            RuntimeWarning,
-            stacklevel=_CALLS_ABOVE,
-        )
+        warn_caller(f"{text}The damaged step was kept as {kept}.\n{error}")
 
 
 def _quarantined(levels: Levels, step: int, is_confirmed: bool) -> str:

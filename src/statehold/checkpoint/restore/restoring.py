@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import errno
 import json
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -47,6 +46,7 @@ from statehold.errors import (
     storage_error,
 )
 from statehold.format.selection import Answer, RestoreReport, Selection, check_answers
+from statehold.process.warn import warn_caller
 from statehold.ranks.rounds import USUAL, MismatchElsewhere, everyone, led, pooled, together
 from statehold.tensors.restoration import Restoration, mismatch
 from statehold.tensors.restore import prepare
@@ -178,7 +178,7 @@ class Restorer:
                 others = [other for other in self._saved.steps() if other != step]
                 raise error.with_fact("other steps", listed(others)) from None
         for doubt in matched.restoration.doubts():
-            warnings.warn(doubt, RuntimeWarning, stacklevel=4)  # the caller of restore()
+            warn_caller(doubt)
         return replace(matched.restoration.report, unexpected=matched.unexpected)
 
     def _from_any_copy(self, step: int) -> Matched:
