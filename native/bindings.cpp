@@ -154,9 +154,7 @@ bool PyFile::close_alone(double within_s) {
   std::shared_ptr<File> file = std::move(file_);
   const GilReleased gil_released;
   using Clock = std::chrono::steady_clock;
-  const auto within = std::chrono::duration_cast<Clock::duration>(
-      std::chrono::duration<double>(std::max(0.0, within_s)));
-  const Clock::time_point deadline = Clock::now() + within;
+  const Clock::time_point deadline = Clock::now() + duration_of(within_s);
   // The others are transfers in flight, and a job: they let go of it, and nobody can join them.
   while (file.use_count() > 1) {
     if (Clock::now() >= deadline) return false;

@@ -222,16 +222,21 @@ class PyBufferPool {
 
 using Timeout = std::optional<double>;
 
+// None, more than a clock can add, and what is no number stand for decades.
+inline std::chrono::steady_clock::duration duration_of(Timeout timeout_s) {
+  constexpr double at_most_s = 1e9;
+  const double wanted_s = timeout_s.value_or(at_most_s);
+  const double s = wanted_s < at_most_s ? std::max(wanted_s, 0.0) : at_most_s;
+  using Duration = std::chrono::steady_clock::duration;
+  return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(s));
+}
+
 // Waits in slices, so that Ctrl-C is noticed; done(Deadline) runs without the GIL.
 template <class Done>
 bool wait(Timeout timeout_s, Done&& done) {
   using Clock = std::chrono::steady_clock;
   constexpr auto slice = std::chrono::milliseconds(100);
-  constexpr double for_ever_s = 1e9;
-  const auto start = Clock::now();
-  const auto end =
-      start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(
-                  std::min(timeout_s.value_or(for_ever_s), for_ever_s)));
+  const auto end = Clock::now() + duration_of(timeout_s);
   while (true) {
     {
       const GilReleased gil_released;

@@ -20,7 +20,8 @@ struct ClientOptions {
 // The number that `PathLimits` takes for all clients together.
 inline constexpr uint32_t kEveryClient = UINT32_MAX;
 
-// Of what a client has moved to and from storage.
+// Of what a client has moved to and from storage. Files that are memory are moved by copying, so
+// neither these counts nor limits and weights of the disk hold for them.
 struct ClientStats {
   uint64_t buffers = 0;  // that it holds now
   uint64_t read_bytes = 0;

@@ -11,8 +11,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <deque>
 #include <limits>
+#include <list>
 #include <map>
 #include <memory>
 #include <optional>
@@ -41,6 +41,12 @@ class DiskQueue {
  public:
   static constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
 
+  struct Waiting {
+    uint64_t number;
+    Transfer transfer;
+  };
+  using Lane = std::list<Waiting>;  // of one client on one path; never empty
+
   explicit DiskQueue(const std::vector<ClientOptions>& clients)
       : shares_(clients), waiting_(clients.size()) {}
 
@@ -49,8 +55,12 @@ class DiskQueue {
 
   // If it throws (bad_alloc), the transfer is not in the queue.
   void push(Transfer transfer) {
-    const uint64_t number = next_number_++;
-    waiting_[transfer.client][transfer.path].push_back({number, std::move(transfer)});
+    Lane one;
+    auto& lanes = waiting_[transfer.client];
+    const uint32_t path = transfer.path;
+    one.push_back({next_number_++, std::move(transfer)});
+    Lane& lane = lanes[path];
+    lane.splice(lane.end(), one);
   }
 
   // The next one, which is under way from now on until ended().
@@ -59,11 +69,13 @@ class DiskQueue {
     due_ns_ = kNever;
     if (under_way_ >= depth_) return started;
     shares_.next([&](uint32_t client) {
-      Lane* lane = first_allowed(client, now_ns);
-      if (lane == nullptr) return false;
-      started = std::move(lane->front().transfer);
-      lane->pop_front();
-      shares_.charge(client, started->request.bytes);
+      auto& lanes = waiting_[client];
+      const auto lane = first_allowed(client, now_ns);
+      if (lane == lanes.end()) return false;
+      started = std::move(lane->second.front().transfer);
+      lane->second.pop_front();
+      if (lane->second.empty()) lanes.erase(lane);
+      shares_.charge(client, std::max(started->request.bytes, Shares::kLeastCharge));
       limits_.charge(started->path, client, started->request.bytes, now_ns);
       ++under_way_;
       return true;
@@ -80,19 +92,23 @@ class DiskQueue {
     --under_way_;
   }
 
-  // Takes the transfers of a job out; returns them.
-  std::vector<Transfer> drop(const Job& job) {
-    std::vector<Transfer> dropped;
+  // Takes the transfers of a job out; returns them. Needs no memory: a job is cancelled when there
+  // is none, too.
+  Lane drop(const Job& job) noexcept {
+    Lane dropped;
     for (auto& lanes : waiting_) {
       for (auto& [path, lane] : lanes) {
-        for (Waiting& each : lane) {
-          if (each.transfer.job.get() == &job) dropped.push_back(std::move(each.transfer));
+        for (auto at = lane.begin(); at != lane.end();) {
+          const auto each = at++;
+          if (each->transfer.job.get() == &job) dropped.splice(dropped.end(), lane, each);
         }
-        std::erase_if(lane, [](const Waiting& each) { return each.transfer.job == nullptr; });
       }
+      std::erase_if(lanes, [](const auto& entry) { return entry.second.empty(); });
     }
     return dropped;
   }
+
+  uint64_t paths(uint32_t client) const { return waiting_[client].size(); }
 
   uint64_t waiting(uint32_t client) const {
     uint64_t count = 0;
@@ -101,21 +117,17 @@ class DiskQueue {
   }
 
  private:
-  struct Waiting {
-    uint64_t number;
-    Transfer transfer;
-  };
-  using Lane = std::deque<Waiting>;  // of one client on one path
+  using Lanes = std::map<uint32_t, Lane>;  // by path
 
-  Lane* first_allowed(uint32_t client, uint64_t now_ns) {
-    Lane* first = nullptr;
-    for (auto& [path, lane] : waiting_[client]) {
-      if (lane.empty()) continue;
-      const uint64_t allowed_ns = limits_.allowed_at_ns(path, client);
+  Lanes::iterator first_allowed(uint32_t client, uint64_t now_ns) {
+    Lanes& lanes = waiting_[client];
+    auto first = lanes.end();
+    for (auto at = lanes.begin(); at != lanes.end(); ++at) {
+      const uint64_t allowed_ns = limits_.allowed_at_ns(at->first, client);
       if (allowed_ns > now_ns) {
         due_ns_ = std::min(due_ns_, allowed_ns);
-      } else if (first == nullptr || lane.front().number < first->front().number) {
-        first = &lane;
+      } else if (first == lanes.end() || at->second.front().number < first->second.front().number) {
+        first = at;
       }
     }
     return first;
@@ -123,7 +135,7 @@ class DiskQueue {
 
   Shares shares_;
   PathLimits limits_;
-  std::vector<std::map<uint32_t, Lane>> waiting_;  // by client, by path
+  std::vector<Lanes> waiting_;  // by client
   uint64_t depth_ = 1;
   uint64_t under_way_ = 0;
   uint64_t next_number_ = 0;

@@ -15,11 +15,17 @@ namespace {
 // aside. When the trainer itself waits for the copy, the processors are free: this costs nothing.
 constexpr int kNiceness = 5;
 
+// More than processors address; sums and products of sizes below it do not overflow.
+constexpr uint64_t kMemoryBytesMax = uint64_t{1} << 46;
+
 void yield_to_trainer() { static_cast<void>(!::nice(kNiceness)); }
 
 std::shared_ptr<Shared> make_shared_state(const EngineOptions& options) {
   if (options.buffer_bytes == 0 || options.buffer_bytes % kPageBytes != 0) {
     throw std::invalid_argument("buffer_bytes must be a positive multiple of 4096");
+  }
+  if (options.buffer_bytes > kMemoryBytesMax || options.staging_bytes > kMemoryBytesMax) {
+    throw std::invalid_argument("staging_bytes and buffer_bytes are at most 2**46");
   }
   if (options.copy_threads < 1) throw std::invalid_argument("copy_threads must be at least 1");
   const uint64_t count = (options.staging_bytes + options.buffer_bytes - 1) / options.buffer_bytes;
@@ -118,12 +124,13 @@ void Engine::check_open() {
 }
 
 void Engine::start(std::shared_ptr<Job> job) {
-  const Lock lock(shared_->mutex());
+  Lock lock(shared_->mutex());
   check_open();
   shared_->jobs.push_back(std::move(job));
   note_demand();
   shared_->runnable.notify_all();
   shared_->changed.notify_all();  // the populator may go on
+  shared_->drop_retired(lock);    // a job with nothing to do is over
 }
 
 std::shared_ptr<WriteJob> Engine::write(WriteRequest request) {
@@ -149,11 +156,11 @@ void Engine::check_client(uint32_t client) const {
   throw std::invalid_argument("there is no such client");
 }
 
-void Engine::set_limit(uint32_t path, uint32_t client, uint64_t bytes_per_s) {
-  if (client != kEveryClient) check_client(client);
+void Engine::set_limit(uint32_t path, std::optional<uint32_t> client, uint64_t bytes_per_s) {
+  if (client) check_client(*client);
   Lock lock(shared_->mutex());
   check_open();
-  shared_->disk.limits().set(path, client, bytes_per_s, shared_->now_ns());
+  shared_->disk.limits().set(path, client.value_or(kEveryClient), bytes_per_s, shared_->now_ns());
   shared_->start_transfers(lock);
 }
 
@@ -198,10 +205,11 @@ void Engine::start_due_transfers(Lock& lock) {
 
 void Engine::wait_for_work(Lock& lock) {
   constexpr std::chrono::nanoseconds at_least = std::chrono::microseconds(100);
+  constexpr uint64_t at_most_ns = 3'600'000'000'000;  // then it looks again
   const uint64_t due_ns = shared_->disk.due_ns();
   if (due_ns == DiskQueue::kNever) return shared_->runnable.wait(lock);
   const uint64_t now_ns = shared_->now_ns();
-  const std::chrono::nanoseconds left(due_ns > now_ns ? due_ns - now_ns : 0);
+  const std::chrono::nanoseconds left(due_ns > now_ns ? std::min(due_ns - now_ns, at_most_ns) : 0);
   shared_->runnable.wait_until(lock, std::chrono::steady_clock::now() + std::max(left, at_least));
 }
 
@@ -209,7 +217,9 @@ bool Engine::pick(Work& work) {
   if (!shared_->poison.ok()) return false;
   return shared_->workers.next([&](uint32_t client) {
     shared_->mutex().assert_held();
-    return pick_of(client, work);
+    if (!pick_of(client, work)) return false;
+    shared_->workers.charge(client, Shares::kLeastCharge);  // its bytes are charged when they moved
+    return true;
   });
 }
 

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -45,9 +46,9 @@ class Engine {
   std::shared_ptr<RangesJob> ranges(RangesRequest request);
   void start(std::shared_ptr<Job> job);  // of any kind, made with shared()
 
-  // From now on, what starts on a path for a client, or for kEveryClient together, is at most so
+  // From now on, what starts on a path for a client, or for all clients together, is at most so
   // much; 0 lifts the limit. Throws std::invalid_argument for a client that there is not.
-  void set_limit(uint32_t path, uint32_t client, uint64_t bytes_per_s);
+  void set_limit(uint32_t path, std::optional<uint32_t> client, uint64_t bytes_per_s);
   ClientStats stats_of(uint32_t client);  // throws as set_limit
 
   const std::shared_ptr<Shared>& shared() const { return shared_; }

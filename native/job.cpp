@@ -101,6 +101,8 @@ void Shared::start_transfers(Lock& lock) noexcept {
     job->ended(next->block, copy_of(status));  // not accepted, so nobody else will say it
   }
   starting_ = false;
+  // A worker that looked in between, or before a limit was raised, sleeps too long.
+  if (disk.due_ns() != DiskQueue::kNever) runnable.notify_all();
 }
 
 void Shared::fail_all(const Status& status) noexcept {
@@ -228,8 +230,8 @@ void Job::ended(uint64_t block, Status status) noexcept {
 }
 
 void Job::drop_transfers() {
-  for (const Transfer& dropped : shared_->disk.drop(*this)) {
-    ended(dropped.block, Status::closed("a transfer"));
+  for (const DiskQueue::Waiting& dropped : shared_->disk.drop(*this)) {
+    ended(dropped.transfer.block, Status::closed("a transfer"));
   }
 }
 

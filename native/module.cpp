@@ -83,8 +83,9 @@ void translate(const std::exception_ptr& thrown, void*) {
 }
 
 PyFs open_fs(const std::string& backend, int queue_depth, int io_threads) {
-  if (queue_depth < 1 || io_threads < 1) {
-    throw std::invalid_argument("queue_depth and io_threads must be at least 1");
+  constexpr int kMost = 4096;
+  if (queue_depth < 1 || queue_depth > kMost || io_threads < 1 || io_threads > kMost) {
+    throw std::invalid_argument("queue_depth and io_threads must be between 1 and 4096");
   }
   if (backend != "auto" && backend != "io_uring" && backend != "threads") {
     throw std::invalid_argument("backend must be auto, io_uring or threads, not " + backend);
@@ -367,7 +368,7 @@ void declare_engine(nb::module_& m) {
           "set_limit",
           [](PyEngine& self, uint32_t path, std::optional<uint32_t> client, uint64_t bytes_per_s) {
             const GilReleased gil_released;
-            self->set_limit(path, client.value_or(kEveryClient), bytes_per_s);
+            self->set_limit(path, client, bytes_per_s);
           },
           "path"_a, "client"_a.none(), "bytes_per_s"_a)
       .def(

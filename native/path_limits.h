@@ -7,6 +7,9 @@
 // Invariant: in any span of time, what starts under a limit is at most what the limit allows in
 // that span and in kCatchUpNs more, and one transfer.
 //
+// What waits for a limit keeps its buffer: a client whose writes to one path are held back may have
+// none left for another path. Whoever needs both at full speed gives each a client of its own.
+//
 // The time is the caller's, so that tests are exact. Not synchronised: the engine's mutex guards
 // it.
 #pragma once
@@ -37,7 +40,7 @@ class PathLimits {
       const auto left_ns = static_cast<double>(std::max(at->free_at_ns, now_ns) - now_ns);
       const double slower = static_cast<double>(at->bytes_per_s) / static_cast<double>(bytes_per_s);
       at->bytes_per_s = bytes_per_s;
-      at->free_at_ns = now_ns + static_cast<uint64_t>(left_ns * slower);
+      at->free_at_ns = after(now_ns, left_ns * slower);
     }
   }
 
@@ -55,12 +58,19 @@ class PathLimits {
       if (!limit.holds(path, client)) continue;
       const uint64_t earliest_ns = now_ns > kCatchUpNs ? now_ns - kCatchUpNs : 0;
       const double takes_s = static_cast<double>(bytes) / static_cast<double>(limit.bytes_per_s);
-      limit.free_at_ns =
-          std::max(limit.free_at_ns, earliest_ns) + static_cast<uint64_t>(takes_s * 1e9);
+      limit.free_at_ns = after(std::max(limit.free_at_ns, earliest_ns), takes_s * 1e9);
     }
   }
 
  private:
+  // Centuries are enough: beyond them the sum would wrap.
+  static uint64_t after(uint64_t at_ns, double takes_ns) {
+    constexpr uint64_t kMost = uint64_t{1} << 62;
+    const uint64_t takes =
+        takes_ns < static_cast<double>(kMost) ? static_cast<uint64_t>(takes_ns) : kMost;
+    return std::min(at_ns, kMost) + takes;
+  }
+
   struct Limit {
     uint32_t path;
     uint32_t client;  // or kEveryClient

@@ -29,7 +29,7 @@ RangesJob::RangesJob(const std::shared_ptr<Shared>& shared, RangesRequest reques
       files_(std::move(request.files)) {
   paths_.resize(files_.size(), 0);
   for (uint64_t range = 0; range < ranges_.size(); ++range) check(range);
-  if (!is_read()) check_overlaps();
+  check_overlaps();
   progress_.resize(ranges_.size());
   sums_.resize(ranges_.size());
   for (uint64_t range = 0; range < ranges_.size(); ++range) make_blocks(range);
@@ -39,7 +39,9 @@ RangesJob::RangesJob(const std::shared_ptr<Shared>& shared, RangesRequest reques
 
 void RangesJob::check(uint64_t index) const {
   const Range& range = ranges_[index];
-  if (range.file >= files_.size()) refuse(index, "there is no such file");
+  if (range.file >= files_.size() || files_[range.file] == nullptr) {
+    refuse(index, "there is no such file");
+  }
   const File& file = *files_[range.file];
   if (file.mapped()) refuse(index, "its file is memory");
   if (range.bytes > kFileBytesMax || range.offset > kFileBytesMax) {
@@ -51,17 +53,30 @@ void RangesJob::check(uint64_t index) const {
   }
 }
 
+// Two ranges must not be written at one place: in a file, or in memory when they are read.
 void RangesJob::check_overlaps() const {
-  std::vector<uint64_t> order(ranges_.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::ranges::sort(order, {}, [this](uint64_t r) {
-    return std::tuple(ranges_[r].file, ranges_[r].offset, ranges_[r].end());
+  struct Place {
+    const void* file;  // none: in memory
+    uint64_t begin;
+    uint64_t end;
+    uint64_t range;
+  };
+  std::vector<Place> places;
+  places.reserve(ranges_.size());
+  for (uint64_t index = 0; index < ranges_.size(); ++index) {
+    const Range& range = ranges_[index];
+    if (range.bytes == 0) continue;
+    const void* file = is_read() ? nullptr : files_[range.file].get();
+    const uint64_t begin = is_read() ? reinterpret_cast<uintptr_t>(range.memory) : range.offset;
+    places.push_back({file, begin, begin + range.bytes, index});
+  }
+  std::ranges::sort(places, {}, [](const Place& p) {
+    return std::tuple(reinterpret_cast<uintptr_t>(p.file), p.begin, p.range);
   });
-  for (size_t i = 1; i < order.size(); ++i) {
-    const Range& before = ranges_[order[i - 1]];
-    const Range& range = ranges_[order[i]];
-    if (before.file != range.file || before.end() <= range.offset) continue;
-    refuse(order[i], "it overlaps range " + std::to_string(order[i - 1]));
+  for (size_t i = 1; i < places.size(); ++i) {
+    const Place& before = places[i - 1];
+    if (before.file != places[i].file || before.end <= places[i].begin) continue;
+    refuse(places[i].range, "it overlaps range " + std::to_string(before.range));
   }
 }
 
@@ -123,7 +138,7 @@ uint64_t RangesJob::not_told() {
 
 std::vector<uint64_t> RangesJob::checksums() {
   const Lock lock(shared_->mutex());
-  CHECK(complete());
+  if (!complete()) throw std::invalid_argument("checksums are there after wait()");
   return sums_;
 }
 
@@ -238,14 +253,17 @@ void RangesJob::offer_hash(uint64_t range) {
 
 void RangesJob::hash(uint64_t range) {
   Progress& progress = progress_[range];
+  if (!progress.hash) progress.hash = std::make_unique<Xxh3>();
+  Xxh3& hash = *progress.hash;
   uint64_t bytes = 0;
   if (progress.next_hash < progress.last_block) {
     const Block& block = blocks_[progress.next_hash];
     bytes = block.bytes();
-    progress.hash.update(memory_of(block), bytes);
+    hash.update(memory_of(block), bytes);
   }
   const bool is_last = progress.next_hash + 1 >= progress.last_block;
-  const uint64_t sum = is_last ? progress.hash.digest() : 0;
+  const uint64_t sum = is_last ? hash.digest() : 0;
+  if (is_last) progress.hash.reset();
   const Lock lock(shared_->mutex());
   charge(bytes);
   if (failed()) return;
@@ -270,8 +288,8 @@ void RangesJob::finish_if_done(uint64_t range) {
   const Progress& progress = progress_[range];
   if (!progress.hashed || progress.blocks_left > 0) return;
   CHECK(ranges_left_ > 0);
+  done_.push_back(range);  // first: where it throws, the job is not complete, and can fail
   --ranges_left_;
-  done_.push_back(range);
   wake_all();
 }
 

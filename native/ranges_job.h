@@ -17,6 +17,9 @@
 // - Nothing is written outside a range, except zeros in the rest of its last page in a direct file.
 //   So there a range begins on a page of its own.
 // - Memory that was read into is right only when its range is done: a failure leaves anything.
+// - No two ranges of a job are written at one place: the constructor compares the ranges of each
+//   File, and the memory of reads. It cannot see that two Files are one file on disk; callers do
+//   not write one file through two.
 // - The job never closes, syncs or cuts a file.
 #pragma once
 
@@ -44,7 +47,7 @@ struct RangesRequest {
   IoRequest::Kind kind = IoRequest::Kind::read;
   std::vector<std::shared_ptr<File>> files;
   std::vector<uint32_t> paths;  // by file, for limits (path_limits.h); none: all are on path 0
-  std::vector<Range> ranges;    // of a write: without overlaps
+  std::vector<Range> ranges;
   uint32_t client = 0;
 };
 
@@ -63,8 +66,9 @@ class RangesJob final : public Job {
   // The ranges that have become done since the last call, in that order; waits until there is one.
   // Empty: the deadline passed, or all have been returned.
   std::vector<uint64_t> next_done(Deadline deadline);
-  uint64_t not_told();                // ranges that next_done has not returned yet
-  std::vector<uint64_t> checksums();  // after wait_done, by range
+  uint64_t not_told();  // ranges that next_done has not returned yet
+  // By range. Throws std::invalid_argument before the job is done.
+  std::vector<uint64_t> checksums();
   RangesStats stats() const { return stats_; }
 
   bool quiet() const override REQUIRES(engine_mutex) { return idle(); }
@@ -90,7 +94,7 @@ class RangesJob final : public Job {
     uint64_t blocks_left = 0;
     bool hashing = false;  // in the queue, or at a worker
     bool hashed = false;
-    Xxh3 hash;  // its worker's
+    std::unique_ptr<Xxh3> hash;  // of the blocks before next_hash; its worker's
   };
 
   bool is_read() const { return kind_ == IoRequest::Kind::read; }

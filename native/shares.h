@@ -11,6 +11,9 @@
 // - A client is served at the latest when every other clock has passed its own, so each of the
 //   others gets at most its share and one more charge before it: nobody starves.
 //
+// The unit is a byte. A charge of nothing would be served for ever, so whoever charges adds the
+// cost of a small thing (kLeastCharge).
+//
 // Not synchronised: the engine's mutex guards it.
 #pragma once
 
@@ -36,6 +39,7 @@ class Shares {
   template <class Serve>
   bool next(Serve&& serve) {
     std::ranges::sort(order_, {}, [this](uint32_t c) { return std::pair(clocks_[c].time, c); });
+    set_back();
     for (size_t i = 0; i < order_.size(); ++i) {
       const double now = clocks_[order_[i]].time;
       if (!serve(order_[i])) continue;
@@ -49,7 +53,18 @@ class Shares {
     clocks_[client].time += static_cast<double>(bytes) / clocks_[client].weight;
   }
 
+  // What a transfer, or a piece of work, costs at least: it takes time however few its bytes are.
+  static constexpr uint64_t kLeastCharge = 16 << 10;
+
  private:
+  // Clocks that have grown large lose small charges.
+  void set_back() {
+    constexpr double kLarge = 1e12;
+    const double least = clocks_[order_.front()].time;
+    if (least < kLarge) return;
+    for (Clock& clock : clocks_) clock.time -= least;
+  }
+
   struct Clock {
     double time;  // bytes / weight
     double weight;

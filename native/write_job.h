@@ -61,7 +61,7 @@ class WriteJob final : public Job {
   // After wait_written: exact size, durable, closed. A file that is memory has all it can have; its
   // size is checked, and its other owners go on.
   void finish();
-  std::vector<uint64_t> checksums();  // after wait_copied
+  std::vector<uint64_t> checksums();  // throws std::invalid_argument before all is copied
   // nullopt: the deadline passed, or fills_left() is 0.
   std::optional<Fill> next_fill(Deadline deadline);
   // Returns the buffer. After a failure that is all it does. `is_there`: the file holds these bytes

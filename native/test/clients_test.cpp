@@ -101,6 +101,49 @@ TEST(when_nobody_wants_nobody_is_served) {
 
 // -- limits ---------------------------------------------------------------------------------------
 
+// A transfer of a byte takes time, too: a flood of them holds nobody up for long.
+TEST(small_transfers_do_not_starve_large_ones) {
+  DiskQueue queue(weights({1, 1}));
+  constexpr uint64_t kLarge = 1 << 20;
+  for (int i = 0; i < 10'000; ++i) queue.push(transfer(0, 1));
+  for (int i = 0; i < 2; ++i) queue.push(transfer(1, kLarge));
+  const std::vector<uint32_t> clients = served(queue, 200);
+  EXPECT(std::ranges::count(clients, 1U) == 2);
+}
+
+TEST(clocks_that_ran_for_years_still_count_small_charges) {
+  Shares shares(weights({1, 1000}));
+  shares.charge(0, uint64_t{1} << 50);
+  shares.charge(1, uint64_t{1000} << 50);
+  std::vector<int> turns(2);
+  for (int i = 0; i < 10'000; ++i) {
+    shares.next([&](uint32_t client) {
+      ++turns[client];
+      shares.charge(client, 4);
+      return true;
+    });
+  }
+  EXPECT(turns[0] >= 9);
+}
+
+TEST(a_queue_forgets_paths_that_nothing_waits_for) {
+  DiskQueue queue(weights({1}));
+  for (uint32_t path = 0; path < 1000; ++path) queue.push(transfer(0, 4096, path));
+  EXPECT(served(queue, 1000).size() == 1000);
+  EXPECT(queue.paths(0) == 0);
+}
+
+TEST(a_limit_that_takes_longer_than_time_lasts_is_a_limit) {
+  PathLimits limits;
+  limits.set(0, 0, 1, kNow);
+  limits.charge(0, 0, uint64_t{1} << 40, kNow);
+  EXPECT(limits.allowed_at_ns(0, 0) >= uint64_t{1} << 62);
+  limits.set(1, 0, uint64_t{1} << 40, kNow);
+  limits.charge(1, 0, uint64_t{1} << 43, kNow);
+  limits.set(1, 0, 1, kNow);
+  EXPECT(limits.allowed_at_ns(1, 0) >= uint64_t{1} << 62);
+}
+
 TEST(a_limit_lets_through_exactly_its_bytes) {
   PathLimits limits;
   limits.set(3, 0, 1000, kNow);

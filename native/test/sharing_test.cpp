@@ -317,7 +317,7 @@ TEST(a_limit_lets_through_what_the_clock_allows) {
   EngineOptions options{4 * kBufferBytes, kBufferBytes, 2};
   options.now_ns = [&] { return now_ns.load(); };
   Engine engine(fs, options);
-  engine.set_limit(0, kEveryClient, 10 * kBufferBytes);
+  engine.set_limit(0, std::nullopt, 10 * kBufferBytes);
   Ranges ranges;
   const auto job = engine.ranges(ranges.request(
       IoRequest::Kind::write, must(fs->open_write(path_of(0), kBlocks * kBufferBytes, false)), 0));
@@ -330,7 +330,7 @@ TEST(a_limit_lets_through_what_the_clock_allows) {
     now_ns += second_ns / 10;
     shared.runnable.notify_all();
   }
-  engine.set_limit(0, kEveryClient, 0);
+  engine.set_limit(0, std::nullopt, 0);
   job->wait_done(std::nullopt);
 }
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from statehold import _core
 from statehold.io.clients import RESERVED_BUFFERS, Client, open_engine
 from support.disks import BUFFER, DEADLINE_S, Disk, State, finish, random_arrays, restore, save
 from support.faults import must
+
+PAGE = 4096
 
 
 def test_no_client_waits_for_the_buffers_of_another(disk: Disk) -> None:
@@ -57,10 +61,17 @@ def test_tables_that_cannot_be_served_are_refused(disk: Disk, table: list[tuple[
 
 def test_a_client_that_there_is_not_is_refused(disk: Disk, engine: _core.Engine) -> None:
     state = State(random_arrays(1, 100))
-    for call in (
-        lambda: state.write(engine, client=1),
-        lambda: engine.client_stats(1),
-        lambda: engine.set_limit(0, 1, 100),
-    ):
-        with pytest.raises(ValueError, match="no such client"):
-            call()
+    for client in (1, 2**32 - 1):
+        for call in (
+            partial(state.write, engine, client=client),
+            partial(engine.client_stats, client),
+            partial(engine.set_limit, 0, client, 100),
+        ):
+            with pytest.raises(ValueError, match="no such client"):
+                call()
+
+
+@pytest.mark.parametrize(("staging", "buffer"), [(2**63, PAGE), (PAGE, 2**63), (2**64 - 1, PAGE)])
+def test_sizes_that_no_machine_has_are_refused(disk: Disk, staging: int, buffer: int) -> None:
+    with pytest.raises(ValueError, match=r"at most 2\*\*46"):
+        _core.Engine(disk.fs, staging, buffer)

@@ -265,6 +265,61 @@ def test_requests_that_cannot_be_served_are_refused(
         Paths(disk).write(engine, ranges)
 
 
+def test_one_file_given_twice_is_one_file(disk: Disk, engine: _core.Engine) -> None:
+    paths = Paths(disk)
+    paths.writers[1] = paths.writers[0]
+    with pytest.raises(ValueError, match="range 1: it overlaps range 0"):
+        paths.write(engine, [aligned(0, 0, PAGE), aligned(1, 0, PAGE)])
+
+
+def test_two_ranges_are_not_read_into_one_place(disk: Disk, engine: _core.Engine) -> None:
+    paths = Paths(disk)
+    memory = memory_at(0, 2 * PAGE)
+    ranges = [Range(0, 0, memory[: PAGE + 1]), Range(1, 0, memory[PAGE:])]
+    with pytest.raises(ValueError, match="range 1: it overlaps range 0"):
+        paths.read(engine, ranges, bytes(16))
+
+
+def test_an_empty_range_overlaps_nothing(disk: Disk, engine: _core.Engine) -> None:
+    paths = Paths(disk)
+    write_all(engine, paths, [aligned(0, 0, 2 * PAGE), aligned(0, PAGE, 0)])
+
+
+def test_checksums_are_there_when_the_job_is_done(disk: Disk, engine: _core.Engine) -> None:
+    paths = Paths(disk)
+    engine.set_limit(0, None, 1)
+    write_all(engine, paths, [aligned(0, 0, PAGE)])
+    job = paths.write(engine, [aligned(0, 0, PAGE)])
+    with pytest.raises(ValueError, match=r"after wait\(\)"):
+        job.checksums()
+    job.cancel()
+
+
+def test_a_raised_limit_wakes_what_waits(disk: Disk, engine: _core.Engine) -> None:
+    paths = Paths(disk)
+    engine.set_limit(0, None, 1)
+    write_all(engine, paths, [aligned(0, 0, PAGE)])
+    held = paths.write(engine, [aligned(0, 0, BUFFER)])
+    must(not held.wait(0))
+    engine.set_limit(0, None, 1 << 30)
+    must(held.wait(DEADLINE_S))
+
+
+def test_times_that_no_clock_can_hold_are_for_ever(disk: Disk, engine: _core.Engine) -> None:
+    paths = Paths(disk)
+    for timeout_s in (float("nan"), float("inf"), 1e300):
+        must(paths.write(engine, [aligned(0, 0, PAGE)]).wait(timeout_s))
+    must(paths.write(engine, []).wait(-1e300))
+
+
+def test_a_job_without_ranges_lets_go_of_its_files(disk: Disk, engine: _core.Engine) -> None:
+    paths = Paths(disk)
+    job = paths.write(engine, [])
+    must(job.wait(DEADLINE_S))
+    for file in paths.writers:
+        must(file.close_alone(DEADLINE_S))
+
+
 def test_direct_writes_begin_on_a_page(disk: Disk, engine: _core.Engine) -> None:
     paths = Paths(disk)
     if not paths.writers[0].direct:
