@@ -11,17 +11,6 @@ import re
 
 from statehold.errors import UsageError
 
-__all__ = [
-    "GiB",
-    "KiB",
-    "MiB",
-    "TiB",
-    "format_bytes",
-    "format_seconds",
-    "parse_bytes",
-    "parse_seconds",
-]
-
 KiB = 1024
 MiB = 1024 * KiB
 GiB = 1024 * MiB

@@ -20,7 +20,8 @@ from statehold.cli.checking import Finding, Report, _Cover, check_step
 from statehold.cli.places import file_system, find
 from statehold.cli.reading import SpanReader
 from statehold.encoding.header import decode
-from statehold.format.manifest import Manifest, record_file
+from statehold.format.entries import record_file
+from statehold.format.manifest import Manifest
 from statehold.format.record import Record
 from statehold.layout.plan import BLOCK_BYTES, plan_save
 from support.records import rewritten

@@ -20,7 +20,8 @@ from typing import Any
 
 from statehold.encoding import values
 from statehold.encoding.header import bytes_of
-from statehold.format.manifest import Manifest, record_file
+from statehold.format.entries import record_file
+from statehold.format.manifest import Manifest
 from statehold.layout import plan
 
 HERE = Path(__file__).parent

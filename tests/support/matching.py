@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from statehold.format.manifest import Manifest, record_file
+from statehold.format.entries import record_file
+from statehold.format.manifest import Manifest
 from statehold.format.saved import open_step
 from statehold.layout.plan import plan_save
 from statehold.tensors.capture import capture

@@ -10,7 +10,8 @@ from typing import Any
 
 from statehold._core import xxh3_64
 from statehold.encoding.header import bytes_of
-from statehold.format.manifest import Manifest, record_file
+from statehold.format.entries import record_file
+from statehold.format.manifest import Manifest
 from statehold.layout.plan import (
     BLOCK_BYTES,
     SavePlan,

@@ -13,7 +13,8 @@ import pytest
 
 from statehold.encoding import header, values
 from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError
-from statehold.format.manifest import Manifest, record_file
+from statehold.format.entries import record_file
+from statehold.format.manifest import Manifest
 from statehold.layout.plan import plan_save
 from support.steps import SPECS, document_of, manifest_of, seal, spec, sums_for
 

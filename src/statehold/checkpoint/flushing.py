@@ -20,8 +20,6 @@ from statehold.ranks.rounds import Round, together
 if TYPE_CHECKING:
     from statehold.checkpoint.levels.levels import Levels
 
-__all__ = ["Countdown", "flush"]
-
 # The part of the time that is kept for reporting to the others that this rank waited in vain.
 MEETING_SHARE = 0.2
 MEETING_S_MAX = 10.0

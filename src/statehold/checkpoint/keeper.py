@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from statehold.checkpoint.save.gate import Gate
     from statehold.ranks.preemption import Preemption
 
-__all__ = ["Keeper", "make_way", "others_of", "wait_for_dropped"]
-
 
 class Kept(Protocol):
     """What a keeper keeps: a session."""

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from statehold.options import Options
     from statehold.ranks.peers import Peers
 
-__all__ = ["Borrowed", "Opening", "open_session"]
-
 
 @dataclass(slots=True)
 class Borrowed:

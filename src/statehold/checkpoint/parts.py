@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from statehold.layout.claims import Claims
     from statehold.ranks.peers import Peers
 
-__all__ = ["Parts"]
-
 
 @dataclass(eq=False, frozen=True)
 class Parts:

@@ -28,8 +28,6 @@ from statehold.layout.layout import Box, ExplicitLayout
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-__all__ = ["Finding", "Report", "check_step"]
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:

@@ -10,8 +10,6 @@ from statehold.errors import (
     UsageError,
 )
 
-__all__ = ["FAILED", "INTERRUPTED", "NO", "TEXT", "YES", "NotFoundError", "code_of"]
-
 YES, NO, USAGE, NOT_FOUND, FAILED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 TEXT = """\

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from statehold.cli.numbers import Array
     from statehold.format.saved import PlacedChunk, SavedStep
 
-__all__ = ["Content", "parts_of"]
-
 PART_BYTES = 8 * MiB
 
 

@@ -26,8 +26,6 @@ from statehold.units import format_bytes
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-__all__ = ["Left", "left_behind"]
-
 _LINE_BYTES_MAX = 4096
 
 

@@ -47,8 +47,6 @@ from statehold.io.profile import rates_of
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-__all__ = ["Level", "copies_of", "far_options", "levels_of", "steps_of"]
-
 FETCH_BYTES = 64 << 20
 
 Document = dict[str, Any]

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 
 from statehold.cli.output import plain
 
-__all__ = ["Markup", "Piece", "join", "tag"]
-
 
 class Markup(str):
     """Text that is HTML already."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-__all__ = ["Difference", "Statistics", "bits_of", "has_numbers", "numbers_of", "numpy"]
-
 _PLAIN = {
     "BOOL": "?",
     "U8": "u1",

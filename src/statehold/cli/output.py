@@ -16,8 +16,6 @@ from typing import Any
 
 from statehold.units import format_bytes
 
-__all__ = ["Progress", "counted", "emit", "note", "plain", "table"]
-
 _REDRAW_S = 0.2
 _CLEAR = "\r\x1b[K"
 

@@ -20,8 +20,6 @@ from statehold.cli.timeline import timeline
 from statehold.cli.traces import Traces
 from statehold.units import format_bytes, format_seconds
 
-__all__ = ["page_of"]
-
 _HERE = Path(__file__).parent
 _NUMBERS = "num"
 DAMAGE_SHOWN = 100

@@ -34,18 +34,6 @@ from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-__all__ = [
-    "Place",
-    "at_rest",
-    "describe",
-    "file_system",
-    "find",
-    "leftovers_of",
-    "load_manifest",
-    "run_of",
-    "tree_bytes",
-]
-
 T = TypeVar("T")
 
 _AT_STEP = re.compile(r"(?P<run>.*)@(?P<step>\d{1,12}|newest)", re.DOTALL)

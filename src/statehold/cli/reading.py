@@ -29,8 +29,6 @@ from statehold.units import MiB
 if TYPE_CHECKING:
     from statehold._core import ReadJob
 
-__all__ = ["BadPiece", "Span", "SpanReader", "scan"]
-
 BUFFER_BYTES = 16 * MiB
 BUFFERS = 24
 QUEUE_DEPTH = 32

@@ -14,8 +14,6 @@ from statehold.cli.markup import Markup, join, tag
 from statehold.cli.traces import Lane, Mark, Traces
 from statehold.units import format_seconds
 
-__all__ = ["KINDS", "timeline"]
-
 # Stages by kind, which the colours show.
 KINDS: dict[str, tuple[str, ...]] = {
     "wait": ("wait", "gate", "arrive", "gather", "wait for rank 0", "meet"),

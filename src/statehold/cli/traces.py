@@ -18,8 +18,6 @@ from typing import Any
 
 from statehold.errors import UsageError
 
-__all__ = ["Lane", "Mark", "Traces", "read_traces"]
-
 TRACE_BYTES_MAX = 128 * 1024 * 1024
 # Of all files together. The newest are kept. A page with more is slow and hard to read.
 MARKS_MAX = 6000

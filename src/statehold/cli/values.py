@@ -12,8 +12,6 @@ from typing import Any
 
 from statehold.format.trees import Differs, members_of
 
-__all__ = ["leaves_of"]
-
 _TENSORS = ("$tensor", "$ndarray", "$complex128")
 _NOTHING = object()
 

@@ -21,17 +21,6 @@ from typing import Any
 from statehold.encoding.strictjson import INT_MAX, Checker, show
 from statehold.errors import HeaderError, InvariantError, UsageError
 
-__all__ = [
-    "DTYPE_BITS",
-    "HEADER_BYTES_MAX",
-    "METADATA",
-    "PAGE",
-    "Entry",
-    "bytes_of",
-    "decode",
-    "encode",
-]
-
 PAGE = 4096
 HEADER_BYTES_MAX = 100_000_000
 METADATA = "__metadata__"

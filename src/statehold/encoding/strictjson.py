@@ -20,8 +20,6 @@ from typing import Any, NoReturn
 
 from statehold.errors import CorruptionError
 
-__all__ = ["INT_MAX", "Checker", "depth_of", "show"]
-
 # File offsets and sizes are signed 64-bit in every interface below us.
 INT_MAX = 2**63 - 1
 

@@ -26,19 +26,6 @@ from typing import Any, NoReturn
 from statehold.encoding.strictjson import Checker, show
 from statehold.errors import ManifestError, UnsupportedValueError
 
-__all__ = [
-    "DEPTH_MAX",
-    "Leaf",
-    "LeafReader",
-    "Members",
-    "decode",
-    "encode",
-    "is_plain_key",
-    "join",
-    "mapping_of",
-    "well_formed",
-]
-
 # (value, path) -> JSON node, or None when the value is not the hook's business.
 Leaf = Callable[[Any, str], Any | None]
 # (members of a dict, its path) -> the nodes of its values, or None to have them encoded one by one.

@@ -24,22 +24,6 @@ from statehold.layout.layout import Box
 from statehold.layout.plan import BLOCK_BYTES, WORLD_MAX, SavePlan, piece_count
 from statehold.units import GiB, KiB, MiB, format_bytes
 
-__all__ = [
-    "DOCUMENT_BYTES_MAX",
-    "Chunk",
-    "EntryReader",
-    "FileEntry",
-    "TensorEntry",
-    "check_state",
-    "chunk_document",
-    "file_document",
-    "record_file",
-    "seal",
-    "sha256",
-    "sums_to_bytes",
-    "unseal",
-]
-
 DOCUMENT_BYTES_MAX = 1 * GiB
 
 # The state may nest DEPTH_MAX containers, each at most three levels of JSON ({"$dict":[[k,v]]}).

@@ -22,7 +22,6 @@ from statehold.encoding.strictjson import Checker, show
 from statehold.errors import ManifestError
 from statehold.format.entries import (
     DOCUMENT_BYTES_MAX,
-    Chunk,
     EntryReader,
     FileEntry,
     TensorEntry,
@@ -30,31 +29,13 @@ from statehold.format.entries import (
     chunk_document,
     file_document,
     needs_version_3,
-    record_file,
     seal,
     unseal,
 )
 from statehold.layout.layout import Box, Ranks
 from statehold.layout.plan import STEP_MAX, WORLD_MAX, file_name
 
-__all__ = [
-    "MANIFEST_BYTES_MAX",
-    "VERSION",
-    "Chunk",
-    "Commit",
-    "FileEntry",
-    "Manifest",
-    "RecordEntry",
-    "Shared",
-    "TensorEntry",
-    "check_attempt",
-    "groups_of",
-    "record_file",
-    "record_name",
-]
-
 VERSION = 3
-MANIFEST_BYTES_MAX = DOCUMENT_BYTES_MAX
 FORMAT = "statehold"
 CHECKSUM = "xxh3-64"
 

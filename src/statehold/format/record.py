@@ -38,8 +38,6 @@ from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Mesh
 from statehold.layout.plan import STEP_MAX
 from statehold.layout.share import Held
 
-__all__ = ["VERSION", "Record"]
-
 VERSION = 3
 FORMAT = "statehold-record"
 

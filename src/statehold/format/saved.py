@@ -31,8 +31,6 @@ from statehold.format.trees import Differs, members_of, merge, tensors_of
 from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Ranks
 from statehold.layout.share import Held
 
-__all__ = ["PlacedChunk", "Read", "SavedStep", "SavedTensor", "open_step", "read_record"]
-
 MANIFEST_NAME = "manifest.json"
 
 # With more groups than these, values that differ between groups are not compared one by one.

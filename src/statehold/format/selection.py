@@ -21,8 +21,6 @@ from typing import Any
 
 from statehold.errors import StateMismatchError, UsageError
 
-__all__ = ["EVERYTHING", "Answer", "Names", "RestoreReport", "Selection", "check_answers"]
-
 _WILDCARD = re.compile(r"[*?\[]")
 NAMES_SHOWN = 8
 _NEAR = 3

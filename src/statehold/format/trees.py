@@ -17,8 +17,6 @@ from typing import Any
 from statehold.encoding.strictjson import show
 from statehold.layout.layout import Ranks
 
-__all__ = ["Differs", "members_of", "merge", "tensors_of"]
-
 # Nodes of dicts that keep their keys in pairs.
 _PAIRS = ("$dict", "$ordered")
 _GROUPS, _GROUP, _PARAMS = "param_groups", "a group", "params"

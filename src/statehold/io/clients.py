@@ -26,8 +26,6 @@ from statehold import _core
 if TYPE_CHECKING:
     from statehold._core import Engine, Fs
 
-__all__ = ["RESERVED_BUFFERS", "WEIGHTS", "Client", "open_engine"]
-
 
 class Client(enum.IntEnum):
     """A row of the engine's table."""

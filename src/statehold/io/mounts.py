@@ -12,8 +12,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Mount", "mount_of"]
-
 _MOUNTS = Path("/proc/self/mounts")
 _KEY_DIGITS = 16
 

@@ -23,8 +23,6 @@ from statehold.io.mounts import Mount, mount_of
 from statehold.options import BUFFER_BYTES_MIN, Moving, Options
 from statehold.units import GiB, format_bytes
 
-__all__ = ["Profile", "Rates", "described", "find", "path_for", "rates_of", "save", "tuned"]
-
 FORMAT = "statehold-io-profile"
 VERSION = 2
 # Version 1 has no rates.

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from statehold.options import Options
     from statehold.tensors.devices import Devices
 
-__all__ = ["Runtime"]
-
 
 class Runtime:
     """The file system, the staging memory, the engine and the devices.

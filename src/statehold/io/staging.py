@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from statehold.options import Options
     from statehold.process.host_memory import Room
 
-__all__ = ["FIRST_BYTES", "SHARE", "Staging", "chosen"]
-
 FIRST_BYTES = GiB
 # The ranks of a host get one part in so many of the available memory. The rest is for training
 # after its first save: activations, data loaders, page cache.

@@ -35,19 +35,6 @@ from statehold.layout.layout import Layout, Mesh
 from statehold.layout.plan import TensorSpec
 from statehold.ranks.membership import Membership
 
-__all__ = [
-    "Claim",
-    "Claims",
-    "Comparison",
-    "Lesson",
-    "Resolved",
-    "Siblings",
-    "judge",
-    "lesson_document",
-    "lesson_of",
-    "message",
-]
-
 
 @dataclass(frozen=True)
 class Claim:

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 
 from statehold.layout.layout import Box
 
-__all__ = ["boxes_of_run"]
-
 
 def boxes_of_run(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
     """The elements [begin, end) of a tensor of `shape`."""

@@ -22,8 +22,6 @@ from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
-__all__ = ["AnyLayout", "Box", "ExplicitLayout", "Layout", "Mesh", "Ranks", "chunk_range"]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

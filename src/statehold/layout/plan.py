@@ -22,18 +22,6 @@ from statehold.errors import InvariantError, UsageError
 from statehold.layout.layout import Layout
 from statehold.units import MiB
 
-__all__ = [
-    "BLOCK_BYTES",
-    "STEP_MAX",
-    "SavePlan",
-    "TensorSpec",
-    "file_name",
-    "piece_count",
-    "pieces",
-    "plan_save",
-    "step_of",
-]
-
 BLOCK_BYTES = 1 * MiB
 # The step has twelve digits in directory names and in headers. So a name or a header never changes
 # its size, and names sort as numbers do.

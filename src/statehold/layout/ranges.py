@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 from statehold.layout.layout import Box
 
-__all__ = ["Range", "ranges"]
-
 SUM_DIGITS = 16
 
 

@@ -32,20 +32,6 @@ from statehold.layout.plan import SavePlan, TensorSpec, plan_save
 from statehold.ranks.membership import ALONE, Membership
 from statehold.units import MiB
 
-__all__ = [
-    "PIECE_BYTES",
-    "SPLIT_BYTES",
-    "Balance",
-    "Held",
-    "Part",
-    "PlanCache",
-    "RankPlan",
-    "Share",
-    "Spread",
-    "balance",
-    "share",
-]
-
 SPLIT_BYTES = 8 * MiB  # a replicated box from this size on is cut
 PIECE_BYTES = 1 * MiB  # no piece of the largest box is cut smaller
 

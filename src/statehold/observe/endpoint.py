@@ -22,8 +22,6 @@ from statehold.errors import PortInUseError, UsageError
 from statehold.observe.counters import exposition
 from statehold.process.forks import forget_in_children
 
-__all__ = ["Endpoint", "serve"]
-
 logger = logging.getLogger("statehold")
 
 # How long a client may take to send its request. Meanwhile no other client is served.

@@ -8,8 +8,6 @@ import logging
 from collections.abc import Callable
 from typing import ParamSpec
 
-__all__ = ["harmless"]
-
 logger = logging.getLogger("statehold")
 
 P = ParamSpec("P")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["say_once"]
-
 logger = logging.getLogger("statehold")
 
 _said: set[str] = set()

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from statehold.observe.background_log import BackgroundLog
 from statehold.units import format_bytes, format_seconds
 
-__all__ = ["Counts", "Progress"]
-
 FIRST_S = 5.0
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 60.0
 _PAUSE_SHARE = 0.05  # of the time so far

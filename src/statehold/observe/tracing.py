@@ -19,8 +19,6 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["EVENTS_MAX", "Span", "Trace"]
-
 # A save is about twelve events, an event some 400 bytes: well over a thousand saves in 8 MB.
 EVENTS_MAX = 20_000
 

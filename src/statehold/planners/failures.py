@@ -26,8 +26,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-__all__ = ["NODE_MTBF_S", "Loss", "Rates", "rates_by_level", "rates_of"]
-
 DAY_S = 86_400.0
 _INTERRUPTIONS, _OF_PROCESSES = 419, 98
 _DAYS, _NODES = 54, 16_384 // 8

@@ -26,8 +26,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["LevelCost", "best_s", "choose", "loss", "waste", "young_s"]
-
 INTERVAL_S_MAX = 86_400.0
 
 

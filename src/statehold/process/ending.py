@@ -12,8 +12,6 @@ import threading
 import weakref
 from typing import Protocol
 
-__all__ = ["forget", "remember"]
-
 
 class Ends(Protocol):
     def _end(self) -> None:

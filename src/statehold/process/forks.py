@@ -10,8 +10,6 @@ import os
 import weakref
 from typing import Protocol
 
-__all__ = ["Forgets", "forget_in_children"]
-
 
 class Forgets(Protocol):
     """Something with sockets."""

@@ -12,8 +12,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["uncollected"]
-
 _guard = threading.Lock()
 _inside = 0
 _was_enabled = False

@@ -18,8 +18,6 @@ from collections import Counter
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["is_only_in_tracebacks"]
-
 HOLDERS_MAX = 300
 # The references to an item of a list while it is counted: the list's, and the argument's.
 _OWN_REFERENCES = 2

@@ -23,8 +23,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["Room", "available", "ranks_on_host"]
-
 _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
 _NEVER_OVERCOMMIT = "2"

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import traceback
 
-__all__ = ["let_go"]
-
 
 def let_go(error: BaseException) -> None:
     """Clear the variables of the functions that `error`, and its causes, have ended.

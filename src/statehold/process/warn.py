@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 
-__all__ = ["warn_caller"]
-
 _PACKAGE = __name__.partition(".")[0] + "."
 
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from statehold.errors import InvariantError
 
-__all__ = ["ALONE", "Membership"]
-
 
 @dataclass(frozen=True, slots=True)
 class Membership:

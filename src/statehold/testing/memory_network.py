@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from statehold.checkpoint.levels.copying import SourceFile
     from statehold.checkpoint.levels.hosts.place import HostPlace
 
-__all__ = ["MemoryNetwork"]
-
 
 class MemoryNetwork:
     """What is served, by address. `cut`: addresses of hosts that do not answer."""

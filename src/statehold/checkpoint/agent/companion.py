@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from statehold.io.runtime import Runtime
     from statehold.observe.background_log import BackgroundLog
 
-__all__ = ["Companion", "companion_of"]
-
 
 def companion_of(
     specs: Sequence[Level], runtime: Runtime, levels: Levels, log: BackgroundLog

@@ -9,8 +9,6 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["AGENT", "LOG_NAME", "agents_of"]
-
 AGENT = "statehold-agent"  # in its arguments, before the run
 LOG_NAME = ".agent.log"  # in the run directory
 

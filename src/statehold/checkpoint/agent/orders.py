@@ -19,8 +19,6 @@ from statehold.checkpoint.levels.specs import Directory, Level, Memory, ObjectSt
 from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, UsageError
 
-__all__ = ["GIVE_UP_S", "RETRY_S", "Orders"]
-
 # How often a failing level is tried again, and how long after the trainer's death.
 RETRY_S = 10.0
 GIVE_UP_S = 600.0

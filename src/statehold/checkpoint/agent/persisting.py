@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from statehold.checkpoint.levels.specs import Level
     from statehold.observe.background_log import BackgroundLog
 
-__all__ = ["Persisting"]
-
 Target = tuple["Level", "Place"]
 
 # The process that holds the level has a newer step, or does this work itself, so asking again is of

@@ -34,8 +34,6 @@ from statehold.checkpoint.store.lock import TAKE_OVER_S
 from statehold.errors import StateholdError
 from statehold.observe.background_log import BackgroundLog
 
-__all__ = ["main"]
-
 LOG_BYTES_MAX = 1 << 20  # beyond that the next agent begins a new log
 
 STOP_S = TAKE_OVER_S / 5  # processes that wait for it wait longer

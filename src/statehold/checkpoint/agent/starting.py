@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from statehold.observe.background_log import BackgroundLog
     from statehold.options import Options
 
-__all__ = ["Agent", "agent_for"]
-
 _GOODBYE = b"goodbye\n"
 STARTS_MAX = 3
 FIRST_S = 5.0

@@ -26,8 +26,6 @@ from statistics import median
 from statehold.planners.intervals import LevelCost, choose, loss, waste
 from statehold.units import format_seconds
 
-__all__ = ["Costs", "Interval"]
-
 SAMPLES = 128
 SAMPLES_MIN = 5
 SAVES = 32

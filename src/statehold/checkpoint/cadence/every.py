@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from statehold.errors import UsageError
 from statehold.units import parse_seconds
 
-__all__ = ["Cadence", "Every", "parse_every"]
-
 
 @dataclass(frozen=True, slots=True)
 class Every:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from statehold.options import Options
     from statehold.ranks.membership import Membership
 
-__all__ = ["Schedule"]
-
 NEVER = 1 << 62
 LINE_RATIO = 1.5
 

@@ -27,8 +27,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-__all__ = ["LAG", "Rule", "Turns", "is_past_next"]
-
 # When a save is called, the save 3 back has ended, because only two may be under way. One more, so
 # that the outcome of the save after the one that first announced a rule is there, too.
 LAG = 4

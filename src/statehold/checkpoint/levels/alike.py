@@ -16,8 +16,6 @@ from statehold.errors import UsageError
 if TYPE_CHECKING:
     from statehold.checkpoint.levels.specs import Level
 
-__all__ = ["ROUND", "check_same", "described"]
-
 ROUND = "levels"
 _OF_HOST = {"path", "url", "options", "bytes_per_s"}
 

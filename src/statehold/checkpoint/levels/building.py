@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from statehold.io.runtime import Runtime
     from statehold.ranks.peers import Peers
 
-__all__ = ["open_levels", "watch_of"]
-
 
 def open_levels(
     run: str,

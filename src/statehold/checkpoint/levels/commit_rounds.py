@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from statehold.checkpoint.levels.places import Place
     from statehold.ranks.peers import Peers
 
-__all__ = ["HALF_PUBLISHED", "CommitRounds"]
-
 # The fact of an error in the second round: some hosts may have published a step that does not
 # count.
 HALF_PUBLISHED = "half published"

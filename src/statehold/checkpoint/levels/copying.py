@@ -31,19 +31,6 @@ if TYPE_CHECKING:
     from statehold._core import Engine, Fill, WriteJob
     from statehold.checkpoint.telemetry.copies import CopyWatch
 
-__all__ = [
-    "Copied",
-    "Copy",
-    "DataFile",
-    "Part",
-    "Source",
-    "SourceFile",
-    "blocks",
-    "part_of",
-    "viewed_blocks",
-    "write_copy",
-]
-
 BLOCK_BYTES = 16 << 20
 _SUM_DIGITS = 16
 

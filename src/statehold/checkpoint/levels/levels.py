@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from statehold.ranks.peers import Peers
     from statehold.ranks.rounds import Round
 
-__all__ = ["Levels"]
-
 
 @dataclass(eq=False)
 class Levels:

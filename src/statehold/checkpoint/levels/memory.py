@@ -14,8 +14,6 @@ import stat
 
 from statehold.errors import StorageError, storage_error
 
-__all__ = ["memory_root"]
-
 SHARED_MEMORY = "/dev/shm"
 
 

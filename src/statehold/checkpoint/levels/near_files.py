@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from statehold.errors import NoSpaceError, storage_error
 from statehold.io.objects.parallel import Target
 
-__all__ = ["PREFIX", "NearFiles", "coalesced"]
-
 # Of the directories of such files; the number of the process comes next.
 PREFIX = ".statehold-fetched-"
 

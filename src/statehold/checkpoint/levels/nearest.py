@@ -35,8 +35,6 @@ from statehold.errors import (
 )
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 
-__all__ = ["Nearest", "Next", "ReadableLevel"]
-
 logger = logging.getLogger("statehold")
 
 # A writer that cannot exchange names removes a step's name for a moment at each new save of it.

@@ -13,8 +13,6 @@ import stat
 
 from statehold.errors import CorruptionError
 
-__all__ = ["BYTES_MAX", "read_note", "write_note"]
-
 BYTES_MAX = 64 * 1024
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from statehold.checkpoint.store.objects import ObjectSteps
     from statehold.io.objects.parallel import Target
 
-__all__ = ["ObjectPlace"]
-
 
 class ObjectPlace(Shared):
     """The steps of a run in an object store.

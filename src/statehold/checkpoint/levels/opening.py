@@ -28,8 +28,6 @@ from statehold.ranks.membership import ALONE, Membership
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-__all__ = ["directory_of", "open_places", "storage_of"]
-
 _MEMORY_KINDS = ("tmpfs", "ramfs")
 
 

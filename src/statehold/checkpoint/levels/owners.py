@@ -35,8 +35,6 @@ from statehold.errors import CorruptionError, RunBusyError
 if TYPE_CHECKING:
     from statehold.checkpoint.store.objects import ObjectSteps
 
-__all__ = ["FILE_NAME", "Identity", "OwnedPrefix", "Owner"]
-
 logger = logging.getLogger("statehold")
 
 FILE_NAME = "run.json"

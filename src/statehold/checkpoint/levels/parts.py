@@ -20,8 +20,6 @@ from statehold.errors import (
     named,
 )
 
-__all__ = ["check_parts", "is_resumable", "part_message"]
-
 
 def part_message(manifest: bytes, failure: Exception | None, step: int) -> bytes:
     """The message of a rank: its part of the step with this manifest is there, or it has failed."""

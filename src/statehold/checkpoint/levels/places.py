@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("statehold")
 
-__all__ = ["Below", "CopyEngine", "DirectoryPlace", "Place", "Shared"]
-
 T = TypeVar("T")
 
 # The memory for copies to one level, however large the files are.

@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from statehold.checkpoint.telemetry.copies import CopyWatch, LevelWatch
     from statehold.ranks.peers import Peers
 
-__all__ = ["NO_COPIES", "Copies", "LevelStatus", "Promoter", "Promotions"]
-
 # The suffix of a level's name for its copies on other hosts.
 COPIES = ".copies"
 

@@ -27,8 +27,6 @@ from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, UsageError
 from statehold.io.objects.address import check_url
 
-__all__ = ["FILE_NAME", "Remembered", "itself", "recall", "remember"]
-
 FILE_NAME = "levels.json"
 FORMAT = "statehold-levels"
 VERSION = 1

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from statehold.checkpoint.levels.places import Place
     from statehold.checkpoint.levels.specs import Level
 
-__all__ = ["RunNotes"]
-
 
 class RunNotes:
     """The notes of a run.

@@ -25,8 +25,6 @@ from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 
-__all__ = ["Saves", "is_of_storage"]
-
 _FAILURES = (StorageError, CorruptionError, StepNotFoundError)
 _UNREADABLE = ""
 _NOT_TOLD = "not told"  # the storage failed, which says nothing about the step

@@ -22,8 +22,6 @@ from statehold.options import Options, check_path
 from statehold.planners.failures import Loss
 from statehold.units import parse_bytes
 
-__all__ = ["Directory", "Level", "Memory", "ObjectStore", "check_levels", "levels_of"]
-
 KEEP_IN_MEMORY = 2
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 

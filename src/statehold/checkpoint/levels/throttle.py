@@ -14,8 +14,6 @@ from collections.abc import Callable
 
 from statehold.errors import ClosedError
 
-__all__ = ["Throttle", "give_way_to_training"]
-
 BURST_S = 0.25
 NICENESS = 10  # a tenth of the processor if the training wants all of it; never nothing
 

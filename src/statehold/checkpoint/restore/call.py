@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from statehold.io.runtime import Runtime
     from statehold.ranks.peers import Peers
 
-__all__ = ["RestoreCalls"]
-
 
 @dataclass(eq=False)
 class RestoreCalls:

@@ -13,8 +13,6 @@ from statehold.ranks.rounds import everyone, together
 if TYPE_CHECKING:
     from statehold.checkpoint.levels.levels import Levels
 
-__all__ = ["set_aside"]
-
 
 def set_aside(
     levels: Levels,

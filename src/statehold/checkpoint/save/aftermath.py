@@ -17,8 +17,6 @@ from statehold.errors import StateholdError
 if TYPE_CHECKING:
     from statehold.observe.background_log import BackgroundLog
 
-__all__ = ["after_commit"]
-
 
 @contextlib.contextmanager
 def after_commit(log: BackgroundLog, step: int, doing: str) -> Iterator[None]:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from statehold.observe.background_log import BackgroundLog
     from statehold.options import Options
 
-__all__ = ["Saving", "open_saving"]
-
 
 class Saving(NamedTuple):
     """What takes a save from the call to the committed step."""

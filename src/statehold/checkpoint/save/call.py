@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from statehold.layout.share import PlanCache
     from statehold.tensors.captured import Capture, CapturedTensor
 
-__all__ = ["Saver"]
-
 
 @dataclass(eq=False)
 class Saver:

@@ -23,8 +23,6 @@ from statehold.tensors.captured import Capture
 from statehold.tensors.devices.relay import named_failures
 from statehold.tensors.recognition import Seen
 
-__all__ = ["Trainer"]
-
 
 @dataclass(eq=False)
 class Trainer:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold._version import __version__
-from statehold.format.manifest import Manifest, record_file
+from statehold.format.entries import record_file
+from statehold.format.manifest import Manifest
 from statehold.format.record import Record
 from statehold.io.clients import Client
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count

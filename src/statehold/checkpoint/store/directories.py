@@ -15,8 +15,6 @@ from statehold.errors import StorageError, storage_error
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-__all__ = ["delete", "make_directories", "parent_of", "unless"]
-
 
 def make_directories(fs: Fs, path: str) -> None:
     """Make a directory, its parents included, and make their names durable.

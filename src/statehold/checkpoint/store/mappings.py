@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from statehold._core import File
 
-__all__ = ["Mappings"]
-
 Files = dict[str, "File"]
 
 

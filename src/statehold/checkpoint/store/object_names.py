@@ -18,9 +18,6 @@ from statehold.encoding.strictjson import Checker
 from statehold.errors import InvariantError, ManifestError
 from statehold.format.entries import seal, unseal
 
-__all__ = ["COMMIT_BYTES_MAX", "CommitObject", "attempt_of", "check_file", "commit_name"]
-__all__ += ["directory_name", "is_file_name", "step_of_commit"]
-
 FORMAT = "statehold.commit"
 VERSION = 1
 COMMIT_BYTES_MAX = 4096

@@ -49,8 +49,6 @@ from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 from statehold.io.objects.client import DEADLINE_S, PART_BYTES, ObjectClient, no_limit
 from statehold.io.objects.parallel import Target
 
-__all__ = ["ObjectSteps", "no_limit"]
-
 
 class Uploaded:
     """An object, as a file that is read from begin to end."""

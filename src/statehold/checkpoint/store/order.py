@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable
 
 from statehold.errors import StepOrderError, StorageError
 
-__all__ = ["check_newest"]
-
 
 def check_newest(
     run: str, step: int, known: Iterable[int | None], steps: Callable[[], Iterable[int]]

@@ -27,8 +27,6 @@ from statehold.process.host_memory import available
 if TYPE_CHECKING:
     from statehold._core import File, Fs
 
-__all__ = ["READY_NAME", "Ready", "free_memory"]
-
 READY_NAME = ".ready"
 _NICENESS = 5  # like the threads that copy
 _PART_BYTES = 64 << 20

@@ -33,22 +33,6 @@ from statehold.errors import MissingFileError, StateholdError, StorageError, sto
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-__all__ = [
-    "LOOKS_MAX",
-    "REPLACED",
-    "Replaced",
-    "came_back",
-    "directory_id",
-    "exchanged",
-    "hidden",
-    "look_beside_a_writer",
-    "missing_path",
-    "read_standing",
-    "set_aside",
-    "settle",
-    "where",
-]
-
 T = TypeVar("T")
 
 REPLACED = ".replaced"

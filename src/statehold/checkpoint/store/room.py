@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-__all__ = ["Rooms"]
-
 # A document grows with values in the state, such as lists of losses.
 _MORE_BYTES = 64 << 10
 

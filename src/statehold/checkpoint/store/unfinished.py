@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from statehold._core import Fs
 
-__all__ = ["COPY", "Unfinished", "copy_attempt"]
-
 _DIGITS = 16
 COPY = rf"\.copy-[0-9a-f]{{{_DIGITS}}}"
 _NAME = re.compile(

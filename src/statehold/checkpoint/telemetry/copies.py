@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from statehold.observe.counters import Figures
     from statehold.observe.tracing import Trace
 
-__all__ = ["CopyWatch", "LevelWatch", "copied_text"]
-
 Stage = contextlib.AbstractContextManager[None]
 
 _UNSEEN: Stage = contextlib.nullcontext()

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from statehold.checkpoint.telemetry.save_stats import SaveStats
     from statehold.format.selection import RestoreReport
 
-__all__ = ["UNWATCHED", "RestoreWatch", "Stage", "Watch"]
-
 Stage = contextlib.AbstractContextManager[None]
 
 _UNSEEN: Stage = contextlib.nullcontext()

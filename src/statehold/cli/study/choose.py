@@ -19,20 +19,6 @@ from statehold.cli.study.sweep import JUDGED, Comparison, Figure, neighbours
 from statehold.io.profile import Rates
 from statehold.options import Moving
 
-__all__ = [
-    "Figures",
-    "best_of",
-    "choose",
-    "combined",
-    "finding",
-    "likely",
-    "margin",
-    "moving_of",
-    "rates_of",
-    "score",
-    "top",
-]
-
 # Two settings whose scores differ by less are equally good, however still the storage is.
 MARGIN_MIN = 0.03
 # Before a figure was measured three times, its spread is unknown.

@@ -19,8 +19,6 @@ from statehold.cli.study.sessions import Session, open_session
 from statehold.cli.study.strategies import Case, Operation, State, Strategy, spans_of
 from statehold.errors import StateholdError
 
-__all__ = ["Bench", "Timing"]
-
 _READ_BYTES = 1 << 22
 GB = 1e9
 

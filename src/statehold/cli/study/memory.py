@@ -11,8 +11,6 @@ import ctypes
 import mmap
 import os
 
-__all__ = ["Memory", "kept", "new"]
-
 _PATTERN_BYTES = 1 << 20
 
 

@@ -16,8 +16,6 @@ from statehold.cli.study.study import Study
 from statehold.cli.study.sweep import JUDGED
 from statehold.units import MiB
 
-__all__ = ["draw", "is_possible"]
-
 _OWN, _BYTES, _OTHER = "#c23b22", "#6c8ebf", "#b0b0b0"
 _ROW_INCHES = 0.21
 _MARKS = "osD"

@@ -18,8 +18,6 @@ from statehold.cli.study.sweep import comparisons
 from statehold.io.profile import described
 from statehold.units import format_bytes
 
-__all__ = ["document", "findings", "reasons"]
-
 _SETTINGS = {
     "mover": "{}",
     "block_bytes": "buffers of {}",

@@ -22,8 +22,6 @@ from statehold.units import MiB
 if TYPE_CHECKING:
     from statehold._core import WriteJob
 
-__all__ = ["Session", "open_session"]
-
 STAGING_BYTES = 512 * MiB
 _GRID_BYTES = MiB  # of the checksums, as in data files
 _BUFFERS_MIN = 2

@@ -15,9 +15,6 @@ from enum import Enum
 
 from statehold.units import KiB, MiB, format_bytes
 
-__all__ = ["Case", "FilePlan", "Mover", "Operation", "State", "Strategy", "Transfer", "files_of",
-           "llama", "uniform"]  # fmt: skip
-
 PAGE_BYTES = 4 * KiB
 RANK_FILES = 4  # of several ranks on one node, and the writers of a shared file
 

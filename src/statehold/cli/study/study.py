@@ -27,8 +27,6 @@ from statehold.cli.study.sweep import (
     strategies,
 )
 
-__all__ = ["Proof", "Study", "run"]
-
 # Shares of the time: rounds of everything, rounds of the likely ones, the proof.
 FIRST, SECOND = 0.5, 0.65
 ROUNDS_MAX = 9

@@ -15,9 +15,6 @@ from statehold.cli.study.strategies import RANK_FILES, Case, Mover, Operation, S
 from statehold.options import DEFAULTS
 from statehold.units import KiB, MiB
 
-__all__ = ["Comparison", "Figure", "bytes_of", "cases_of", "centre", "comparisons", "neighbours",
-           "ordered", "strategies"]  # fmt: skip
-
 BLOCKS = (1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB)
 DEPTHS = (1, 4, 32, 64)
 THREADS = (1, 2, 4)

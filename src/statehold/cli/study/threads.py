@@ -16,8 +16,6 @@ from functools import partial
 from statehold.cli.study.memory import Memory, new
 from statehold.cli.study.strategies import FilePlan, Operation, State, Strategy, files_of
 
-__all__ = ["PythonSession"]
-
 
 class PythonSession:
     """One strategy on one directory."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-__all__ = ["rank_and_world"]
-
 
 def rank_and_world() -> tuple[int, int]:
     """The rank of this process among those that load or save, and their number."""

@@ -34,8 +34,8 @@ from statehold.checkpoint.store.replacing import (
 )
 from statehold.checkpoint.telemetry.watch import RestoreWatch
 from statehold.errors import CorruptionError, StorageError, UsageError, storage_error
-from statehold.format.entries import sha256
-from statehold.format.manifest import MANIFEST_BYTES_MAX, Manifest
+from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
+from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME, open_step
 from statehold.integrations.dcp.among import rank_and_world
 from statehold.integrations.dcp.contents import Builder, Contents
@@ -176,7 +176,7 @@ class StorageReader(Endpoint, _StorageReader):
 
     def _look(self) -> tuple[Contents, str]:
         path = f"{self._final()}/{MANIFEST_NAME}"
-        raw = self._read_file(path, MANIFEST_BYTES_MAX)
+        raw = self._read_file(path, DOCUMENT_BYTES_MAX)
 
         def of_this_save(asked: str, bytes_max: int) -> bytes:
             return raw if asked == path else self._read_file(asked, bytes_max)
@@ -189,7 +189,7 @@ class StorageReader(Endpoint, _StorageReader):
     def _which(self) -> str | None:
         """The save that exists now; None if there is none."""
         try:
-            return sha256(self._read_file(f"{self._final()}/{MANIFEST_NAME}", MANIFEST_BYTES_MAX))
+            return sha256(self._read_file(f"{self._final()}/{MANIFEST_NAME}", DOCUMENT_BYTES_MAX))
         except (CorruptionError, StorageError) as error:
             if missing_path(error) is None:
                 raise

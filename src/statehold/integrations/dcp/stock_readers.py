@@ -37,8 +37,6 @@ from statehold.integrations.dcp.torch_save import TorchSaveReader
 from statehold.integrations.dcp.unpickle import load_metadata
 from statehold.options import check_path
 
-__all__ = ["Planner", "open_checkpoint"]
-
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = "pytorch_model.bin"
 _STEP = re.compile(r"step-\d{12}")

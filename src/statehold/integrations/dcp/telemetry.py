@@ -21,8 +21,6 @@ from statehold.checkpoint.telemetry.watch import Watch
 from statehold.integrations.dcp.among import rank_and_world
 from statehold.observe.tracing import Trace
 
-__all__ = ["SaveWatch", "traced", "watch_of"]
-
 TRACES_MAX = 16
 
 _traces: dict[str, Trace] = {}

@@ -30,8 +30,6 @@ from torch.futures import Future
 from statehold.errors import CorruptionError, UnsupportedValueError, UsageError
 from statehold.integrations.dcp.unpickle import UnpicklingError
 
-__all__ = ["TorchSaveReader", "is_head"]
-
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # torch's magic number, pickled
 _GLOBAL = re.compile(r"(?:GLOBAL|class|Unsupported operand) (\S+)")

@@ -21,8 +21,6 @@ from statehold.errors import UsageError
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["check_options", "check_url", "open_store"]
-
 SCHEMES = ("s3", "gs", "az", "file", "memory")
 STORE_OPTIONS = {
     "account_name",

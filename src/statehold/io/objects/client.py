@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from obstore import Bytes
     from obstore.store import ObjectStore
 
-__all__ = ["ObjectClient", "no_limit"]
-
 PART_BYTES = 5 * MiB  # the least that S3 takes; twelve of them are under way
 PARTS_MAX = 9_000  # of the 10,000 that S3 takes
 IN_FLIGHT_BYTES = 64 * MiB

@@ -23,8 +23,6 @@ from statehold.errors import (
     storage_error,
 )
 
-__all__ = ["is_past_end", "missing", "naming", "too_large", "truncated"]
-
 T = TypeVar("T")
 
 _STATUS = re.compile(r"status code: ([1-5][0-9]{2})\b")

@@ -14,8 +14,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import TypeVar
 
-__all__ = ["Parallel", "Target"]
-
 # Bytes of a file from an offset on, and their destination in memory.
 Target = tuple[int, memoryview]
 

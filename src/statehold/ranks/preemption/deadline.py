@@ -26,8 +26,6 @@ from typing import Any
 
 from statehold.errors import UsageError
 
-__all__ = ["LATE", "LEFT", "Deadline"]
-
 LEFT, LATE = 75, 76
 
 # A process does not end at once: its threads need a processor, and its memory is freed first.

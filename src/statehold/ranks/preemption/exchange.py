@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from statehold.ranks.preemption.deadline import Deadline
     from statehold.ranks.preemption.last_step import LastStep
 
-__all__ = ["Hearing"]
-
 T = TypeVar("T")
 
 INTERVAL_S = 0.25

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["LastStep", "Position"]
-
 # How often the run was restored or rewound, and the step.
 Position = tuple[int, int]
 

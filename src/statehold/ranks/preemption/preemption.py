@@ -21,8 +21,6 @@ from statehold.ranks.preemption.last_step import LastStep
 if TYPE_CHECKING:
     from statehold.ranks.peers import Peers
 
-__all__ = ["Preemption"]
-
 Wait = Callable[[float], object]  # returns, or raises, within so many seconds
 
 

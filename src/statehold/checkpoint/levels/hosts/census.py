@@ -20,17 +20,6 @@ from typing import Any
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.layout import Ranks
 
-__all__ = [
-    "Holder",
-    "Holding",
-    "Placed",
-    "holds_file",
-    "lacking_hosts",
-    "settled",
-    "together",
-    "writer_of",
-]
-
 _WRITTEN = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})[.-].*", re.DOTALL)
 
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from statehold.checkpoint.levels.hosts.views import FarSource, Nearby
     from statehold.ranks.peers import Peers
 
-__all__ = ["Exchange", "Hosts", "HttpExchange"]
-
 logger = logging.getLogger("statehold")
 
 _KIND = "hosts"

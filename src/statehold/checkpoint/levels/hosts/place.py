@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from statehold.checkpoint.levels.copying import Copy, Source
     from statehold.checkpoint.store.store import Store
 
-__all__ = ["COPIES_SUFFIX", "CopiesAt", "CopiesPlace", "Host", "HostPlace"]
-
 # After the directory of the level.
 COPIES_SUFFIX = "-copies"
 

@@ -29,8 +29,6 @@ from statehold.errors import (
 )
 from statehold.io.objects.parallel import Parallel, Target
 
-__all__ = ["RemoteFiles"]
-
 DEADLINE_S = 60.0
 PART_BYTES = 8 << 20
 CONNECTIONS = 4  # of one large read, and kept for the next

@@ -23,8 +23,6 @@ from statehold.checkpoint.store.replacing import REPLACED
 from statehold.checkpoint.store.store import step_of
 from statehold.errors import UsageError
 
-__all__ = ["Served", "UnreadableError"]
-
 _PLACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # the latter two: a link

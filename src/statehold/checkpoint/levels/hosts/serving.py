@@ -30,8 +30,6 @@ from statehold.checkpoint.levels.hosts.wire import Head, Wire, WireError
 from statehold.errors import UsageError
 from statehold.process.forks import forget_in_children
 
-__all__ = ["FileServer", "reachable_address"]
-
 logger = logging.getLogger("statehold")
 
 CONNECTIONS_MAX = 64

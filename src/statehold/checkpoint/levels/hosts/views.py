@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 Ranges = Sequence[tuple[int, int]] | None
 
-__all__ = ["Far", "FarSource", "Near", "Nearby", "Scattered", "View", "step_directory"]
-
 
 def step_directory(step: int) -> str:
     """The name of the directory of a step, below any root."""

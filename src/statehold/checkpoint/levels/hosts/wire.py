@@ -18,8 +18,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Head", "Wire", "WireError"]
-
 HEAD_BYTES_MAX = 8 << 10
 _END = b"\r\n\r\n"
 _FIELD = re.compile(r"([A-Za-z0-9-]{1,64}):([\t\x20-\x7e]*)")
