@@ -27,7 +27,7 @@ _STEP_HELP = "RUN, RUN@STEP (a number or 'newest', the default), or the director
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    args = _parser().parse_args(argv)
+    args = arguments(argv)
     command = importlib.import_module(f"statehold.cli.{args.module}")
     try:
         if getattr(args, "option", None) and not args.levels:
@@ -41,6 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("statehold: interrupted", file=sys.stderr)
         return codes.INTERRUPTED
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a command."""
+    return _parser().parse_args(argv)
 
 
 def _failed(error: OSError) -> int:
@@ -137,7 +142,7 @@ def _add_bench(commands: Any) -> None:
     io.add_argument(
         "--out",
         metavar="DIR",
-        help="the directory for the records, the table and the plot of the study",
+        help="the directory for the records and the table",
     )
 
 

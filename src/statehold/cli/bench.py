@@ -16,16 +16,17 @@ import platform
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from statehold.cli import codes
 from statehold.cli.output import emit, table
-from statehold.cli.study import plot, report, study
+from statehold.cli.study import report, study
 from statehold.cli.study.choose import Figures, moving_of, rates_of, top
 from statehold.cli.study.measure import Bench
-from statehold.cli.study.strategies import Operation, Strategy, llama, uniform
-from statehold.cli.study.sweep import JUDGED
+from statehold.cli.study.strategies import Operation, Strategy, llama
+from statehold.cli.study.sweep import JUDGED, Comparison
 from statehold.errors import NoSpaceError, UsageError
 from statehold.io import profile
 from statehold.io.mounts import mount_of
@@ -39,9 +40,23 @@ _NAME_MAX = 100
 
 
 def run(args: argparse.Namespace) -> int:
+    study_at(args, lambda directory, size: Bench(directory, llama(size)))
+    return codes.YES
+
+
+def study_at(
+    args: argparse.Namespace,
+    bench: Callable[[str, int], Bench],
+    more: Sequence[Comparison] = (),
+) -> study.Study:
+    """Measure, choose, write the profile and the records, and print.
+
+    bench: makes one of a directory and the size of the state. more: comparisons with strategies
+        that statehold does not have.
+    """
     path = os.path.abspath(args.path)
     size = _checked(path, args)
-    found = _measured(path, size, args)
+    found = _measured(path, size, args, bench, more)
     file = None if args.no_profile else Path(args.profile or profile.path_for(path))
     document = {**_facts(path, size), **report.document(found)}
     document["profile"] = None if file is None else str(file)
@@ -53,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
         )
     text = _text(found, document)
     if args.out:
-        _write_records(Path(args.out), found, document, text)
+        _write_records(Path(args.out), document, text)
     emit(document) if args.json else print(text)
-    return codes.YES
+    return found
 
 
 def _checked(path: str, args: argparse.Namespace) -> int:
@@ -76,19 +91,25 @@ def _checked(path: str, args: argparse.Namespace) -> int:
     return size
 
 
-def _measured(path: str, size: int, args: argparse.Namespace) -> study.Study:
+def _measured(
+    path: str,
+    size: int,
+    args: argparse.Namespace,
+    bench: Callable[[str, int], Bench],
+    more: Sequence[Comparison],
+) -> study.Study:
     directory = tempfile.mkdtemp(prefix=".statehold-bench-", dir=path)
     threads = Options().copy_thread_count
     try:
-        bench = Bench(directory, (llama(size), uniform(size)))
-        return study.run(bench, threads, args.seconds, args.full, _told)
+        made = bench(directory, size)
+        return study.run(made, threads, args.seconds, args.full, _show, more)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         if sys.stderr.isatty():
             print(_CLEAR, end="", file=sys.stderr, flush=True)
 
 
-def _told(name: str, share: float) -> None:
+def _show(name: str, share: float) -> None:
     if sys.stderr.isatty():
         line = f"{share:4.0%}  {name}"[:_NAME_MAX]
         print(f"{_CLEAR}{line}", end="", file=sys.stderr, flush=True)
@@ -108,13 +129,11 @@ def _facts(path: str, size: int) -> dict[str, Any]:
     }
 
 
-def _write_records(directory: Path, found: study.Study, document: Any, text: str) -> None:
+def _write_records(directory: Path, document: Any, text: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     public = {key: value for key, value in document.items() if key not in ("path", "profile")}
     (directory / "io-results.json").write_text(json.dumps(public, indent=1) + "\n")
     (directory / "io-table.txt").write_text(text + "\n")
-    if plot.is_possible():
-        plot.draw(found, directory / "io-plot.png")
 
 
 # -- text ------------------------------------------------------------------------------------------

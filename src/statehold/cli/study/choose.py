@@ -11,7 +11,7 @@ Not here: measuring (study), writing the profile (io/profile).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from statehold.cli.study.strategies import Operation, Strategy
@@ -107,7 +107,7 @@ def combined(figures: Figures, middle: Strategy, full: bool) -> Strategy:
     for name in ("mover", "block_bytes", "depth", "copy_threads"):
         levels = [each for each in around if _changes(each, middle) <= {name}]
         winner = choose(figures, levels, middle)
-        best = _with(best, name, getattr(winner, name))
+        best = replace(best, **{name: getattr(winner, name)})
     return best
 
 
@@ -134,11 +134,6 @@ def choose(figures: Figures, candidates: list[Strategy], middle: Strategy) -> St
 def _changes(strategy: Strategy, middle: Strategy) -> set[str]:
     names = ("mover", "block_bytes", "depth", "copy_threads")
     return {name for name in names if getattr(strategy, name) != getattr(middle, name)}
-
-
-def _with(strategy: Strategy, name: str, value: object) -> Strategy:
-    values = {key: getattr(strategy, key) for key in Strategy.__slots__}
-    return Strategy(**{**values, name: value})
 
 
 def moving_of(strategy: Strategy) -> Moving:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from statehold.cli.study.memory import Memory, kept
@@ -25,47 +23,46 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """GB/s of each operation of a case, or why there are none (`refused`); `took_s` in all."""
+    """GB/s of each operation of a case, or why there are none (`refused`)."""
 
-    case: Case
     rates: dict[Operation, float]
-    took_s: float
     refused: str = ""
 
 
 class Bench:
-    """Where cases are run: memory with the states, and a directory."""
+    """Where cases are run: a directory, and memory with the state, and with `others`."""
 
-    def __init__(self, directory: str, states: Iterable[State]) -> None:
-        self._directory = directory
-        self._states = {state.name: state for state in states}
-        padded = Strategy(aligned=True)
-        most = max(spans_of(padded, state)[-1][1] for state in self._states.values())
-        self._memory: Memory = kept(most)
+    def __init__(self, directory: str, state: State, *others: State) -> None:
+        self.directory = directory
+        self.state = state
+        states = (state, *others)
+        self.memory: Memory = kept(max(spans_of(each, aligned=True)[-1][1] for each in states))
+
+    def open(self, strategy: Strategy) -> tuple[Session, int]:
+        """A strategy, ready to be timed, and the bytes that it moves."""
+        session = open_session(strategy, self.state, self.memory, self.directory)
+        return session, self.state.total_bytes
 
     def time(self, case: Case) -> Timing:
-        begin = time.monotonic()
         rates: dict[Operation, float] = {}
-        refused = ""
         try:
             self._run(case, rates)
         except (OSError, StateholdError) as error:
-            rates, refused = {}, str(error).splitlines()[0]
-        return Timing(case, rates, time.monotonic() - begin, refused)
+            return Timing({}, str(error).splitlines()[0])
+        return Timing(rates)
 
     def _run(self, case: Case, rates: dict[Operation, float]) -> None:
-        state = self._states[case.strategy.state]
         with contextlib.ExitStack() as closing:
             closing.callback(self._clear)
-            session = open_session(case.strategy, state, self._memory, self._directory)
+            session, nbytes = self.open(case.strategy)
             closing.callback(session.close)
             for operation in case.operations:
                 _prepare(session, operation)
-                rates[operation] = state.total_bytes / session.seconds(operation) / GB
+                rates[operation] = nbytes / session.seconds(operation) / GB
 
     def _clear(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            for entry in os.scandir(self._directory):
+            for entry in os.scandir(self.directory):
                 os.unlink(entry.path)
 
 

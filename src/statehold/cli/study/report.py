@@ -14,7 +14,6 @@ from typing import Any
 from statehold.cli.study.choose import Figures, finding, moving_of, rates_of
 from statehold.cli.study.strategies import Strategy
 from statehold.cli.study.study import Proof, Study
-from statehold.cli.study.sweep import comparisons
 from statehold.io.profile import described
 from statehold.units import format_bytes
 
@@ -28,7 +27,7 @@ _SETTINGS = {
 
 def findings(study: Study) -> list[str]:
     """The findings from the comparisons, as far as they were measured."""
-    made = groupby(comparisons(study.middle), key=lambda each: (each.what, each.than))
+    made = groupby(study.compared, key=lambda each: (each.what, each.than))
     told = [finding(study.figures, same) for _, same in made]
     return [text for text in told if text is not None]
 

@@ -1,6 +1,6 @@
 """Strategies of the native core: bytes that only move, and whole saves by the engine.
 
-Owns: one session for each kind, with the same interface as threads.PythonSession; `open_session`.
+Owns: one session for each kind, with one interface; `open_session`.
 Invariants: an engine reads its saves back with the checksums that it took, so a timed restore has
 been verified, as statehold's own are.
 Not here: the order of operations, the state of the page cache (measure).
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from statehold import _core
 from statehold.cli.study.memory import Memory, new
-from statehold.cli.study.strategies import Mover, Operation, State, Strategy, files_of, spans_of
-from statehold.cli.study.threads import PythonSession
+from statehold.cli.study.strategies import Operation, State, Strategy, spans_of
 from statehold.units import MiB
 
 if TYPE_CHECKING:
@@ -39,8 +38,6 @@ class Session(Protocol):
 def open_session(strategy: Strategy, state: State, memory: Memory, directory: str) -> Session:
     if strategy.is_engine:
         return EngineSession(strategy, state, memory, directory)
-    if strategy.mover is Mover.PYTHON:
-        return PythonSession(strategy, state, memory, directory)
     return RawSession(strategy, state, directory)
 
 
@@ -49,9 +46,8 @@ class RawSession:
 
     def __init__(self, strategy: Strategy, state: State, directory: str) -> None:
         self._strategy = strategy
-        (plan,) = files_of(strategy, state)
-        self._nbytes = plan.nbytes
-        self.paths = [f"{directory}/{plan.name}"]
+        self._nbytes = spans_of(state, aligned=True)[-1][1]
+        self.paths = [f"{directory}/bytes"]
         self._fs = _core.open_fs(strategy.mover.value, strategy.depth)
 
     def seconds(self, operation: Operation) -> float:
@@ -69,7 +65,7 @@ class EngineSession:
     """One file, as a Checkpointer saves and restores it, without plan and commit."""
 
     def __init__(self, strategy: Strategy, state: State, memory: Memory, directory: str) -> None:
-        self._spans = spans_of(strategy, state)
+        self._spans = spans_of(state, aligned=False)
         self._nbytes = self._spans[-1][1]
         self._memory = memory
         self.paths = [f"{directory}/saved"]

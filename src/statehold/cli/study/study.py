@@ -19,10 +19,12 @@ from statehold.cli.study.measure import Bench
 from statehold.cli.study.strategies import Case, Operation, Strategy
 from statehold.cli.study.sweep import (
     JUDGED,
+    Comparison,
     Figure,
     bytes_of,
     cases_of,
     centre,
+    comparisons,
     ordered,
     strategies,
 )
@@ -36,7 +38,7 @@ DUELS = 4  # that share what is left of the time
 SLACK = 0.05
 PROVED = (Operation.OVERWRITE, Operation.COLD)
 
-Told = Callable[[str, float], None]  # what runs now, and the share of the time that is over
+Show = Callable[[str, float], None]  # what runs now, and the share of the time that is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Study:
 
     middle: Strategy
     full: bool
+    compared: list[Comparison]
     figures: Figures = field(default_factory=Figures)
     refused: dict[Strategy, str] = field(default_factory=dict)
     unmeasured: list[Strategy] = field(default_factory=list)
@@ -78,11 +81,19 @@ class Study:
     took_s: float = 0.0
 
 
-def run(bench: Bench, copy_threads: int, seconds: float, full: bool, told: Told) -> Study:
-    """Measure, choose, prove."""
-    study = Study(centre(copy_threads), full)
-    clock = _Clock(bench, study, seconds, told)
-    cases = cases_of(strategies(study.middle, full))
+def run(
+    bench: Bench,
+    copy_threads: int,
+    seconds: float,
+    full: bool,
+    show: Show,
+    more: Sequence[Comparison] = (),
+) -> Study:
+    """Measure, choose, prove. more: comparisons with strategies that statehold does not have."""
+    middle = centre(copy_threads)
+    study = Study(middle, full, [*more, *comparisons(middle)])
+    clock = _Clock(bench, study, seconds, show)
+    cases = cases_of(strategies(middle, full, study.compared))
     clock.rounds(cases, FIRST, ROUNDS_MAX)
     study.unmeasured = [
         case.strategy
@@ -108,9 +119,9 @@ def _judge(study: Study) -> None:
 class _Clock:
     """Runs cases while there is time."""
 
-    def __init__(self, bench: Bench, study: Study, seconds: float, told: Told) -> None:
+    def __init__(self, bench: Bench, study: Study, seconds: float, show: Show) -> None:
         self._bench, self._study, self._seconds = bench, study, seconds
-        self._told = told
+        self._show = show
         self._begin_s = time.monotonic()
 
     @property
@@ -142,7 +153,7 @@ class _Clock:
         study = self._study
         if case.strategy in study.refused:
             return {}
-        self._told(case.strategy.name, self.share)
+        self._show(case.strategy.name, self.share)
         timing = self._bench.time(case)
         if timing.refused:
             study.refused[case.strategy] = timing.refused

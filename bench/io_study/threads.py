@@ -1,7 +1,7 @@
-"""Transfers by pread and pwrite on Python threads: strategies that the native core does not have.
+"""Transfers by pread and pwrite on Python threads, as statehold never moves bytes.
 
-Statehold never moves bytes like this. This module measures, on equal terms with each other,
-buffered writes, a file for each tensor, shared files, and transfers that are not coalesced.
+All alternatives are measured on equal terms: buffered and direct transfers, a file for each tensor
+or rank, shared files, and transfers that are not coalesced.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from bench.io_study.alternatives import Alternative, FilePlan, files_of
 from statehold.cli.study.memory import Memory, new
-from statehold.cli.study.strategies import FilePlan, Operation, State, Strategy, files_of
+from statehold.cli.study.strategies import Operation, State
 
 
 class PythonSession:
     """One strategy on one directory."""
 
-    def __init__(self, strategy: Strategy, state: State, memory: Memory, directory: str) -> None:
+    def __init__(self, strategy: Alternative, state: State, memory: Memory, directory: str) -> None:
         self._strategy = strategy
         self._plans = files_of(strategy, state)
         self._memory = memory

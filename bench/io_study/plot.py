@@ -10,6 +10,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from bench.io_study.alternatives import Alternative
 from statehold.cli.study.choose import Figures
 from statehold.cli.study.strategies import Strategy
 from statehold.cli.study.study import Study
@@ -58,7 +59,7 @@ def _bars(axis: Any, figures: Figures, operation: Any, *, is_named: bool) -> Non
 def _color(strategy: Strategy) -> str:
     if strategy.is_engine:
         return _OWN
-    return _BYTES if strategy.mover.value in ("io_uring", "threads") else _OTHER
+    return _OTHER if isinstance(strategy, Alternative) else _BYTES
 
 
 def _lines(axis: Any, study: Study, name: str, scale: int, label: str) -> None:
