@@ -34,7 +34,8 @@ def test_one_line_when_asked_and_one_at_the_end(tmp_path: Path, ask: str, who: s
     done = scripts.run(["-c", SCRIPT, tmp_path / "run", ask], timeout=DEADLINE_S * 4)
     assert done.returncode == LEFT
     lines = done.stderr.splitlines()
-    asked = f"asked to leave by {who}: the next save is the last; this process ends in 58 s"
-    assert lines.count(asked) == 1
+    # A busy machine has lost a little of the 58 seconds when it writes the line.
+    asked = f"asked to leave by {who}: the next save is the last; this process ends in 5"
+    assert len([line for line in lines if line.startswith(asked) and line.endswith(" s")]) == 1
     told = "step 7 is committed at levels directory, far; leaving with exit code 75"
     assert lines.count(told) == 1

@@ -38,11 +38,24 @@ _active: Deadline | None = None
 
 
 class Deadline:
-    """Watches for signals that ask this process to leave within `within_s` seconds."""
+    """Watches for signals that ask this process to leave within `within_s` seconds.
 
-    def __init__(self, within_s: float, on_asked: Callable[[str], None] = lambda why: None) -> None:
+    clock, end: tests give others. The clock is looked at on the watcher's thread, which calls `end`
+        with the exit code.
+    """
+
+    def __init__(
+        self,
+        within_s: float,
+        on_asked: Callable[[str], None] = lambda why: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
         self._within_s = _checked(within_s)
         self._on_asked = on_asked
+        self._clock = clock
+        self._end = end
         self._pid = os.getpid()
         self._end_s: float | None = None
         self._guard = threading.RLock()  # a signal's handler may run in the middle of ask()
@@ -93,7 +106,7 @@ class Deadline:
         if os.getpid() != self._pid:
             return
         with self._guard:
-            end_s = time.monotonic() + max(0.0, seconds)
+            end_s = self._clock() + max(0.0, seconds)
             self._end_s = end_s if self._end_s is None else min(self._end_s, end_s)
         self._wake()
         self._on_asked(why)
@@ -101,7 +114,7 @@ class Deadline:
     def remaining_s(self) -> float:
         """The time that is left, once asked, before this process ends itself."""
         assert self._end_s is not None
-        return max(0.0, self._end_s - time.monotonic())
+        return max(0.0, self._end_s - self._clock())
 
     def safe(self) -> None:
         """The last save is committed. From now on the exit code says so."""
@@ -173,7 +186,8 @@ class Deadline:
         while not self._is_removed:
             left_s = self.remaining_s() if self.is_asked else None
             if left_s == 0.0:
-                os._exit(self._code)
+                self._end(self._code)
+                return  # only in a test
             waiting.poll(None if left_s is None else left_s * 1000)
             with contextlib.suppress(BlockingIOError):
                 told = os.read(self._wake_read, 64)
