@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -427,18 +426,16 @@ def test_another_jobs_level_is_left_alone(fs) -> None:
 def test_a_slow_level_does_not_hold_up_a_fast_one(tmp_path: Path) -> None:
     levels = [
         Directory(),
-        Directory(path=tmp_path / "slow", name="slow", bytes_per_s="1MB"),
+        Directory(path=tmp_path / "slow", name="slow", bytes_per_s="10KB"),
         Directory(path=tmp_path / "fast", name="fast"),
     ]
     ckpt = statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL)
     try:
-        save(ckpt, 1, content(1, 8 << 20))  # half a minute at the limit
-        begin = time.monotonic()
+        save(ckpt, 1, content(1, 8 << 20))  # an hour at the limit
         ckpt._opened().pipeline.drain()
         ckpt._opened().levels.promotions._promoters["fast"].wait(DEADLINE_S)
         assert status(ckpt, "fast").newest == 1
         assert status(ckpt, "slow").copying == 1
-        assert time.monotonic() - begin < 20
     finally:
         ckpt._opened().levels.promotions.close()  # the slow copy is given up
         assert status(ckpt, "slow").newest is None

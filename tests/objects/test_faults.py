@@ -19,7 +19,8 @@ from support import s3
 ATTEMPT, SECOND = "5f3a09c1-7", "5f3a09c1-8"
 NAME = "rank-00000-of-00001.safetensors"
 PART = 5 * MiB
-DEADLINE_S = 2.0
+HASTY_S = 5.0  # until a store that fails for ever is given up
+DEADLINE_S = 60.0
 DATA = bytes(range(256)) * (PART // 128)  # two parts
 CLOSED_PORT = 1
 
@@ -29,9 +30,15 @@ def steps(proxy: s3.Proxy, s3_url: str) -> ObjectSteps:
     return at(proxy.port, s3_url)
 
 
-def at(port: int, url: str) -> ObjectSteps:
+@pytest.fixture
+def hasty(proxy: s3.Proxy, s3_url: str) -> ObjectSteps:
+    """The same steps, given up soon: for operations that fail until their deadline."""
+    return at(proxy.port, s3_url, HASTY_S)
+
+
+def at(port: int, url: str, deadline_s: float = DEADLINE_S) -> ObjectSteps:
     options = {"endpoint": f"http://127.0.0.1:{port}"}
-    return ObjectSteps(url, options=options, part_bytes=PART, deadline_s=DEADLINE_S)
+    return ObjectSteps(url, options=options, part_bytes=PART, deadline_s=deadline_s)
 
 
 def upload(steps: ObjectSteps, attempt: str = ATTEMPT) -> None:
@@ -71,18 +78,20 @@ def failures(steps: ObjectSteps) -> dict[str, BaseException | None]:
 
 
 @pytest.mark.parametrize("fault", EXPECTED)
-def test_a_failing_store_is_named_in_time(steps: ObjectSteps, proxy: s3.Proxy, fault: str) -> None:
+def test_a_failing_store_is_named_in_time(
+    steps: ObjectSteps, hasty: ObjectSteps, proxy: s3.Proxy, fault: str
+) -> None:
     upload(steps)
     steps.publish(1, ATTEMPT, b"manifest")
     kind, number = EXPECTED[fault]
     proxy.fault = lambda method, target: fault
     begin = time.monotonic()
-    raised = failures(steps)
+    raised = failures(hasty)
     taken = time.monotonic() - begin
     assert {name: type(error) for name, error in raised.items()} == dict.fromkeys(raised, kind)
     assert {getattr(error, "errno", 0) for error in raised.values()} == {number}
     assert proxy.fired[fault] >= len(OPERATIONS)
-    assert taken < 10 * DEADLINE_S  # a machine that is overloaded, and not forever
+    assert taken < DEADLINE_S  # a machine that is overloaded, and not forever
     proxy.fault = lambda method, target: None
     assert steps.steps() == [1]  # nothing that was committed is lost
     for operation in OPERATIONS.values():
@@ -91,7 +100,7 @@ def test_a_failing_store_is_named_in_time(steps: ObjectSteps, proxy: s3.Proxy, f
 
 
 def test_a_server_that_is_not_there(s3_environment: None, s3_url: str) -> None:
-    raised = failures(at(CLOSED_PORT, s3_url))
+    raised = failures(at(CLOSED_PORT, s3_url, HASTY_S))
     assert {type(error) for error in raised.values()} == {UnavailableError}
     assert {getattr(error, "errno", 0) for error in raised.values()} == {errno.ECONNREFUSED}
 
@@ -112,7 +121,9 @@ def test_a_fault_that_passes_is_not_noticed(
 
 
 @pytest.mark.parametrize("times", [1, 10**6])
-def test_an_answer_that_breaks_off(steps: ObjectSteps, proxy: s3.Proxy, times: int) -> None:
+def test_an_answer_that_breaks_off(
+    steps: ObjectSteps, hasty: ObjectSteps, proxy: s3.Proxy, times: int
+) -> None:
     """Once: the rest is asked for, and nobody notices. For ever: an error, and no half a range."""
     upload(steps)
     steps.publish(1, ATTEMPT, b"manifest")
@@ -124,7 +135,7 @@ def test_an_answer_that_breaks_off(steps: ObjectSteps, proxy: s3.Proxy, times: i
         fetch(steps)
     else:
         with pytest.raises(UnavailableError) as caught:
-            fetch(steps)
+            fetch(hasty)
         assert caught.value.errno == errno.ECONNRESET
     assert proxy.fired["truncate"] >= min(times, 3)
     proxy.fault = lambda method, target: None
@@ -136,12 +147,17 @@ def test_an_answer_that_breaks_off(steps: ObjectSteps, proxy: s3.Proxy, times: i
     [("PUT partNumber=1", "cut"), ("PUT partNumber=2", "busy"), ("POST uploadId=", "busy")],
 )
 def test_an_upload_that_fails_in_the_middle_leaves_nothing(
-    steps: ObjectSteps, proxy: s3.Proxy, s3_port: int, request_: str, fault: str
+    steps: ObjectSteps,
+    hasty: ObjectSteps,
+    proxy: s3.Proxy,
+    s3_port: int,
+    request_: str,
+    fault: str,
 ) -> None:
     its_method, query = request_.split()
     proxy.fault = lambda method, target: fault if method == its_method and query in target else None
     with pytest.raises(UnavailableError):
-        upload(steps)
+        upload(hasty)
     assert proxy.fired[fault] > 0
     assert not steps.has(1, ATTEMPT, NAME, len(DATA))
     assert b"<UploadId>" not in s3.request(s3_port, "GET", "/bucket?uploads")
@@ -150,12 +166,14 @@ def test_an_upload_that_fails_in_the_middle_leaves_nothing(
     assert steps.has(1, ATTEMPT, NAME, len(DATA))
 
 
-def test_a_commit_whose_answer_is_lost_counts(steps: ObjectSteps, proxy: s3.Proxy) -> None:
+def test_a_commit_whose_answer_is_lost_counts(
+    steps: ObjectSteps, hasty: ObjectSteps, proxy: s3.Proxy
+) -> None:
     upload(steps)
     proxy.fault = lambda method, target: (
         "lose" if method == "PUT" and target.endswith(".commit") else None
     )
-    steps.publish(1, ATTEMPT, b"manifest")
+    hasty.publish(1, ATTEMPT, b"manifest")
     assert proxy.fired["lose"] > 0
     proxy.fault = lambda method, target: None
     assert steps.steps() == [1]

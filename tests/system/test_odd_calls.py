@@ -87,7 +87,7 @@ def failing_reads(folder: Path, function: str, harmless: int) -> None:
                 assert number in (0, errno.EIO)
                 if number == 0:
                     passed.append(nth)
-                assert failing.fired == 1
+                assert failing.fired == 1, f"{failing.calls} calls, not {counting.calls}"
             # A disk that fails is not a step that is damaged: nothing was set aside.
             assert ckpt.steps() == [1, 2]
             check_restored(ckpt, 2)
