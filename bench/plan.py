@@ -171,7 +171,7 @@ def _measure_rank(
     begin = time.process_time()
     record = _record(plan, world, rank)
     encoded = record.encode()
-    said = record.said()
+    said = record.group_digests()
     seconds = time.process_time() - begin
     return {
         "record_s": seconds,
@@ -216,7 +216,7 @@ def _measure_manifest(world: int, build: Callable[[int], Tensors]) -> dict[str, 
         rank, tensors = len(said), build(len(said))
         plan = PlanCache(Membership(rank, world)).get(captured(tensors, rank), 1)
         alike = len(tensors[0][3].mesh.ranks)
-        said += [_record(plan, world, rank).said()] * alike
+        said += [_record(plan, world, rank).group_digests()] * alike
     entries = [RecordEntry(record_name(rank, world), 1 << 20, "0" * 64) for rank in range(world)]
     begin = time.process_time()
     commit = Commit(

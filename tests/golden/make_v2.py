@@ -129,7 +129,7 @@ def main() -> None:
         RecordEntry(record_name(rank, SIZE), len(raw), hashlib.sha256(raw).hexdigest())
         for rank, raw in enumerate(raws)
     )
-    state = groups_of([record.said() for record in records])
+    state = groups_of([record.group_digests() for record in records])
     shared = (Shared(Ranks.of(range(SIZE)), ("model.equal",)),)
     commit = Commit(STEP, SIZE, CREATED, WRITER, ATTEMPT, entries, state, shared)
     (directory / "manifest.json").write_bytes(commit.encode())

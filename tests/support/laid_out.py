@@ -73,7 +73,7 @@ class Disk:
         for rank, store in enumerate(stores):
             record = self._write(store, tensors, rank, size)
             raws.append(record.encode())
-            said.append(record.said())
+            said.append(record.group_digests())
             store.seal(STEP, ATTEMPT, record_name(rank, size), raws[-1])
         entries = [
             RecordEntry(record_name(rank, size), len(raw), hashlib.sha256(raw).hexdigest())

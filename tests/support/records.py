@@ -128,7 +128,7 @@ class World:
             RecordEntry(record_name(i, self.size), len(raw), hashlib.sha256(raw).hexdigest())
             for i, raw in enumerate(raws)
         ]
-        state = groups_of([record.said() for record in self.records])
+        state = groups_of([record.group_digests() for record in self.records])
         return Commit(7, self.size, CREATED, "test", ATTEMPT, tuple(entries), state, tuple(shared))
 
     def assemble(self, step: SavedStep, name: str, box: Box) -> np.ndarray[Any, Any]:

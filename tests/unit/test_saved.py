@@ -157,7 +157,7 @@ def test_groups_of_ranks() -> None:
 
 
 def test_ranks_say_the_same_whoever_writes_and_whatever_else_they_hold() -> None:
-    said = [record.said() for record in example().records]
+    said = [record.group_digests() for record in example().records]
     assert len({digests["model"] for digests in said}) == 1
     assert len({digests["seed"] for digests in said}) == 4
     other = Held("other", "I64", (2,), Layout(Mesh((1,), (1,))))
@@ -170,7 +170,7 @@ def test_ranks_say_the_same_whoever_writes_and_whatever_else_they_hold() -> None
         Record(7, 2, r.rank, "a", 1 << 20, r.files, r.held[::-1], r.chunks, {"x": {"$tensor": "w"}})
         for r in world.records
     )
-    assert a.said() == b.said()  # though the mesh of w is their first and their second
+    assert a.group_digests() == b.group_digests()  # though the mesh of w is their first and their second
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_tensors_count_in_what_ranks_say(change: dict[str, Any], same: bool) -> 
     said = [
         Record(
             7, 2, 0, "a", 4096, (), (Held(**values),), {}, {"x": {"$tensor": "w"}}, {"w": "0" * 16}
-        ).said()
+        ).group_digests()
         for values in (base, {**base, **change})
     ]
     assert (said[0] == said[1]) is same

@@ -155,17 +155,17 @@ class _Check:
             dtypes = {name: entry.dtype for name, entry in manifest.tensors.items()}
             yield _Part(0, manifest.block_bytes, manifest.files, chunks, dtypes)
             return
-        said: list[dict[str, str]] = []
+        digests: list[dict[str, str]] = []
         for rank in range(manifest.world_size):
             record = self._record(manifest, rank)
             if record is not None:
-                said.append(record.said())
+                digests.append(record.group_digests())
                 self.cover.add(record)
                 dtypes = {name: record.tensors[name].dtype for name in record.chunks}
                 yield _Part(rank, record.block_bytes, record.files, record.chunks, dtypes)
-        if len(said) < manifest.world_size:
+        if len(digests) < manifest.world_size:
             self.cover.is_complete = False  # missing files have been reported
-        elif groups_of(said) != dict(manifest.state):
+        elif groups_of(digests) != dict(manifest.state):
             detail = "its groups of ranks differ from those of the records"
             self.report.add(Finding("manifest", MANIFEST_NAME, detail=detail))
 

@@ -66,7 +66,7 @@ class Level:
     """A level as it was found. state: "there", "not there", "not asked" or "unreadable". held: the
     steps there."""
 
-    told: Remembered
+    entry: Remembered
     state: str = "there"
     error: str = ""
     place: Held | None = None
@@ -74,18 +74,18 @@ class Level:
 
     def document(self) -> Document:
         """The level in the output of --json."""
-        told = self.told
+        entry = self.entry
         about: Document = {"file_system": None, "free_bytes": None, "limit_bytes_per_s": None,
                            "read_limit_bytes_per_s": None}  # fmt: skip
         if self.place is not None:
             about |= self.place.about()
-        in_memory = told.kind == "directory" and about["file_system"] in ("tmpfs", "ramfs")
+        in_memory = entry.kind == "directory" and about["file_system"] in ("tmpfs", "ramfs")
         return {
-            "name": told.name,
-            "kind": "memory" if in_memory else told.kind,
-            "path": told.where,
-            "host": told.host or None,
-            "per_host": told.per_host,
+            "name": entry.name,
+            "kind": "memory" if in_memory else entry.kind,
+            "path": entry.where,
+            "host": entry.host or None,
+            "per_host": entry.per_host,
             "state": self.state,
             "error": self.error or None,
             "steps": sorted(self.held),
@@ -102,18 +102,18 @@ def levels_of(fs: Fs, run: str, *, far: bool, options: Mapping[str, Any] = {}) -
     except CorruptionError as error:
         note(f"cannot look at the other levels: {error}")
         remembered = (itself(run),)
-    return [level for told in remembered for level in _all_of(fs, told, far, options)]
+    return [level for entry in remembered for level in _all_of(fs, entry, far, options)]
 
 
-def _all_of(fs: Fs, told: Remembered, far: bool, options: Mapping[str, Any]) -> list[Level]:
+def _all_of(fs: Fs, entry: Remembered, far: bool, options: Mapping[str, Any]) -> list[Level]:
     """A level; if several hosts have it, also the files that this host keeps for the others."""
-    own = _looked_at(fs, told, far, options)
-    beside = os.path.realpath(told.where) + COPIES_SUFFIX
-    if not told.per_host:
+    own = _looked_at(fs, entry, far, options)
+    beside = os.path.realpath(entry.where) + COPIES_SUFFIX
+    if not entry.per_host:
         return [own]
     found = [own]
     if os.path.isdir(beside):
-        kept = replace(told, name=f"{told.name}.copies", where=beside)
+        kept = replace(entry, name=f"{entry.name}.copies", where=beside)
         found.append(_looked_at(fs, kept, far, options))
     for step in steps_of(found):
         _count_ranks([copy for _, copy in copies_of(found, step)])
@@ -138,35 +138,35 @@ def _names(directory: str) -> list[str]:
     return look_beside_a_writer(partial(os.listdir, directory), is_there, directory) or []
 
 
-def _looked_at(fs: Fs, told: Remembered, far: bool, options: Mapping[str, Any]) -> Level:
-    level = Level(told)
+def _looked_at(fs: Fs, entry: Remembered, far: bool, options: Mapping[str, Any]) -> Level:
+    level = Level(entry)
     try:
-        if told.kind == "objects" and not far:
+        if entry.kind == "objects" and not far:
             level.state = "not asked"
-        elif not _is_there(told):
+        elif not _is_there(entry):
             level.state = "not there"
-            if told.host not in ("", socket.gethostname()):
-                level.error = f"memory of host {told.host}"
+            if entry.host not in ("", socket.gethostname()):
+                level.error = f"memory of host {entry.host}"
         else:
-            place = _held(fs, told, options)
+            place = _held(fs, entry, options)
             found = {step: place.describe(step) for step in place.steps()}
-            level.held = {step: told for step, told in found.items() if told is not None}
+            level.held = {step: copy for step, copy in found.items() if copy is not None}
             level.place = place
     except (StateholdError, OSError) as error:
         level.state, level.error = "unreadable", str(error)
     return level
 
 
-def _held(fs: Fs, told: Remembered, options: Mapping[str, Any]) -> Held:
-    is_far = told.kind == "objects"
-    return _InObjects(told.where, options) if is_far else _InDirectory(fs, told.where)
+def _held(fs: Fs, entry: Remembered, options: Mapping[str, Any]) -> Held:
+    is_far = entry.kind == "objects"
+    return _InObjects(entry.where, options) if is_far else _InDirectory(fs, entry.where)
 
 
-def _is_there(told: Remembered) -> bool:
+def _is_there(entry: Remembered) -> bool:
     """Only an existing directory is a store, because opening would create it."""
-    parts = urlsplit(told.where) if told.kind == "objects" else None
+    parts = urlsplit(entry.where) if entry.kind == "objects" else None
     if parts is None or parts.scheme == "file":
-        return os.path.isdir(unquote(parts.path) if parts else told.where)
+        return os.path.isdir(unquote(parts.path) if parts else entry.where)
     return True
 
 

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         looked = levels.levels_of(fs, path, far=True, options=levels.far_options(args.option))
         document["levels"] = [level.document() for level in looked]
         document["copies"] = found = [
-            {"level": level.told.name, **copy}
+            {"level": level.entry.name, **copy}
             for step in levels.steps_of(looked)
             for level, copy in levels.copies_of(looked, step)
         ]

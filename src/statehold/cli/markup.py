@@ -24,12 +24,12 @@ Piece = Markup | str | int
 
 def tag(name: str, *children: Piece, **attributes: str | float | None) -> Markup:
     """An element. `class_` loses its underscore, others become dashes; None is left out."""
-    told = "".join(
+    given = "".join(
         f' {key.strip("_").replace("_", "-")}="{_safe(str(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
-    return Markup(f"<{name}{told}>{join(children)}</{name}>")
+    return Markup(f"<{name}{given}>{join(children)}</{name}>")
 
 
 def join(pieces: Iterable[Piece]) -> Markup:

@@ -192,12 +192,12 @@ def _damage(step: Document) -> Iterable[tuple[Piece, ...]]:
         about = step["step"], step["level"]
         yield *about, "manifest", "-", "-", "-", step["error"].split("\n")[0]
     for each in found:
-        told = (
+        compared = (
             "" if each["expected"] is None else f" expected {each['expected']}, got {each['got']}"
         )
         where = "-" if each["begin"] is None else f"[{each['begin']}, {each['end']})"
         file, tensor = each["file"] or "-", each["tensor"] or "-"
-        detail = f"{each['detail']}{told}".strip()
+        detail = f"{each['detail']}{compared}".strip()
         yield step["step"], step["level"], each["what"], tensor, file, where, detail
 
 

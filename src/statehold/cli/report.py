@@ -90,39 +90,41 @@ def _verify(fs: Fs, looked: Iterable[Level]) -> None:
 def _step(looked: Sequence[Level], step: int) -> dict[str, Any]:
     """A step as its first damaged copy has it, or else its nearest whole or partial copy; and all
     copies."""
-    copies = [{"level": level.told.name, **copy} for level, copy in copies_of(looked, step)]
+    copies = [{"level": level.entry.name, **copy} for level, copy in copies_of(looked, step)]
     damaged = [copy for copy in copies if copy["state"] == "damaged"]
     whole = [copy for copy in copies if copy["state"] != "part"]
-    told = (damaged or whole or copies)[0]
+    shown = (damaged or whole or copies)[0]
     known = next((copy for copy in copies if "created" in copy), {})
-    return {**known, **told, "copies": copies}
+    return {**known, **shown, "copies": copies}
 
 
 def _newest(fs: Fs, looked: Sequence[Level]) -> dict[str, Any] | None:
     """The contents of the newest step that is readable near by: dtypes, and the largest tensors."""
-    near = [level for level in looked if level.told.kind != "objects"]
+    near = [level for level in looked if level.entry.kind != "objects"]
     for step in reversed(steps_of(near)):
         for _, copy in copies_of(near, step):
             try:
                 place = Place(copy["path"], step, copy["path"])
-                told = show.describe(fs, place.open(fs), place)
+                contents = show.describe(fs, place.open(fs), place)
             except StateholdError:  # the table of steps has the problem
                 continue
-            tensors = sorted(told["tensors"], key=lambda tensor: (-tensor["bytes"], tensor["name"]))
+            tensors = sorted(
+                contents["tensors"], key=lambda tensor: (-tensor["bytes"], tensor["name"])
+            )
             keys = ("step", "tensor_bytes", "dtypes")
             shown = {"tensor_count": len(tensors), "largest": tensors[:TENSORS_SHOWN]}
-            return {**{key: told[key] for key in keys}, **shown}
+            return {**{key: contents[key] for key in keys}, **shown}
     return None
 
 
 # -- what the traces say -------------------------------------------------------------------
 
 
-def _saves(told: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _saves(saves: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Saves, all ranks of each together, in the order of their calls."""
     groups: dict[tuple[Any, int], list[dict[str, Any]]] = {}
     seen: dict[tuple[Any, Any], int] = {}
-    for each in sorted(told, key=lambda each: each["begin"]):
+    for each in sorted(saves, key=lambda each: each["begin"]):
         rank_and_step = each["rank"], each.get("step")
         again = seen[rank_and_step] = seen.get(rank_and_step, -1) + 1
         groups.setdefault((each.get("step"), again), []).append(each)
@@ -147,39 +149,39 @@ def _save(parts: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _restore(told: dict[str, Any]) -> dict[str, Any]:
-    nbytes, seconds = _number(told, "read_bytes"), _number(told, "seconds")
+def _restore(facts: dict[str, Any]) -> dict[str, Any]:
+    nbytes, seconds = _number(facts, "read_bytes"), _number(facts, "seconds")
     return {
-        "step": told["step"],
-        "rank": told["rank"],
-        "begin_us": told["begin"],
-        "end_us": told["end"],
+        "step": facts["step"],
+        "rank": facts["rank"],
+        "begin_us": facts["begin"],
+        "end_us": facts["end"],
         "read_bytes": int(nbytes),
         "seconds": seconds,
-        "passed_over": int(_number(told, "passed_over")),
+        "passed_over": int(_number(facts, "passed_over")),
         "bytes_per_s": nbytes / seconds if seconds else None,
     }
 
 
-def _copy(told: dict[str, Any]) -> dict[str, Any]:
-    nbytes, seconds = _number(told, "bytes"), _number(told, "seconds")
-    failed = told["event"] == "failed copy"
+def _copy(facts: dict[str, Any]) -> dict[str, Any]:
+    nbytes, seconds = _number(facts, "bytes"), _number(facts, "seconds")
+    failed = facts["event"] == "failed copy"
     return {
-        "step": told["step"],
-        "rank": told["rank"],
-        "level": str(told.get("level", "")),
+        "step": facts["step"],
+        "rank": facts["rank"],
+        "level": str(facts.get("level", "")),
         "failed": failed,
-        "begin_us": told["begin"],
-        "end_us": told["end"],
+        "begin_us": facts["begin"],
+        "end_us": facts["end"],
         "bytes": int(nbytes),
-        **{name: _number(told, name) for name in ("seconds", "read_s", "limited_s")},
+        **{name: _number(facts, name) for name in ("seconds", "read_s", "limited_s")},
         "bytes_per_s": None if failed or not seconds else nbytes / seconds,
     }
 
 
-def _number(told: dict[str, Any], name: str) -> float:
+def _number(facts: dict[str, Any], name: str) -> float:
     """A fact that is a number; 0 if it is not a number, or not known yet."""
-    value = told.get(name)
+    value = facts.get(name)
     return value if isinstance(value, int | float) else 0
 
 

@@ -53,12 +53,12 @@ def _checked(fs: Fs, args: argparse.Namespace) -> Iterator[tuple[dict[str, Any],
     looked = levels.levels_of(fs, run, far=True, options=levels.far_options(args.option))
     steps = levels.steps_of(looked)
     if not steps or (wanted is not None and wanted not in steps):
-        facts = {"run": run, "levels": ", ".join(level.told.name for level in looked)}
+        facts = {"run": run, "levels": ", ".join(level.entry.name for level in looked)}
         raise StepNotFoundError("no such step at any level of this run", facts=facts)
     for step in steps if args.all else [steps[-1] if wanted is None else wanted]:
         for level, _ in levels.copies_of(looked, step):
             for report, seconds in verified_copy(fs, level, step):
-                document = {"level": level.told.name, **document_of(report, seconds)}
+                document = {"level": level.entry.name, **document_of(report, seconds)}
                 document["path"] = level.held[step]["path"]
                 yield document, report, seconds
 
@@ -67,7 +67,9 @@ def verified_copy(fs: Fs, level: levels.Level, step: int) -> Iterator[tuple[Repo
     """The findings in a copy of a step at a level; nothing if it was retired meanwhile."""
     if level.place is not None:
         with level.place.near(step) as directory:
-            yield from verified(fs, [Place(directory, step, level.told.name, level.told.per_host)])
+            yield from verified(
+                fs, [Place(directory, step, level.entry.name, level.entry.per_host)]
+            )
 
 
 def verified(fs: Fs, places: Iterable[Place]) -> Iterator[tuple[Report, float]]:
@@ -162,8 +164,8 @@ def _row(finding: Finding) -> tuple[object, ...]:
     is_range = finding.begin is not None
     detail = finding.detail
     if finding.expected is not None:
-        told = f"expected {finding.expected}, got {finding.got or 'nothing'}"
-        detail = f"{detail}: {told}" if detail else told
+        compared = f"expected {finding.expected}, got {finding.got or 'nothing'}"
+        detail = f"{detail}: {compared}" if detail else compared
     return (
         finding.what,
         "-" if finding.tensor is None else finding.tensor,

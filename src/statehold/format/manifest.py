@@ -164,11 +164,11 @@ def record_name(rank: int, world_size: int) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}.json"
 
 
-def groups_of(said: Sequence[Mapping[str, str]]) -> dict[str, tuple[Ranks, ...]]:
-    """Commit.state, from Record.said of each rank, by rank."""
+def groups_of(digests: Sequence[Mapping[str, str]]) -> dict[str, tuple[Ranks, ...]]:
+    """Commit.state, from Record.group_digests of each rank, by rank."""
     ranks: dict[str, dict[str, list[int]]] = {}
-    for rank, digests in enumerate(said):
-        for key, digest in digests.items():
+    for rank, of_rank in enumerate(digests):
+        for key, digest in of_rank.items():
             ranks.setdefault(key, {}).setdefault(digest, []).append(rank)
     return {key: tuple(map(Ranks.of, groups.values())) for key, groups in ranks.items()}
 

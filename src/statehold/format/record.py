@@ -103,7 +103,7 @@ class Record:
         document["chunks"] = [chunk_document(chunk) for chunk in chunks]
         return document
 
-    def said(self) -> dict[str, str]:
+    def group_digests(self) -> dict[str, str]:
         """For each name at the top of the state, a digest of the node and of the tensors in it.
 
         Contents and chunks do not count. Ranks with equal digests make a group.

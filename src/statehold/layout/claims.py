@@ -174,7 +174,7 @@ def _layout_on(mesh: Mesh, spec: TensorSpec) -> Layout:
     return Layout(mesh, tuple((axis + 1, dim) for axis, dim in _splits(spec)))
 
 
-# -- what the ranks tell each other --------------------------------------------------------
+# -- messages of the ranks --------------------------------------------------------
 
 
 def message(
@@ -185,19 +185,19 @@ def message(
     The first rank of a mesh stands for the mesh. Contents that should be equal become one digest,
     so the messages of steady saves do not grow with the tensors.
     """
-    told = {}
+    entries = {}
     for comparison in comparisons:
         claim, names = comparison.claim, list(comparison.names)
         contents = [f"{fingerprints[name]:016x}" for name in names]
         if comparison.learned:
             names, contents = [f"{names[0]} or one of {len(names)} like it"], [_digest(contents)]
-        told[claim.key] = {
+        entries[claim.key] = {
             "mesh": _mesh_document(claim.mesh) if rank == claim.mesh.ranks[0] else None,
             "learned": comparison.learned,
             "names": names,
             "contents": contents,
         }
-    return told
+    return entries
 
 
 def judge(messages: Sequence[Mapping[str, Any]]) -> Lesson:
@@ -206,8 +206,8 @@ def judge(messages: Sequence[Mapping[str, Any]]) -> Lesson:
     Raises ReplicasDifferError if a learned tensor has diverged.
     """
     by_key: defaultdict[str, dict[int, Any]] = defaultdict(dict)
-    for rank, told in enumerate(messages):
-        for key, entry in told.items():
+    for rank, message in enumerate(messages):
+        for key, entry in message.items():
             by_key[key][rank] = entry
     lesson = {}
     for key, entries in by_key.items():
@@ -222,8 +222,8 @@ def judge(messages: Sequence[Mapping[str, Any]]) -> Lesson:
 
 def _compared(entries: Mapping[int, Any]) -> Siblings:
     """The meshes all of whose ranks claim, and the tensors that are equal on all of them."""
-    told = [_mesh_of_document(entry["mesh"]) for entry in entries.values() if entry["mesh"]]
-    meshes = tuple(mesh for mesh in told if all(rank in entries for rank in mesh.ranks))
+    known = [_mesh_of_document(entry["mesh"]) for entry in entries.values() if entry["mesh"]]
+    meshes = tuple(mesh for mesh in known if all(rank in entries for rank in mesh.ranks))
     ranks = [rank for mesh in meshes for rank in mesh.ranks]
     if len(set(ranks)) != len(ranks):
         return Siblings(meshes, ())  # meshes that overlap: no conclusion

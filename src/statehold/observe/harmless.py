@@ -13,15 +13,15 @@ logger = logging.getLogger("statehold")
 P = ParamSpec("P")
 
 
-def harmless(tell: Callable[P, None]) -> Callable[P, None]:
+def harmless(report: Callable[P, None]) -> Callable[P, None]:
     """The same function, which raises nothing."""
 
-    @functools.wraps(tell)
+    @functools.wraps(report)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            tell(*args, **kwargs)
+            report(*args, **kwargs)
         except Exception:  # its cause is outside, in handlers or filters, which may hear of it
             with contextlib.suppress(Exception):
-                logger.debug("could not tell what happened", exc_info=True)
+                logger.debug("a report failed", exc_info=True)
 
     return guarded

@@ -121,15 +121,15 @@ class Trace:
 
     def _timed(self, event: _Event, lanes: Mapping[tuple[int, str], int]) -> list[dict[str, Any]]:
         begin, end = self._microseconds(event.begin_s), self._microseconds(event.end_s)
-        told = {"name": event.name, "cat": "statehold", "ph": event.kind, "pid": self._rank}
-        told |= {"tid": lanes[event.thread] if event.thread else 0, "ts": begin}
-        told["args"] = dict(event.facts)
+        encoded = {"name": event.name, "cat": "statehold", "ph": event.kind, "pid": self._rank}
+        encoded |= {"tid": lanes[event.thread] if event.thread else 0, "ts": begin}
+        encoded["args"] = dict(event.facts)
         if event.kind == "X":
-            told["dur"] = end - begin
+            encoded["dur"] = end - begin
         elif event.kind == "b":
-            told["id"] = event.key
-            return [told, {**told, "ph": "e", "ts": end, "args": {}}]
-        return [told]
+            encoded["id"] = event.key
+            return [encoded, {**encoded, "ph": "e", "ts": end, "args": {}}]
+        return [encoded]
 
     def _microseconds(self, moment_s: float) -> int:
         return int((moment_s + self._epoch_s) * 1e6)

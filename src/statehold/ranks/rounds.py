@@ -66,7 +66,7 @@ def pooled(
 ) -> tuple[T, list[Any]]:
     """Act on every rank; raise on every rank if it fails on one.
 
-    Returns the result on this rank, and the reports of all ranks, which `tell` makes from the
+    Returns the result on this rank, and the reports of all ranks, which `describe` makes from the
     results: plain values of JSON.
     """
     if peers is None:

@@ -45,13 +45,13 @@ _PROGRAM = """
 import json, os, sys
 if os.fork():
     os._exit(0)
-told = b""
-while b"\\n" not in told:
+received = b""
+while b"\\n" not in received:
     block = os.read(0, 65536)
     if not block:
         os._exit(1)
-    told += block
-line, _, rest = told.partition(b"\\n")
+    received += block
+line, _, rest = received.partition(b"\\n")
 known = [each for each in sys.path if each]
 sys.path = known + [each for each in json.loads(line)["path"] if each not in known]
 from statehold.checkpoint.agent.process import main

@@ -2,7 +2,7 @@
 
 Owns: the definition of a part (data files, cut into segments with checksums, and documents), and
 the two ways of a data file: through the engine into a file, or as a sequence of blocks to a caller.
-    Both read block by block, so memory does not grow with the file. The number of ranks may differ
+Both read block by block, so memory does not grow with the file. The number of ranks may differ
 between save and copy: together they copy all of the step, each file once.
 Invariants: a copy that differs from the committed step in one byte ends with ChecksumError, before
 the step is published there. Nothing is unpacked: every level has the same files and documents.
@@ -98,8 +98,7 @@ class Copy:
     """A rank's part on its way from `source`, which finds its files by name, to a place.
 
     There it is `step` and `attempt`. before: called with a number of bytes before they are moved;
-    it
-    may wait, or raise. seen: gets each file.
+    it may wait, or raise. seen: gets each file.
     """
 
     step: int
@@ -235,14 +234,7 @@ def write_copy(
     try:
         job.attach(target)
         while (fill := job.next_fill(None)) is not None:
-            with _given_back(job, fill) as told:
-                begin, end, at = _extent(file, fill)
-                before(end - begin)
-                memory = fill.view[at : at + end - begin]
-                # The first block also has the header, which the engine handles.
-                told.is_there = not at and left is not None and left.read_into(memory, begin)
-                if not told.is_there:
-                    source.read_into(memory, begin)
+            _fill(job, fill, file, source, before, left)
         job.wait_written(None)
         _compare(file, job.checksums())
         job.finish()
@@ -266,23 +258,29 @@ def _start(engine: Engine, file: DataFile, header: bytes) -> WriteJob:
     )
 
 
-@dataclass(slots=True)
-class Told:
-    """The message about a buffer when it is given back."""
-
-    is_there: bool = False
-
-
-@contextlib.contextmanager
-def _given_back(job: WriteJob, fill: Fill) -> Iterator[Told]:
-    told = Told()
+def _fill(
+    job: WriteJob,
+    fill: Fill,
+    file: DataFile,
+    source: SourceFile,
+    before: Callable[[int], None],
+    left: Left | None,
+) -> None:
+    """Read one buffer of the file, and give the buffer back whatever happens."""
+    is_there = False
     try:
-        yield told
+        begin, end, at = _extent(file, fill)
+        before(end - begin)
+        memory = fill.view[at : at + end - begin]
+        # The first block also has the header, which the engine handles.
+        is_there = not at and left is not None and left.read_into(memory, begin)
+        if not is_there:
+            source.read_into(memory, begin)
     except BaseException:
         job.cancel()
         raise
     finally:
-        job.filled(fill, is_there=told.is_there)
+        job.filled(fill, is_there=is_there)
 
 
 def _extent(file: DataFile, fill: Fill) -> tuple[int, int, int]:
@@ -382,11 +380,10 @@ def viewed_blocks(file: DataFile, view: _core.File) -> Iterator[memoryview]:
     """blocks(), of a file that is memory: read-only, verified in place, and valid for ever.
 
     A block is sent some time after it was verified, from the same memory, and nothing may change it
-    in
-    between. statehold does not: it never writes a committed file. It does not overwrite a retired
-        or replaced file while any process has it mapped (Store, Fs.can_reuse). The view is such a
-        mapping, and the sender of a block holds the view. A change by a stranger in that moment
-        arrives as damage, which a reader there finds, like damage that comes later.
+    in between. statehold does not: it never writes a committed file. It does not overwrite a
+    retired or replaced file while any process has it mapped (Store, Fs.can_reuse). The view is such
+    a mapping, and the sender of a block holds the view. A change by a stranger in that moment
+    arrives as damage, which a reader there finds, like damage that comes later.
     """
     memory, address = view.view, view.address
     for begin, end, cuts in _verified_by(file):

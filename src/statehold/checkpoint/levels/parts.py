@@ -40,9 +40,9 @@ class PartFailedError(PeerFailedError):
         self.is_resumable = is_resumable
 
 
-def check_parts(told: Sequence[bytes], step: int) -> None:
+def check_parts(messages: Sequence[bytes], step: int) -> None:
     """Rank 0: raises PeerFailedError if the parts do not make a step."""
-    parts = [json.loads(each) for each in told]
+    parts = [json.loads(each) for each in messages]
     failed = [(rank, part) for rank, part in enumerate(parts) if part["reason"]]
     if failed:
         rank, first = failed[0]

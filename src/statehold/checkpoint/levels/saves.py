@@ -27,7 +27,7 @@ from statehold.format.saved import MANIFEST_NAME
 
 _FAILURES = (StorageError, CorruptionError, StepNotFoundError)
 _UNREADABLE = ""
-_NOT_TOLD = "not told"  # the storage failed, which says nothing about the step
+_UNKNOWN = "unknown"  # the storage failed, which says nothing about the step
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
@@ -51,7 +51,7 @@ class Saves:
 
     def __init__(self) -> None:
         self._opened: dict[int, str] = {}
-        # step, level -> the sum of the manifest there, or _UNREADABLE, or _NOT_TOLD; a damaged one
+        # step, level -> the sum of the manifest there, or _UNREADABLE, or _UNKNOWN; a damaged one
         # has a sum, too.
         self._at: dict[tuple[int, str], str] = {}
         self._intact: dict[tuple[int, str], str] = {}  # the same, for valid manifests
@@ -72,7 +72,7 @@ class Saves:
 
     def unread(self, step: int, level: Level, error: StateholdError) -> None:
         """The manifest of a step at a level could not be read."""
-        self._at[step, level.name] = _NOT_TOLD if is_of_storage(error) else _UNREADABLE
+        self._at[step, level.name] = _UNKNOWN if is_of_storage(error) else _UNREADABLE
 
     def is_another(self, step: int, level: Level) -> bool:
         """Whether a level has another save of the step than the one that is open."""
@@ -109,7 +109,7 @@ class Saves:
             is_there = is_there and (now != _UNREADABLE or step in level.steps())
         except StorageError:
             return False  # unknown
-        return not is_there or (before != _NOT_TOLD and now not in (_UNREADABLE, before))
+        return not is_there or (before != _UNKNOWN and now not in (_UNREADABLE, before))
 
     def forget(self, step: int) -> None:
         """Nothing was read of a step; saves that were given up stay so."""

@@ -248,10 +248,10 @@ class Restorer:
         Raises on all ranks if they have opened different saves of the step.
         """
 
-        def tell(matched: Matched) -> list[Any]:
+        def describe(matched: Matched) -> list[Any]:
             return [self._saved.saves.opened(step), astuple(matched.restoration.answer)]
 
-        matched, answers = pooled(self._peers, match, tell)
+        matched, answers = pooled(self._peers, match, describe)
         for rank, (save, _) in enumerate(answers):
             if save != answers[0][0]:
                 raise PeerFailedError(rank, f"it opened another save of step {step} than rank 0")
@@ -336,9 +336,9 @@ def _highest(messages: Sequence[bytes]) -> bytes:
     return json.dumps(max(json.loads(each) for each in messages)).encode()
 
 
-def _in_common(told: Sequence[bytes]) -> bytes:
+def _in_common(messages: Sequence[bytes]) -> bytes:
     """The tensors that no rank uses, and the values that none takes."""
-    unused, values = zip(*map(json.loads, told), strict=True)
+    unused, values = zip(*map(json.loads, messages), strict=True)
     common = int.from_bytes(bytes.fromhex(unused[0]), "little")
     for each in unused[1:]:
         common &= int.from_bytes(bytes.fromhex(each), "little")

@@ -150,13 +150,13 @@ class Together:
         assert work.attempt is not None
         with uncollected():  # the same
             record = build_record(work.plan, work.tree, sums, work.attempt, work.fingerprints)
-            raw, said = record.encode(), record.said()
+            raw, digests = record.encode(), record.group_digests()
             del record
         name = record_name(self._peers.rank, self._peers.world_size)
         with work.save._stage("seal"):
             work.place.store.seal(work.save.step, work.attempt, name, raw)  # D3
         with work.save._stage("arrive"):
-            self._peers.arrive(work.number, self._message(work, said, raw))  # D4
+            self._peers.arrive(work.number, self._message(work, digests, raw))  # D4
         self._arrived = work.number
         decide = self._decide if self.leads else self._wait
         outcome = decide(work, work.attempt)
@@ -235,7 +235,7 @@ class Together:
                 RecordEntry(record_name(rank, len(messages)), *each["record"])
                 for rank, each in enumerate(messages)
             ),
-            state=groups_of([each["said"] for each in messages]),
+            state=groups_of([each["digests"] for each in messages]),
             shared=_shared(lesson),
         )
         spread = balance([each["bytes"] for each in messages], [each["host"] for each in messages])
@@ -308,14 +308,14 @@ class Together:
 
     # -- all -------------------------------------------------------------------------------
 
-    def _message(self, work: Work, said: Mapping[str, str], raw: bytes) -> bytes:
+    def _message(self, work: Work, digests: Mapping[str, str], raw: bytes) -> bytes:
         """What this rank tells rank 0 when its part is durable."""
         own = {
             "step": work.save.step,
             "bytes": work.plan.save.file_bytes,
             "host": socket.gethostname(),
             "record": [len(raw), hashlib.sha256(raw).hexdigest()],
-            "said": said,
+            "digests": digests,
             "version": work.version,
             "claims": message(self._peers.rank, work.comparisons, work.fingerprints),
         }

@@ -72,12 +72,12 @@ class LevelWatch:
                           self.log):  # fmt: skip
                 yield copy
         except BaseException as error:
-            told = self._told(step, copy, begin_s)
-            self._failed(begin_s, {**told, "event": "failed copy", "error": type(error).__name__})
+            facts = self._facts(step, copy, begin_s)
+            self._failed(begin_s, {**facts, "event": "failed copy", "error": type(error).__name__})
             if not isinstance(error, ClosedError):  # the run ends: it was stopped
                 self._figures.add("level_copies_failed_total")
             raise
-        self._committed(begin_s, self._told(step, copy, begin_s))
+        self._committed(begin_s, self._facts(step, copy, begin_s))
 
     @harmless
     def newest(self, step: int) -> None:
@@ -95,7 +95,7 @@ class LevelWatch:
         self._figures.set("level_newest_step", step)
         self._figures.set("level_committed_timestamp_seconds", time.time())
 
-    def _told(self, step: int, copy: CopyWatch, begin_s: float) -> dict[str, Any]:
+    def _facts(self, step: int, copy: CopyWatch, begin_s: float) -> dict[str, Any]:
         return {
             "event": "copy",
             "rank": self.rank,
@@ -113,20 +113,20 @@ class LevelWatch:
             self._trace.level(f"copied to {self.level}", done=done, total=total)
 
     @harmless
-    def _committed(self, begin_s: float, told: dict[str, Any]) -> None:
-        self._span("promote", begin_s, told)
-        self._figures.add("level_copied_bytes_total", told["bytes"])
-        self._figures.observe("level_copy_seconds", told["seconds"])
-        self.landed(told["step"])
-        self.log.figures(copied_text(told), told)
+    def _committed(self, begin_s: float, facts: dict[str, Any]) -> None:
+        self._span("promote", begin_s, facts)
+        self._figures.add("level_copied_bytes_total", facts["bytes"])
+        self._figures.observe("level_copy_seconds", facts["seconds"])
+        self.landed(facts["step"])
+        self.log.figures(copied_text(facts), facts)
 
     @harmless
-    def _failed(self, begin_s: float, told: dict[str, Any]) -> None:
-        self._span("failed promote", begin_s, told)
+    def _failed(self, begin_s: float, facts: dict[str, Any]) -> None:
+        self._span("failed promote", begin_s, facts)
 
-    def _span(self, name: str, begin_s: float, told: dict[str, Any]) -> None:
+    def _span(self, name: str, begin_s: float, facts: dict[str, Any]) -> None:
         if self._trace is not None:
-            self._trace.add(name, begin_s, begin_s + told["seconds"], told)
+            self._trace.add(name, begin_s, begin_s + facts["seconds"], facts)
 
 
 class CopyWatch:
@@ -170,10 +170,10 @@ class CopyWatch:
         self.limited_s += time.perf_counter() - begin_s
 
 
-def copied_text(told: dict[str, Any]) -> str:
+def copied_text(facts: dict[str, Any]) -> str:
     """ "step 100 is committed at level objects: 4.54 GiB in 12.1 s (384 MiB/s)"."""
-    rate = format_bytes(int(told["bytes"] / max(told["seconds"], 1e-9)))
-    took = f"{format_bytes(told['bytes'])} in {format_seconds(told['seconds'])} ({rate}/s)"
-    limited = told["limited_s"]
+    rate = format_bytes(int(facts["bytes"] / max(facts["seconds"], 1e-9)))
+    took = f"{format_bytes(facts['bytes'])} in {format_seconds(facts['seconds'])} ({rate}/s)"
+    limited = facts["limited_s"]
     waited = f", of which {format_seconds(limited)} waiting for its turn" if limited > 0.1 else ""
-    return f"step {told['step']} is committed at level {told['level']}: {took}{waited}"
+    return f"step {facts['step']} is committed at level {facts['level']}: {took}{waited}"

@@ -101,7 +101,7 @@ class Watch:
     @harmless
     def save_committed(self, started_s: float, stats: SaveStats) -> None:
         assert stats.committed_s is not None
-        told = {"event": "save", "rank": self._rank, **_of_save(stats)}
+        facts = {"event": "save", "rank": self._rank, **_of_save(stats)}
         self._figures.add("saves_in_flight", -1)
         self._figures.add("saves_committed_total")
         self._figures.add("written_bytes_total", stats.written_bytes)
@@ -109,15 +109,15 @@ class Watch:
         self._figures.set("newest_step", stats.step)
         self._figures.set("state_bytes", stats.state_bytes)
         self._figures.set("committed_timestamp_seconds", time.time())
-        self._interval("save", started_s, started_s + stats.committed_s, told)
-        self._log.figures(save_text(stats), told)
+        self._interval("save", started_s, started_s + stats.committed_s, facts)
+        self._log.figures(save_text(stats), facts)
 
     @harmless
     def save_failed(self, started_s: float, stats: SaveStats) -> None:
         self._figures.add("saves_in_flight", -1)
         self._figures.add("saves_failed_total")
-        told = {"event": "failed save", "rank": self._rank, **_of_save(stats)}
-        self._interval("failed save", started_s, time.perf_counter(), told)
+        facts = {"event": "failed save", "rank": self._rank, **_of_save(stats)}
+        self._interval("failed save", started_s, time.perf_counter(), facts)
 
     def _interval(self, name: str, begin_s: float, end_s: float, facts: Mapping[str, Any]) -> None:
         if self._trace is not None:
@@ -148,18 +148,18 @@ class Watch:
     def _restored(self, watch: RestoreWatch, begin_s: float, end_s: float) -> None:
         self._figures.add("steps_passed_over_total", watch.passed_over)
         seconds = end_s - begin_s
-        told = {"event": "restore", "rank": self._rank, "step": watch.restored_step,
+        facts = {"event": "restore", "rank": self._rank, "step": watch.restored_step,
                 "read_bytes": watch.read_bytes, "seconds": seconds,
                 "passed_over": watch.passed_over}  # fmt: skip
         if self._trace is not None:
-            self._trace.add("restore", begin_s, end_s, told)
+            self._trace.add("restore", begin_s, end_s, facts)
         if watch.restored_step is None:  # the run has no step: nothing was restored
             return
         self._figures.add("restores_total")
         self._figures.add("restored_bytes_total", watch.read_bytes)
         self._figures.observe("restore_seconds", seconds)
         self._figures.set("restored_step", watch.restored_step)
-        self._log.figures(restore_text(told), told)
+        self._log.figures(restore_text(facts), facts)
 
     # -- the trace -------------------------------------------------------------------------
 
@@ -275,10 +275,10 @@ def save_text(stats: SaveStats) -> str:
     return f"step {stats.step} committed: {took}{blocked}"
 
 
-def restore_text(told: Mapping[str, Any]) -> str:
+def restore_text(facts: Mapping[str, Any]) -> str:
     """ "step 100 restored: 4.54 GiB read and verified in 1.2 s (3.78 GiB/s)"."""
-    rate = format_bytes(int(told["read_bytes"] / max(told["seconds"], 1e-9)))
-    took = f"{format_bytes(told['read_bytes'])} read and verified in"
-    text = f"step {told['step']} restored: {took} {format_seconds(told['seconds'])} ({rate}/s)"
-    passed = told["passed_over"]
+    rate = format_bytes(int(facts["read_bytes"] / max(facts["seconds"], 1e-9)))
+    took = f"{format_bytes(facts['read_bytes'])} read and verified in"
+    text = f"step {facts['step']} restored: {took} {format_seconds(facts['seconds'])} ({rate}/s)"
+    passed = facts["passed_over"]
     return text + (f"; damaged and passed over: {passed}" if passed else "")

@@ -28,8 +28,8 @@ _SETTINGS = {
 def findings(study: Study) -> list[str]:
     """The findings from the comparisons, as far as they were measured."""
     made = groupby(study.compared, key=lambda each: (each.what, each.than))
-    told = [finding(study.figures, same) for _, same in made]
-    return [text for text in told if text is not None]
+    sentences = [finding(study.figures, same) for _, same in made]
+    return [text for text in sentences if text is not None]
 
 
 def reasons(study: Study) -> list[str]:

@@ -112,7 +112,12 @@ def _sent_to(sent: Sent) -> dict[str, Any]:
         for piece in sent.pieces
         if not piece.local
     ]
-    return {"rank": sent.place.rank, "pieces": pieces, "entry": entry, "said": dict(sent.said)}
+    return {
+        "rank": sent.place.rank,
+        "pieces": pieces,
+        "entry": entry,
+        "digests": dict(sent.digests),
+    }
 
 
 def _sent_from(place: Place, raw: bytes) -> Sent:
@@ -124,4 +129,4 @@ def _sent_from(place: Place, raw: bytes) -> Sent:
     own = Place(
         place.final, place.partial, place.step, note["rank"], place.world_size, place.attempt
     )
-    return Sent(own, pieces, {}, RecordEntry(*note["entry"]), note["said"], None)
+    return Sent(own, pieces, {}, RecordEntry(*note["entry"]), note["digests"], None)

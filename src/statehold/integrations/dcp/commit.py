@@ -19,13 +19,13 @@ from statehold.checkpoint.store.directories import parent_of
 from statehold.checkpoint.store.publish import make_durable
 from statehold.errors import CorruptionError, InvariantError, StorageError, UsageError
 from statehold.format.entries import TensorEntry, sha256
-from statehold.format.manifest import Commit, Manifest, RecordEntry, record_name
+from statehold.format.manifest import Commit, Manifest, RecordEntry, groups_of, record_name
 from statehold.format.record import Record
 from statehold.format.saved import open_step
 from statehold.format.trees import tensors_of
 from statehold.integrations.dcp.tree import Path, nest
 from statehold.integrations.dcp.writing import Piece, Place, Written
-from statehold.layout.layout import Box, ExplicitLayout, Ranks
+from statehold.layout.layout import Box, ExplicitLayout
 from statehold.layout.plan import BLOCK_BYTES
 from statehold.layout.share import Held
 
@@ -43,7 +43,7 @@ class Sent:
     pieces: tuple[Piece, ...]
     values: dict[str, Any]
     entry: RecordEntry | None
-    said: Mapping[str, str]
+    digests: Mapping[str, str]
     own: Written | None
 
 
@@ -59,9 +59,9 @@ def hand_over(
         return Sent(place, written.pieces, written.values, None, {}, written)
     local = [piece for piece in written.pieces if piece.local]
     state = {} if paths is None else tree(local, written.values, paths)
-    said = _record(place, written, state, [(piece, place.rank) for piece in written.pieces])
-    entry = _leave(fs, place, said)
-    return Sent(place, written.pieces, written.values, entry, said.said(), None)
+    record = _record(place, written, state, [(piece, place.rank) for piece in written.pieces])
+    entry = _leave(fs, place, record)
+    return Sent(place, written.pieces, written.values, entry, record.group_digests(), None)
 
 
 def complete(
@@ -85,8 +85,16 @@ def complete(
         return _manifest(place, own, state).encode()
     record = _record(place, own, state, placed)
     entries = [_leave(fs, place, record), *(sent.entry for sent in sents[1:] if sent.entry)]
-    saids = [record.said(), *(sent.said for sent in sents[1:])]
-    return _commit(place, entries, saids).encode()
+    digests = [record.group_digests(), *(sent.digests for sent in sents[1:])]
+    return Commit(
+        step=place.step,
+        world_size=place.world_size,
+        created=now(),
+        writer=writer_name(),
+        attempt=place.attempt,
+        records=tuple(entries),
+        state=groups_of(digests),
+    ).encode()
 
 
 def is_published(fs: Fs, place: Place) -> bool:
@@ -172,25 +180,6 @@ def tree(pieces: Iterable[Piece], nodes: Mapping[str, Any], paths: Mapping[str, 
     inside = {name for node in nodes.values() for name in tensors_of(node)}
     named = dict.fromkeys(piece.name for piece in pieces if piece.name not in inside)
     return nest({**{name: {"$tensor": name} for name in named}, **nodes}, paths)
-
-
-def _commit(
-    place: Place, entries: Sequence[RecordEntry], saids: Sequence[Mapping[str, str]]
-) -> Commit:
-    """The manifest of a step of several ranks: their records, and which ones agree (`saids`)."""
-    groups: defaultdict[str, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, said in enumerate(saids):
-        for key, digest in said.items():
-            groups[key][digest].append(rank)
-    return Commit(
-        step=place.step,
-        world_size=place.world_size,
-        created=now(),
-        writer=writer_name(),
-        attempt=place.attempt,
-        records=tuple(entries),
-        state={key: tuple(map(Ranks.of, said.values())) for key, said in groups.items()},
-    )
 
 
 def _check_alike(one: Piece, other: Piece) -> None:

@@ -190,8 +190,8 @@ class Deadline:
                 return  # only in a test
             waiting.poll(None if left_s is None else left_s * 1000)
             with contextlib.suppress(BlockingIOError):
-                told = os.read(self._wake_read, 64)
-                asking = [number for number in told if number in watched]
+                numbers = os.read(self._wake_read, 64)
+                asking = [number for number in numbers if number in watched]
                 if asking and not self.is_asked:
                     self.ask(why=signal.Signals(asking[0]).name)
 

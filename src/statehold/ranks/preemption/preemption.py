@@ -67,7 +67,7 @@ class Preemption:
     def end(self, committed: Wait, copied: Wait, outcome: Callable[[], str]) -> NoReturn:
         """Wait until the last save is committed, then until all levels have it; leave.
 
-        told: the levels that have the step, for the log.
+        outcome: says which levels have the step, for the log.
         """
         deadline, is_safe = self._deadline, False
         try:

@@ -131,11 +131,11 @@ def lacking_hosts(having: Sequence[int], hosts: int, copies: int) -> list[int]:
 
 
 def settled(
-    told: Iterable[tuple[int, Holding]],
+    holdings: Iterable[tuple[int, Holding]],
 ) -> tuple[dict[int, Placed], dict[int, Ranks]]:
     """From (host, what it has): the whole steps, and for all others the missing writers."""
     by_step: dict[int, list[tuple[int, Holding]]] = {}
-    for host, holding in told:
+    for host, holding in holdings:
         by_step.setdefault(holding.step, []).append((host, holding))
     whole: dict[int, Placed] = {}
     missing: dict[int, Ranks] = {}
@@ -149,15 +149,15 @@ def settled(
     return whole, missing
 
 
-def together(told: Mapping[str, Sequence[tuple[int, Holding]]]) -> dict[str, dict[int, Placed]]:
+def together(by_level: Mapping[str, Sequence[tuple[int, Holding]]]) -> dict[str, dict[int, Placed]]:
     """By level, the parts of steps that are whole at no level, but across several.
 
     One host may have lost its memory, and another one its disk.
     """
-    at = [(name, host, holding) for name, each in told.items() for host, holding in each]
+    at = [(name, host, holding) for name, each in by_level.items() for host, holding in each]
     whole, _ = settled((index, holding) for index, (_, _, holding) in enumerate(at))
-    alone = {step for each in told.values() for step in settled(each)[0]}
-    found: dict[str, dict[int, Placed]] = {name: {} for name in told}
+    alone = {step for each in by_level.values() for step in settled(each)[0]}
+    found: dict[str, dict[int, Placed]] = {name: {} for name in by_level}
     for step in whole.keys() - alone:
         for name, mine in found.items():
             holders = tuple(
