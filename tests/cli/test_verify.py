@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statehold.cli import reading, verify
+from statehold.cli import scanning, verify
 from statehold.cli.checking import Finding, Report, _Cover, check_step
 from statehold.cli.places import file_system, find
-from statehold.cli.reading import SpanReader
+from statehold.cli.scanning import SpanReader
 from statehold.encoding.header import decode
 from statehold.format.entries import record_file
 from statehold.format.manifest import Manifest
@@ -115,7 +115,7 @@ def test_golden_steps_are_intact(reader: SpanReader) -> None:
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Eight MiB in four tensors, read in batches of one MiB."""
-    monkeypatch.setattr(reading, "BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(scanning, "BATCH_BYTES", 1 << 20)
     rng = np.random.default_rng(0)
     arrays = {f"w{i}": ("U8", rng.integers(0, 255, 2 << 20, "u1")) for i in range(4)}
     return write_step(tmp_path / "run", 3, arrays)

@@ -14,7 +14,7 @@ import torch
 
 import statehold
 from devices.conftest import bits_on, trained_on, training_on
-from statehold.checkpoint.restore.reads import ReadPlan
+from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.layout.layout import Box, Layout
 from statehold.tensors.destinations import Destination
 from statehold.tensors.devices import Devices

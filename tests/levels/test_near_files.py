@@ -14,7 +14,7 @@ import torch
 
 import statehold
 from statehold.checkpoint.levels.near_files import GAP_BYTES, NearFiles, coalesced
-from statehold.checkpoint.restore.reads import ReadPlan
+from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.errors import (
     ChecksumError,
     MissingFileError,

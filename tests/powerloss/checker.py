@@ -26,7 +26,7 @@ from powerloss.workload import Workload
 from sim.oracle import Oracle
 from statehold.cli.checking import check_step
 from statehold.cli.places import file_system, find
-from statehold.cli.reading import SpanReader
+from statehold.cli.scanning import SpanReader
 from support.agents import steps_in
 
 

@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from statehold.checkpoint.restore.reads import ReadPlan
+from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.checkpoint.save import writes
 from statehold.format.entries import record_file
 from statehold.format.saved import PlacedChunk, SavedStep

@@ -17,7 +17,7 @@ import torch
 from statehold.checkpoint.agent.looking import LOG_NAME, agents_of
 from statehold.cli.checking import check_step
 from statehold.cli.places import file_system, find
-from statehold.cli.reading import SpanReader
+from statehold.cli.scanning import SpanReader
 from support import scripts
 from support.faults import DEADLINE_S, must
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from statehold import _core
-from statehold.checkpoint.restore.reads import ReadPlan
+from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.checkpoint.save import writes
 from statehold.checkpoint.store.store import Store
 from statehold.format.manifest import Commit, RecordEntry, groups_of, record_name

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from statehold.checkpoint.restore.reads import ReadPlan
+from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.io.objects.parallel import Parallel
 from support.faults import DEADLINE_S, must
 

@@ -170,7 +170,9 @@ def test_ranks_say_the_same_whoever_writes_and_whatever_else_they_hold() -> None
         Record(7, 2, r.rank, "a", 1 << 20, r.files, r.held[::-1], r.chunks, {"x": {"$tensor": "w"}})
         for r in world.records
     )
-    assert a.group_digests() == b.group_digests()  # though the mesh of w is their first and their second
+    assert (
+        a.group_digests() == b.group_digests()
+    )  # though the mesh of w is their first and their second
 
 
 @pytest.mark.parametrize(

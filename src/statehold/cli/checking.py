@@ -4,7 +4,7 @@ Owns: which findings count as damage, and their place: file, bytes, tensor, rank
 Invariants: the check never stops at a finding. Of several ranks, one record is in memory at a time,
 so memory grows with tensors, and with boxes only if a planner cut freely. Adjacent damage of one
 tensor is one finding, so a file full of damage is still a short list.
-Not here: reading fast (reading), which step (places), the output (verify).
+Not here: reading fast (scanning), which step (places), the output (verify).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from statehold.cli.places import Place, load_manifest
-from statehold.cli.reading import BadPiece, Span, SpanReader, scan
+from statehold.cli.scanning import BadPiece, Span, SpanReader, scan
 from statehold.encoding import header
 from statehold.errors import CorruptionError, StateholdError
 from statehold.format.entries import Chunk, FileEntry

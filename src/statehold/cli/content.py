@@ -3,7 +3,7 @@
 Owns: reading a range of a chunk by its pieces; assembling a box of a tensor from its chunks.
 Invariants: no byte is returned before its checksum was verified. Memory is PART_BYTES for each
 tensor, or, if a chunk is wider, the range between the first and the last element of a row.
-Not here: numbers (numbers), the speed of the device (reading).
+Not here: numbers (numbers), the speed of the device (scanning).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from statehold.cli.numbers import bits_of, numpy
-from statehold.cli.reading import Span, scan_bytes
+from statehold.cli.scanning import Span, scan_bytes
 from statehold.encoding.header import DTYPE_BITS
 from statehold.errors import ChecksumError, CorruptionError
 from statehold.layout.layout import Box

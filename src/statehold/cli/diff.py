@@ -19,7 +19,7 @@ from statehold.cli.content import Content, parts_of
 from statehold.cli.numbers import Difference, bits_of, numpy
 from statehold.cli.output import Progress, counted, emit, plain, table
 from statehold.cli.places import Place, at_rest, file_system
-from statehold.cli.reading import SUM_DIGITS
+from statehold.cli.scanning import SUM_DIGITS
 from statehold.cli.values import leaves_of
 from statehold.encoding.header import DTYPE_BITS, bytes_of
 from statehold.encoding.strictjson import show

@@ -19,7 +19,7 @@ from statehold.cli import codes, levels
 from statehold.cli.checking import Finding, Report, check_step
 from statehold.cli.output import Progress, counted, emit, plain, table
 from statehold.cli.places import Place, asked_of, file_system, find, run_of, tree_bytes
-from statehold.cli.reading import SpanReader
+from statehold.cli.scanning import SpanReader
 from statehold.errors import StepNotFoundError, storage_error
 from statehold.units import format_bytes, format_seconds
 

@@ -4,7 +4,7 @@ Owns: which records are read, when, and whether they belong together; which chun
 Invariants: a record counts only if it is the committed one (size, sha256, step, attempt, rank). The
 chunks of a box cover it, each element once. A restore into the saved layout reads this rank's
 record, and the records of the ranks that wrote for it, never all records.
-Not here: the disk (the caller passes `read`), the use of the bytes (reads), live objects.
+Not here: the disk (the caller passes `read`), the use of the bytes (read_plan), live objects.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Invariants: the same specs give the same plan. Tensors tile [data_begin, file_by
 each aligned to its dtype. Two plans that differ only in the step have the same size and offsets. A
 piece lies in one tensor (or the header) and in one grid block.
 Not here: who writes what (share), the bytes, the disk, the checksums' values (manifest), the reads
-(reads).
+(read_plan).
 """
 
 from __future__ import annotations

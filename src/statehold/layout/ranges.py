@@ -5,7 +5,7 @@ can only be verified as a whole.
 Invariants: the ranges are sorted and disjoint. They cover every wanted element, begin and end at
 pieces, and leave out bytes that lie at least one piece away from all wanted ones. If the wanted
 bytes are contiguous, the pieces that are wanted as a whole are a range of their own.
-Not here: who has the chunk (saved), where the elements go (reads), the reading (engine).
+Not here: who has the chunk (saved), where the elements go (read_plan), the reading (engine).
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ and the next place is asked.
 Invariants: nothing is trusted because of its place. Documents are sealed and files have checksums,
 so files of one step may come from different places. A step is damaged if no place has an intact
 copy of one of its files. If a place cannot be read, that is unknown, and its error is raised: a
-    failing disk is no reason to set a step aside. All files of a restore belong to one save of the
-    step. A writer may save the step again, or retire it, meanwhile. A place that has changed since
-    it was read is skipped, and does not count as damage.
-Not here: which parts of a step are read (reads), when the ranks try again (restoring), which save a
-place has (saves).
+failing disk is no reason to set a step aside. All files of a restore belong to one save of the
+step. A writer may save the step again, or retire it, meanwhile. A place that has changed since it
+was read is skipped, and does not count as damage.
+Not here: which parts of a step are read (read_plan), when the ranks try again (restoring), which
+save a place has (saves).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ same. If that does not match on some rank, all ranks read the records of all.
 
 Invariants: no rank changes a byte before all ranks have matched. A step counts as restored only
 when all ranks have read and verified it, from the same save of it.
-Not here: matching (tensors/restore), which bytes (reads), which copy of them (levels/nearest),
+Not here: matching (tensors/restore), which bytes (read_plan), which copy of them (levels/nearest),
 agreeing (ranks/agreeing).
 """
 
@@ -33,7 +33,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels.nearest import Next
-from statehold.checkpoint.restore.reads import ReadPlan
+from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.checkpoint.telemetry.watch import RestoreWatch
 from statehold.errors import (
     CorruptionError,

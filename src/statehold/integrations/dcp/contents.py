@@ -2,7 +2,7 @@
 
 Invariants: entries that each rank saved for itself are never put together in a tensor that ranks
 share now. An item that is not available is an error only for a caller that asks for it.
-Not here: the names of torch (reader), which chunk has what (saved), bytes (reading).
+Not here: the names of torch (reader), which chunk has what (saved), bytes (targets).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from statehold.errors import StateMismatchError, UsageError
 from statehold.format.saved import PlacedChunk, SavedStep
 from statehold.format.trees import Differs, tensors_of
 from statehold.integrations.dcp.among import rank_and_world
-from statehold.integrations.dcp.reading import Wanted
+from statehold.integrations.dcp.targets import Wanted
 from statehold.integrations.dcp.tree import containers, leaves, tensor_of
 from statehold.layout.layout import Box
 from statehold.tensors import dtypes, foreign, subclasses

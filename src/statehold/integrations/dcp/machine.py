@@ -2,7 +2,7 @@
 
 Invariants: nothing is open between two calls, so writers and readers can be pickled, forked around
 and thrown away without close(). The staging memory is never larger than the moved bytes.
-Not here: what is moved (writing, reading).
+Not here: what is moved (writing, targets).
 """
 
 from __future__ import annotations

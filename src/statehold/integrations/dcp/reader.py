@@ -4,7 +4,7 @@ Invariants: names are those that torch's planners give to the saved state. A sub
 as one object, too. Every byte that is used was verified. read_metadata() reads the records of a
 step, read_data() its data. One load reads one save: if the step is saved again or retired between
 the two, or if two ranks opened different saves, the load raises an error.
-Not here: which items are loaded (the planner), items and chunks (contents), bytes (reading).
+Not here: which items are loaded (the planner), items and chunks (contents), bytes (targets).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from statehold.integrations.dcp.among import rank_and_world
 from statehold.integrations.dcp.contents import Builder, Contents
 from statehold.integrations.dcp.endpoint import Endpoint
 from statehold.integrations.dcp.machine import Machine
-from statehold.integrations.dcp.reading import Wanted, read
+from statehold.integrations.dcp.targets import Wanted, read
 from statehold.integrations.dcp.telemetry import traced
 from statehold.tensors.devices.graphs import refuse_in_capture
 

@@ -4,7 +4,7 @@ Invariants: no memory is set aside for a place. A place takes any run of bytes o
 order; what it does not want of a run is left. An element is in one run only: chunks begin at a
 multiple of their element's size in the file (`Place.is_aligned`), and runs are cut where blocks of
 the checksum grid end.
-Not here: which bytes are read (reads), buffers, streams and scratch memory (loading).
+Not here: which bytes are read (read_plan), buffers, streams and scratch memory (loading).
 """
 
 from __future__ import annotations

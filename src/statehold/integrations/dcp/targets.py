@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from statehold.checkpoint.restore.reads import ReadPlan
+from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.integrations.dcp.machine import Machine
 from statehold.layout.layout import Box
 from statehold.tensors.devices import Devices

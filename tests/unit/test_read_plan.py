@@ -1,4 +1,4 @@
-"""What a rank reads of a step: of what it asked for, and besides."""
+"""What a rank reads of a step: what it asked for, and what it verifies in addition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from statehold.checkpoint.restore import reads  # noqa: E402
+from statehold.checkpoint.restore import read_plan  # noqa: E402
 from statehold.format.saved import PlacedChunk  # noqa: E402
 from statehold.layout.layout import Box  # noqa: E402
 from statehold.tensors.destinations import Destination  # noqa: E402
@@ -37,7 +37,7 @@ def test_what_others_ask_for_is_not_verified_again() -> None:
     tensor = torch.zeros(4)
     destination = Destination("a", tensor, False, ELSEWHERE.box, shared=False)
     step: Any = Step()
-    plan = reads.ReadPlan(step, [destination], complete=True, rank=0, ranks=2)
+    plan = read_plan.ReadPlan(step, [destination], complete=True, rank=0, ranks=2)
     asked = [(each.name, each.begin) for each in plan._segments if each.end > each.begin]
     assert asked == [("a", 0), ("b", 16)]
 
@@ -47,7 +47,7 @@ def test_boxes_of_packed_tensors_are_cut_in_bytes() -> None:
     saved = PlacedChunk(Box((0, 0), (4, 8)), "f", 100, 0, 16, SUM)
     target = torch.zeros(4, 2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     step: Any = SimpleNamespace(block_bytes=1 << 20, chunks=lambda *_: [saved])
-    plan = reads.ReadPlan(step, [Destination("a", target, False, Box((0, 4), (4, 4)), False)])
+    plan = read_plan.ReadPlan(step, [Destination("a", target, False, Box((0, 4), (4, 4)), False)])
     (segment,) = plan._segments
     assert (segment.begin, segment.end) == (0, 16)
     assert segment.where.box == (1, (4, 4), (0, 2), (4, 2), (2, 1), 0)
