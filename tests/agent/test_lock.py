@@ -129,7 +129,7 @@ def test_an_agent_that_does_not_answer_is_waited_for_within_bounds(
 def test_an_agent_that_was_stopped_is_ended_for_a_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(locks, "TAKE_OVER_S", 0.3)
+    monkeypatch.setattr(locks, "TAKE_OVER_S", 1.0)
     with process(AGENT, tmp_path) as agent:
         first = told(agent)
         assert first == "held"

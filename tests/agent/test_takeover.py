@@ -31,7 +31,7 @@ from support.agents import (
 from support.faults import DEADLINE_S, SMALL
 from support.levels import settle
 
-SLOW = {"every": 1000, "bytes_per_s": "64KiB"}
+SLOW = {"every": 1000, "bytes_per_s": "16KiB"}
 STOPPED = "stopped: a trainer has taken over the run"
 
 

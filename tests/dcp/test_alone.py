@@ -16,7 +16,7 @@ from statehold.ranks.peers import Peers
 from statehold.testing import MemoryBoard
 
 SIZE = 2
-PATIENCE_S = 1.0
+PATIENCE_S = 2.0
 DEADLINE_S = 60.0
 
 

@@ -182,7 +182,7 @@ def be_patient_for(ranks: Ranks, timeout_s: float) -> None:
     for ckpt in ranks.ckpts:
         peers = ckpt._opened().peers
         assert peers is not None
-        peers._timeout_s = timeout_s
+        peers.timeout_s = timeout_s
 
 
 @pytest.mark.parametrize("failing", [0, SIZE - 1])

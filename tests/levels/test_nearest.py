@@ -277,7 +277,7 @@ def patience(ranks: Ranks, timeout_s: float) -> None:
     for ckpt in ranks.ckpts:
         peers = ckpt._opened().peers
         must(peers)
-        peers._timeout_s = timeout_s
+        peers.timeout_s = timeout_s
 
 
 def test_a_copy_is_committed_when_all_parts_are_there(size) -> None:

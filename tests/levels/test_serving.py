@@ -206,7 +206,7 @@ def test_only_reading_is_understood(server) -> None:
 
 
 def test_silent_and_stalled_clients_do_not_hold_others_up(server, files, monkeypatch) -> None:
-    monkeypatch.setattr(serving, "FIRST_S", 0.2)
+    monkeypatch.setattr(serving, "FIRST_S", 1.0)
     with contextlib.ExitStack() as silent:
         crowd = [
             silent.enter_context(connected(server)) for _ in range(serving.CONNECTIONS_MAX + 8)

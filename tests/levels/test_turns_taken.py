@@ -243,7 +243,7 @@ def test_a_rank_that_missed_all_of_it_comes_back_by_itself(
         assert deaf.missed > 3
         assert rules[2].rule.steps != 5
         for ckpt in ranks.ckpts:
-            ckpt._opened().peers._timeout_s = 0.3  # type: ignore[union-attr]
+            ckpt._opened().peers.timeout_s = 0.6  # type: ignore[union-attr]
         found = list(trained(ranks, clock, range(step, step + 80)))
         apart = [index for index, due in enumerate(found) if len(set(due)) > 1]
         assert apart
@@ -251,7 +251,7 @@ def test_a_rank_that_missed_all_of_it_comes_back_by_itself(
         assert max(apart) < 40
         assert {turns.rule.steps for turns in rules} == {5}
         for ckpt in ranks.ckpts:
-            ckpt._opened().peers._timeout_s = DEADLINE_S  # type: ignore[union-attr]
+            ckpt._opened().peers.timeout_s = DEADLINE_S  # type: ignore[union-attr]
         found = list(trained(ranks, clock, range(step + 80, step + 85)))
         assert any(map(all, found))
     assert max(steps_at(fs, RUN)) > step + 70

@@ -260,7 +260,7 @@ def test_a_host_that_is_lost_between_the_rounds_is_named_by_all(monkeypatch: Any
     with HostRanks(hosts, [local(copies=0)]) as ranks:
         save(ranks, 1)
         for ckpt in ranks.ckpts:
-            ckpt._opened().peers._timeout_s = 1.0
+            ckpt._opened().peers.timeout_s = 3.0
         lost = ranks.ckpts[1]._opened().levels.near[0].store
         told = threading.Event()
 

@@ -212,7 +212,7 @@ def test_what_a_loss_of_power_has_left_of_notes_is_passed_over(
         assert seen
         if following.done():
             following.result()
-        token = leader.open(0, 2, time.monotonic() + 5)
+        token = leader.open(0, 2, later())
         assert following.result(DEADLINE_S) == token
     left = sorted(each.name for each in tmp_path.iterdir())
     assert left == sorted(["call", token])

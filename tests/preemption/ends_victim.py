@@ -1,10 +1,10 @@
 """Jobs that end in every way that a script can: a fork server, so that torch is imported once.
 
 Reads one JSON request a line: {"run", "far" (the directory of a second level), "ranks", "within",
-"how", "only"}. Each rank saves two steps and ends: within a with-block, or not ("within"), by
-raising what `how` names, by exit(5) or by nothing; where `only` is a rank, that one alone does, and
-the others save a third step, which has to fail. The second level gets the first step and no other,
-unless it is flushed.
+"how", "only", perhaps "stragglers_s"}. Each rank saves two steps and ends: within a with-block, or
+not ("within"), by raising what `how` names, by exit(5) or by nothing; where `only` is a rank, that
+one alone does, and the others save a third step, which has to fail. The second level gets the first
+step and no other, unless it is flushed.
 
 Reports on stdout, one JSON line an event: {"rank", "failed": text, "seconds"} of a third save, and
 {"exits": [by rank], "seconds": since the first save}. Processes end as that of a script does.
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import statehold
+from statehold.checkpoint import session
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support.faults import SMALL
@@ -59,6 +60,7 @@ kept: list[statehold.Checkpointer] = []  # as a module's variable is
 
 
 def take_part(order: dict[str, Any], rank: int) -> None:
+    session.STRAGGLERS_S = order.get("stragglers_s", session.STRAGGLERS_S)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(order["ranks"])}
     levels = [
         statehold.Directory(),

@@ -56,7 +56,7 @@ def test_all_ranks_know_that_the_step_is_committed(
     name: str, failing: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Who is not told by rank 0 looks for the step when its time is over.
-    patience = 1.0 if name == "conclude" else DEADLINE_S
+    patience = 3.0 if name == "conclude" else DEADLINE_S
     with Ranks(SimFs(seed=1), SIZE, peer_timeout_s=patience) as ranks:
         check_all_know(ranks, 1)
         owner, method = LATER[name](ranks.ckpts[failing]._opened())

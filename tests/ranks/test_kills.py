@@ -30,7 +30,8 @@ RANDOM_KILLS = int(os.environ.get("STATEHOLD_CRASH_KILLS", "2"))
 SEED = seed_of_today()
 SIZE = 4
 TIMEOUT_S = 3.0
-STALL_S = 15.0  # how long a busy machine may stand still
+LONG_S = 60.0  # where nobody is killed
+STALL_S = 60.0  # how long a busy machine may stand still
 ANSWER_S = 120.0
 KINDS = ("store", "directory")
 
@@ -58,9 +59,11 @@ class Lane:
     committed: int = 0
     events: list[dict[str, Any]] = field(default_factory=list)
 
-    def start(self, kill: dict[str, Any] | None, saves: int) -> Iterator[dict[str, Any]]:
+    def start(
+        self, kill: dict[str, Any] | None, saves: int, timeout_s: float = TIMEOUT_S
+    ) -> Iterator[dict[str, Any]]:
         """Runs a job; yields what its processes report. Ends when all that live are done."""
-        order = {"run": str(self.run), "kind": self.kind, "timeout_s": TIMEOUT_S}
+        order = {"run": str(self.run), "kind": self.kind, "timeout_s": timeout_s}
         self.end.send(json.dumps({**order, "kill": kill, "saves": saves}).encode())
         self.events = []
         done: set[int] = set()
@@ -104,7 +107,7 @@ class Lane:
 
     def job(self, kill: tuple[int, str, bool] | None, saves: int = 4) -> None:
         order = None if kill is None else dict(zip(("rank", "at", "after"), kill, strict=True))
-        for _ in self.start(order, saves):
+        for _ in self.start(order, saves, TIMEOUT_S if kill else LONG_S):
             pass
         exits = self.finish()
         self.settle()

@@ -141,7 +141,7 @@ def take_part(order: dict[str, Any], rank: int, report: Callable[..., None]) -> 
     try:
         first = check(ckpt, rank, report) + 1
         peers: Any = ckpt._opened().peers
-        peers._timeout_s = order["timeout_s"]  # not before: a busy machine forks slowly
+        peers.timeout_s = order["timeout_s"]  # not before: a busy machine forks slowly
         executioner.stand_around(ckpt)
         last = first + order["saves"] - 1
         for step in range(first, last + 1):

@@ -71,7 +71,7 @@ def be_rank(own: Connection, kind: str, where: str, rank: int, size: int, timeou
     """Opens, says the token, then makes rounds as told, and says what came of each."""
     peers = Peers(board(kind, where), Membership(rank, size), DEADLINE_S)
     own.send(peers.open())
-    peers._timeout_s = timeout_s  # not before: the others may still have to start
+    peers.timeout_s = timeout_s  # not before: the others may still have to start
     with contextlib.suppress(EOFError):
         while True:
             own.send(take_part(peers, own.recv()))

@@ -26,7 +26,6 @@ from typing import Any
 from support.faults import DEADLINE_S
 
 OK = "ok"
-HANGS_S = 20.0
 
 
 class Victims:
@@ -97,7 +96,7 @@ def _child(body: Callable[..., None], folder: Path, arguments: list[Any]) -> Non
 
 def _ended(pid: int) -> int:
     """The wait status of a body, once it and all its forks are gone; one that hangs is ended."""
-    in_time = signal.sigtimedwait([signal.SIGCHLD], HANGS_S)
+    in_time = signal.sigtimedwait([signal.SIGCHLD], DEADLINE_S)
     with contextlib.suppress(ProcessLookupError):
         if in_time is None:
             os.killpg(pid, signal.SIGUSR1)

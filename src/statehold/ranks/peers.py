@@ -47,12 +47,15 @@ _PATIENCE = 1.5
 
 
 class Peers:
-    """The ranks of a job, as seen by one of them, for as long as its membership lasts."""
+    """The ranks of a job, as seen by one of them, for as long as its membership lasts.
+
+    timeout_s: how long to wait for a rank; it may change between rounds.
+    """
 
     def __init__(self, board: Board, membership: Membership, timeout_s: float) -> None:
         self.membership = membership
         self._board = board
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._guard = threading.Lock()
         self._token: str | None = None
         self._agreed: dict[str, int] = {}
@@ -70,7 +73,7 @@ class Peers:
         """The job's token, the same on all ranks; the first call meets the other ranks."""
         with self._guard:
             if self._token is None:
-                until = time.monotonic() + self._timeout_s
+                until = time.monotonic() + self.timeout_s
                 self._token = self._board.open(self.rank, self.world_size, until)
             return self._token
 
@@ -219,7 +222,7 @@ class Peers:
 
     def _gather(self, kind: str, seq: int, within_s: float | None = None) -> list[bytes]:
         group, size = self._group(kind, seq), self.world_size
-        timeout_s = self._timeout_s if within_s is None else within_s / _PATIENCE
+        timeout_s = self.timeout_s if within_s is None else within_s / _PATIENCE
         missing = self._board.full(group, size, time.monotonic() + timeout_s)
         if not missing:
             messages = self._board.collect(group, size)
@@ -244,11 +247,11 @@ class Peers:
     def _outcome(self, kind: str, seq: int, within_s: float | None = None) -> bytes:
         group = self._group(kind, seq)
         key = f"{group}/outcome"
-        timeout_s = self._timeout_s if within_s is None else within_s
+        timeout_s = self.timeout_s if within_s is None else within_s
         missing = self._board.wait([key], time.monotonic() + timeout_s)
         if within_s is None and missing and self._board.peek(f"{group}/0") is not None:
             # Rank 0 is here and waits for another rank. It will name that rank, or be lost itself.
-            missing = self._board.wait([key], time.monotonic() + _PATIENCE * self._timeout_s)
+            missing = self._board.wait([key], time.monotonic() + _PATIENCE * self.timeout_s)
         message = None if missing else self._board.peek(key)
         if message is None:
             raise lost_leader(f"announce the outcome of {kind} {seq}").with_fact(
