@@ -87,7 +87,7 @@ class Schedule:
         self._every = [parse_every(level.every) for level in levels]
         self._copiers = copiers
         self._options = options
-        self._watches = watches
+        self._log = _Log(self._names, self._every, watches)
         first, is_alone = self._every[0], membership.world == 1
         is_timed = first.seconds is not None and is_alone
         self._timer = Cadence(first, None, time.monotonic()) if is_timed else None
@@ -97,10 +97,8 @@ class Schedule:
         self.turns = Turns(steps, lag=0 if is_alone else LAG)
         measured = self.is_led or any(every.is_auto for every in self._every)
         self._costs = Costs(self._names) if measured and membership.leads else None
-        self._copied = [0] * len(self._copiers)
-        self._copies_s: dict[str, float] = {}
+        self._copies = _Copies(copiers)
         self._intervals: dict[str, Interval] = {}
-        self._lines: dict[str, int] = {}
 
     # -- on the training thread --------------------------------------------------------------------
 
@@ -114,7 +112,10 @@ class Schedule:
         """
         now_s = time.monotonic()
         if self._costs is not None:
-            self._costs.called(step, now_s, gate_s, self._under_way(is_saving))
+            under_way = self._copies.under_way(self._costs)
+            if is_saving:
+                under_way.add(self._names[0])
+            self._costs.called(step, now_s, gate_s, frozenset(under_way))
         if self._timer is not None:
             wanted = wanted or self._timer.is_due(step, now_s)
         is_due = self.turns.call(number, step, wanted=wanted)
@@ -127,32 +128,13 @@ class Schedule:
         if self._costs is not None:
             self._costs.saved(blocked_s, gate_s)
 
-    def _under_way(self, is_saving: bool) -> frozenset[str]:
-        """The work that may slow the training down now, or has since the last call."""
-        found = {self._names[0]} if is_saving else set()
-        for index, copier in enumerate(self._copiers):
-            copied = copier.copied
-            if copier.is_busy or copied != self._copied[index]:
-                found.add(copier.level)
-            if copied != self._copied[index]:
-                self._copied[index] = copied
-                self._measure(copier.level, copier.place.name, copier.took_s)
-        return frozenset(found)
-
-    def _measure(self, level: str, name: str, took_s: float) -> None:
-        """The time of a step at a level, with its copies on other hosts."""
-        if name != level:
-            self._copies_s[level] = took_s
-        elif self._costs is not None:
-            self._costs.took(level, took_s + self._copies_s.get(level, 0.0))
-
     # -- on the commit thread ----------------------------------------------------------------------
 
     def committed(self, number: int, took_s: float, hosts: int) -> None:
         """Rank 0: the save with this number is committed. hosts: those of the job."""
         if self._costs is None:
             return
-        self._measure(self._names[0], self._names[0], took_s)
+        self._copies.took(self._costs, self._names[0], self._names[0], took_s)
         step_s = self._costs.step_s
         if step_s is None or self.turns.pending is not None:
             return
@@ -195,25 +177,61 @@ class Schedule:
             if interval is not None and self._every[self._names.index(copier.level)].is_auto:
                 copier.every(interval)
         self._intervals = dict(intervals)
-        self._log_changes()
+        self._log.chosen(self._intervals)
 
-    def _log_changes(self) -> None:
-        """Log a line for each level whose interval differs much from the last logged one."""
-        for name, every, watch in zip(self._names, self._every, self._watches, strict=True):
-            if not every.is_auto:
-                continue
-            interval, logged = self._intervals[name], self._lines.get(name)
-            watch.interval(interval.seconds)
-            if logged is None or not logged / LINE_RATIO < interval.steps < logged * LINE_RATIO:
-                self._lines[name] = interval.steps
-                watch.log.info("level %s gets a step %s", name, interval)
-
-    # -- seeing ------------------------------------------------------------------------------------
+    # -- status ------------------------------------------------------------------------------------
 
     def interval(self, name: str) -> Interval | None:
         """The interval chosen for a level; None without a choice, and on ranks other than 0."""
         every = self._every[self._names.index(name)]
         return self._intervals.get(name) if every.is_auto else None
+
+
+class _Copies:
+    """Which copies are under way, and how long a step takes to a level with its copies on other
+    hosts."""
+
+    def __init__(self, copiers: Sequence[Copier]) -> None:
+        self._copiers = copiers
+        self._finished = [0] * len(copiers)
+        self._on_hosts_s: dict[str, float] = {}
+
+    def under_way(self, costs: Costs) -> set[str]:
+        """The levels that may slow the training down now, or have since the last call."""
+        found = set()
+        for index, copier in enumerate(self._copiers):
+            finished = copier.copied
+            if copier.is_busy or finished != self._finished[index]:
+                found.add(copier.level)
+            if finished != self._finished[index]:
+                self._finished[index] = finished
+                self.took(costs, copier.level, copier.place.name, copier.took_s)
+        return found
+
+    def took(self, costs: Costs, level: str, place: str, seconds: float) -> None:
+        """A step took so long to `place`, which is the level or its copies on other hosts."""
+        if place != level:
+            self._on_hosts_s[level] = seconds
+        else:
+            costs.took(level, seconds + self._on_hosts_s.get(level, 0.0))
+
+
+class _Log:
+    """Logs a line for each level whose interval differs much from the last logged one."""
+
+    def __init__(
+        self, names: Sequence[str], every: Sequence[Every], watches: Sequence[LevelWatch]
+    ) -> None:
+        self._levels = [each for each in zip(names, every, watches, strict=True) if each[1].is_auto]
+        self._lines: dict[str, int] = {}
+
+    def chosen(self, intervals: Mapping[str, Interval]) -> None:
+        for name, _, watch in self._levels:
+            interval, logged = intervals[name], self._lines.get(name)
+            watch.interval(interval.seconds)
+            if logged is None or not logged / LINE_RATIO < interval.steps < logged * LINE_RATIO:
+                self._lines[name] = interval.steps
+                watch.log.info("level %s gets a step %s", name, interval)
 
 
 def _fixed_s(every: Every, step_s: float) -> float | None:

@@ -111,18 +111,20 @@ class Promoter:
         self._guard = threading.Lock()
         self._status = LevelStatus(place.name)
         self._look()
-        newest = self._status.newest
-        self._cadence = Cadence(parse_every(spec.every), newest, time.monotonic())
-        if self._rank == 0 and place.is_owed(newest):
-            self._cadence.given_up(newest)  # a step that was due and not copied stays due
-        self._thread = ThreadPoolExecutor(1, f"statehold-{place.name}", give_way_to_training)
-        # starts it, because no thread can start while a program ends
-        self._thread.submit(lambda: None)
+        self._cadence = self._cadence_of(spec)
+        self._thread = _started(place.name)
         self._under_way: Future[None] | None = None
         self._logged: tuple[int, type[Exception]] | None = None  # the newest failure
         self._begun_with = b""  # the manifest of the step that is being copied
         self.copied = 0  # copies that got there
         self.took_s = 0.0  # the newest of them
+
+    def _cadence_of(self, spec: Level) -> Cadence:
+        newest = self._status.newest
+        cadence = Cadence(parse_every(spec.every), newest, time.monotonic())
+        if self._rank == 0 and self.place.is_owed(newest):
+            cadence.given_up(newest)  # a step that was due and not copied stays due
+        return cadence
 
     @property
     def status(self) -> LevelStatus:
@@ -520,6 +522,13 @@ class Promotions:
     def _nearest(self, step: int) -> DirectoryPlace:
         having = (place for place in self._sources() if step in _steps(place))
         return next(having, self._first)
+
+
+def _started(name: str) -> ThreadPoolExecutor:
+    """The thread of a level. It starts now, because no thread can start while a program ends."""
+    thread = ThreadPoolExecutor(1, f"statehold-{name}", give_way_to_training)
+    thread.submit(lambda: None)
+    return thread
 
 
 def _steps(place: DirectoryPlace) -> list[int]:

@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from statehold.checkpoint.store.directories import delete, make_directories, unless
 from statehold.checkpoint.store.mappings import Mappings
+from statehold.checkpoint.store.newest import Newest
 from statehold.checkpoint.store.order import check_newest
 from statehold.checkpoint.store.publish import make_durable, publish
 from statehold.checkpoint.store.ready import READY_NAME, Ready
@@ -128,10 +129,7 @@ class Store:
         self._is_unsettled = False  # a replaced step's name may come back
         self._mapped = mapped
         self._mappings = Mappings()
-        self._newest_guard = threading.Lock()  # the trainer asks, and does not wait for a cleanup
-        self._remembers = False  # only this job can change the newest step
-        self._is_known = False
-        self._newest: int | None = None
+        self._newest = Newest(self.newest)
         self._ready = Ready(fs, self._root, world_size)
         self._rooms = Rooms()
 
@@ -263,7 +261,7 @@ class Store:
     def create(self) -> None:
         """Make the run directory, its parents included, and make their names durable."""
         make_directories(self._fs, self._root)
-        self._remembers = not self._leads  # the leading rank holds the lock, and checks itself
+        self._newest.take_over(not self._leads)  # the leading rank does when it has the lock
 
     def was_removed(self) -> None:
         """Nothing is left of the directory: release everything that this process holds of it."""
@@ -281,7 +279,7 @@ class Store:
         self._lead("clear a run")
         with self._guard:
             self._settle_names()
-            self._remembers = True
+            self._newest.take_over()
             self.look_again()
             self._settle_replaced()
             for hidden in (SPARE_NAME, READY_NAME):
@@ -320,7 +318,7 @@ class Store:
     ) -> None:
         """Refuse a save that would not become the newest step, those `under_way` included."""
         try:
-            known = [self._remembered(), under_way]
+            known = [self._newest.get(), under_way]
         except StorageError:
             if not may_be_away:
                 raise
@@ -329,23 +327,11 @@ class Store:
 
     def committed(self, step: int) -> None:
         """Every rank: `step` was committed here."""
-        with self._newest_guard:
-            if self._is_known:
-                self._newest = max(step, self._newest if self._newest is not None else step)
+        self._newest.committed(step)
 
     def look_again(self) -> None:
         """Every rank: steps may have been discarded, so the newest one is no longer known."""
-        with self._newest_guard:
-            self._is_known = False
-
-    def _remembered(self) -> int | None:
-        """The newest step. Once the run belongs to this job, this no longer lists the directory:
-        the trainer waits, and a listing takes longer with more steps."""
-        with self._newest_guard:
-            if not self._is_known:
-                self._newest = self.newest()
-                self._is_known = self._remembers
-            return self._newest
+        self._newest.look_again()
 
     def begin(self, step: int, attempt: str | None = None) -> None:
         """D1, before the first byte: an empty directory for the step. Every rank calls this."""
@@ -534,8 +520,7 @@ class Store:
             self._settle_names()
             delete(self._fs, hidden)
         self._fs.rename(self.path(step), hidden)  # R1
-        if step == self._newest:
-            self.look_again()
+        self._newest.retired(step)
         self._fs.sync_dir(self._root)  # R2
         self._mappings.retired(step)
         if suffix == ".retired":
