@@ -1,4 +1,4 @@
-"""Keeps the session of a Checkpointer until it has ended, whatever becomes of the Checkpointer.
+"""Keeps the session of a Checkpointer until it has ended, even if the Checkpointer is gone.
 
     close()                    ends it: on the keeper's thread, while the caller waits
     the last reference goes    the same in the background: accepted saves are committed, and the
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Kept(Protocol):
-    """What a keeper keeps: a session."""
+    """The session that a keeper keeps."""
 
     @property
     def has_saved(self) -> bool:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Borrowed:
-    """What a session gets instead of opening its own, and leaves open, except for the peers."""
+    """Parts that a session gets instead of opening its own. It closes only the peers."""
 
     runtime: Runtime | None = None
     fs: Fs | None = None

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Parts:
     """The result of opening.
 
-    peers: None for a process that is alone. calls: of the Checkpointer, which may have had other
-        sessions. All parts except `runtime` and `calls` end with the session.
+    peers: None for a process that is alone. trainer: of the Checkpointer, which may have had other
+        sessions. All parts except `runtime` and `trainer` end with the session.
     """
 
     run: str

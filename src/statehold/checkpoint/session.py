@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from statehold.format.selection import RestoreReport, Selection
     from statehold.ranks.preemption import Preemption
 
-# How long a rank that ends by an error waits for others to copy the newest step to all levels.
+# How long a rank that ends with an error waits for the others to flush.
 STRAGGLERS_S = 10.0
 
 
@@ -93,7 +93,7 @@ class Session:
     def _take_over(self) -> None:
         """An agent could not end its work: continue it.
 
-        On several ranks no other rank knows of it, and the next step makes up for it.
+        On several ranks the others do not know it, so the next step goes to every level instead.
         """
         promotions = self.levels.promotions
         if self.peers is None:
@@ -132,7 +132,7 @@ class Session:
         return self.levels.nearest(self.pipeline.drain).steps()
 
     def rewind(self, step: int) -> list[int]:
-        """Discard the steps newer than `step` at every level. All ranks together."""
+        """Discard the steps newer than `step` at every level. All ranks call this together."""
         together(self.peers, self._ready_to_rewind)
         found = everyone(self.peers, lambda: self.levels.rewind(step))
         discarded = sorted({each for steps in found for each in steps})
@@ -159,7 +159,7 @@ class Session:
         self.levels.promotions.wait(left())
 
     def flush(self, timeout_s: float | None, meet_s: float | None = None) -> None:
-        """Copy the newest step to all levels. All ranks together."""
+        """Copy the newest step to all levels. All ranks call this together."""
         self._flushes += 1
         number = self._flushes
         flush(self.levels, self.wait_idle, number, timeout_s, meet_s)
@@ -176,19 +176,22 @@ class Session:
         self.levels.promotions.stop()
 
     def part(self, number: int, error: BaseException) -> None:
-        """This rank ends because of `error`, and takes no part in the save `number`, should others
-        come to that: they need not wait for it."""
+        """This rank ends because of `error`. Other ranks that come to the save `number` need not
+        wait for it."""
         if self.peers is not None and self.peers.token is not None:
             self.pipeline.give_up(number, error)
 
     def close(self, *, flush: bool, alike: bool = True) -> None:
-        """alike: all ranks come to this; else those that do not are not waited for long."""
-        # Several ranks do alike, also where one of them could not prepare to save.
+        """End the session. flush: copy the newest step to all levels before.
+
+        alike: all ranks call this. Otherwise this rank waits only a few seconds for the others.
+        """
+        # All of several ranks flush, even if one of them could not prepare to save.
         has_saved = self._is_prepared if self.peers is None else self._has_saved
         try:
             if flush and has_saved and self.levels.has_copies:
                 self.flush(None, None if alike else STRAGGLERS_S)
-        except StateholdError as error:  # at the end there is nobody left to raise to
-            logger.warning("could not bring the newest step to all levels\n%s", error)
-        finally:  # whatever fails on the way
+        except StateholdError as error:  # at the end no caller is left to get the error
+            logger.warning("could not copy the newest step to all levels\n%s", error)
+        finally:
             self._owned.close()

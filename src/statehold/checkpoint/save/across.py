@@ -3,10 +3,11 @@
     Across     record -> D3 sealed -> D4 arrive -> rank 0: gather, judge, conclude with the manifest
                -> the first rank of each host: D5 to D7 in its host's store -> all meet: committed
 
-Invariants: a step is committed when every host has published the same manifest. A rank that is lost
-between the rounds, or a host that cannot publish, fails the save on all by name; what is published
-on some hosts is then no step, and goes with the next one (levels/hosts/place). Older steps are
-retired after the second round only. Where the job turns out to be on one host, all is as in team.
+Invariants: a step is committed when every host has published the same manifest. If a rank is lost
+between the rounds, or a host cannot publish, the save fails on all ranks, and the error names the
+rank. Some hosts may have published such a step. It does not count, and the next save removes it
+(levels/hosts/place). Older steps are retired only after the second round. If the job turns out to
+be on one host, this class does what Together does.
 Not here: the second round (levels/commit_rounds), who is on which host (levels/hosts).
 """
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 def publisher_of(
     peers: Peers | None, levels: Levels, claims: Claims, schedule: Schedule, log: BackgroundLog
 ) -> Publisher:
-    """How the saves of this process become steps."""
+    """The publisher for the saves of this process."""
     if peers is None:
         return Alone(levels.promotions, schedule, log)
     kind = Across if levels.hosts.are_asked else Together
@@ -54,7 +55,7 @@ class Across(Together):
             super()._land(work, commit)
 
     def _landed(self, work: Work, doing: str) -> contextlib.AbstractContextManager[None]:
-        # Of a level that each host has, the second round commits.
+        # At a level that each host has for itself, the second round commits.
         return contextlib.nullcontext() if work.place.is_apart else super()._landed(work, doing)
 
     def _keep_outcome(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:

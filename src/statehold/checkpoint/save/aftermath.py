@@ -1,8 +1,8 @@
-"""What follows a commit: it may fail, and the step stays committed.
+"""The work after a commit: it may fail, and the step stays committed.
 
-Invariants: once a step is published, no error makes its save a failed one. What goes wrong
-afterwards is logged, with what is safe, and the rest goes on.
-Not here: the commit itself (checkpoint/store/publish), what follows it (pipeline, team).
+Invariants: once a step is published, no error makes its save a failed one. A later error is logged,
+together with what is safe, and the rest of the work continues.
+Not here: the commit itself (checkpoint/store/publish), the work after it (pipeline, publishing).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def after_commit(log: BackgroundLog, step: int, doing: str) -> Iterator[None]:
-    """Run what follows the commit of `step`; log its error instead of raising it.
+    """Run work that follows the commit of `step`; log its error instead of raising it.
 
     doing: completes "could not ..." in the log.
     """
@@ -31,7 +31,7 @@ def after_commit(log: BackgroundLog, step: int, doing: str) -> Iterator[None]:
 
 
 def _text(error: BaseException) -> str:
-    """With the traceback, where nobody has foreseen the error."""
+    """The error, with its traceback if it is not one of statehold's own."""
     if isinstance(error, StateholdError):
         return str(error)
     return "".join(traceback.format_exception(error)).rstrip()

@@ -1,6 +1,6 @@
-"""Builds the saving side of a session: what ranks learn of each other, the cadence, the pipeline.
+"""Builds the saving side of a session: claims of the ranks, cadence, level choice, pipeline.
 
-Not here: what a call of save() does with it (call), how the levels are opened (levels/building).
+Not here: one call of save() (call), how the levels are opened (levels/building).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Saving(NamedTuple):
-    """What takes a save from the call to the committed step."""
+    """The parts that take a save from the call to the committed step."""
 
     claims: Claims
     schedule: Schedule
@@ -36,7 +36,7 @@ class Saving(NamedTuple):
 def open_saving(
     specs: Sequence[Level], options: Options, levels: Levels, watch: Watch, log: BackgroundLog
 ) -> Saving:
-    """The saving side of a session; its pipeline has to be closed."""
+    """The saving side of a session. The caller closes its pipeline."""
     peers, promotions = levels.peers, levels.promotions
     membership = peers.membership if peers else ALONE
     claims = Claims(membership)

@@ -1,14 +1,16 @@
-"""One call of save() on the thread that trains: from the state to a job that the pipeline has.
+"""One call of save() on the thread that trains: from the state to a job in the pipeline.
 
     due?      the cadence of the first level, the same on all ranks
-    wait      back-pressure: two saves are under way at most
-    capture   names, dtypes, addresses and version counters; bytes only of what may change soon
+    wait      back-pressure: at most two saves are under way
+    capture   names, dtypes, addresses and version counters; bytes only of tensors that may change
+              soon
     plan      which rank writes what, and where
-    start     the engine begins to copy; the pipeline takes the save from here
+    start     the engine begins to copy, and the pipeline takes the save
 
-Invariants: a call that fails has begun nothing, and the other ranks are told. Whatever interrupts
-it, Ctrl-C too, the native job has ended before anything that it copies from is let go.
-Not here: what happens in the background (pipeline), what a copy is (tensors/devices).
+Invariants: a call that fails has begun nothing, and the other ranks get its error. If anything
+interrupts the call, even Ctrl-C, the native job ends before the memory that it copies from is
+released.
+Not here: the background work (pipeline), copies from devices (tensors/devices).
 """
 
 from __future__ import annotations
@@ -44,8 +46,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Saver:
-    """What save() works with. rank: None for a process that is alone. prepare: creates the run
-    directory, and locks it, before the first save."""
+    """The parts that a call of save() uses.
+
+    rank: None for a process that is alone. prepare: creates and locks the run directory before the
+        first save.
+    """
 
     rank: int | None
     runtime: Runtime
@@ -67,7 +72,7 @@ class Saver:
         force: bool,
         is_last: Callable[[int], bool],
     ) -> tuple[Save, Work | None]:
-        """Begin to save, if the step is due; then with what the pipeline has got."""
+        """Begin to save if the step is due. Returns the handle, and the work of the pipeline."""
         gate = self.trainer.gate
         try:
             step = step_of(step)
@@ -101,7 +106,7 @@ class Saver:
     def _begin(
         self, number: int, step: int, state: Mapping[str, Any], is_last: Callable[[int], bool]
     ) -> tuple[Work, Capture]:
-        """Everything up to handing the save over: what fails here has not begun."""
+        """Capture, plan, and hand the save over. A save that fails here has not begun."""
         save = Save(step, time.perf_counter())
         ends = self._wait(save, is_last)
         captured = self.trainer.capture(save, state, self.rank)
@@ -134,7 +139,7 @@ class Saver:
         return work, captured
 
     def _wait(self, save: Save, is_last: Callable[[int], bool]) -> bool:
-        """Return once there is room for another save; whether the process ends with it."""
+        """Return once there is room for another save: whether the process ends with this one."""
         self.trainer.raise_failures()
         save._watched_by(self.watch)
         self.prepare()
@@ -150,10 +155,10 @@ class Saver:
         return ends
 
     def _start(self, work: Work, captured: Capture, compared: Sequence[CapturedTensor]) -> None:
-        """Begin to copy what was captured, and hand `work` over: wholly, or not at all.
+        """Begin to copy the captured tensors, and hand `work` over: wholly, or not at all.
 
-        Whatever ends this in between (an error, Ctrl-C) stops the native job before anything that
-        it copies from is let go. Then the handle fails, so that nothing waits for it.
+        If an error or Ctrl-C interrupts this, the native job stops before the memory that it copies
+        from is released. Then the handle fails, so nothing waits for it.
         """
         self.watch.save_began()
         try:
@@ -174,14 +179,16 @@ class Saver:
             raise
 
     def _make_room(self, plan: SavePlan) -> None:
-        """Have staging memory for a save, unless it goes to memory, which stages little."""
+        """Make sure that there is staging memory. A save into memory needs little."""
         if not self.levels.store.is_mapped:
             self.runtime.fit(plan.file_bytes, self.pipeline.drain)
 
     def ready_file(self, plan: SavePlan, tree: Any) -> File | None:
-        """The file of a save, where it is memory that is mapped already: then the state is copied
-        straight into it. A file that has to be made is made in the background, and so is one for
-        whose documents there is no room: the save goes to the next level then."""
+        """A file in memory that is mapped already: the state is copied straight into it.
+
+        None: the commit thread makes the file. It also does if there is no room for the documents,
+        because the save then goes to the next level.
+        """
         store = self.levels.store
         is_in_use = self.pipeline.uses(plan.step)  # its directory is in use
         if self.rank is not None or is_in_use or not store.has_ready(plan.file_name):
@@ -192,7 +199,7 @@ class Saver:
                 guess = partial(manifest_bytes, plan, tree)
                 store.reserve(plan.step, None, MANIFEST_NAME, guess)
             file, _ = store.data_file(plan.step, plan.file_name, plan.file_bytes)
-        except StorageError:  # the commit thread meets it, too, and knows what to do
+        except StorageError:  # the commit thread gets the same error, and handles it
             store.abandon(plan.step)
             return None
         return file

@@ -1,21 +1,21 @@
 """The gate: nothing updates the state while bytes of it are still being copied.
 
 Parameters and optimizer state stay unchanged during forward and backward (DataStates-LLM,
-HPDC'24, section 4); the update is where they change. So the gate stands before every update that
-torch makes (`updates`), and waits until every save under way is staged. It stands before all torch
-optimizers, not only those in the state: a fused optimizer that the state does not name changes
+HPDC'24, section 4). Only the update changes them. So the gate stands before every update that torch
+makes (`updates`), and waits until every save under way is staged. It stands before all torch
+optimizers, not only those in the state. A fused optimizer that the state does not name changes
 parameters without moving a version counter, so nothing else would notice. Loops whose update is not
 a torch optimizer call Checkpointer.gate() themselves.
 
-A step() that was compiled in one graph runs past the gate. Once there is one, a save keeps the
-caller until its copies are made, and the log says what to do about it.
+A step() that was compiled in one graph runs past the gate. Once there is such a step(), save()
+returns only after its copies are made, and logs what to do about it.
 
-A failed save opens the gate: training goes on, and the error is raised by the checkpointer's next
-call, not out of somebody's optimizer.
+A failed save opens the gate, and training continues. The checkpointer's next call raises the error.
+No optimizer raises it.
 
-The gate remembers which optimizers have come through it. Memory that only those change can be
-copied lazily, also where a state has their state_dict() and not themselves. It also sees whether
-gradients wait for the next update, and warns once if a step is saved then.
+The gate remembers which optimizers have passed it. Memory that only those change can be copied
+lazily, even if a state has their state_dict() instead of themselves. The gate also sees whether
+gradients wait for the next update, and logs one warning if a step is saved then.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Pass(Protocol):
     """A way past the gate other than waiting on the host: a stream made to wait instead."""
 
     def __call__(self, timeout: float | None = 0) -> bool:
-        """Order later work after the copies; False when not all copies are enqueued in time, or
-        when that cannot be done."""
+        """Order later work after the copies. False if that cannot be done, or if not all copies
+        are enqueued in time."""
 
 
 _UNSEEN = (
@@ -113,8 +113,11 @@ class Gate:
         self._forget_staged()
 
     def before_capture(self) -> None:
-        """Return once every save is staged. The capture of an update moves version counters, and a
-        save that is under way would take that for a change. The host waits, and no stream."""
+        """Return once every save is staged. The host waits, and no stream.
+
+        The capture of an update moves version counters. A save that is under way would take that
+        for a change.
+        """
         for save, _ in list(self._saves):
             if save._is_of_this_process and not save.done("staged"):
                 self._wait_staged(save)
@@ -122,7 +125,7 @@ class Gate:
     def _wait_staged(
         self, save: Save, timeout: float | None = None, passing: Pass | None = None
     ) -> None:
-        """On the host; with `passing` only until a stream can wait instead."""
+        """Wait on the host; with `passing` only until a stream can wait instead."""
         started = time.perf_counter()
         with save._stage("gate"):
             ended = passing is not None and passing(timeout)
@@ -141,31 +144,33 @@ class Gate:
             )
 
     def join_streams(self) -> None:
-        """Order what the current streams are given next after the updates on other streams."""
+        """Order the next work of the current streams after the updates on other streams."""
         self._streams.join()
 
     def streams_follow(self) -> None:
-        """Order what the streams of the updates are given next after what the current ones have."""
+        """Order the next work of the streams of updates after the work of the current streams."""
         self._streams.follow()
 
     def wait_or_note(self, timeout: float | None = None) -> None:
-        """Before an update by hand: wait, or note that a CUDA graph is captured that holds it."""
+        """Before an update by hand: wait. If a CUDA graph is captured, note that it holds the
+        update."""
         if not updates.capture([]):
             self._streams.saw()
             self.wait(timeout)
 
     def wait_if_unseen(self, save: Save) -> None:
-        """Return once `save` is staged or has failed, where an update may come that nobody sees."""
+        """If an update may come that the gate does not see: return once `save` is staged or has
+        failed."""
         if updates.come_unseen():
             say_once(_UNSEEN)
             save._wait_ended("staged")
 
     def remove(self) -> None:
-        """Stand no more. On the thread that trains."""
+        """Stand no longer. On the thread that trains."""
         updates.unwatch(self)
 
     def retire(self) -> None:
-        """Stand no more. From any thread."""
+        """Stand no longer. From any thread."""
         updates.unwatch_later(self)
 
     def _forget_staged(self) -> None:

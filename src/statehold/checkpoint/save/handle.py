@@ -2,8 +2,8 @@
 
 The three events come in this order: "staged" (the state may change), "written" (the bytes are
 durable on this rank), "committed" (durable on all ranks, and published). A save that fails reaches
-no further event, and every wait for an event raises its error. A step that was not due has a
-handle, too, which reaches no event.
+no further event, and every wait for an event raises its error. The handle of a step that was not
+due reaches no event.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Save:
         return seconds
 
     def _wait_ended(self, event: Event, timeout: float | None = None) -> bool:
-        """Wait for the event or a failure; False when neither came in time."""
+        """Wait for the event or a failure. False if neither came in time."""
         if self._reached(event) is not None or self._error is not None:
             return True
         if not self._is_of_this_process:

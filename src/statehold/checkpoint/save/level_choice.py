@@ -1,17 +1,18 @@
-"""Where a save goes: the first level whose storage takes its files, on all ranks alike.
+"""Where a save goes: the first level whose storage takes its files, the same on all ranks.
 
-    every rank    D1 at a level: the file is opened, with all its blocks, and those of the documents
-    all           meet: opened on every rank, or on to the next level together (rank 0 says which)
+    every rank    D1 at a level: opens the file, with all its blocks and those of the documents
+    all ranks     a round: if every rank has its file, the save stays at this level. Otherwise all
+                  ranks try the next level, which rank 0 chooses
 
-A process that is alone decides for itself. Several ranks meet under the number of the save, in the
-background, and only where there is more than one level that takes saves: no rank writes a byte
-before all have their file, because what was copied out of a buffer cannot be written again.
-The first level is tried again with every save.
+A process that is alone decides for itself. Several ranks hold this round in the background, and
+only if more than one level takes saves. No rank writes a byte before all have their files, because
+bytes that have left a buffer cannot be written again. Every save tries the first level again.
 
-Invariants: all ranks of a save are at the same level; a rank that fails otherwise, or has given the
-save up, ends the meeting for all. Never past a nearer level that has the step already: it would
-hide the new one. Why a level was passed over is said once, until it takes saves again.
-Not here: what is written there (pipeline), how long ranks wait for each other (ranks/peers).
+Invariants: all ranks of a save are at the same level. A rank that fails for another reason, or has
+given the save up, ends the round for all. A save does not pass a nearer level that has the step
+already, because that level would hide the new save. The log says once why a level was passed over,
+until it takes saves again.
+Not here: the writing (pipeline), how long ranks wait for each other (ranks/peers).
 """
 
 from __future__ import annotations
@@ -48,16 +49,19 @@ if TYPE_CHECKING:
     from statehold.ranks.peers import Peers
 
 ROUND = "open"
-ENTRY_BYTES = 300  # what a manifest says of one rank, at most
-LEVELS_MAX = 1000  # so that ranks with different levels count their meetings alike
+ENTRY_BYTES = 300  # of a rank in a manifest, at most
+LEVELS_MAX = 1000  # so that ranks with different levels count their rounds alike
 OpenFile = tuple["File", bool]  # whether it was reused
-Failure = tuple[bool, str]  # whether it is a refusal of the level, and the text
+Failure = tuple[bool, str]  # whether the level refused the save, and the text
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was decided about a level: `taken`, or why not: `rank` met with `reason`, which may be a
-    refusal of the level; then `next` is the index of the level to try, if there is one."""
+    """The decision about a level.
+
+    taken: the save stays here. Otherwise `rank` failed with `reason`. If `is_refusal`, the level
+        refused the save, and `next` is the index of the level to try, if there is one.
+    """
 
     taken: bool = True
     rank: int = 0
@@ -67,8 +71,10 @@ class Verdict:
 
 
 class LevelChoice:
-    """`places`: those of the `levels` that can take saves. peers: None for a process that is alone.
-    Used by the commit thread."""
+    """The choice of a level for each save; used by the commit thread.
+
+    places: those of the `levels` that can take saves. peers: None for a process that is alone.
+    """
 
     def __init__(
         self,
@@ -85,19 +91,19 @@ class LevelChoice:
         self._peers = peers
         self._log = log
         self._rank = peers.rank if peers else 0
-        self._met = -1  # the newest save about which this rank has met the others
+        self._met = -1  # the newest save whose round this rank has joined
         self._hosts = hosts
-        self._asked = -1  # the newest save with which this rank came to meet the hosts
+        self._asked = -1  # the newest save for which this rank has joined the discovery of hosts
         self._has_announced = False
         self._unlike: StateholdError | None = None
-        self._was_said = False  # that the first level takes no steps
-        self.first_error: StateholdError | None = None  # why it takes no steps, until it does
+        self._was_logged = False  # that the first level takes no steps
+        self.first_error: StateholdError | None = None  # why it takes none, until it does
 
     def open(self, work: Work) -> OpenFile:
-        """D1 of a save, at the first level that takes it on all ranks; `work.place` is that one."""
+        """D1 of a save, at the first level that takes it on all ranks: `work.place` from now on."""
         self.check_levels(work.number)
         self._asked = work.number
-        self._hosts.discover()  # who leads a host prepares its levels only after that
+        self._hosts.discover()  # the rank that leads a host prepares its levels only after that
         causes: list[StateholdError] = []
         at = 0
         while True:
@@ -122,7 +128,7 @@ class LevelChoice:
             at = verdict.next
 
     def give_up(self, number: int, error: StateholdError) -> None:
-        """A save has failed on this rank, maybe before its file was opened: others may wait."""
+        """A save has failed on this rank, perhaps before its file was opened: no rank need wait."""
         if self._peers is None:
             return
         if number == 0 and self._rank == 0 and not self._has_announced:
@@ -133,8 +139,11 @@ class LevelChoice:
             self._peers.fail(self._round(number, 0), error, ROUND)
 
     def check_levels(self, number: int, *, late: bool = False) -> None:
-        """With the first save: whether this rank has the levels of rank 0. One that has a single
-        level that all ranks see writes before it asks (`late`): it waits for nobody until then."""
+        """With the first save, check that this rank has the levels of rank 0.
+
+        late: the call after the file is written. With a single level that all ranks see, a rank
+            asks only then, and waits for nobody before.
+        """
         if self._peers is None:
             return
         if number == 0 and self._rank == 0 and not late:
@@ -161,7 +170,7 @@ class LevelChoice:
             # The first one was prepared by the trainer, unless it failed.
             place.prepare(self._peers.token if self._peers else None)
             place.store.begin(step, work.attempt)
-            if len(self._places) > 1:  # what finds no room later cannot go to the next one
+            if len(self._places) > 1:  # later, a document without room could not move on
                 self._reserve(work)
             opened = place.store.data_file(step, plan.file_name, plan.file_bytes, work.attempt)
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
@@ -169,7 +178,7 @@ class LevelChoice:
         return opened, None
 
     def _reserve(self, work: Work) -> None:
-        """Room at the level for the documents that this rank writes."""
+        """Reserve room at the level for the documents that this rank writes."""
         store, step, attempt = work.place.store, work.save.step, work.attempt
         plan, tree = work.plan, work.tree
         if attempt is None:
@@ -206,11 +215,11 @@ class LevelChoice:
     # -- rank 0 ----------------------------------------------------------------------------
 
     def _decided(self, step: int, at: int, failures: Sequence[Failure | None]) -> Verdict:
-        """What the ranks do that have opened their files at a level, or failed to."""
+        """The verdict from the failures of all ranks at a level."""
         failed = [(*failure, rank) for rank, failure in enumerate(failures) if failure is not None]
         if not failed:
             return Verdict()
-        # Against what is no refusal no level helps.
+        # If the level is not the reason, no other level helps.
         is_refusal, reason, rank = min(failed, key=lambda each: each[0])
         following = self._next(step, at) if is_refusal else None
         return Verdict(False, rank, reason, is_refusal, following)
@@ -220,10 +229,10 @@ class LevelChoice:
         for index in range(at + 1, len(self._places)):
             place = self._places[index]
             if self._is_nearer(step, index):
-                return None  # and would hide what is saved farther away
+                return None  # it would hide a save farther away
             if self._promotions.is_copying(step, place):
                 continue  # its directory is in use
-            try:  # before other ranks come there
+            try:  # before other ranks use it
                 place.prepare(self._peers.token if self._peers else None)
             except (StorageError, RunBusyError):
                 continue
@@ -231,35 +240,35 @@ class LevelChoice:
         return None
 
     def _is_nearer(self, step: int, index: int) -> bool:
-        """Whether a level before has an earlier save of this step, or cannot say so."""
+        """Whether a nearer level has an earlier save of this step, or cannot be read."""
         try:
             return any(step in each.steps() for each in self._places[:index])
         except StorageError:
             return True
 
     def _note(self, work: Work, causes: Sequence[StateholdError]) -> None:
-        """Say when the first level begins to fail, and when it works again."""
+        """Log when the first level begins to fail, and when it works again."""
         first, step = self._places[0].name, work.save.step
-        if self._rank == 0 and causes and not self._was_said:
+        if self._rank == 0 and causes and not self._was_logged:
             self._log.warning(
                 "level %s cannot take step %d; saves go to level %s until it can\n%s",
                 first, step, work.place.name, causes[0],
             )  # fmt: skip
-        if self._rank == 0 and self._was_said and not causes:
+        if self._rank == 0 and self._was_logged and not causes:
             self._log.warning("level %s takes steps again, from step %d on", first, step)
-        self._was_said = bool(causes)
+        self._was_logged = bool(causes)
         if not causes:
             self.first_error = None
 
 
 def _close(opened: OpenFile | None) -> None:
-    """Give back the blocks of a file that is not written after all."""
+    """Release the blocks of a file that is not written after all."""
     if opened is not None:
         opened[0].close()  # no transfer has it yet
 
 
 def _is_refusal(error: StateholdError) -> bool:
-    """Whether it is the level that fails, and another one may not."""
+    """Whether the level fails, so that another level may help."""
     return isinstance(error, StorageError | RunBusyError)
 
 
@@ -268,7 +277,7 @@ def _message(failure: StateholdError | None) -> Failure | None:
 
 
 def _cause(verdict: Verdict, own: StateholdError | None) -> StateholdError:
-    """Why a level was not taken, as this rank says it."""
+    """Why a level was not taken, as an error of this rank."""
     if own is not None and _is_refusal(own) == verdict.is_refusal:
         return own
     return PeerFailedError(verdict.rank, verdict.reason)

@@ -4,15 +4,15 @@
     commit thread   D1 open the file, attach -> writes done, D2 -> "written"
                     -> D3..D7 -> "committed" -> retention
 
-A save's file is opened once the save before it has ended, so its staging overlaps the earlier
-save's writes while at most one step more than `keep` occupies the disk, and a retired file is
-there to be overwritten. Commits happen in the order of the calls.
+The commit thread opens a save's file once the save before it has ended. So the staging of a save
+overlaps the writes of the earlier one, at most one step more than `keep` occupies the disk, and
+there is a retired file to overwrite. Steps are committed in the order of the calls.
 
-A failure on either thread stops the native job first (after that no thread touches the state),
-then fails the handle. A step that is committed stays so: what fails afterwards is logged
-(aftermath). The threads belong to executors that the interpreter joins at exit: saves
-under way when a script ends without close() are still committed. Neither logs by itself: a log
-that blocks must not keep a step from being committed (observe/background_log).
+A failure on either thread first stops the native job, after which no thread touches the state. Then
+it fails the handle. A committed step stays committed: later errors are only logged (aftermath). The
+threads belong to executors that the interpreter joins at exit, so saves under way are committed
+even if a script ends without close(). Neither thread writes its log lines itself, because a log
+that blocks must not delay a commit (observe/background_log).
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from statehold.observe.background_log import BackgroundLog
     from statehold.tensors.captured import Capture
 
-# One save writing and one staging: more would only hold more captured state, not finish sooner.
+# One save is written while one is staged. More would hold more captured state, and end no sooner.
 SAVES_IN_FLIGHT_MAX = 2
 
-# How long the file of a failed save is waited for, while transfers in flight still have it.
+# How long to wait until transfers in flight have released the file of a failed save.
 FILE_CLOSES_S = 60.0
 
 
@@ -78,30 +78,30 @@ class Pipeline:
             raise storage_error("start a thread", errno.EAGAIN, "") from error
         self._saves: list[tuple[int, Save]] = []
         self._guard = threading.Lock()
-        self._unsettled: list[int] = []  # steps whose directory in the making is in use, or may be
-        self._newest = -1  # of the commit thread: the newest save that it has taken, or given up
+        self._unsettled: list[int] = []  # steps whose directory in the making may be in use
+        self._newest = -1  # the newest save that the commit thread has taken, or given up
 
     def ahead(self, action: Callable[[], None]) -> None:
-        """Do this before any save that is submitted after it is committed; it must not raise."""
+        """Run `action` before later saves are committed. It must not raise."""
         self._committer.submit(action)
 
     def submit(self, work: Work) -> None:
-        """Hand a save over; returns at once. Where this raises, take_back() is due."""
+        """Take a save; returns at once. If this raises, the caller calls take_back()."""
         self._unsettled.append(work.save.step)
         self._saves.append((work.number, work.save))
         self._committer.submit(self._guarded, self._write_and_commit, work)
         self._stager.submit(self._guarded, self._stage, work)
 
     def take_back(self, work: Work, error: BaseException) -> None:
-        """End a save that could not be handed over, or perhaps only in part."""
+        """End a save that could not be handed over, or only in part."""
         self._fail(work, error)
-        work.save._raised = True  # by whoever calls this
+        work.save._raised = True  # the caller raises it
         assert work.error is not None
         self._committer.submit(self._given_up, work.number, work.error, work)
 
     def wait_eager(self, work: Work, captured: Capture) -> None:
-        """Return once all that may change before the next update is copied, or the current streams
-        of devices are after it; raises if it did change."""
+        """Return once everything that may change before the next update is copied, or once the
+        current streams of devices wait for those copies. Raises if it did change."""
         if not captured.eager:
             return
         try:
@@ -112,16 +112,16 @@ class Pipeline:
         except StateholdError as error:
             self._fail(work, error)
             work.save.wait("staged")  # raises the first cause, with what is still safe
-            work.save._raised = True  # all was staged before this was known
+            work.save._raised = True  # everything was staged before this error was known
             raise work.error or error from None
         except BaseException as error:  # Ctrl-C: the state changes from now on
             self._fail(work, error)
-            work.save._raised = True  # by whoever called this
+            work.save._raised = True  # this call raises it
             raise
 
     def wait_for_room(self, settled: int) -> None:
-        """Back-pressure: return once another save may begin, and all up to the number `settled`
-        have ended."""
+        """Back-pressure: return once another save may begin, and all saves up to the number
+        `settled` have ended."""
         self._saves = [(number, save) for number, save in self._saves if not _ended(save)]
         full = len(self._saves) - SAVES_IN_FLIGHT_MAX + 1
         for index, (number, save) in enumerate(self._saves):
@@ -129,7 +129,7 @@ class Pipeline:
                 save._wait_ended("committed")
 
     def give_up(self, number: int, error: BaseException) -> None:
-        """A save that was called and never began: other ranks wait for it."""
+        """A save was called and never began. Other ranks need not wait for it."""
         self._committer.submit(self._given_up, number, named(error, "before it began"), None)
 
     def newest_step(self) -> int | None:
@@ -137,7 +137,7 @@ class Pipeline:
         return max((save.step for _, save in self._saves if not _ended(save)), default=None)
 
     def uses(self, step: int) -> bool:
-        """Whether a save of this step is under way, or not yet cleared away."""
+        """Whether a save of this step is under way, or its files are not cleared yet."""
         return step in self._unsettled
 
     @property
@@ -146,20 +146,22 @@ class Pipeline:
         return any(not _ended(save) for _, save in self._saves)
 
     def wait_staged(self) -> None:
-        """Return once no save that has begun is still being copied from the state."""
+        """Return once no save copies from the state any longer."""
         for _, save in list(self._saves):
             save._wait_ended("staged")
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Return once every save has ended, one way or the other, and its cleaning up too. Raises
-        WaitTimeout."""
+        """Return once every save has ended, well or not, and its leftovers are cleared.
+
+        Raises WaitTimeout.
+        """
         ends = [pool.submit(lambda: None) for pool in (self._stager, self._committer)]
         if wait(ends, timeout_s).not_done:
             raise WaitTimeout("saves did not end in time", facts={"waited": f"{timeout_s} s"})
         self._log.flush()
 
     def close(self) -> None:
-        """Finish what is under way and end the threads."""
+        """Finish the saves under way, and end the threads."""
         self._stager.shutdown(wait=True)
         self._committer.shutdown(wait=True)
         self._log.flush()
@@ -173,7 +175,7 @@ class Pipeline:
             self._fail(work, error)
             let_go(error)
         finally:
-            del work  # the error, which the handle keeps, keeps this function's variables
+            del work  # the handle keeps the error, which keeps the variables of this function
 
     def _stage(self, work: Work) -> None:
         assert work.capture is not None
@@ -196,14 +198,14 @@ class Pipeline:
             self._unsettled.remove(work.save.step)
 
     def _given_up(self, number: int, error: StateholdError, work: Work | None) -> None:
-        """A save that did not begin; nothing if it has come to this thread all the same."""
+        """Give up a save that did not begin, unless it has come to this thread after all."""
         if number <= self._newest:
             return
         self._newest = number
         self._give_up_for_all(number, error)
         if work is not None:
             self._publisher.clean_up(work)
-            with contextlib.suppress(ValueError):  # it ended before it was noted
+            with contextlib.suppress(ValueError):  # it failed before submit() noted it
                 self._unsettled.remove(work.save.step)
 
     def _commit(self, work: Work) -> None:
@@ -212,7 +214,7 @@ class Pipeline:
                 raise work.error
             self._publish(work)
         except BaseException as error:
-            # No thread may write into what is removed next.
+            # No thread may write into files that are removed next.
             self._stop(work, self._publisher.cause(work, error))
             assert work.error is not None
             self._give_up_for_all(work.number, work.error)
@@ -221,14 +223,14 @@ class Pipeline:
         self._follow_up(work)
 
     def _follow_up(self, work: Work) -> None:
-        """The step is committed: each of these is tried, whatever became of the others."""
+        """The step is committed. If one of these actions fails, the others are still tried."""
         step, place, plan = work.save.step, work.place, work.plan.save
         with after_commit(self._log, step, "begin to copy it to other levels"):
-            self._promotions.start(step, work.promote, place)  # before retention may take it
+            self._promotions.start(step, work.promote, place)  # before the step may be retired
         if place.leads:
             with after_commit(self._log, step, "retire older steps"), work.save._stage("retain"):
                 self._retain(place)
-        with after_commit(self._log, step, "tell the other ranks"):
+        with after_commit(self._log, step, "announce it to the other ranks"):
             self._publisher.announce(work)
         with after_commit(self._log, step, "make a file for the next save"):
             place.store.make_ready(plan.file_name, plan.file_bytes)
@@ -271,7 +273,7 @@ class Pipeline:
             work.job.finish()  # D2
 
     def _give_up_for_all(self, number: int, error: StateholdError) -> None:
-        """Let no other rank wait for a save that has failed here."""
+        """Announce that a save has failed here, so that no other rank waits for it."""
         self._publisher.give_up(number, error)
         self._level_choice.give_up(number, error)
 
@@ -283,10 +285,10 @@ class Pipeline:
             self._log.warning("could not remove steps that are no longer kept\n%s", error)
 
     def _stop(self, work: Work, error: BaseException) -> None:
-        """Stop the native job. That makes the other thread fail too: the first error counts."""
+        """Stop the native job. The other thread then fails, too; the first error counts."""
         with self._guard:
             work.error = work.error or named(error, f"while saving step {work.save.step}")
-        if hasattr(work, "job"):  # else it did not come to that
+        if hasattr(work, "job"):  # otherwise the save failed before it started one
             work.job.cancel()
         work.let_go()
 
@@ -335,8 +337,8 @@ def _check_unmoved(moved: str | None) -> None:
 
 
 def _give_back(file: File) -> None:
-    """Close the file of a save that has failed: its space comes back now, not with the last
-    variable that has it. One that is memory is mapped until its job is gone."""
+    """Close the file of a failed save, so that its space is free now and not when the last variable
+    is gone. A file in memory stays mapped until its job is gone."""
     if file.mapped:
         file.close()
     else:

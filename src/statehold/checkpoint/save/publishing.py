@@ -2,14 +2,14 @@
 
     Alone      manifest -> commit
     Together   record -> D3 sealed -> D4 arrive -> rank 0: gather, judge, commit, conclude
-                                                -> the others: wait for what rank 0 concludes
+                                                -> the others: wait for the outcome from rank 0
 
-Invariants: rank 0 commits only when the records of all ranks are durable, of one step, and planned
-with the same knowledge (claims); a rank that fails says so, and the others fail with its reason.
-After the commit nothing fails the save, on any rank: what follows is logged where it fails, and the
-others are told of the commit all the same. Runs on the commit thread: no collective, and the
-training thread waits for nothing here.
-Not here: how ranks talk (peers), what is on disk (record, manifest), the files (store).
+Invariants: rank 0 commits only when the records of all ranks are durable, belong to one step, and
+were planned with the same knowledge (claims). A rank that fails announces why, and the others fail
+with its reason. After the commit nothing fails the save, on any rank: a later error is logged on
+its rank, and rank 0 announces the commit in any case. All of this runs on the commit thread. It
+uses no collective, and the training thread waits for nothing here.
+Not here: how ranks talk (peers), the content of files (record, manifest), the files (store).
 """
 
 from __future__ import annotations
@@ -49,43 +49,45 @@ if TYPE_CHECKING:
 
 _TURNS = "turns"
 
-# What follows a commit, for the log.
+# Work after a commit, for the log.
 _CHOOSE_INTERVAL = "choose how often steps are saved"
 _CHOOSE_LEVELS = "choose the levels that it is copied to"
 _LEARN = "learn which tensors the ranks hold alike"
 
 
 class Publisher(Protocol):
-    """How a save becomes a step. `rank` is None for a process that is alone; `leads`: this one
-    commits and retires steps."""
+    """Turns a save into a step.
+
+    rank: None for a process that is alone. leads: this rank commits and retires steps.
+    """
 
     rank: int | None
     leads: bool
 
     def attempt(self, number: int) -> str | None:
-        """What tells the directory of this attempt from others; None where one is at work."""
+        """The name of this attempt, which makes its directory unique; None if one rank saves."""
 
     def publish(self, work: Work, sums: bytes) -> None:
-        """D3 to D7, once this rank's file is durable; `sums` are its checksums."""
+        """D3 to D7, once this rank's file is durable. sums: the checksums of the file."""
 
     def announce(self, work: Work) -> None:
-        """The step is committed, and what is no longer kept was retired."""
+        """The step is committed, and older steps were retired."""
 
     def give_up(self, number: int, error: StateholdError) -> None:
         """The save has failed on this rank."""
 
     def cause(self, work: Work, error: BaseException) -> BaseException:
-        """Why a save failed on this rank: `error`, or what another rank did before it."""
+        """Why a save failed on this rank: `error`, or an earlier failure of another rank."""
 
     def is_unsure(self, work: Work, error: StateholdError) -> bool:
         """Whether a save that failed with `error` may have been committed by another rank."""
 
     def clean_up(self, work: Work) -> None:
-        """Remove what a failed save has written."""
+        """Remove the files of a failed save."""
 
 
 class Alone:
-    """One rank, which has nobody to ask or to tell."""
+    """A process that is alone."""
 
     rank: int | None = None
     leads = True
@@ -100,7 +102,7 @@ class Alone:
 
     def publish(self, work: Work, sums: bytes) -> None:
         step = work.save.step
-        with uncollected():  # it makes some objects for each tensor, and keeps none
+        with uncollected():  # this makes some objects for each tensor, and keeps none
             raw = build_manifest(work.plan.save, work.tree, sums).encode()
         work.place.store.commit(Encoded(step, raw))
         with after_commit(self._log, step, _CHOOSE_INTERVAL):
@@ -148,7 +150,7 @@ class Together:
 
     def publish(self, work: Work, sums: bytes) -> None:
         assert work.attempt is not None
-        with uncollected():  # the same
+        with uncollected():  # as in Alone
             record = build_record(work.plan, work.tree, sums, work.attempt, work.fingerprints)
             raw, digests = record.encode(), record.group_digests()
             del record
@@ -169,7 +171,7 @@ class Together:
             return
         with after_commit(self._log, work.save.step, "leave a note of its interval"):
             self._leave_note()
-        # Ranks that are not told look for the step themselves.
+        # A rank that does not get the outcome looks for the step itself.
         self._peers.conclude(work.number, self._outcome)
 
     def give_up(self, number: int, error: StateholdError) -> None:
@@ -181,24 +183,24 @@ class Together:
             elif number > self._arrived:
                 self._peers.fail(number, error)
             self._look_for_note()
-        except StateholdError as fault:  # they find out when their deadline passes
-            self._log.warning("could not tell the other ranks of a failure\n%s", fault)
+        except StateholdError as fault:  # the others notice when their deadline passes
+            self._log.warning("could not announce a failure to the other ranks\n%s", fault)
 
     def _leave_note(self) -> None:
-        """Rank 0: for a rank that misses what it is told of the turns."""
+        """Rank 0: leave a note for a rank that misses a message about the turns."""
         if not self._schedule.is_led:
             return
-        with contextlib.suppress(StateholdError):  # the next one will do
+        with contextlib.suppress(StateholdError):  # the next note is as good
             self._peers.leave_note(_TURNS, json.dumps(self._schedule.note()).encode())
 
     def _look_for_note(self) -> None:
-        """The others, after a failure: it may have come of turns that are not those of rank 0."""
+        """Other ranks, after a failure: their turns may differ from those of rank 0."""
         note = self._peers.note(_TURNS) if self._schedule.is_led and not self.leads else None
         if note is not None:
             self._schedule.catch_up(json.loads(note))
 
     def cause(self, work: Work, error: BaseException) -> BaseException:
-        # Once a save has failed, rank 0 removes its directory under those who still write there.
+        # Once a save has failed, rank 0 removes its directory while other ranks still write there.
         if self.leads or not isinstance(error, StorageError) or error.errno != errno.ENOENT:
             return error
         with contextlib.suppress(StateholdError):
@@ -217,7 +219,7 @@ class Together:
     # -- rank 0 ----------------------------------------------------------------------------
 
     def _decide(self, work: Work, attempt: str) -> Mapping[str, Any]:
-        """D4 to D7; what the others are to know of it."""
+        """D4 to D7. Returns the outcome for the other ranks."""
         with work.save._stage("gather"):
             messages = [json.loads(each) for each in self._peers.gather(work.number)]
         _check_alike(messages, "step", "a rank saves another step than rank 0")
@@ -245,14 +247,14 @@ class Together:
             "promote": NO_COPIES,
             "turns": None,
         }
-        self._outcome = json.dumps(outcome).encode()  # told whatever fails from here on
+        self._outcome = json.dumps(outcome).encode()  # announced even if a later action fails
         self._land(work, commit)
         self._choose(work, outcome, hosts=len({each["host"] for each in messages}))
         self._keep_outcome(work, commit, outcome)
         return outcome
 
     def _choose(self, work: Work, outcome: dict[str, Any], hosts: int) -> None:
-        """What rank 0 decides about the steps to come, and where this one goes."""
+        """Rank 0 decides when steps are saved from now on, and which levels get this one."""
         with self._landed(work, _CHOOSE_INTERVAL):
             self._schedule.committed(work.number, work.save._elapsed(), hosts)
         with self._landed(work, _CHOOSE_INTERVAL):
@@ -261,7 +263,7 @@ class Together:
             outcome["promote"] = self._promotions.decide(work.save.step, work.place)
 
     def _landed(self, work: Work, doing: str) -> contextlib.AbstractContextManager[None]:
-        """What follows `_land`, which commits the step."""
+        """Work after `_land`, which commits the step."""
         return after_commit(self._log, work.save.step, doing)
 
     def _land(self, work: Work, commit: Commit) -> None:
@@ -269,31 +271,31 @@ class Together:
             work.place.store.commit(commit, work.attempt)
 
     def _keep_outcome(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:
-        """Have it told to the others, when this rank has retired what is no longer kept."""
+        """Keep the outcome, which announce() sends when older steps are retired."""
         with self._landed(work, "encode the outcome for the other ranks"):
             self._outcome = json.dumps(outcome).encode()
 
     # -- the others ------------------------------------------------------------------------
 
     def _wait(self, work: Work, attempt: str) -> Mapping[str, Any] | None:
-        """What rank 0 has decided; None where it did not say, and the step is committed."""
+        """The outcome from rank 0; None if none came, and the step is committed."""
         try:
             with work.save._stage("wait for rank 0"):
                 outcome: dict[str, Any] = json.loads(self._peers.outcome(work.number))
         except PeerFailedError:
             raise
         except Exception as error:
-            # Rank 0 may have been lost after it committed, before it could say so.
+            # Rank 0 may have been lost after it committed, before it announced the outcome.
             if not self._is_there(work, attempt, error):
                 raise
             with after_commit(self._log, work.save.step, _LEARN):
                 self._claims.forget(work.number)
-                self._look_for_note()  # else it is found after the next failure
+                self._look_for_note()  # otherwise the next failure finds it
             return None
         return outcome
 
     def _is_there(self, work: Work, attempt: str, error: Exception) -> bool:
-        """Whether the step is found committed; `error` says why this rank has to look."""
+        """Whether the step is committed. `error`: why this rank has to look for it."""
         try:
             return self._confirm(work, attempt)
         except StorageError as unread:
@@ -309,7 +311,7 @@ class Together:
     # -- all -------------------------------------------------------------------------------
 
     def _message(self, work: Work, digests: Mapping[str, str], raw: bytes) -> bytes:
-        """What this rank tells rank 0 when its part is durable."""
+        """The message to rank 0 when this rank's part is durable."""
         own = {
             "step": work.save.step,
             "bytes": work.plan.save.file_bytes,
@@ -322,7 +324,7 @@ class Together:
         return json.dumps(own).encode()
 
     def _settle(self, work: Work, outcome: Mapping[str, Any]) -> None:
-        """What is left to do when all know the outcome: nothing, it is committed."""
+        """After the outcome: nothing, because the step is committed."""
 
     def _take(self, work: Work, outcome: Mapping[str, Any]) -> None:
         """The step is committed on all ranks."""
@@ -334,7 +336,7 @@ class Together:
             work.promote = number, names
         with after_commit(self._log, step, _CHOOSE_INTERVAL):
             self._schedule.learn(outcome["turns"])
-        with after_commit(self._log, step, "say how evenly the ranks write"):
+        with after_commit(self._log, step, "record how evenly the ranks write"):
             spreads = (Spread(**outcome["balance"][which]) for which in ("ranks", "nodes"))
             work.save._record(balance=Balance(*spreads))
 
@@ -348,7 +350,7 @@ def _check_alike(messages: Sequence[Mapping[str, Any]], key: str, summary: str) 
 
 
 def _shared(lesson: Lesson) -> tuple[Shared, ...]:
-    """The tensors that all siblings saved in this step, though they are equal."""
+    """The equal tensors that each of several meshes saved in this step."""
     return tuple(
         Shared(Ranks.of(rank for mesh in found.meshes for rank in mesh.ranks), found.equal)
         for found in lesson.values()

@@ -1,8 +1,8 @@
-"""Saying which storage a save waits for, when it waits for long.
+"""Logs which storage a save waits for, if it waits long.
 
-A call that hangs in the kernel (a server that is gone) cannot be taken back, and what it may still
-do with its memory nobody knows. So a save stays with the level that has taken it, and those behind
-it wait; here it is said once for each such save, by a thread that waits for nobody.
+A call that hangs in the kernel, because a server is gone, cannot be cancelled, and it may still use
+its memory. So a save stays with the level that has taken it, and later saves wait. This module logs
+one warning for each such save, from a thread that waits for nobody.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What save() knows of the thread that trains: its updates, its tensors, and its unraised errors.
+"""The thread that trains, as save() sees it: its updates, its tensors, and errors to be raised.
 
-Invariants: it lasts as long as the Checkpointer, over all of its sessions: the error of a save is
-raised by the next call, whatever was closed meanwhile. The number of a call is the same on all
-ranks.
-Not here: what one call of save() does (call).
+Invariants: a Trainer lasts as long as its Checkpointer, over all sessions. So the next call raises
+the error of a save even if the session was closed meanwhile. The number of a call is the same on
+all ranks.
+Not here: one call of save() (call).
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from statehold.tensors.recognition import Seen
 
 @dataclass(eq=False)
 class Trainer:
-    """The thread that trains. gate: stands before its updates; seen: recognises its tensors;
-    watched: the saves whose errors may have to be raised; calls: how often save() was called."""
+    """The thread that trains.
+
+    gate: stands before its updates. seen: recognises its tensors. watched: the saves whose errors
+        may have to be raised. calls: how often save() was called.
+    """
 
     gate: Gate = field(default_factory=Gate)
     seen: Seen = field(default_factory=Seen)
@@ -40,7 +43,7 @@ class Trainer:
         return self.calls - 1
 
     def capture(self, save: Save, state: Mapping[str, Any], rank: int | None) -> Capture:
-        """What is saved of `state`. rank: None for a process that is alone."""
+        """The parts of `state` to save. rank: None for a process that is alone."""
         self.gate.join_streams()
         with save._stage("capture"), uncollected(), named_failures(memory=False):
             captured = capture(state, rank, self.gate.passed(), self.seen)
@@ -59,7 +62,7 @@ class Trainer:
         self.watched = [save for save in self.watched if not save.done() and not save.error]
 
     def message(self, error: BaseException, rank: int) -> BaseException:
-        """What the other ranks are told of a save that did not begin because of `error`."""
+        """The error for the other ranks of a save that did not begin because of `error`."""
         if any(save.error is error for save in self.watched):
             return PeerFailedError(rank, str(error), follows=True)
         return error

@@ -1,4 +1,4 @@
-"""One save on its way: what the stage thread and the commit thread know of it."""
+"""One save under way, as the stage thread and the commit thread know it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Work:
-    """One save on its way. `capture` is dropped as soon as its bytes are copied. copies: those from
-    devices, if there are any.
+    """One save under way.
 
-    job: copies and writes, from start() on. number: counts the calls of save(), the same on all
-    ranks. attempt: names the partial directory,
-    once the other ranks have been met. comparisons, version: what this rank assumes of the others
-    (claims); fingerprinting gives the fingerprints for it, on the stage thread. place: the level
-    that it is saved into; is_attached: the job has had its file from the start. promote: the levels
-    that are to have the step, known at its commit. is_last: the process ends with it.
+    number: of the call of save(), the same on all ranks.
+    capture: dropped as soon as its bytes are copied. copies: from devices, if there are any.
+    place: the level that gets the save. is_attached: the job had its file from the start.
+    comparisons, version: what this rank assumes about the others (claims). fingerprinting: makes
+        the fingerprints for the comparisons, on the stage thread.
+    attempt: names the partial directory, if several ranks save.
+    promote: the levels that get the step, known at its commit.
+    is_last: the process ends with this save.
+    job: copies and writes, as soon as the save has started.
     """
 
     save: Save
@@ -52,7 +54,7 @@ class Work:
     job: WriteJob = field(init=False)
 
     def let_go(self) -> None:
-        """Keep none of the state alive: it is copied, or nobody needs the copy."""
+        """Release the state: it is copied, or nobody needs the copy."""
         self.capture = None
         self.fingerprinting = {}
         if self.copies is not None:

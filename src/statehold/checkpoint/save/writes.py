@@ -1,8 +1,8 @@
-"""Between the pure plans and the engine: starts the write of a rank's file, and accounts for it.
+"""From a plan to the engine: starts the write of a rank's file, and makes its documents.
 
-Owns the order of segments, which both sides must agree on: segment 0 of a write is the file's
-header and segment i + 1 the i-th tensor in file order.
-Not here: what to write (share), where in the file (plan), what happens to the file (store).
+Owns: the order of segments, which is the same on both sides. Segment 0 of a write is the header of
+the file, and segment i + 1 is the i-th tensor in file order.
+Not here: who writes which box (share), places in the file (plan), the fate of the file (store).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def in_file_order(plan: RankPlan, captured: Tensors) -> Tensors:
-    """What this rank writes, as it lies in its file: whole boxes, or some of their rows."""
+    """The tensors that this rank writes, in file order: whole boxes, or some of their rows."""
     parts = [plan.share.parts[index] for index in plan.save.source_index]
     sources = [part.source for part in parts]
     cut = [(index, part.rows) for index, part in enumerate(parts) if part.rows is not None]
@@ -50,8 +50,10 @@ def _rows(captured: CapturedTensor, begin: int, end: int) -> CapturedTensor:
 def start_write(
     engine: Engine, plan: SavePlan, ordered: Tensors, file: File | None = None
 ) -> WriteJob:
-    """Begin to stage the tensors, in file order, as `plan` lays them out; into `file`, if it is
-    there already. The job keeps the tensors alive until they are copied."""
+    """Begin to stage the tensors, in file order, as `plan` lays them out.
+
+    file: if it exists already. The job keeps the tensors alive until they are copied.
+    """
     external = ordered.external
     flags = bytearray(map(_core.SEGMENT_EXTERNAL.__mul__, external))
     for index in ordered.eager():
@@ -91,7 +93,7 @@ def build_manifest(plan: SavePlan, tree: Any, sums: bytes) -> Manifest:
 def build_record(
     plan: RankPlan, tree: Any, sums: bytes, attempt: str, fingerprints: Mapping[str, int]
 ) -> Record:
-    """What one of several ranks says of its part of a step."""
+    """The record of one of several ranks."""
     file, tensors = record_file(plan.save, sums)
     return Record(
         step=plan.save.step,
@@ -129,5 +131,5 @@ def now() -> str:
 
 
 def writer_name() -> str:
-    """What a manifest says of who wrote it."""
+    """The writer, for a manifest."""
     return f"statehold {__version__}"
