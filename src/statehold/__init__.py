@@ -20,6 +20,7 @@ from statehold._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from statehold import metrics as metrics
+    from statehold import offload as offload
     from statehold.checkpoint.checkpointer import Checkpointer as Checkpointer
     from statehold.checkpoint.levels.specs import Directory as Directory
     from statehold.checkpoint.levels.specs import Memory as Memory
@@ -47,6 +48,7 @@ __all__ = [
     "allow_tensor_class",
     "errors",
     "metrics",
+    "offload",
 ]
 
 _HOMES = {
@@ -62,6 +64,7 @@ _HOMES = {
     "Volatile": "statehold.tensors.marks",
     "allow_tensor_class": "statehold.tensors.subclasses",
     "metrics": "statehold.metrics",
+    "offload": "statehold.offload",
 }
 
 

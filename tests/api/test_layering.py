@@ -36,6 +36,7 @@ UNITS = [
     "ranks",
     "tensors",
     "io",
+    "offload",
     "checkpoint.telemetry",
     "checkpoint.cadence",
     "checkpoint.store",
@@ -53,6 +54,7 @@ UNITS = [
 ]
 CORE_USERS = {
     "io",
+    "offload",
     "checkpoint.store",
     "checkpoint.save",
     "checkpoint.levels",
@@ -62,7 +64,7 @@ CORE_USERS = {
     "integrations",
     "cli",
 }
-TORCH_USERS = {"tensors", "testing", "integrations"}
+TORCH_USERS = {"tensors", "offload", "testing", "integrations"}
 # Units that may not even name torch in annotations: they make sense without it.
 PURE = {
     "errors",

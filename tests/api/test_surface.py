@@ -28,6 +28,7 @@ PUBLIC = [
     "allow_tensor_class",
     "errors",
     "metrics",
+    "offload",
 ]
 
 SIGNATURES = {

@@ -33,6 +33,7 @@ DOCUMENTS = [
     "docs/glossary.md",
     "docs/guide.md",
     "docs/io_study.md",
+    "docs/offload.md",
     *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/decisions/*.md"))),
 ]
 DONE = [
@@ -60,6 +61,7 @@ DONE = [
         "io",
         "layout",
         "observe",
+        "offload",
         "options.py",
         "planners",
         "process",

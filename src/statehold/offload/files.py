@@ -1,0 +1,93 @@
+"""The files of an optimizer on one path: each holds one generation of one subgroup.
+
+Invariants:
+- Only the owner of the claim on the directory makes, writes or removes these files.
+- A file that holds the newest state of a subgroup is never written. take() gives a file that holds
+  no state any more, or a new one.
+- A file with a second name is never written, because the other name may be part of a checkpoint.
+- The files are working memory. Nothing reads them after their process has ended: a restart begins
+  from a committed step, and open() removes what a dead job has left.
+Not here: which file holds what (pipeline), moving the bytes (store).
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import TYPE_CHECKING
+
+from statehold.errors import UsageError
+from statehold.offload.claim import Claim
+
+if TYPE_CHECKING:
+    from statehold._core import File, Fs
+
+__all__ = ["StateFiles"]
+
+NAME = re.compile(r"subgroup-\d{8}\.state")
+
+
+class StateFiles:
+    """The state files in `directory`. Thread-safe."""
+
+    def __init__(self, fs: Fs, directory: str) -> None:
+        if not fs.is_dir(directory):
+            raise UsageError(
+                "a path of an optimizer is not a directory",
+                facts={"path": directory},
+                hint="make the directory first: it may be missing because nothing is mounted there",
+            )
+        self._fs, self.directory = fs, directory
+        # A simulated disk has no directory in which a lock could lie.
+        self._claim = Claim(directory, disk=id(fs) if fs.backend == "sim" else 0)
+        self._guard = threading.Lock()
+        self._made = 0
+        self._spare: list[str] = []
+        try:
+            self._remove_stale()
+        except BaseException:
+            self._claim.release()
+            raise
+
+    def reserve(self, sizes: list[int]) -> None:
+        """Make a file of each size, so that the space is there when an update needs it."""
+        for nbytes in sizes:
+            path = self._new_name()
+            self._fs.open_write(path, nbytes).close()
+            self._spare.append(path)
+
+    def take(self, nbytes: int) -> tuple[str, File]:
+        """A file that may be overwritten, and its path."""
+        while (path := self._pop()) is not None:
+            if self._fs.can_reuse(path):
+                return path, self._fs.open_write(path, nbytes, reuse=True)
+            if self._fs.stat_bytes(path) is not None:
+                self._fs.unlink(path)  # under the other name the bytes stay
+        path = self._new_name()
+        return path, self._fs.open_write(path, nbytes)
+
+    def give_back(self, path: str) -> None:
+        """Nobody needs the bytes of this file any more."""
+        with self._guard:
+            self._spare.append(path)
+
+    def close(self) -> None:
+        """Remove all files, and let others use the directory."""
+        try:
+            self._remove_stale()
+        finally:
+            self._claim.release()
+
+    def _remove_stale(self) -> None:
+        for name, is_dir in self._fs.listdir(self.directory):
+            if NAME.fullmatch(name) and not is_dir:
+                self._fs.unlink(f"{self.directory}/{name}")
+
+    def _pop(self) -> str | None:
+        with self._guard:
+            return self._spare.pop() if self._spare else None
+
+    def _new_name(self) -> str:
+        with self._guard:
+            self._made += 1
+            return f"{self.directory}/subgroup-{self._made:08d}.state"

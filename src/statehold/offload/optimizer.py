@@ -1,0 +1,188 @@
+"""Optimizers of torch whose state lies on tiers: `AdamW`, `Adam` and `SGD`.
+
+Each has the parameter groups, the arguments and the bits of its namesake in torch with `fused=True`
+on float32 masters. Schedulers, closures, clipping and torch.amp.GradScaler work as with that.
+
+Invariants: `optimizer.state` is empty, because the state is on tiers. state_dict() makes all of it
+in host memory, in torch's shape; parameters in 16 bit have "master" in addition.
+Not here: the state itself (state).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from statehold.errors import UsageError
+from statehold.offload.rules import AdamRule, Rule, SgdRule
+from statehold.offload.state import OffloadedState
+from statehold.offload.stats import Stats
+from statehold.offload.tiers import Tier
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+__all__ = ["SGD", "Adam", "AdamW"]
+
+
+class _Offloaded(torch.optim.Optimizer):
+    """What the optimizers have in common. defaults: those of torch's optimizer with the rule."""
+
+    # As torch's fused optimizers: GradScaler hands over the scale, and the kernel divides by it.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        rule: Rule,
+        tiers: Sequence[Tier],
+        subgroup_bytes: int | str | None,
+        fs: Fs | None,
+    ) -> None:
+        self._offloaded: OffloadedState | None = None
+        super().__init__(params, defaults)
+        self._offloaded = OffloadedState(self.param_groups, rule, tiers, subgroup_bytes, fs)
+        self._finalizer = weakref.finalize(self, self._offloaded.close)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have gradients. closure: computes the loss, and returns it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None or not found_inf.item():
+            self._opened.update(self.param_groups, getattr(self, "grad_scale", None))
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in torch's shape, all of it in host memory: 12 bytes for each parameter."""
+        gathered = self._opened.gather()
+        for index, fields in gathered.items():
+            self.state[self._opened.parameters[index].tensor] = fields
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the groups and the state of any optimizer of this kind, offloaded or torch's."""
+        super().load_state_dict({**state_dict, "state": {}})
+        names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        self._opened.load([state_dict["state"].get(name) for name in names])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is made, because its state is cut and placed then."""
+        if self._offloaded is not None:
+            raise UsageError(
+                "an offloaded optimizer takes no more parameters",
+                hint="give all parameters to its constructor, or make another optimizer",
+            )
+        super().add_param_group(param_group)
+
+    @property
+    def stats(self) -> Stats:
+        """Bytes and seconds by tier, since the optimizer was made."""
+        return self._opened.stats
+
+    def close(self) -> None:
+        """Remove the state from all tiers. It cannot be used any more. Idempotent."""
+        self._finalizer()
+
+    @property
+    def _opened(self) -> OffloadedState:
+        if self._offloaded is None:
+            raise UsageError("the optimizer is not constructed yet")
+        return self._offloaded
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError(
+            "an offloaded optimizer can be neither copied nor pickled",
+            hint="state_dict() has its state",
+        )
+
+
+class AdamW(_Offloaded):
+    """torch.optim.AdamW on tiers.
+
+    tiers: `Host` and `Path`, nearest first. subgroup_bytes: the state that is moved and updated at
+    once; None: chosen from the size of the state. fs: a file system from the caller, for tests.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        tiers: Sequence[Tier],
+        subgroup_bytes: int | str | None = None,
+        fs: Fs | None = None,
+    ) -> None:
+        like = torch.optim.AdamW(
+            _ANY, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
+        )
+        rule = AdamRule(decoupled=True)
+        super().__init__(params, like.defaults, rule, tiers, subgroup_bytes, fs)
+
+
+class Adam(_Offloaded):
+    """torch.optim.Adam on tiers. The arguments are those of `AdamW`."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        *,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        tiers: Sequence[Tier],
+        subgroup_bytes: int | str | None = None,
+        fs: Fs | None = None,
+    ) -> None:
+        like = torch.optim.Adam(
+            _ANY, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
+        )
+        rule = AdamRule(decoupled=False)
+        super().__init__(params, like.defaults, rule, tiers, subgroup_bytes, fs)
+
+
+class SGD(_Offloaded):
+    """torch.optim.SGD on tiers: momentum, and masters of parameters in 16 bit."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        tiers: Sequence[Tier],
+        subgroup_bytes: int | str | None = None,
+        fs: Fs | None = None,
+    ) -> None:
+        like = torch.optim.SGD(
+            _ANY, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True
+        )
+        super().__init__(params, like.defaults, SgdRule(), tiers, subgroup_bytes, fs)
+
+
+# torch's optimizers check the options, and say their defaults. They want a parameter for that.
+_ANY = [torch.nn.Parameter(torch.zeros(1, device="cpu"))]

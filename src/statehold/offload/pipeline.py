@@ -1,0 +1,197 @@
+"""Takes every subgroup through memory: read, use, write, on all paths at once.
+
+A visit uses what is in memory first, and then the rest in the order in which it arrives. The buffer
+of a subgroup that was used goes to the next one that is still to be read: what is in it is written,
+if it has changed, and then the other one is read into it. This is an **exchange**. Some exchanges
+are under way while another subgroup is used. What was used last stays in memory, and the next visit
+begins with it. So with B buffers each visit of N subgroups reads N - B of them and writes N - B,
+which is the least that any order can do.
+
+Invariants:
+- A subgroup is fresh (nothing has been kept of it yet), in a buffer, or on a path. If it has
+  changed in its buffer, the generation on the path is old. It is kept until a newer one is written.
+- Each buffer has one owner at a time: a subgroup, an exchange, or nobody.
+- When visit() returns or raises, no exchange is under way.
+- After an error, some subgroups have changed and others have not. Only reset() goes on from there.
+Not here: the meaning of the bytes (state), files (store).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+
+from statehold.offload.memory import Buffers
+from statehold.offload.store import Store, Stored
+from statehold.offload.subgroups import Subgroup
+from statehold.planners import placement
+
+__all__ = ["EXCHANGES_PER_PATH", "Pipeline", "Use", "buffers_in_transit"]
+
+EXCHANGES_PER_PATH = 2
+# How much the last visit counts in the bandwidth of a path.
+NEWEST = 0.5
+
+# Of a subgroup, its buffer, and whether it is fresh: then the buffer has any content.
+Use = Callable[[Subgroup, torch.Tensor, bool], None]
+
+
+def buffers_in_transit(paths: int) -> int:
+    """Buffers that keep all paths busy: those of the exchanges, one in use, one that has arrived.
+
+    They are not part of the cache, although the cache gains by them.
+    """
+    return EXCHANGES_PER_PATH * paths + 2
+
+
+@dataclass
+class _Place:
+    """Where a subgroup is."""
+
+    buffer: int | None = None
+    is_changed: bool = False
+    stored: Stored | None = None
+
+
+class Pipeline:
+    """Subgroups, and the buffers and paths that hold them.
+
+    bandwidths: of each path, in any unit; they decide the first placement.
+    """
+
+    def __init__(
+        self,
+        subgroups: Sequence[Subgroup],
+        buffers: Buffers,
+        store: Store,
+        bandwidths: Sequence[float],
+    ) -> None:
+        self._subgroups, self._buffers, self._store = subgroups, buffers, store
+        self._places = [_Place() for _ in subgroups]
+        self._free = deque(range(buffers.count))
+        self._owners: list[int | None] = [None] * buffers.count
+        self._exchanges = max(1, EXCHANGES_PER_PATH * len(store.files))
+        self._threads = ThreadPoolExecutor(self._exchanges, "statehold-offload")
+        self.waited_s, self.hits, self.misses = 0.0, 0, 0
+        self.counts = placement.shares(len(subgroups), bandwidths) if bandwidths else []
+        self._targets = placement.in_turns(self.counts)
+        self._metered = [(0, 0.0) for _ in bandwidths]  # of each path, when it was last looked at
+        self._measured = [0.0 for _ in bandwidths]  # bytes a second; 0: nothing was moved yet
+        if buffers.count < len(subgroups):
+            self._reserve()
+
+    def visit(self, wanted: Iterable[int], use: Use, *, changes: bool) -> None:
+        """Call `use` once with each of the subgroups; `changes` says that it changes them."""
+        wanted = list(wanted)
+        self._replace()
+        ready = deque(index for index in wanted if self._places[index].buffer is not None)
+        absent = deque(index for index in wanted if self._places[index].buffer is None)
+        self.hits += len(ready)
+        kept = set(ready)
+        idle = [buffer for buffer, owner in enumerate(self._owners) if owner not in {None, *kept}]
+        spare = deque([*self._free, *idle])
+        moving: dict[Future[None], int] = {}
+        try:
+            while ready or absent or moving:
+                while absent and spare and len(moving) < self._exchanges:
+                    index = absent.popleft()
+                    exchange = self._threads.submit(self._exchange, spare.popleft(), index)
+                    moving[exchange] = index
+                    self.misses += self._places[index].stored is not None
+                if not ready:
+                    ready.extend(self._arrived(moving))
+                index = ready.popleft()
+                spare.append(self._use(index, use, changes=changes))
+        finally:
+            wait(moving)
+            self._free = deque(i for i, owner in enumerate(self._owners) if owner is None)
+
+    def is_fresh(self, index: int) -> bool:
+        """Whether nothing has been kept of this subgroup yet."""
+        place = self._places[index]
+        return place.buffer is None and place.stored is None
+
+    def reset(self) -> None:
+        """Forget all content: every subgroup is fresh again."""
+        for place in self._places:
+            if place.stored is not None:
+                self._store.drop(place.stored)
+        self._places = [_Place() for _ in self._subgroups]
+        self._owners = [None] * self._buffers.count
+        self._free = deque(range(self._buffers.count))
+
+    def close(self) -> None:
+        """End the threads. No visit is under way."""
+        self._threads.shutdown()
+
+    def _use(self, index: int, use: Use, *, changes: bool) -> int:
+        """Use a subgroup that is in memory; returns its buffer."""
+        place = self._places[index]
+        if place.buffer is None:
+            raise AssertionError("a subgroup is used that is not in memory")
+        is_fresh = place.stored is None and not place.is_changed
+        use(self._subgroups[index], self._buffers[place.buffer], is_fresh)
+        place.is_changed |= changes
+        return place.buffer
+
+    def _arrived(self, moving: dict[Future[None], int]) -> list[int]:
+        """Wait for exchanges; returns the subgroups that are in memory now."""
+        begin = time.perf_counter()
+        done, _ = wait(moving, return_when=FIRST_COMPLETED)
+        self.waited_s += time.perf_counter() - begin
+        arrived = [moving.pop(each) for each in done]
+        for each in done:
+            each.result()
+        return arrived
+
+    def _exchange(self, buffer: int, coming: int) -> None:
+        """Give a buffer to another subgroup. On a thread of the pool."""
+        memory = self._buffers[buffer]
+        leaving = self._owners[buffer]
+        if leaving is not None:
+            self._leave(leaving, memory)
+        self._owners[buffer] = None
+        place = self._places[coming]
+        if place.stored is not None:
+            self._store.read(self._subgroups[coming], place.stored, memory)
+        place.buffer, self._owners[buffer] = buffer, coming
+
+    def _leave(self, index: int, memory: torch.Tensor) -> None:
+        place = self._places[index]
+        if place.is_changed:
+            old, subgroup = place.stored, self._subgroups[index]
+            place.stored = self._store.write(subgroup, memory, self._targets[index])
+            place.is_changed = False
+            if old is not None:
+                self._store.drop(old)
+        place.buffer = None
+
+    def _replace(self) -> None:
+        """Place subgroups by the bandwidths of late, if that pays. What is written next moves."""
+        for path, each in enumerate(self._store.meters):
+            nbytes, busy_s = each.both.nbytes, each.both.busy_s
+            before_bytes, before_s = self._metered[path]
+            if nbytes > before_bytes and busy_s > before_s:
+                late = (nbytes - before_bytes) / (busy_s - before_s)
+                self._measured[path] = (self._measured[path] or late) * (1 - NEWEST) + late * NEWEST
+                self._metered[path] = nbytes, busy_s
+        if len(self.counts) > 1 and all(self._measured):
+            counts = placement.replaced(self.counts, self._measured)
+            if counts != self.counts:
+                self.counts, self._targets = counts, placement.in_turns(counts)
+
+    def _reserve(self) -> None:
+        """Make the files of the first placement, and those that exchanges write meanwhile."""
+        for path, files in enumerate(self._store.files):
+            sizes = [
+                subgroup.nbytes
+                for subgroup, target in zip(self._subgroups, self._targets, strict=True)
+                if target == path
+            ]
+            more = min(self._exchanges, len(sizes))
+            files.reserve(sizes + sizes[:more])

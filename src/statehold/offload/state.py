@@ -1,0 +1,249 @@
+"""The state of an offloaded optimizer: updated, gathered, loaded and closed as a whole.
+
+Invariants:
+- The first update of a subgroup makes its state: masters from the parameters, all else zero. So
+  weights may be loaded between the construction of an optimizer and its first update.
+- After an update that has failed, some subgroups are one update ahead of others. No update and no
+  reading goes on from there. load() makes the state whole again.
+Not here: torch's surface (optimizer), one update (update), where subgroups are (pipeline).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statehold.errors import ClosedError, StateMismatchError, UsageError
+from statehold.offload.memory import Buffers
+from statehold.offload.parameters import Parameter, flat, flat_as, parameters_of
+from statehold.offload.pipeline import Pipeline
+from statehold.offload.rules import Rule
+from statehold.offload.sizes import Sizes
+from statehold.offload.stats import PathStats, Stats
+from statehold.offload.store import Store
+from statehold.offload.subgroups import Subgroup
+from statehold.offload.tiers import Tier, check_tiers
+from statehold.offload.update import Update, make, parts
+from statehold.offload.workers import Workers
+from statehold.units import parse_bytes
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+__all__ = ["OffloadedState"]
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+class OffloadedState:
+    """The fields of all parameters of `groups` on `tiers`.
+
+    fs: a file system from the caller, which stays open.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        rule: Rule,
+        tiers: Sequence[Tier],
+        subgroup_bytes: int | str | None,
+        fs: Fs | None,
+    ) -> None:
+        host_bytes, self._paths = check_tiers(tiers)
+        self._rule = rule
+        self.parameters = parameters_of(groups, rule)
+        self._sizes = Sizes.of(
+            [each.extent for each in self.parameters],
+            host_bytes,
+            len(self._paths),
+            None if subgroup_bytes is None else parse_bytes(subgroup_bytes),
+            torch.get_num_threads(),
+        )
+        self._subgroups_of: list[list[int]] = [[] for _ in self.parameters]
+        for subgroup in self._sizes.subgroups:
+            for span in subgroup.spans:
+                self._subgroups_of[span.parameter].append(subgroup.index)
+        self._store = Store(self._paths, [each.name for each in self.parameters], fs)
+        self._pipeline = self._open()
+        self._workers = Workers()
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self._updates, self._update_s, self._compute_s = 0, 0.0, 0.0
+
+    def update(self, groups: Groups, grad_scale: torch.Tensor | None) -> None:
+        """Update every parameter that has a gradient."""
+        self._check_usable()
+        self._check_options(groups)
+        begin = time.perf_counter()
+        update = Update(self._rule, self.parameters, groups, grad_scale, self._workers)
+        active = [self.parameters[index] for index in update.active]
+
+        def use(subgroup: Subgroup, memory: torch.Tensor, is_fresh: bool) -> None:
+            begin = time.perf_counter()
+            update.use(subgroup, memory, is_fresh)
+            self._compute_s += time.perf_counter() - begin
+
+        with self._whole("update"):
+            for parameter in active:
+                parameter.step += 1
+            self._pipeline.visit(self._touched(update.active), use, changes=True)
+            for parameter in active:
+                parameter.version = parameter.tensor._version
+        self._updates += 1
+        self._update_s += time.perf_counter() - begin
+
+    def gather(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Copies of the fields of all parameters that were ever updated, in their shapes."""
+        self._check_usable()
+        started = [i for i, each in enumerate(self.parameters) if each.is_started]
+        found = {index: self._empty_fields(self.parameters[index]) for index in started}
+
+        def use(subgroup: Subgroup, memory: torch.Tensor, _: bool) -> None:
+            for part, values in parts(subgroup, memory):
+                span = part.span
+                if span.parameter in found:
+                    flat(found[span.parameter][part.field])[span.begin : span.end] = values
+
+        self._pipeline.visit(self._touched(started), use, changes=False)
+        return found
+
+    def load(self, entries: Sequence[Mapping[str, Any] | None]) -> None:
+        """Replace the state by `entries`, one for each parameter; None: it was never updated."""
+        self._check_open()
+        self._check_entries(entries)
+        started = [index for index, entry in enumerate(entries) if entry]
+
+        def use(subgroup: Subgroup, memory: torch.Tensor, _: bool) -> None:
+            make(subgroup, memory, self.parameters)
+            for part, values in parts(subgroup, memory):
+                span, entry = part.span, entries[part.span.parameter]
+                if entry and part.field in entry:
+                    like = self.parameters[span.parameter].tensor
+                    values.copy_(flat_as(entry[part.field], like)[span.begin : span.end])
+
+        with self._whole("load_state_dict()"):
+            self._pipeline.reset()
+            for parameter, entry in zip(self.parameters, entries, strict=True):
+                parameter.version = None
+                parameter.step.fill_(float(entry.get("step", 1)) if entry else 0)
+            self._pipeline.visit(self._touched(started), use, changes=True)
+        self._failure = None
+
+    def close(self) -> None:
+        """Remove the state from all tiers."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._pipeline.close()
+            self._workers.close()
+            self._store.close()
+
+    @property
+    def stats(self) -> Stats:
+        """The figures so far."""
+        pipeline, store = self._pipeline, self._store
+        placed = zip(self._paths, pipeline.counts, store.meters, strict=True)
+        return Stats(
+            updates=self._updates,
+            update_s=self._update_s,
+            compute_s=self._compute_s,
+            waited_s=pipeline.waited_s,
+            hidden_s=max(0.0, store.all_transfers.busy_s - pipeline.waited_s),
+            hits=pipeline.hits,
+            misses=pipeline.misses,
+            state_bytes=self._sizes.state_bytes,
+            cache_bytes=self._sizes.cache_bytes,
+            buffer_bytes=self._sizes.pipeline_bytes,
+            paths=tuple(
+                PathStats(
+                    path=path.directory,
+                    subgroups=count,
+                    read_bytes=meters.read.nbytes,
+                    read_s=meters.read.busy_s,
+                    written_bytes=meters.written.nbytes,
+                    write_s=meters.written.busy_s,
+                )
+                for path, count, meters in placed
+            ),
+        )
+
+    def _open(self) -> Pipeline:
+        rates = [path.rate for path in self._paths]
+        known = [float(rate) for rate in rates if rate is not None]
+        bandwidths = known if len(known) == len(rates) else [1.0] * len(rates)
+        try:
+            buffers = Buffers(self._sizes.buffers, self._sizes.each_bytes)
+            return Pipeline(self._sizes.subgroups, buffers, self._store, bandwidths)
+        except BaseException:
+            self._store.close()
+            raise
+
+    def _touched(self, parameters: Sequence[int]) -> list[int]:
+        """The subgroups with spans of these parameters, in order."""
+        return sorted({each for index in parameters for each in self._subgroups_of[index]})
+
+    def _empty_fields(self, parameter: Parameter) -> dict[str, torch.Tensor]:
+        """Tensors for the fields of a parameter, and its step if torch keeps one."""
+        found = {
+            name: torch.empty_like(parameter.tensor, dtype=torch.float32, requires_grad=False)
+            for name in parameter.fields
+        }
+        return {"step": parameter.step.clone(), **found} if self._rule.keeps_step else found
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the optimizer was closed")
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self._failure is not None:
+            raise UsageError(
+                "an earlier update of this optimizer has failed, so its state belongs to no step",
+                facts={
+                    "failure": f"{type(self._failure).__name__}: {self._failure}".splitlines()[0]
+                },
+                hint="restore the newest committed step, or call load_state_dict()",
+            ) from self._failure
+
+    def _check_options(self, groups: Groups) -> None:
+        for parameter in self.parameters:
+            fields = self._rule.fields(groups[parameter.group])
+            if fields != parameter.kept:
+                raise UsageError(
+                    "an option of a parameter group would change what is kept of a parameter",
+                    facts={
+                        "parameter": parameter.name,
+                        "kept": ", ".join(parameter.kept) or "nothing",
+                        "wanted": ", ".join(fields) or "nothing",
+                    },
+                    hint="make another optimizer with this option",
+                )
+
+    def _check_entries(self, entries: Sequence[Mapping[str, Any] | None]) -> None:
+        for parameter, entry in zip(self.parameters, entries, strict=True):
+            for name in parameter.kept if entry else ():
+                value = entry.get(name) if entry else None
+                shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+                if shape != tuple(parameter.tensor.shape):
+                    raise StateMismatchError(
+                        "the state of a parameter does not fit this optimizer",
+                        facts={
+                            "parameter": parameter.name,
+                            "expected": f"{name} of shape {tuple(parameter.tensor.shape)}",
+                            "got": f"no {name}" if shape is None else f"shape {shape}",
+                        },
+                    )
+
+    @contextlib.contextmanager
+    def _whole(self, what: str) -> Iterator[None]:
+        """What fails inside leaves a state of no step."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            if hasattr(error, "add_note"):
+                error.add_note(f"statehold: this {what} of an optimizer is incomplete")
+            raise

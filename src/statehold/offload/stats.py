@@ -1,0 +1,79 @@
+"""What an offloaded optimizer has moved and waited for, since it was made.
+
+Invariants: a `Stats` is a value, and later updates do not change it. The seconds of a direction are
+those in which at least one of its transfers was under way, however many there were.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+__all__ = ["Meter", "PathStats", "Stats"]
+
+
+@dataclass(frozen=True, slots=True)
+class PathStats:
+    """One path. `subgroups`: those that it gets now, by the bandwidths so far."""
+
+    path: str
+    subgroups: int
+    read_bytes: int
+    read_s: float
+    written_bytes: int
+    write_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """All figures of an optimizer, in bytes and seconds.
+
+    updates: calls of step() that have updated parameters.
+    update_s: their duration; compute_s: of it, arithmetic; waited_s: of it, waits for transfers.
+    hidden_s: seconds with a transfer under way in which nothing waited for it.
+    hits: subgroups that an update has found in memory; misses: those that it has read.
+    state_bytes: the whole state; cache_bytes: what Host keeps of it; buffer_bytes: memory that the
+        pipeline has in addition.
+    """
+
+    updates: int
+    update_s: float
+    compute_s: float
+    waited_s: float
+    hidden_s: float
+    hits: int
+    misses: int
+    state_bytes: int
+    cache_bytes: int
+    buffer_bytes: int
+    paths: Sequence[PathStats]
+
+
+class Meter:
+    """Bytes of transfers, and the seconds with at least one of them under way. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._active, self._since = 0, 0.0
+        self.nbytes, self.busy_s = 0, 0.0
+
+    @contextmanager
+    def moving(self, nbytes: int) -> Iterator[None]:
+        """Around a transfer of `nbytes`, which count if it succeeds."""
+        with self._guard:
+            if self._active == 0:
+                self._since = time.perf_counter()
+            self._active += 1
+        moved = 0
+        try:
+            yield
+            moved = nbytes
+        finally:
+            with self._guard:
+                self._active -= 1
+                self.nbytes += moved
+                if self._active == 0:
+                    self.busy_s += time.perf_counter() - self._since

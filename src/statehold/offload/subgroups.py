@@ -1,0 +1,169 @@
+"""Cuts the state of all parameters into subgroups: the units of placement, transfer and update.
+
+A parameter has fields, such as its two moments: float32 arrays with as many elements as it has. A
+**span** is a range of the elements of one parameter. A **subgroup** is a list of spans. Its bytes
+lie together, in memory as on storage: field after field, and in a field span after span.
+
+Invariants:
+- Every element of every parameter is in one span. All its fields are in the same subgroup.
+- A cut inside a parameter is at a multiple of CUT elements. torch's vector kernel handles the last
+  elements of a tensor otherwise than the rest, and such a cut does not change which these are.
+- A cut is also at a whole row, unless rows are so long that this would leave subgroups half empty.
+- Each span begins at a multiple of 64 bytes, and a subgroup has whole pages.
+Pure: no tensor, no storage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from statehold.errors import UsageError
+from statehold.units import format_bytes
+
+__all__ = ["CUT", "Extent", "Part", "Span", "Subgroup", "cut", "strips"]
+
+CUT = 4096
+ITEM_BYTES = 4
+ALIGNED_ITEMS = 16
+PAGE_BYTES = 4096
+# Rows decide where to cut if a subgroup holds at least so many of their multiples.
+ROW_CUTS_MIN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A parameter, as far as its cuts need it: elements in all, elements of a row, fields."""
+
+    numel: int
+    row: int
+    fields: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The elements [begin, end) of a parameter, which is given by its index."""
+
+    parameter: int
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One field of one span: the elements [begin, begin + span.numel) of the subgroup."""
+
+    field: str
+    span: Span
+    begin: int
+
+
+@dataclass(frozen=True)
+class Subgroup:
+    """`index` counts all subgroups of an optimizer."""
+
+    index: int
+    spans: tuple[Span, ...]
+    fields: tuple[tuple[str, ...], ...]  # by span
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """In the order of their bytes."""
+        names = dict.fromkeys(name for fields in self.fields for name in fields)
+        found, begin = [], 0
+        for name in names:
+            for span, fields in zip(self.spans, self.fields, strict=True):
+                if name in fields:
+                    found.append(Part(name, span, begin))
+                    begin += _aligned(span.numel)
+        return tuple(found)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of all parts, in whole pages."""
+        items = sum(_aligned(part.span.numel) for part in self.parts)
+        return -(-items * ITEM_BYTES // PAGE_BYTES) * PAGE_BYTES
+
+    def parts_in(self, begin_bytes: int, end_bytes: int) -> list[Part]:
+        """The parts with bytes in this range of the subgroup."""
+        begin, end = begin_bytes // ITEM_BYTES, -(-end_bytes // ITEM_BYTES)
+        return [
+            part for part in self.parts if part.begin < end and part.begin + part.span.numel > begin
+        ]
+
+
+def cut(parameters: Sequence[Extent], subgroup_bytes: int) -> list[Subgroup]:
+    """Subgroups of at most `subgroup_bytes`, filled in the order of the parameters."""
+    least = max((_bytes(CUT, each) for each in parameters), default=0)
+    if subgroup_bytes < least:
+        raise UsageError(
+            "subgroup_bytes is too small: a subgroup holds at least 4096 elements of a parameter",
+            facts={"expected": f"at least {format_bytes(least)}",
+                   "got": format_bytes(subgroup_bytes)},
+        )  # fmt: skip
+    found: list[list[Span]] = []
+    left = 0
+    for index, extent in enumerate(parameters):
+        unit = _unit(extent, subgroup_bytes)
+        begin = 0
+        while begin < extent.numel:
+            span = _next(index, extent, begin, unit, left)
+            if span is None:
+                found.append([])
+                left = subgroup_bytes
+                continue
+            found[-1].append(span)
+            left -= _bytes(span.numel, extent)
+            begin = span.end
+    return [
+        Subgroup(index, tuple(spans), tuple(parameters[span.parameter].fields for span in spans))
+        for index, spans in enumerate(found)
+    ]
+
+
+def strips(spans: Iterable[Span], numel: int) -> Iterator[list[Span]]:
+    """The same elements as lists of spans with at most `numel` elements, a multiple of CUT.
+
+    The new cuts are at multiples of CUT, too.
+    """
+    strip: list[Span] = []
+    left = numel
+    for span in spans:
+        begin = span.begin
+        while begin < span.end:
+            end = span.end if span.end - begin <= left else begin + left // CUT * CUT
+            if end > begin:
+                strip.append(Span(span.parameter, begin, end))
+                left, begin = left - (end - begin), end
+            if begin < span.end:
+                yield strip
+                strip, left = [], numel
+    if strip:
+        yield strip
+
+
+def _next(index: int, extent: Extent, begin: int, unit: int, left: int) -> Span | None:
+    """The next span that fits into `left` bytes of a subgroup; None: not even one unit fits."""
+    if _bytes(extent.numel - begin, extent) <= left:
+        return Span(index, begin, extent.numel)
+    fits = left // (ITEM_BYTES * len(extent.fields)) // unit * unit
+    return Span(index, begin, begin + fits) if fits > 0 else None
+
+
+def _unit(extent: Extent, subgroup_bytes: int) -> int:
+    rows = math.lcm(max(1, extent.row), CUT)
+    return rows if _bytes(rows, extent) * ROW_CUTS_MIN <= subgroup_bytes else CUT
+
+
+def _bytes(numel: int, extent: Extent) -> int:
+    return _aligned(numel) * ITEM_BYTES * len(extent.fields)
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGNED_ITEMS) * ALIGNED_ITEMS

@@ -1,0 +1,236 @@
+"""Storage that fails, fills up, rots or is taken: nothing wrong trains, and no state is mixed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from statehold import offload
+from statehold.errors import (
+    ChecksumError,
+    MissingFileError,
+    NoSpaceError,
+    StateholdError,
+    StorageError,
+    UsageError,
+)
+from statehold.testing import SimFs
+from support import scripts
+from support.faults import DEADLINE_S, must
+from support.twins import Twins
+
+BF16 = torch.bfloat16
+SHAPES = [(40_000,), (129, 65)]
+SMALL = 49_152
+
+
+def simulated(**faults: Any) -> SimFs:
+    fs = SimFs(seed=1, **faults)
+    fs.mkdir("opt")
+    return fs
+
+
+def twins_on(fs: SimFs) -> Twins:
+    return Twins(SHAPES, [BF16], tiers=[offload.Path("opt")], subgroup_bytes=SMALL, fs=fs)
+
+
+def snapshot(twins: Twins) -> Callable[[], None]:
+    """What puts both optimizers and their parameters back to where they are now."""
+    states = [each.state_dict() for each in (twins.ours, twins.torchs)]
+    states[1] = {**states[1], "state": {
+        index: {name: value.clone() for name, value in fields.items()}
+        for index, fields in states[1]["state"].items()
+    }}  # fmt: skip
+    values = [tensor.detach().clone() for tensor in (*twins.params, *twins.masters)]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for tensor, value in zip((*twins.params, *twins.masters), values, strict=True):
+                tensor.copy_(value)
+                tensor.grad = None
+        twins.ours.load_state_dict(states[0])
+        twins.torchs.load_state_dict(states[1])
+
+    return restore
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_short_and_reordered_transfers_change_nothing(seed: int) -> None:
+    fs = SimFs(seed=seed, short_io=0.3, slow=0.3)
+    fs.mkdir("opt")
+    twins = twins_on(fs)
+    twins.train(3)
+    twins.check()
+    must(fs.fired["short"])
+
+
+@pytest.mark.parametrize("skip", range(6))
+@pytest.mark.parametrize("operation", ["read", "write", "open_read", "open_write"])
+def test_an_update_that_fails_leaves_a_state_that_refuses(operation: str, skip: int) -> None:
+    """Nothing goes on from a state of which a part is one update ahead. A load makes it whole."""
+    fs = simulated()
+    twins = twins_on(fs)
+    twins.train(2)
+    restore = snapshot(twins)
+    fs.fail_next(operation, errno.EIO, skip=skip)
+    with pytest.raises(StorageError) as caught:
+        twins.train(1)
+    assert caught.value.errno == errno.EIO
+    assert fs.fired[f"injected {operation}"] == 1
+    for call in (twins.ours.step, twins.ours.state_dict):
+        with pytest.raises(UsageError, match="belongs to no step"):
+            call()
+    restore()
+    twins.train(2)
+    twins.check()
+    twins.ours.close()
+
+
+def state_files(fs: SimFs) -> list[str]:
+    return [f"opt/{name}" for name, _ in fs.listdir("opt") if name.endswith(".state")]
+
+
+def test_a_flipped_bit_at_rest_is_found_before_it_trains() -> None:
+    fs = simulated()
+    twins = twins_on(fs)
+    twins.train(2)
+    restore = snapshot(twins)
+    twins.train(1)
+    before = [each.detach().clone() for each in twins.params]
+    for file in state_files(fs):
+        with contextlib.suppress(StorageError):  # a spare file without bytes
+            fs.corrupt(file, 8192, 0x10)
+    with pytest.raises(ChecksumError, match="restore the newest committed step") as caught:
+        twins.train(1)
+    assert "parameter 0 [" in caught.value.facts["parameters"]
+    assert caught.value.facts["file"].startswith("opt/subgroup-")
+    must(fs.damaged)
+    # What was in memory has been updated by then. What was read has not.
+    unchanged = [(now == old).sum() for now, old in zip(twins.params, before, strict=True)]
+    assert sum(int(count) for count in unchanged) > 40_000 * 3 // 10
+    restore()
+    twins.train(2)
+    twins.check()
+
+
+def test_a_file_that_is_lost_is_named() -> None:
+    fs = simulated()
+    twins = twins_on(fs)
+    twins.train(2)
+    for file in state_files(fs):
+        fs.unlink(file)
+    with pytest.raises(MissingFileError, match="opt/subgroup-"):
+        twins.train(1)
+
+
+def test_space_is_taken_at_construction() -> None:
+    fs = simulated(capacity=10 * SMALL)
+    with pytest.raises(NoSpaceError):
+        twins_on(fs)
+    assert not state_files(fs)
+    fs.set_faults(capacity=None)
+    twins = twins_on(fs)  # the refused one holds nothing
+    files = len(state_files(fs))
+    fs.set_faults(capacity=files * SMALL)
+    twins.train(5)
+    twins.check()
+    assert len(state_files(fs)) == files
+
+
+def test_one_optimizer_at_a_time_uses_a_path(tmp_path: Path) -> None:
+    tiers = [offload.Path(tmp_path)]
+    first = offload.AdamW([torch.nn.Parameter(torch.ones(3))], tiers=tiers)
+    with pytest.raises(UsageError, match="another optimizer") as caught:
+        offload.AdamW([torch.nn.Parameter(torch.ones(3))], tiers=tiers)
+    assert caught.value.facts["held by"] == f"another optimizer of this process ({os.getpid()})"
+    code = (
+        "import torch; from statehold import offload\n"
+        f"tiers = [offload.Path({str(tmp_path)!r})]\n"
+        "offload.AdamW([torch.nn.Parameter(torch.ones(3))], tiers=tiers)"
+    )
+    other = scripts.run(["-c", code])
+    assert f"held by  process {os.getpid()}" in other.stderr
+    first.close()
+    assert scripts.run(["-c", code]).returncode == 0
+
+
+def test_an_optimizer_that_is_dropped_gives_its_path_up(tmp_path: Path) -> None:
+    tiers = [offload.Path(tmp_path)]
+    for _ in range(2):
+        optimizer = offload.AdamW([torch.nn.Parameter(torch.ones(3))], tiers=tiers)
+        del optimizer
+
+
+def test_files_of_a_dead_job_are_removed_and_others_stay(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, torch; from statehold import offload\n"
+        "weight = torch.nn.Parameter(torch.ones(100_000))\n"
+        f"optimizer = offload.AdamW([weight], tiers=[offload.Path({str(tmp_path)!r})],"
+        " subgroup_bytes=49152)\n"
+        "weight.grad = torch.ones(100_000)\n"
+        "optimizer.step(); optimizer.step()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert scripts.run(["-c", code], timeout=DEADLINE_S).returncode == -9
+    stale = list(tmp_path.glob("*.state"))
+    assert stale
+    foreign = tmp_path / "subgroup-notes.state"
+    foreign.write_text("mine")
+    stale[0].rename(tmp_path / "subgroup-99999999.state")
+    optimizer = offload.AdamW([torch.nn.Parameter(torch.ones(3))], tiers=[offload.Path(tmp_path)])
+    assert list(tmp_path.glob("*.state")) == [foreign]
+    optimizer.close()
+    assert foreign.read_text() == "mine"
+
+
+def test_a_file_with_a_second_name_is_never_written(tmp_path: Path) -> None:
+    """The other name may be part of a step."""
+    path, step = tmp_path / "opt", tmp_path / "step"
+    path.mkdir()
+    step.mkdir()
+    twins = Twins(SHAPES, [BF16], tiers=[offload.Path(path)], subgroup_bytes=SMALL)
+    twins.train(2)
+    for file in path.glob("*.state"):
+        os.link(file, step / file.name)
+    kept = {file.name: file.read_bytes() for file in step.iterdir()}
+    twins.train(4)
+    twins.check()
+    assert {file.name: file.read_bytes() for file in step.iterdir()} == kept
+    twins.ours.close()
+    assert {file.name: file.read_bytes() for file in step.iterdir()} == kept
+
+
+def test_an_interrupt_leaves_a_state_that_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = Twins(SHAPES, [BF16], tiers=[offload.Path(tmp_path)], subgroup_bytes=SMALL)
+    twins.train(2)
+    kernel = twins.ours._opened._rule.update
+    calls: list[int] = []
+
+    def interrupted(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        kernel(*arguments)
+
+    monkeypatch.setattr(twins.ours._opened._rule, "update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        twins.train(1)
+    with pytest.raises(UsageError, match="belongs to no step"):
+        twins.ours.step()
+    twins.ours.close()
+
+
+def test_errors_are_of_this_package(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(StateholdError, match="not a directory"):
+        offload.AdamW([torch.nn.Parameter(torch.ones(3))], tiers=[offload.Path(blocked)])

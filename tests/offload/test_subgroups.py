@@ -1,0 +1,98 @@
+"""Cuts: each element once, at places that torch's kernel does not notice, of bounded size."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from statehold.errors import UsageError
+from statehold.offload.subgroups import CUT, Extent, Subgroup, cut, strips
+
+FIELDS = [("master", "exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)]
+PAGE = 4096
+
+extents = st.builds(
+    lambda rows, row, fields: Extent(rows * row, row, fields),
+    st.integers(0, 3000),
+    st.integers(1, 300),
+    st.sampled_from(FIELDS),
+)
+sizes = st.integers(12, 500).map(lambda pages: pages * PAGE)
+
+
+@given(st.lists(extents, max_size=8), sizes)
+def test_a_cut_covers_each_element_once(parameters: list[Extent], size: int) -> None:
+    subgroups = cut(parameters, size)
+    ends = [0] * len(parameters)
+    for subgroup in subgroups:
+        assert subgroup.spans
+        assert subgroup.nbytes <= size
+        for span, fields in zip(subgroup.spans, subgroup.fields, strict=True):
+            assert fields == parameters[span.parameter].fields
+            assert span.begin == ends[span.parameter]
+            assert span.begin % CUT == 0
+            assert span.begin < span.end
+            ends[span.parameter] = span.end
+    assert ends == [each.numel for each in parameters]
+
+
+@given(st.lists(extents, max_size=8), sizes)
+def test_parts_do_not_overlap(parameters: list[Extent], size: int) -> None:
+    for subgroup in cut(parameters, size):
+        end = 0
+        for part in subgroup.parts:
+            assert part.begin >= end
+            assert part.begin % 16 == 0
+            end = part.begin + part.span.numel
+        assert end * 4 <= subgroup.nbytes
+        assert subgroup.nbytes % PAGE == 0
+        wanted = [(name, span) for span, names in zip(subgroup.spans, subgroup.fields, strict=True)
+                  for name in names]  # fmt: skip
+        assert sorted(map(str, wanted)) == sorted(
+            str((part.field, part.span)) for part in subgroup.parts
+        )
+
+
+@given(st.lists(extents, max_size=8), sizes, st.integers(1, 20))
+def test_strips_cover_the_same_elements(parameters: list[Extent], size: int, units: int) -> None:
+    for subgroup in cut(parameters, size):
+        found = list(strips(subgroup.spans, units * CUT))
+        assert all(found)
+        assert all(sum(span.numel for span in strip) <= units * CUT for strip in found)
+        joined = [span for strip in found for span in strip]
+        assert all(span.begin % CUT == 0 for span in joined)
+        merged = [list(elements(joined, span.parameter)) for span in subgroup.spans]
+        assert merged == [[(span.begin, span.end)] for span in subgroup.spans]
+
+
+def elements(spans: list, parameter: int) -> list[tuple[int, int]]:
+    """The spans of one parameter, joined where they touch."""
+    found: list[tuple[int, int]] = []
+    for span in spans:
+        if span.parameter == parameter:
+            if found and found[-1][1] == span.begin:
+                found[-1] = (found[-1][0], span.end)
+            else:
+                found.append((span.begin, span.end))
+    return found
+
+
+def test_cuts_are_at_whole_rows() -> None:
+    parameters = [Extent(1000 * 768, 768, FIELDS[0])]
+    cuts = [span.begin for each in cut(parameters, 2 << 20) for span in each.spans]
+    assert len(cuts) > 4
+    assert all(begin % 768 == 0 for begin in cuts)
+
+
+def test_parts_are_found_by_their_bytes() -> None:
+    (subgroup,) = cut([Extent(100, 1, FIELDS[1]), Extent(10, 1, FIELDS[1])], 1 << 20)
+    assert isinstance(subgroup, Subgroup)
+    found = [(part.field, part.span.parameter) for part in subgroup.parts_in(400, 460)]
+    assert found == [("exp_avg", 1)]
+    assert len(subgroup.parts_in(0, 4096)) == 4
+
+
+def test_less_than_a_cut_is_refused() -> None:
+    with pytest.raises(UsageError, match="subgroup_bytes is too small"):
+        cut([Extent(10, 1, FIELDS[0])], 3 * CUT * 4 - 1)

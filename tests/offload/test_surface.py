@@ -1,0 +1,266 @@
+"""What torch programs do with an optimizer works with an offloaded one; the rest is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from statehold import offload
+from statehold.errors import ClosedError, StateMismatchError, UsageError
+from support.twins import Twins, same_bits
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+SMALL = 70_000
+
+
+def param(*shape: int, dtype: torch.dtype = F32) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+
+
+def on(tmp_path: Path) -> dict[str, Any]:
+    return {"tiers": [offload.Path(tmp_path)], "subgroup_bytes": SMALL}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_a_scaler_divides_gradients_and_skips_updates(tmp_path: Path, dtype: torch.dtype) -> None:
+    twins = Twins([(100, 333)], [dtype], **on(tmp_path))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
+    for bad in (False, True, False, False):
+        twins.backward(scale=64.0)
+        if bad:
+            for tensor in (*twins.params, *twins.masters):
+                tensor.grad[0, 0] = float("inf")
+        before = twins.ours.stats.updates
+        for scaler, optimizer in zip(scalers, (twins.ours, twins.torchs), strict=True):
+            scaler.scale(torch.zeros(()))  # makes its scale
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert twins.ours.stats.updates == before + (not bad)
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    twins.check()
+
+
+def test_clipping_by_the_global_norm(tmp_path: Path) -> None:
+    twins = Twins([(100, 333), (7,)], [F32], **on(tmp_path))
+    for _ in range(3):
+        twins.backward(scale=100.0)
+        for tensors in (twins.params, twins.masters):
+            assert torch.nn.utils.clip_grad_norm_(tensors, 1.0) > 1.0
+        twins.step()
+    twins.check()
+
+
+def test_a_closure_is_called_with_gradients_enabled(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(5))
+    optimizer = offload.SGD([weight], lr=0.5, momentum=0.9, **on(tmp_path))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 5.0
+    assert optimizer.step(closure).item() == 0.0
+
+
+def test_hooks_and_schedulers_see_the_step(tmp_path: Path) -> None:
+    weight = param(10)
+    optimizer = offload.AdamW([weight], lr=1.0, **on(tmp_path))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    weight.grad = torch.ones(10)
+    optimizer.step()
+    scheduler.step()
+    assert seen == ["before", "after"]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_state_goes_to_torch_and_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    """In the middle of a training, in both directions."""
+    twins = Twins([(129, 65), (4,), (40_000,)], [dtype], **on(tmp_path))
+    twins.train(2)
+    plain = torch.optim.AdamW(twins.masters, lr=0.5, fused=True)
+    saved = twins.ours.state_dict()
+    plain.load_state_dict({**saved, "state": {
+        index: {name: value for name, value in fields.items() if name != "master"}
+        for index, fields in saved["state"].items()
+    }})  # fmt: skip
+    twins.torchs = plain
+    twins.train(2)
+    twins.check()
+    state = plain.state_dict()
+    masters = [each.detach().clone() for each in twins.masters]
+    twins.train(1)
+    twins.ours.load_state_dict(state)
+    with torch.no_grad():
+        for weight, master, before in zip(twins.params, twins.masters, masters, strict=True):
+            weight.copy_(before)
+            master.copy_(before.to(dtype))  # what a plain optimizer in 16 bit has of it
+    plain.load_state_dict(state)
+    twins.train(2)
+    twins.check()
+
+
+def test_a_state_dict_is_a_copy(tmp_path: Path) -> None:
+    twins = Twins([(40_000,)], [BF16], **on(tmp_path))
+    twins.train(1)
+    before = copy.deepcopy(twins.ours.state_dict())
+    kept = twins.ours.state_dict()
+    twins.train(1)
+    for name, value in before["state"][0].items():
+        assert same_bits(kept["state"][0][name], value)
+    assert not twins.ours.state
+
+
+def test_parameters_without_updates_have_no_state(tmp_path: Path) -> None:
+    twins = Twins([(40_000,), (5,)], [BF16], **on(tmp_path))
+    assert twins.ours.state_dict()["state"] == {}
+    twins.backward(skip=[1])
+    twins.step()
+    twins.check()
+    twins.ours.load_state_dict(twins.ours.state_dict())
+    twins.train(1)
+    twins.check()
+
+
+def test_names_of_parameters_are_kept(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = offload.AdamW(model.named_parameters(), **on(tmp_path))
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
+
+
+def refused(text: str, params: Any, tiers: Any, **options: Any) -> UsageError:
+    with pytest.raises(UsageError, match=text) as caught:
+        offload.AdamW(params, tiers=tiers, **options)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("weight", "got"),
+    [
+        (param(4, dtype=torch.float64), "torch.float64"),
+        (param(4, dtype=torch.complex64), "torch.complex64"),
+        (torch.nn.Parameter(torch.zeros(4, device="meta")), "meta"),
+        (torch.nn.Parameter(torch.zeros(1).expand(8)), "strides"),
+        (torch.nn.Parameter(torch.zeros(4, 4)[:, ::2]), "strides"),
+    ],
+    ids=str,
+)
+def test_other_parameters_are_refused(tmp_path: Path, weight: Any, got: str) -> None:
+    error = refused("cannot be offloaded", [param(2), weight], [offload.Path(tmp_path)])
+    assert error.facts["parameter"] == "parameter 1"
+    assert got in error.facts["got"]
+
+
+def test_shared_memory_is_refused(tmp_path: Path) -> None:
+    base = torch.zeros(10)
+    views = [torch.nn.Parameter(base[:6]), torch.nn.Parameter(base[5:])]
+    refused("share memory", views, [offload.Path(tmp_path)])
+
+
+def test_tiers_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    here, weights = offload.Path(tmp_path), [param(10)]
+    refused("at least one of them", weights, [])
+    refused("at least one of them", weights, ["4GiB"])
+    refused("given once, as the first tier", weights, [here, offload.Host("1GiB")])
+    refused("the same directory", weights, [here, offload.Path(tmp_path / ".")])
+    refused("not a directory", weights, [offload.Path(tmp_path / "absent")])
+    with pytest.raises(UsageError, match="at least one byte a second"):
+        offload.Path(tmp_path, bytes_per_s=0)
+    with pytest.raises(UsageError, match="not a size"):
+        offload.Host("4G")
+
+
+def test_what_does_not_fit_is_refused_with_the_figures(tmp_path: Path) -> None:
+    weights = [param(1 << 20)]
+    error = refused("does not fit into Host", weights, [offload.Host("1MiB")])
+    assert "2 subgroups of 4 MiB" in error.facts["needed"]
+    error = refused("too small", weights, [offload.Path(tmp_path)], subgroup_bytes=4096)
+    assert error.facts == {"expected": "at least 32 KiB", "got": "4 KiB"}
+
+
+def test_too_little_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from statehold.offload import sizes
+    from statehold.process.host_memory import Room
+
+    monkeypatch.setattr(sizes, "available", lambda: Room(1 << 20, "left in a test"))
+    error = refused("not enough memory", [param(1 << 20)], [offload.Path(tmp_path)])
+    assert error.facts["available"] == "1 MiB left in a test"
+    assert "0 buffers of Host and 2 of the pipeline, 4 MiB each" in error.facts["needed"]
+
+
+def test_torch_checks_the_options(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        offload.AdamW([param(2)], lr=-1.0, tiers=[offload.Path(tmp_path)])
+    with pytest.raises(TypeError):
+        offload.AdamW([param(2)])  # type: ignore[call-arg]
+
+
+def test_sparse_gradients_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    dense, table = param(10), torch.nn.Embedding(10, 3, sparse=True)
+    optimizer = offload.AdamW([dense, table.weight], **on(tmp_path))
+    dense.grad = torch.ones(10)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(UsageError, match="sparse"):
+        optimizer.step()
+    assert not dense.any()
+    table.weight.grad = None
+    optimizer.step()  # nothing has failed
+    assert dense.all()
+
+
+def test_what_would_change_the_cut_is_refused(tmp_path: Path) -> None:
+    weight = param(10)
+    optimizer = offload.AdamW([weight], **on(tmp_path))
+    with pytest.raises(UsageError, match="no more parameters"):
+        optimizer.add_param_group({"params": [param(2)]})
+    optimizer.param_groups[0]["amsgrad"] = True
+    weight.grad = torch.ones(10)
+    with pytest.raises(UsageError, match="would change what is kept"):
+        optimizer.step()
+    with pytest.raises(UsageError, match="copied nor pickled"):
+        copy.deepcopy(optimizer)
+    with pytest.raises(UsageError, match="nothing can be offloaded"):
+        offload.SGD([param(2)], tiers=[offload.Host("1MiB")])
+
+
+def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    optimizer = offload.AdamW([param(10)], **on(tmp_path))
+    other = torch.optim.SGD([param(10)], momentum=0.9)
+    other.param_groups[0]["params"][0].grad = torch.ones(10)
+    other.step()
+    state = {**optimizer.state_dict(), "state": other.state_dict()["state"]}
+    with pytest.raises(StateMismatchError, match="does not fit") as caught:
+        optimizer.load_state_dict(state)
+    assert caught.value.facts["got"] == "no exp_avg"
+    state["state"][0] = {"step": 1, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(10)}
+    with pytest.raises(StateMismatchError, match=r"expected +exp_avg of shape \(10,\)"):
+        optimizer.load_state_dict(state)
+
+
+def test_a_closed_optimizer_refuses(tmp_path: Path) -> None:
+    twins = Twins([(40_000,)], [BF16], **on(tmp_path))
+    twins.train(2)
+    assert list(tmp_path.glob("*.state"))
+    twins.ours.close()
+    twins.ours.close()
+    assert not list(tmp_path.glob("*.state"))
+    with pytest.raises(ClosedError):
+        twins.train(1)
+    with pytest.raises(ClosedError):
+        twins.ours.state_dict()
+
+
+def test_threads_of_torch_stay_as_they_were(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    offload.AdamW([param(10)], **on(tmp_path)).close()
+    assert torch.get_num_threads() == before
