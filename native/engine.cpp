@@ -46,6 +46,7 @@ Engine::Engine(std::shared_ptr<Fs> fs, const EngineOptions& options)
   shared_->fs = std::move(fs);
   shared_->now_ns = options.now_ns ? options.now_ns : steady_ns;
   shared_->slots.resize(shared_->memory->count(), -1);
+  threads_ = options.copy_threads + 1;
   try {
     populator_ = std::thread([this] { populate(); });
     for (int i = 0; i < options.copy_threads; ++i) workers_.emplace_back([this] { work(); });
@@ -59,15 +60,17 @@ Engine::~Engine() { close(); }
 
 void Engine::populate() noexcept {
   yield_to_trainer();
-  const Status status = guarded([this] {
+  uint64_t last_asked = 0;
+  const Status status = guarded([&] {
     for (uint32_t index = 0; index < shared_->memory->count(); ++index) {
-      if (!wait_to_populate()) return;
+      if (!wait_to_populate(last_asked)) return;
       populate(index);
     }
   });
-  if (status.ok()) return;
   const Lock lock(shared_->mutex());
-  shared_->poison_with(status);
+  if (!status.ok()) shared_->poison_with(status);
+  --threads_;
+  shared_->changed.notify_all();
 }
 
 void Engine::populate(uint32_t index) {
@@ -75,14 +78,18 @@ void Engine::populate(uint32_t index) {
   shared_->memory->populate(index);
   const int slot = shared_->fs->register_buffer(buffer, shared_->memory->buffer_bytes());
   const Lock lock(shared_->mutex());
+  ++done_;
   shared_->slots[index] = slot;
   shared_->pool.add(index);
   shared_->runnable.notify_all();
 }
 
-bool Engine::wait_to_populate() {
+bool Engine::wait_to_populate(uint64_t& last_asked) {
   Lock lock(shared_->mutex());
-  while (!stopping_ && !wants_one_more()) shared_->changed.wait(lock);
+  while (!stopping_ && !wants_one_more()) {
+    found_nothing(last_asked);
+    shared_->changed.wait(lock);
+  }
   return !stopping_;
 }
 
@@ -177,6 +184,7 @@ ClientStats Engine::stats_of(uint32_t client) {
 void Engine::work() noexcept {
   yield_to_trainer();
   Lock lock(shared_->mutex());
+  uint64_t last_asked = 0;
   while (true) {
     start_due_transfers(lock);
     Work work;
@@ -192,8 +200,32 @@ void Engine::work() noexcept {
     } else if (stopping_) {
       return;
     } else {
+      found_nothing(last_asked);
       wait_for_work(lock);
     }
+  }
+}
+
+// A thread that settle() has asked says once that it has looked.
+void Engine::found_nothing(uint64_t& last_asked) {
+  if (last_asked == asked_) return;
+  last_asked = asked_;
+  ++found_nothing_;
+  shared_->changed.notify_all();
+}
+
+// What one thread does may be work for another that has looked before: then all are asked again.
+void Engine::settle() {
+  Lock lock(shared_->mutex());
+  bool is_settled = false;
+  while (!is_settled && !stopping_) {
+    const uint64_t done_before = done_;
+    found_nothing_ = 0;
+    ++asked_;
+    shared_->runnable.notify_all();
+    shared_->changed.notify_all();
+    while (found_nothing_ < threads_ && !stopping_) shared_->changed.wait(lock);
+    is_settled = done_ == done_before;
   }
 }
 
@@ -239,6 +271,7 @@ void Engine::run(Work work, Lock& lock) {
   const Status status = guarded([&] { work.job->run(work); });
   lock.lock();
   work.job->leave();
+  ++done_;
   if (!status.ok()) shared_->poison_with(status);
   shared_->drop_retired(lock);
   shared_->changed.notify_all();

@@ -56,6 +56,10 @@ class Engine {
   // Kept mapped while somebody holds it, even after close.
   std::shared_ptr<StagingMemory> memory() const { return shared_->memory; }
 
+  // Returns once no thread of the engine finds anything to do: nothing moves until somebody calls,
+  // or a transfer ends. For tests in which simulated ranks take turns; one caller at a time.
+  void settle();
+
   // Fails the jobs that are not complete, waits until nothing moves any more, joins the threads.
   // Buffers still lent to Python are no longer waited for. Idempotent.
   void close();
@@ -69,7 +73,8 @@ class Engine {
   void run(Work work, Lock& lock REQUIRES(engine_mutex));
   void populate() noexcept;
   void populate(uint32_t index);
-  bool wait_to_populate();  // false: stop
+  bool wait_to_populate(uint64_t& last_asked);  // false: stop
+  void found_nothing(uint64_t& last_asked) REQUIRES(engine_mutex);
   bool wants_one_more() REQUIRES(engine_mutex);
   uint64_t wanted_now() const REQUIRES(engine_mutex);
   void note_demand() REQUIRES(engine_mutex);
@@ -80,6 +85,12 @@ class Engine {
   bool stopping_ GUARDED_BY(engine_mutex) = false;
   bool closed_ GUARDED_BY(engine_mutex) = false;
   uint64_t wanted_at_once_ GUARDED_BY(engine_mutex) = 0;  // buffers, at most so far
+  // Of settle(): how often it has asked all threads to look for work, how many of them have found
+  // none since, how many there are, and how much they have done.
+  uint64_t asked_ GUARDED_BY(engine_mutex) = 0;
+  int found_nothing_ GUARDED_BY(engine_mutex) = 0;
+  int threads_ GUARDED_BY(engine_mutex) = 0;
+  uint64_t done_ GUARDED_BY(engine_mutex) = 0;
   std::vector<std::thread> workers_;
   std::thread populator_;
 };

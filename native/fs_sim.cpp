@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <stdexcept>
 
 #include "checksum.h"
 
@@ -467,9 +468,31 @@ void SimFs::submit(IoRequest request) {
   call_done(request, Status::closed("transfer"));
 }
 
-IoRequest SimFs::next(bool& reordered) {
-  const size_t index = reorder_ ? order_() % queue_.size() : 0;
-  reordered = index > 0;
+void SimFs::hold() {
+  const Lock lock(mutex_);
+  held_ = true;
+}
+
+std::vector<std::string> SimFs::waiting() {
+  const Lock lock(mutex_);
+  std::vector<std::string> found;
+  for (const IoRequest& each : queue_) {
+    const char* kind = each.kind == IoRequest::Kind::read ? "read " : "write ";
+    found.push_back(kind + each.file->path() + ' ' + std::to_string(each.offset) + ' ' +
+                    std::to_string(each.bytes));
+  }
+  return found;
+}
+
+void SimFs::complete(size_t index) {
+  Lock lock(mutex_);
+  if (index >= queue_.size()) throw std::out_of_range("no such transfer waits");
+  IoRequest request = take(index);
+  lock.unlock();
+  perform(std::move(request), index > 0, false);
+}
+
+IoRequest SimFs::take(size_t index) {
   const auto at = queue_.begin() + static_cast<ptrdiff_t>(index);
   IoRequest request = std::move(*at);
   queue_.erase(at);
@@ -488,24 +511,27 @@ void SimFs::delay(const IoRequest& request) {
   if (wait_s > 0) std::this_thread::sleep_for(std::chrono::duration<double>(wait_s));
 }
 
+void SimFs::perform(IoRequest request, bool reordered, bool may_delay) noexcept {
+  Status status;
+  const Status internal = guarded([&] {
+    if (reordered) disk_->count("reordered");
+    if (may_delay) delay(request);
+    auto& file = static_cast<SimFile&>(*request.file);
+    while (apply_result(request, file.transfer(request), status) == Progress::again) {
+    }
+  });
+  call_done(request, internal.ok() ? std::move(status) : copy_of(internal));
+}
+
 void SimFs::serve() noexcept {
   Lock lock(mutex_);
   while (true) {
-    while (!closed_ && queue_.empty()) wake_.wait(lock);
+    while (!closed_ && (held_ || queue_.empty())) wake_.wait(lock);
     if (queue_.empty()) return;
-    bool reordered = false;
-    IoRequest request = next(reordered);
+    const size_t index = reorder_ ? order_() % queue_.size() : 0;
+    IoRequest request = take(index);
     lock.unlock();
-    Status status;
-    const Status internal = guarded([&] {
-      if (reordered) disk_->count("reordered");
-      delay(request);
-      auto& file = static_cast<SimFile&>(*request.file);
-      while (apply_result(request, file.transfer(request), status) == Progress::again) {
-      }
-    });
-    call_done(request, internal.ok() ? std::move(status) : copy_of(internal));
-    request = {};
+    perform(std::move(request), index > 0, true);
     lock.lock();
   }
 }

@@ -7,8 +7,9 @@
 // crashed in every way there is.
 //
 // Whether a transfer fails is a function of the seed, the path, the offset and how often it was
-// tried, so threads cannot change it; only the order of completions depends on timing. Faults
-// that fired are counted, because a fault that did not fire tests nothing.
+// tried, so threads cannot change it; only the order of completions depends on timing. hold()
+// leaves that order to the caller, too: every transfer then waits until complete(). Faults that
+// fired are counted, because a fault that did not fire tests nothing.
 #pragma once
 
 #include <map>
@@ -132,9 +133,18 @@ class SimFs : public Fs {
   void submit(IoRequest request) override;
   void close() override;
 
+  // From now on a transfer waits until complete() or close().
+  void hold();
+  // The transfers that wait, oldest first: "write /path 0 4096" (offset, bytes).
+  std::vector<std::string> waiting();
+  // Does this one of them, on the caller's thread and without the fault `slow`. Throws
+  // std::out_of_range.
+  void complete(size_t index);
+
  private:
   void serve() noexcept;
-  IoRequest next(bool& reordered) REQUIRES(mutex_);
+  void perform(IoRequest request, bool reordered, bool may_delay) noexcept;
+  IoRequest take(size_t index) REQUIRES(mutex_);
   void delay(const IoRequest& request);
   int store(const std::string& path, std::string_view data) REQUIRES(disk_->mutex_);
   void write_half(const std::string& path, std::string_view data);
@@ -150,6 +160,7 @@ class SimFs : public Fs {
   Condition wake_;
   std::vector<IoRequest> queue_ GUARDED_BY(mutex_);
   bool closed_ GUARDED_BY(mutex_) = false;
+  bool held_ GUARDED_BY(mutex_) = false;
   SimRandom order_ GUARDED_BY(mutex_);
   std::thread thread_;
   std::once_flag closing_;

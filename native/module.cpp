@@ -380,6 +380,8 @@ void declare_engine(nb::module_& m) {
                                                    {"written_bytes", stats.written_bytes}};
           },
           "client"_a)
+      .def(
+          "settle", [](PyEngine& self) { self->settle(); }, nb::call_guard<GilReleased>())
       .def("close", [](PyEngine& self) { self->close(); }, nb::call_guard<GilReleased>());
 }
 

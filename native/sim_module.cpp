@@ -22,7 +22,8 @@ class PySimFs : public PyFs {
  public:
   explicit PySimFs(const SimOptions& options, SimTree tree = {})
       : PyFs(std::make_shared<SimFs>(options, std::move(tree))) {}
-  SimDisk& disk() const { return static_cast<SimFs&>(**this).disk(); }
+  SimFs& sim() const { return static_cast<SimFs&>(**this); }
+  SimDisk& disk() const { return sim().disk(); }
 };
 
 }  // namespace
@@ -69,6 +70,11 @@ NB_MODULE(_sim, m) {
             return PySimFs(SimOptions{}, self.disk().recorded_tree(index));
           },
           "index"_a, gil_released)
+      .def("hold", [](PySimFs& self) { self.sim().hold(); })
+      .def_prop_ro("waiting", [](PySimFs& self) { return self.sim().waiting(); })
+      .def(
+          "complete", [](PySimFs& self, size_t index) { self.sim().complete(index); }, "index"_a,
+          gil_released)
       .def_prop_ro("damaged", [](PySimFs& self) { return self.disk().damaged(); })
       .def(
           "fail_next",

@@ -48,6 +48,13 @@ class SimFs(Fs):
     def recorded(self) -> list[str]: ...
     def at_moment(self, index: int) -> SimFs:
         """A disk as this one was just before a recorded change."""
+    def hold(self) -> None:
+        """From now on a transfer waits until complete()."""
+    @property
+    def waiting(self) -> list[str]:
+        """The transfers that wait, oldest first: kind, path, offset and bytes."""
+    def complete(self, index: int) -> None:
+        """Do this one of the transfers that wait, on this thread."""
     @property
     def damaged(self) -> list[str]:
         """The files of which some bytes, by rot or misdirection, are not what was written."""
