@@ -2,7 +2,8 @@
 
 Prints how many crashes, faults of each kind, steps and restores there were, and every violation
 with its seed and trace. Fails if there is one, or if a kind of fault never fired.
-`--first N --seeds 1` runs one seed again and prints what happens in it.
+`--first N --seeds 1` runs one seed again, exactly as before, and prints what happens in it; with
+`--schedule` also whose turn it was when, and every operation on the disk.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def summary(reports: Iterable[Report]) -> tuple[Counter[str], list[Report]]:
         counts.update(report.counts)
         if report.violations:
             failed.append(report)
-            print("\n  ".join([f"seed {report.seed}", *report.trace]), flush=True)
+            print(report, flush=True)
     return counts, failed
 
 
@@ -53,8 +54,14 @@ def reports(seeds: range, processes: int) -> Iterator[Report]:
     for first in seeds[::BATCH]:
         batch = range(first, min(first + BATCH, seeds.stop))
         with ProcessPoolExecutor(processes, context, quiet) as pool:
-            yield from pool.map(run_seed, batch, chunksize=10)
+            yield from pool.map(_run, batch, chunksize=10)
         print(f"seeds {batch.start} to {batch.stop - 1}: done", flush=True)
+
+
+def _run(seed: int) -> Report:
+    report = run_seed(seed)
+    report.schedule.clear()  # long
+    return report
 
 
 def missing(counts: Counter[str]) -> list[str]:
@@ -62,12 +69,23 @@ def missing(counts: Counter[str]) -> list[str]:
     return [fault for fault in FAULTS if not counts[fault]]
 
 
+def replay(seed: int, *, schedule: bool) -> int:
+    quiet()
+    report = run_seed(seed)
+    print("\n".join(report.schedule * schedule))
+    print(report)
+    return 1 if report.violations else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--schedule", action="store_true")
     options = parser.parse_args()
+    if options.seeds == 1:
+        return replay(options.first, schedule=options.schedule)
     begin = time.monotonic()
     seeds = range(options.first, options.first + options.seeds)
     counts, failed = summary(reports(seeds, options.processes))
@@ -80,9 +98,6 @@ def main() -> int:
         f"{len(seeds)} seeds from {options.first} in {time.monotonic() - begin:.0f} s: "
         f"{len(failed)} with violations {sorted(report.seed for report in failed)}"
     )
-    if len(seeds) == 1 and not failed:
-        quiet()
-        print("\n  ".join(run_seed(options.first).trace))
     return 1 if failed or never else 0
 
 

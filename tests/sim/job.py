@@ -1,20 +1,21 @@
-"""A job of ranks on a simulated disk, as threads that can die, stall and come back.
+"""A job of ranks on a simulated disk, as tasks of a Scheduler that can die, stall and come back.
 
 A rank passes a turnstile before every operation on the disk and every call to the board. There it
-may die (from then on nothing that it does has an effect), or stall until somebody lets it go on.
-What others wait for ends when only ranks that are gone could end it: a deadline that costs no time.
-Deadlines of the real kind are for hangs, and a hang is a violation.
+may lose its turn, die (from then on nothing that it does has an effect), or stall until somebody
+lets it go on. Those who wait for a rank that is gone wait until their deadline, in virtual time.
+Used inside simulated() alone.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
 from typing import Any, TypeVar
 
 from sim.oracle import RUN
+from sim.stepped import SteppedFs
+from sim.turns import scheduler
 from statehold import Checkpointer
 from statehold.errors import StateholdError
 from statehold.ranks.board import StoreBoard, lost_leader
@@ -22,11 +23,11 @@ from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.testing import SimFs, checkpointer_on
 from statehold.testing.memory_board import MemoryStore
-from support.faults import Spy
 
 T = TypeVar("T")
-HANG_S = 60.0
-QUIET_S = 2.0
+# Of virtual time: how long ranks wait for each other, and how long no save takes.
+PEERS_S = 60.0
+HANG_S = 100 * PEERS_S
 SMALL = {"staging_bytes": "2MiB", "buffer_bytes": "1MiB", "copy_threads": 1}
 
 
@@ -48,124 +49,78 @@ class Life:
         self.dies_with_all = False
         self.stalls: tuple[int, int | None] | None = None
         self.is_dead = self.is_stalled = self.has_stalled = False
-        self._go_on = threading.Event()
-        self._guard = threading.Lock()
+        self._go_on = Event()
 
-    def before(self, operation: str, args: tuple[Any, ...] = ()) -> None:
+    def before(self, operation: str, args: Sequence[Any] = ()) -> None:
         """The turnstile."""
+        what = " ".join([operation, *[each for each in args if isinstance(each, str)]])
+        self._hub.turns.pause(f"rank {self.rank}: {what}")
         self._hub.tick()
-        with self._guard:
-            self.operations += 1
-            dies = self.operations == self.dies_at
-            stalls = self.stalls is not None and self.operations == self.stalls[0]
-        if dies:
+        self.operations += 1
+        if self.operations == self.dies_at:
             self._hub.kill(self)
-        elif stalls:
-            self._stall()
+        elif self.stalls is not None and self.operations == self.stalls[0]:
+            self._stall(self.stalls[1])
         elif self.is_stalled:
-            self._wait()
+            self._go_on.wait()
         if self.is_dead:
             raise Died(f"rank {self.rank} is dead before {operation}")
+        self._hub.turns.say(f"rank {self.rank}: {what}")
 
     def go_on(self) -> None:
         self._go_on.set()
 
-    def _stall(self) -> None:
-        assert self.stalls is not None
+    def _stall(self, ticks: int | None) -> None:
         self.is_stalled = self.has_stalled = True
-        self._hub.leave(self.rank)
-        if self.stalls[1] is not None:
-            self._hub.wake(self, self.stalls[1])
-        self._wait()
+        if ticks is not None:
+            self._hub.wake(self, ticks)
+        self._hub.changed()
+        self._go_on.wait()
         self.is_stalled = False
-        self._hub.come_back(self.rank)
-
-    def _wait(self) -> None:
-        if not self._go_on.wait(HANG_S):
-            raise AssertionError("nobody let a stalled rank go on")
 
 
 class Hub(MemoryStore):
-    """The store of a job, which knows the ranks that nobody need wait for."""
+    """The store of a job, and the clock of those that stall."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
+        turns = scheduler()
+        assert turns is not None
+        self.turns = turns
         self.lives = [Life(self, rank) for rank in range(size)]
-        self._gone: set[int] = set()
         self._finished: set[int] = set()
-        self._waiting: Counter[int] = Counter()
         self._ticks = 0
         self._alarms: list[tuple[int, Life]] = []
 
     def tick(self) -> None:
         """An operation of some rank: those who stalled until now go on."""
-        with self._changed:
-            self._ticks += 1
-            for at, life in self._alarms:
-                if at == self._ticks:
-                    life.go_on()
+        self._ticks += 1
+        for at, life in self._alarms:
+            if at == self._ticks:
+                life.go_on()
 
     def wake(self, life: Life, after: int) -> None:
-        with self._changed:
-            self._alarms.append((self._ticks + after, life))
+        self._alarms.append((self._ticks + after, life))
 
-    def leave(self, rank: int) -> None:
+    def changed(self) -> None:
         with self._changed:
-            self._gone.add(rank)
             self._changed.notify_all()
-
-    def come_back(self, rank: int) -> None:
-        with self._changed:
-            self._gone.discard(rank)
 
     def kill(self, life: Life) -> None:
         for each in self.lives if life.dies_with_all else [life]:
             each.is_dead = True
             each.go_on()
-            self.leave(each.rank)
 
     def finish(self, rank: int) -> None:
-        with self._changed:
-            self._finished.add(rank)
-        self.leave(rank)
+        self._finished.add(rank)
+        self.changed()
 
     def wait_until_settled(self) -> None:
         """Until every rank has ended or stalls."""
         with self._changed:
-            settled = self._changed.wait_for(
-                lambda: all(life.is_stalled or life.rank in self._finished for life in self.lives),
-                2 * HANG_S,
+            self._changed.wait_for(
+                lambda: all(life.is_stalled or life.rank in self._finished for life in self.lives)
             )
-        if not settled:
-            raise AssertionError("a rank hangs")
-
-    def wait_or_give_up(self, rank: int, keys: Sequence[str]) -> bool:
-        """Wait for keys until they are there, or nobody who is left could post them."""
-
-        def hopeless() -> bool:
-            group, _, last = keys[0].rpartition("/")
-            if last != "bell":
-                return 0 in self._gone
-            return all(
-                life.rank in self._gone or f"{group}/{life.rank}" in self._values
-                for life in self.lives
-            )
-
-        with self._changed:
-            self._waiting[rank] += 1
-            try:
-                for _ in range(int(HANG_S / QUIET_S)):
-                    ticks = self._ticks
-                    ended = self._changed.wait_for(lambda: self.check(keys) or hopeless(), QUIET_S)
-                    if ended or (ticks == self._ticks and self._all_wait()):
-                        return self.check(keys)
-            finally:
-                self._waiting[rank] -= 1
-        raise AssertionError(f"a rank hangs, waiting for {keys}")
-
-    def _all_wait(self) -> bool:
-        """Whether ranks wait for each other, so that only a deadline can end it."""
-        return all(life.rank in self._gone or self._waiting[life.rank] for life in self.lives)
 
 
 class RankBoard(StoreBoard):
@@ -173,7 +128,6 @@ class RankBoard(StoreBoard):
 
     def __init__(self, hub: Hub, life: Life, token: str) -> None:
         super().__init__(hub, "sim")
-        self._hub = hub
         self._life = life
         self._token = token
 
@@ -188,13 +142,9 @@ class RankBoard(StoreBoard):
         self._life.before("board")
         return super()._call(action)
 
-    def _block(self, keys: list[str], until: float) -> bool:
-        self._life.before("wait")
-        return self._hub.wait_or_give_up(self._life.rank, keys)
-
 
 class Job:
-    """`size` ranks on `fs`. Each runs one program in a thread of its own, and closes."""
+    """`size` ranks on `fs`. Each runs one program as a task of its own, and closes."""
 
     def __init__(self, fs: SimFs, size: int, token: str, **options: Any) -> None:
         self.size = size
@@ -206,10 +156,10 @@ class Job:
 
     def _rank(self, fs: SimFs, life: Life, token: str, options: dict[str, Any]) -> Checkpointer:
         board = RankBoard(self.hub, life, token)
-        peers = Peers(board, Membership(life.rank, self.size), HANG_S) if self.size > 1 else None
+        peers = Peers(board, Membership(life.rank, self.size), PEERS_S) if self.size > 1 else None
         ckpt = checkpointer_on(fs, RUN, peers, **{**SMALL, **options})
         opened: Any = ckpt._opened()
-        spy = Spy(fs, life.before)
+        spy = SteppedFs(self.hub.turns, fs, life.before)
         for place in opened.levels.places:
             place.store._fs = spy
         for promoter in opened.levels.promotions._promoters.values():
@@ -227,7 +177,7 @@ class Job:
             for life in self.lives:
                 life.go_on()
         return [
-            None if leave_stalled and rank in stalled else told.result(2 * HANG_S)
+            None if leave_stalled and rank in stalled else told.result()
             for rank, told in enumerate(self._told)
         ]
 

@@ -7,9 +7,8 @@ step of the second level restores there by itself or is refused. After every
 job the faults end, a new job restores every step on every rank, and the oracle compares; at the end
 the run must go on without any error.
 
-The same seed draws the same faults at the same operations of each rank. What it does not decide is
-in which order ranks, which are threads, come to their operations: where several save together, a
-seed that failed may have to be run a few times to fail again.
+The seed also decides in which order the ranks and their threads go on (scheduler), so a seed does
+the same each time that it is run.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from typing import Any
 
 from sim.job import HANG_S, SMALL, Died, Job
 from sim.oracle import FAR, RUN, Oracle, blank, content
+from sim.scheduler import Deadlock
+from sim.stepped import simulated
 from statehold import Directory, Save
 from statehold.errors import CorruptionError, StateholdError, WaitTimeout
 from statehold.testing import SimFs, checkpointer_on
@@ -29,6 +30,8 @@ from statehold.testing import SimFs, checkpointer_on
 # Of the seeds; drawn apart, so that the others are what they always were.
 LEVELS_SHARE = 0.3
 NO_EXCHANGE_SHARE = 0.25  # file systems that cannot exchange two names
+FOUR_SHARE = 0.1  # jobs of four ranks
+REPLAY = ".venv/bin/python tests/sim/campaign.py --seeds 1"
 SHARED = ("same", "step", "serial")
 OPERATIONS = (
     "sync", "sync_dir", "rename", "exchange", "mkdir", "unlink", "rmdir", "write_file", "read_file",
@@ -36,7 +39,7 @@ OPERATIONS = (
 )  # fmt: skip
 # What has to have happened in a campaign, or it has tested too little.
 FAULTS = (
-    "short", "slow", "reordered", "eio", "enospc", "torn", "lost name", "lost sector",
+    "short", "reordered", "eio", "enospc", "torn", "lost name", "lost sector",
     "misdirected", "rot", "power", "half a file", "forgotten",
     *(f"injected {each}" for each in OPERATIONS),
     "death", "stall", "came back late", "kill of all", "power loss", "refused step", "no exchange",
@@ -51,6 +54,16 @@ class Report:
     counts: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     trace: list[str] = field(default_factory=list)
+    digest: str = ""  # of the schedule
+    schedule: list[str] = field(default_factory=list)  # everything that happened, in order
+
+    def wrong(self, what: str) -> None:
+        self.violations.append(what)
+        self.trace.append(f"VIOLATION {what}")
+
+    def __str__(self) -> str:
+        lines = [f"seed {self.seed}, schedule {self.digest}", *self.trace]
+        return "\n  ".join(lines) + f"\nreplay it: {REPLAY} --first {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -66,8 +79,9 @@ class Action:
 class Seed:
     """Runs one seed."""
 
-    def __init__(self, seed: int) -> None:
-        self.report = Report(seed)
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        seed = report.seed
         self._random = random.Random(seed)
         self._fs = SimFs(seed)
         chance = self._random
@@ -76,7 +90,7 @@ class Seed:
             for kind in (
                 "short_io",
                 "eio",
-                "slow",
+                "slow",  # nobody asks for it: how long a transfer takes, the scheduler decides
                 "torn",
                 "misdirected",
                 "capacity",
@@ -95,13 +109,15 @@ class Seed:
         self._exchanges = random.Random(seed * 31 + 13).random() >= NO_EXCHANGE_SHARE
         self._oracle = Oracle(self._keep, self._has_levels)
         self._sizes = (chance.choice((1, 1, 2, 2, 3)), chance.choice((1, 2, 3)))
+        if random.Random(seed * 31 + 15).random() < FOUR_SHARE:
+            self._sizes = (4, self._sizes[1])
         self._serial = 0
         self._step = 0
         self._tokens = 0
         self._late: Job | None = None
         self._corrupt_found = 0
 
-    def run(self) -> Report:
+    def run(self) -> None:
         self._refuse_exchange()
         self._say(f"keep {self._keep} sizes {self._sizes} {self._options} {self._weather}")
         self._say(f"exchanges names: {self._exchanges}")
@@ -111,16 +127,12 @@ class Seed:
                 self._recover()
             self._end_late()
             self._recover()
-        except Exception as error:
-            self._wrong(f"{type(error).__name__}: {error}")
-            raise
         finally:
             fired = dict(self._fs.fired)
             if not self._exchanges:
                 self.report.counts["no exchange"] = fired.pop("injected exchange", 0)
             self.report.counts.update(fired)
             self.report.counts["committed"] = self._oracle.committed
-        return self.report
 
     def _refuse_exchange(self) -> None:
         """Whenever other faults have been set: they forget this one."""
@@ -129,10 +141,6 @@ class Seed:
 
     def _say(self, line: str) -> None:
         self.report.trace.append(line)
-
-    def _wrong(self, what: str) -> None:
-        self.report.violations.append(what)
-        self._say(f"VIOLATION {what}")
 
     def _job(self, size: int) -> Job:
         self._tokens += 1
@@ -186,7 +194,6 @@ class Seed:
             chance.getrandbits(60),
             short_io=0.3 * weather["short_io"],
             eio=chance.choice((0.005, 0.05)) * weather["eio"],
-            slow=0.2 * weather["slow"],
             torn=0.5 * weather["torn"],
             misdirected=0.05 * weather["misdirected"],
             capacity=used_bytes(self._fs, "") + free if weather["capacity"] else None,
@@ -265,7 +272,7 @@ class Seed:
         try:
             save.wait("committed", HANG_S)
         except WaitTimeout as error:
-            self._wrong(f"hang: {error}")
+            self.report.wrong(f"hang: {error}")
         except StateholdError as error:
             told.append(
                 f"save {action.step}.{action.serial}: {type(error).__name__} {error.summary}"
@@ -279,7 +286,7 @@ class Seed:
         step = job.ckpts[rank].restore(state, only=SHARED)
         if step is not None:
             for wrong in self._oracle.judge_content(step, rank, state, SHARED):
-                self._wrong(f"a restore under faults: {wrong}")
+                self.report.wrong(f"a restore under faults: {wrong}")
 
     # -- without faults --------------------------------------------------------------------
 
@@ -299,7 +306,7 @@ class Seed:
         self.report.counts["only far"] += len(self._oracle.far)
         self._look_at_second_level()
         for wrong in self._oracle.judge(visible):
-            self._wrong(wrong)
+            self.report.wrong(wrong)
         self._say(f"steps {visible}, suspect {sorted(self._oracle.suspect)}")
         self._serial += 2
         self._step = max([self._step, *visible])
@@ -308,7 +315,9 @@ class Seed:
         job.close()
         for rank, outcome in enumerate(outcomes):
             if isinstance(outcome, Exception):
-                self._wrong(f"without faults, rank {rank}: {type(outcome).__name__}: {outcome}")
+                self.report.wrong(
+                    f"without faults, rank {rank}: {type(outcome).__name__}: {outcome}"
+                )
         self._step += 2
         self.report.counts["recoveries"] += 1
 
@@ -324,10 +333,10 @@ class Seed:
                 alone.restore(state, step, only=SHARED)
             except CorruptionError as error:
                 if step not in self._oracle.suspect:
-                    self._wrong(f"step {step} is damaged at the second level: {error}")
+                    self.report.wrong(f"step {step} is damaged at the second level: {error}")
             else:
                 if state["serial"] not in self._oracle.begun.get(step, {}):
-                    self._wrong(f"step {step} of the second level was never saved")
+                    self.report.wrong(f"step {step} of the second level was never saved")
         alone._close()
 
     def _rot(self) -> None:
@@ -365,10 +374,10 @@ class Seed:
         except CorruptionError as error:
             self.report.counts["refused step"] += 1
             if step not in self._oracle.suspect:
-                self._wrong(f"step {step} is damaged, rank {rank}: {error}")
+                self.report.wrong(f"step {step} is damaged, rank {rank}: {error}")
             return False
         for wrong in self._oracle.judge_content(step, rank, state, names):
-            self._wrong(wrong)
+            self.report.wrong(wrong)
         self.report.counts["restored"] += 1
         return True
 
@@ -379,12 +388,12 @@ class Seed:
         except CorruptionError:
             # Parts that only other names are in may be damaged.
             if good and not set(visible) & self._oracle.suspect:
-                self._wrong(f"no step is intact, but {good} are")
+                self.report.wrong(f"no step is intact, but {good} are")
             return
         if found is None and visible:
-            self._wrong(f"restored nothing, though there are {visible}")
+            self.report.wrong(f"restored nothing, though there are {visible}")
         if found is not None and good and found < max(good):
-            self._wrong(f"restored {found}, though {max(good)} is intact")
+            self.report.wrong(f"restored {found}, though {max(good)} is intact")
 
 
 def _two_levels(chance: random.Random, keep: int | None) -> list[Directory]:
@@ -402,8 +411,11 @@ def used_bytes(fs: SimFs, path: str) -> int:
 
 def run_seed(seed: int) -> Report:
     """Run one seed; what goes wrong is in the report."""
-    running = Seed(seed)
+    report = Report(seed)
     try:
-        return running.run()
-    except Exception:
-        return running.report
+        with simulated(seed) as turns:
+            Seed(report).run()
+    except (Exception, Deadlock) as error:
+        report.wrong(f"{type(error).__name__}: {error}")
+    report.digest, report.schedule = turns.digest, turns.trace
+    return report

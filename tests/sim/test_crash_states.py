@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ import pytest
 from sim.crash_states import Sample
 from sim.job import HANG_S, Job
 from sim.oracle import Oracle, blank, content
+from sim.stepped import simulated
 from statehold.errors import StateholdError
 from statehold.testing import SimFs
 
@@ -37,7 +40,6 @@ SCRIPTS: dict[str, Script] = {
 EVERYDAY = ((1, "reuse"), (1, "again"), (1, "rewind"), (2, "again"))
 AGAIN: Script = [("save", 1), ("save", 2), ("save", 2), ("save", 2), ("rewind", 1), ("save", 2)]
 REFUSALS = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-TOKEN = iter(range(1, 1 << 31))
 
 
 class Record:
@@ -79,7 +81,7 @@ def play(job: Job, script: Script, record: Record, fs: SimFs, first: int) -> lis
 
 
 def new_job(fs: SimFs, size: int, keep: int) -> Job:
-    return Job(fs, size, f"{next(TOKEN):08x}", keep=keep)
+    return Job(fs, size, secrets.token_hex(4), keep=keep)
 
 
 def changes_a_name(operation: str) -> bool:
@@ -127,7 +129,8 @@ def recover_all(
             states += 1
             if not exchanges:
                 refuse_exchange(disk)
-            found = recover(disk, record.oracle(moment), size)
+            with simulated(f"recover {seed} {moment} {states}"):
+                found = recover(disk, record.oracle(moment), size)
             assert not found, f"power off before {moment}: {operation}: {found}"
     return states
 
@@ -141,7 +144,8 @@ JOBS = [
 def test_every_crash_state_of_a_job(size: int, script: str) -> None:
     fs, record = SimFs(seed=3), Record(keep=2)
     fs.record()
-    outcomes = play(new_job(fs, size, 2), SCRIPTS[script], record, fs, 1)
+    with simulated(script):
+        outcomes = play(new_job(fs, size, 2), SCRIPTS[script], record, fs, 1)
     assert outcomes == [None] * size
     states = recover_all(fs, record, size)
     print(f"{len(fs.recorded)} changes, {states} crash states")
@@ -153,7 +157,8 @@ def test_every_crash_state_of_a_job(size: int, script: str) -> None:
 def test_every_crash_state_of_a_job_that_cannot_exchange_names(size: int, code: int) -> None:
     fs, record = refuse_exchange(SimFs(seed=4), code), Record(keep=2)
     fs.record()
-    outcomes = play(new_job(fs, size, 2), AGAIN, record, fs, 1)
+    with simulated(code):
+        outcomes = play(new_job(fs, size, 2), AGAIN, record, fs, 1)
     assert outcomes == [None] * size
     assert fs.fired["injected exchange"] == 2
     states = recover_all(fs, record, size, exchanges=False)
@@ -173,19 +178,21 @@ def test_every_crash_state_after_a_process_has_died(
         fs, record = SimFs(seed=dies_at), Record(keep=1)
         if not exchanges:
             refuse_exchange(fs)
-        first = new_job(fs, size, 1)
-        first.lives[0].dies_at = dies_at
-        first.lives[0].dies_with_all = True
-        play(first, SCRIPTS[script], record, fs, 1)
+        with simulated(f"first {dies_at}"):
+            first = new_job(fs, size, 1)
+            first.lives[0].dies_at = dies_at
+            first.lives[0].dies_with_all = True
+            play(first, SCRIPTS[script], record, fs, 1)
         if not first.lives[0].is_dead:
             break
         last = ["", *fs.operations][-1]
         if not ALL and not (changes_a_name(last) and (exchanges or "000002" in last)):
             continue
         fs.record()
-        seen = new_job(fs, size, 1)
-        ahead = max(seen.ckpts[0].steps(), default=0)
-        got = play(seen, [("save", ahead), ("save", ahead + 1)], record, fs, 50)
+        with simulated(f"next {dies_at}"):
+            seen = new_job(fs, size, 1)
+            ahead = max(seen.ckpts[0].steps(), default=0)
+            got = play(seen, [("save", ahead), ("save", ahead + 1)], record, fs, 50)
         assert got == [None] * size
         total += recover_all(fs, record, size, dies_at, exchanges=exchanges)
     assert total > 10
@@ -207,9 +214,8 @@ def test_every_crash_state_after_an_error(operation: str, exchanges: bool) -> No
         if not exchanges:
             refuse_exchange(fs)
         fs.record()
-        job = new_job(fs, 1, 1)
 
-        def program(rank: int, job: Job = job, record: Record = record, fs: SimFs = fs) -> None:
+        def program(rank: int, job: Job, record: Record = record, fs: SimFs = fs) -> None:
             # What an error has left is met by one more save of the same step.
             for serial, step in enumerate((1, 2, 2, 3) if exchanges else (1, 2, 2, 2, 3), 1):
                 record.add(len(fs.recorded), lambda o, s=step, n=serial: o.begin(s, n, 1))
@@ -219,9 +225,11 @@ def test_every_crash_state_after_an_error(operation: str, exchanges: bool) -> No
                     continue
                 record.add(len(fs.recorded), lambda o, s=step, n=serial: o.promise(s, n))
 
-        job.start(program)
-        job.end()
-        job.close()
+        with simulated(f"{operation} {skip}"):
+            job = new_job(fs, 1, 1)
+            job.start(partial(program, job=job))
+            job.end()
+            job.close()
         if not fs.fired.get(f"injected {operation}"):
             break
         failed = [at for at, each in enumerate(fs.recorded) if each.startswith(f"{operation} ")]

@@ -1,0 +1,213 @@
+"""Ranks, engines and simulated disks that take turns, by a Scheduler.
+
+    with simulated(seed) as turns: ...
+
+The threads of the engine are native, and no scheduler sees them. They work while a task has called
+the engine, or the disk has completed a transfer, and the call returns only when none of them finds
+anything more to do (Engine.settle). So what they do is part of that turn. With one copy thread for
+each engine its order is that of the engine's queues. The disk holds every transfer until the
+scheduler chooses it (SimFs.hold).
+
+A wait for a job is a wait of the task: the scheduler asks the job, which never blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from sim.scheduler import Scheduler
+from sim.turns import replaced
+from statehold import _core
+from statehold.testing import SimFs
+from support.faults import Spy
+
+_WAITS = ("wait", "wait_eager", "wait_copied", "wait_written")
+_GIVE_BACK = ("filled", "release", "cancel")
+_MOMENT_S = 1e-4
+
+
+@contextlib.contextmanager
+def simulated(seed: object) -> Iterator[Scheduler]:
+    """What is done inside is done in the same order each time."""
+    turns = Scheduler(seed)
+    engines = mock.patch.object(_core, "Engine", engines_in_turns(turns))
+    with replaced(turns), engines, turns.running():
+        yield turns
+
+
+class SteppedDisk:
+    """A disk and the engines on it."""
+
+    def __init__(self, fs: SimFs) -> None:
+        self.fs = fs
+        self.engines: list[weakref.ref[SteppedEngine]] = []
+        fs.hold()
+
+    def waiting(self) -> list[str]:
+        return self.fs.waiting
+
+    def complete(self, index: int) -> None:
+        self.fs.complete(index)
+        for each in self.engines:
+            engine = each()
+            if engine is not None:
+                engine.settle()
+
+
+class SteppedEngine:
+    """Stands before an engine."""
+
+    def __init__(self, turns: Scheduler, engine: Any) -> None:
+        self.turns = turns
+        self.settle: Callable[[], None] = engine.settle
+        self._engine = engine
+        self._jobs: weakref.WeakValueDictionary[int, SteppedJob] = weakref.WeakValueDictionary()
+        self._count = 0
+
+    def write(self, *, file: Any = None, **request: Any) -> SteppedJob:
+        return self._began(self._engine.write(file=_native(file), **request))
+
+    def read(self, **request: Any) -> SteppedJob:
+        return self._began(self._engine.read(**request))
+
+    def close(self) -> None:
+        """The native call waits for transfers in flight, which need the disk's turn."""
+        for job in list(self._jobs.values()):
+            job.cancel()
+        self.turns.sleep(_MOMENT_S)
+        self._engine.close()
+
+    def _began(self, native: Any) -> SteppedJob:
+        job = SteppedJob(self, native)
+        self._count += 1
+        self._jobs[self._count] = job
+        self.settle()
+        return job
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class SteppedJob:
+    """Stands before a job of an engine."""
+
+    def __init__(self, engine: SteppedEngine, job: Any) -> None:
+        self._engine = engine
+        self._job = job
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._job, name)
+        if name in _WAITS:
+            return lambda timeout: self._wait(name, lambda: value(0) or None, timeout) or False
+        if name in _GIVE_BACK:
+            return lambda *args, **options: self._then_settle(value, *args, **options)
+        return value
+
+    def attach(self, file: Any) -> None:
+        self._then_settle(self._job.attach, _native(file))
+
+    def next_fill(self, timeout: float | None) -> Any:
+        return self._next("fill", timeout)
+
+    def next_ready(self, timeout: float | None) -> Any:
+        return self._next("ready", timeout)
+
+    def _next(self, what: str, timeout: float | None) -> Any:
+        take = getattr(self._job, f"next_{what}")
+        left = "fills_left" if what == "fill" else "ready_left"
+
+        def poll() -> Any:
+            found = take(0)
+            return (found,) if found is not None or getattr(self._job, left) == 0 else None
+
+        answer = self._wait(f"next_{what}", poll, timeout)
+        return answer[0] if answer else None
+
+    def _wait(self, name: str, poll: Callable[[], Any], timeout: float | None) -> Any:
+        """What poll() gives once that is not None; None when the time is over."""
+        answers: list[Any] = []
+
+        def ready() -> bool:
+            if not answers:
+                try:
+                    answers.append(poll())
+                except Exception as error:
+                    answers.append(error)
+                if answers[0] is None:
+                    answers.clear()
+            return bool(answers)
+
+        if not self._engine.turns.wait(ready, timeout, f"{name} of a job"):
+            return None
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        return answers[0]
+
+    def _then_settle(self, call: Callable[..., Any], *args: Any, **options: Any) -> None:
+        try:
+            call(*args, **options)
+        finally:
+            self._engine.settle()
+
+    def __del__(self) -> None:
+        self.cancel()
+
+
+class SteppedFile:
+    """Stands before a file that is written."""
+
+    def __init__(self, turns: Scheduler, file: Any) -> None:
+        self._turns = turns
+        self.native = file
+
+    def close_alone(self, within_s: float) -> bool:
+        """Transfers in flight have the file open, and need the disk's turn."""
+        self._turns.sleep(_MOMENT_S)
+        return bool(self.native.close_alone(within_s))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+
+class SteppedFs(Spy):
+    """Stands before a disk. `before(operation, args)` runs ahead of every call."""
+
+    def __init__(self, turns: Scheduler, fs: Any, before: Callable[..., None]) -> None:
+        super().__init__(fs, before)
+        self._turns = turns
+
+    def open_write(self, *args: Any, **options: Any) -> SteppedFile:
+        self._before("open_write", args)
+        return SteppedFile(self._turns, self._fs.open_write(*args, **options))
+
+
+def engines_in_turns(turns: Scheduler) -> Callable[..., Any]:
+    """What stands before _core.Engine while the scheduler runs."""
+    real = _core.Engine
+
+    def make(fs: Any, *args: Any, **options: Any) -> Any:
+        engine = real(fs, *args, **options)
+        disk = disk_of(turns, fs)
+        stepped = SteppedEngine(turns, engine)
+        disk.engines.append(weakref.ref(stepped))
+        stepped.settle()
+        return stepped
+
+    return make
+
+
+def disk_of(turns: Scheduler, fs: SimFs) -> SteppedDisk:
+    for disk in turns.disks:
+        assert isinstance(disk, SteppedDisk)
+        if disk.fs is fs:
+            return disk
+    turns.disks.append(SteppedDisk(fs))
+    return turns.disks[-1]  # type: ignore[return-value]
+
+
+def _native(file: Any) -> Any:
+    return file.native if isinstance(file, SteppedFile) else file

@@ -1,0 +1,151 @@
+"""A seed of the simulation decides all: the same seed, the same schedule, the same failure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from sim import campaign
+from sim.scheduler import Deadlock
+from sim.seeds import Report, run_seed
+from sim.stepped import simulated
+from statehold._core import WriteJob
+from statehold.checkpoint.save.pipeline import Pipeline
+from statehold.checkpoint.save.work import Work
+from statehold.errors import StateholdError
+
+REPLAYS = int(os.environ.get("STATEHOLD_SIM_REPLAYS", "4"))
+FIRST = 200_000
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.usefixtures("no_logs"),
+]
+
+
+def test_the_same_seed_gives_the_same_schedule_and_another_seed_another() -> None:
+    digests = set()
+    for seed in range(FIRST, FIRST + REPLAYS):
+        first, second = run_seed(seed), run_seed(seed)
+        assert first.schedule == second.schedule, seed
+        assert not first.violations, first
+        digests.add(first.digest)
+    assert len(digests) == REPLAYS
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1"])
+def test_the_command_of_a_report_replays_it_in_another_process(hash_seed: str) -> None:
+    here = run_seed(FIRST + 1)
+    command = re.findall(r"replay it: \S+ (.*)", str(here))[0].split()
+    told = subprocess.run(
+        [sys.executable, *command],
+        cwd=Path(campaign.__file__).parents[2],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    assert str(here) in told
+
+
+def announce_before_the_sync(self: Pipeline, work: Work) -> None:
+    """Pipeline._write_out with a defect: the bytes become durable (D2) when another thread comes to
+    it, and the step is committed meanwhile."""
+    work.save._record(files=1)
+    work.job.wait_written(None)
+    threading.Thread(target=finish_quietly, args=(work.job,)).start()
+
+
+def finish_quietly(job: WriteJob) -> None:
+    for _ in range(6):
+        time.sleep(0)  # others may go on meanwhile
+    with contextlib.suppress(StateholdError):
+        job.finish()
+
+
+def test_a_wrong_order_is_found_and_its_seed_finds_it_every_time() -> None:
+    with mock.patch.object(Pipeline, "_write_out", announce_before_the_sync):
+        found = next(filter(_is_violated, map(run_seed, range(FIRST, FIRST + 200))))
+        for _ in range(min(REPLAYS, 20)):
+            again = run_seed(found.seed)
+            assert again.violations == found.violations
+            assert again.schedule == found.schedule
+    assert not run_seed(found.seed).violations
+
+
+def _is_violated(report: Report) -> bool:
+    return bool(report.violations)
+
+
+def take_two(first: threading.Lock, second: threading.Lock) -> None:
+    with first, second:
+        pass
+
+
+def deadlock_of(seed: int) -> str:
+    """What is said when two tasks have taken two locks in opposite order, and wait for ever."""
+    try:
+        with simulated(seed), ThreadPoolExecutor(2) as pool:
+            one, other = threading.Lock(), threading.Lock()
+            for _ in range(20):
+                pool.submit(take_two, one, other)
+                pool.submit(take_two, other, one)
+    except Deadlock as deadlock:
+        return str(deadlock)
+    return ""
+
+
+def test_a_deadlock_shows_the_stack_of_every_task() -> None:
+    first, second = ([deadlock_of(seed) for seed in range(20)] for _ in range(2))
+    assert first == second
+    assert "" in first  # a seed without it
+    report = next(filter(None, first))
+    assert report.count("waits for: a lock") == 2
+    assert report.count("in take_two\n") == 2
+    assert "in deadlock_of\n" in report
+
+
+def test_time_passes_when_nothing_else_can_happen() -> None:
+    begin_s = time.monotonic()
+    told = []
+
+    def tell(name: str, after_s: float) -> None:
+        time.sleep(after_s)
+        told.append((name, round(time.monotonic())))
+
+    with simulated(0) as turns:
+        threads = [
+            threading.Thread(target=tell, args=each) for each in (("day", 86400), ("hour", 3600))
+        ]
+        for thread in threads:
+            thread.start()
+        assert not threading.Event().wait(60)
+        assert 60 <= turns.now_s < 61
+        for thread in threads:
+            thread.join()
+    assert told == [("hour", 3600), ("day", 86400)]
+    assert time.monotonic() - begin_s < 3600
+
+
+def test_what_waits_for_ever_ends_with_the_run() -> None:
+    begun = []
+
+    def wait() -> None:
+        begun.append(threading.current_thread())
+        threading.Event().wait()
+
+    with simulated(0):
+        threading.Thread(target=wait, daemon=True).start()
+        time.sleep(1)
+    begun[0].join(60)
+    assert not begun[0].is_alive()
