@@ -1,17 +1,19 @@
 """`python -m bench.objects`: ObjectSteps beside obstore itself, on one server, in turns.
 
-What: GB/s of one file up and down. The peers are obstore's own ways at their best: an upload by
-`put` of the whole buffer and of an iterator of its parts, a download by `get_range` in parallel
-threads and by `get_ranges`; each with the part size and the parts in flight that ObjectSteps has,
-and with obstore's own defaults. All are given the same read-only memory; "copied" is ObjectSteps
-with blocks that could be written to. "promoted" is what a promotion does with a file of a memory
-level, from where it lies, "promoted, read" what it does with a file that is no memory; both verify
-it. The denominator is the fastest peer, by median, of the run.
-How: every round takes all ways in turn, so that a machine that is busy now and then slows all
-alike; the first round is not counted. Where memory is filled, it was touched before; what came is
-compared with what went, outside of the clock.
-Server: bench/s3_server.py in a process of its own, or any other by --endpoint (with credentials in
-the environment, and an existing bucket).
+The figures are GB/s of one file up and down. The peers are the fastest calls of obstore itself.
+They upload with `put`, the whole buffer or an iterator of its parts. They download with `get_range`
+in parallel threads, and with `get_ranges`. Each is measured with the part size and the parts in
+flight of ObjectSteps, and with obstore's own defaults. All get the same read-only memory. "copied"
+is ObjectSteps with blocks that could be written to. "promoted" is a promotion of a file in a memory
+level, from its place. "promoted, read" is a promotion of a file that is not in memory. Both verify
+the file. The denominator is the fastest peer of the run, by median.
+
+Every round takes all ways in turn, so a machine that is busy now and then slows all of them. The
+first round does not count. All memory was touched before it is filled. The downloaded bytes are
+compared with the uploaded ones when the clock has stopped.
+
+The server is bench/s3_server.py in a process of its own, or another one, given by --endpoint, with
+credentials in the environment and an existing bucket.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ def _fresh(specs: Sequence[TensorSpec], tensors: Tensors) -> list[TensorSpec]:
 
 
 def _copy(name: str) -> str:
-    """Another object: a capture makes its names anew."""
+    """Another object, because every capture makes its names again."""
     return name[:1] + name[1:]
 
 

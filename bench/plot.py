@@ -28,7 +28,7 @@ def draw(summary: dict[str, Any], titles: dict[str, str], path: Path) -> None:
 
 
 def draw_panels(panels: list[Panel], titles: dict[str, str], path: Path) -> None:
-    """Those that have bars, below each other."""
+    """Draw the panels that have bars, below each other."""
     panels = [panel for panel in panels if panel[1]]
     if not panels:
         return

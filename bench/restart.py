@@ -1,18 +1,19 @@
 """Restart after a trainer was killed: from the memory it left behind, beside a cold disk.
 
-`python -m bench.restart`. In each round a trainer saves its state into [Memory(), Directory()], is
-killed with SIGKILL once both levels have the step, and what it left is restored several times, in
-turns, each time in a new process into tensors that exist already:
+`python -m bench.restart`. In each round a trainer saves its state into [Memory(), Directory()], and
+is killed with SIGKILL once both levels have the step. Then new processes restore the step several
+times, in turns, into tensors that exist already:
 
     memory    both levels are there, as after a kill; the page cache is dropped all the same
     disk      the memory level was taken away, and the page cache dropped: another host, or a reboot
     warm      the same with the file in the page cache: a disk that would cost nothing
 
-Invariants: "restore" is from opening the library to the last byte in place, verified; "process"
-from the start of the process, imports and the making of its state included. Every restore begins
-with a wiped state and is compared bit for bit after the clock has stopped. "copy" is what the same
-process then takes to copy as many bytes from memory to memory, on as many threads as the engine
-has. Each figure is a median; the ratio to the disk that of the rounds' own ratios.
+Invariants: "restore" lasts from opening the library to the last byte in place, verified. "process"
+lasts from the start of the process, and includes its imports and the making of its state. Every
+restore begins with a wiped state, and is compared bit for bit after the clock has stopped. "copy"
+is the time in which the same process then copies as many bytes from memory to memory, on as many
+threads as the engine has. Each figure is a median. The ratio to the disk is the median of the
+ratios of all rounds.
 """
 
 from __future__ import annotations

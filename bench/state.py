@@ -77,9 +77,9 @@ class Decoder(nn.Module):
 class MasterAdamW(torch.optim.Optimizer):
     """The state of a mixed-precision AdamW (fp32 master, exp_avg, exp_avg_sq), with a cheap step.
 
-    A step rewrites only the head of every tensor, with a value that tells the number of the step:
-    enough to need a gate, to move every version counter and to expose a torn copy, while the
-    time of the loop stays that of the saves and not of an optimizer.
+    A step rewrites only the head of every tensor, with a value that depends on the number of the
+    step. That needs a gate, moves every version counter and exposes a torn copy, and still takes
+    little time, so the time of the loop is that of the saves.
     """
 
     def __init__(self, params: Any, lr: float = 3e-4) -> None:

@@ -61,7 +61,7 @@ def _save_and_restore(task: Task, name: str, value: Any, nbytes: int) -> Iterato
         del save
         with _Peak(device) as restoring:
             ckpt.restore({"x": value})
-    if device.type != "cuda":  # the host's memory counts what is no copy of the state, too
+    if device.type != "cuda":  # the host's memory counts more than copies of the state
         yield figures.measured(f"memory at save(), {name}", at_return / MB, "MB")
         yield figures.measured(f"memory at staged, {name}", staged / MB, "MB")
         return

@@ -3,8 +3,8 @@
 Facts: `DefaultStager` pins its memory and copies on a stream and a thread of its own. The state may
 change once `staging_completion` is there. In process mode the staged state is shared memory.
 Without CUDA it refuses copies that do not block, and ignores pinning. In torch 2.13 a stager keeps
-its memory from one save to the next. In 2.11 it forgets it after each save, and fails with a
-KeyError at the next one: there every save has a new stager, which pins anew.
+its memory from one save to the next. In 2.11 it forgets its memory after each save, and the next
+save fails with a KeyError. With that release every save gets a new stager, which pins again.
 """
 
 from __future__ import annotations

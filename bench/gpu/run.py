@@ -1,8 +1,8 @@
 """`python -m bench.gpu`: run the checks one after the other, each in its own process, and write the
 table after each.
 
-Owns: the options, the size of the state, the time. The state is made smaller where the device, the
-host or the disk could not hold it, and that is said.
+Owns: the options, the size of the state, the time. If the device, the host or the disk cannot hold
+the state, a smaller one is taken, and the report says so.
 Invariants: a check that raises, dies or does not end is recorded, and the next one runs. When the
 time of the run is up, the checks that are left are recorded as not run.
 """

@@ -1,10 +1,10 @@
 """The checkpoint libraries on several ranks: statehold and torch.distributed.checkpoint (DCP).
 
-Invariants: as in bench/peers, `save` returns when the trainer may go on, `wait_durable` when the
-newest save survives a power cut, for everyone: DCP writes into a `.partial` directory, each rank
-fsyncs its files, and rank 0 fsyncs the directory, renames it and fsyncs the parent in the
-background, where it also removes the previous step. DCP gets live tensors in one flat dict, and
-loads in place into it: what get_state_dict and set_state_dict cost on top is not counted.
+Invariants: as in bench/peers, `save` returns when the trainer may continue, and `wait_durable` when
+the newest save survives a power cut. So DCP writes into a `.partial` directory. Each rank fsyncs
+its files. Rank 0 fsyncs the directory, renames it and fsyncs the parent in the background, where it
+also removes the previous step. DCP gets live tensors in one flat dict, and loads in place into it.
+The cost of get_state_dict and set_state_dict does not count.
 Not here: timing; meeting the other ranks after a wait (measure.py).
 """
 

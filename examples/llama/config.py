@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-save", dest="saves", action="store_false", help="only train and log")
     parser.add_argument("--label", default="train", help="name at the left of the display")
     parser.add_argument("--checksums", action="store_true", help="log a checksum of every state")
-    # An option that is not given leaves no value, so that it can be told from a default.
+    # An option that is not given leaves no value, which tells it from a default.
     options = parser.add_argument_group("settings of the run", argument_default=argparse.SUPPRESS)
     for setting in dataclasses.fields(RunConfig):
         name = setting.name.replace("_", "-")

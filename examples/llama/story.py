@@ -78,7 +78,7 @@ def die_in_save(
                 for event in ("staged", "written", "committed")
             )
             display.note(f"in the save of step {save.step}: {reached}; now SIGKILL")
-            # The note took time; do not claim what is no longer true.
+            # The note took time: check that the save has not gone on.
             if unfinished(run, save.step) and not save.done(before):
                 os.kill(os.getpid(), signal.SIGKILL)
             display.note(f"step {save.step} was {before} first; trying the next save")

@@ -129,7 +129,7 @@ def options(demo: Demo, run: Path, label: str, ranks: int) -> list[str]:
     """The command line of train.py for one of the runs; what the user gave wins."""
     fewer = demo.ranks - 1
     shares = (size // tensor_parallel(size) for size in (demo.ranks, fewer))
-    batch = math.lcm(12, *shares)  # one batch, whoever divides it
+    batch = math.lcm(12, *shares)  # a batch that all of these numbers divide
     tp = str(tensor_parallel(ranks))
     sizes = [*SIZES, "--batch", str(batch)]
     return [*sizes, *demo.train_options(run, label), *SAVING, "--tp", tp]
@@ -174,7 +174,7 @@ def run_killed(demo: Demo) -> int:
 
 
 def show_failures(failures: Sequence[dict[str, Any]]) -> None:
-    """Print what the survivors were told."""
+    """Print the errors that the survivors got."""
     print(f"   what ended the training of rank 0: {failures[0]['training']}")
     for each in failures:
         print(f"   rank {each['rank']}: the save of step {each['step']} failed "

@@ -188,7 +188,7 @@ def train(start: settings.Start, after_save: AfterSave | None = None) -> None:
         ranks = stack.enter_context(joined(start.config.tp, start.config.device))
         if ranks.rank == 0:
             settings.record(start.run, start.config)
-        # Without saves nothing can be resumed, so the log begins anew with the run.
+        # Without saves nothing can be resumed, so a run begins its log again.
         log = start.run / "log.jsonl" if ranks.rank == 0 else Path(os.devnull)
         journal = Journal(log, fresh=not start.saves)
         stack.callback(journal.close)
