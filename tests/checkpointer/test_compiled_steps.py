@@ -76,7 +76,7 @@ class Compiled:
 @pytest.fixture(autouse=True)
 def no_traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(step_hook._hook, "has_blind_steps", False)
-    monkeypatch.setattr(once, "_said", set())
+    monkeypatch.setattr(once, "_logged", set())
     yield
     torch._dynamo.reset()
 

@@ -128,12 +128,12 @@ def test_readers_beside_a_writer(
     writer: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     readers = Readers(writer)
-    begin_anew = Restorer._begin_anew
+    begin_again = Restorer._begin_anew
 
     def counted(restorer: Restorer, *arguments: object) -> None:
         with readers._guard:
             readers.begun_again += 1
-        begin_anew(restorer, *arguments)
+        begin_again(restorer, *arguments)
 
     monkeypatch.setattr(Restorer, "_begin_anew", counted)
     with caplog.at_level(logging.WARNING, "statehold"), warnings.catch_warnings():

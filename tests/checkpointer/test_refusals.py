@@ -94,15 +94,15 @@ def test_copies_on_hosts_that_are_not_there_are_told_of(
     assert caplog.text.count("asks for 1 copies on other hosts") == 1
 
 
-def test_memory_on_a_disk_is_told_of_once(
+def test_memory_on_a_disk_logs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("statehold.checkpoint.levels.opening._is_memory", lambda path: False)
-    monkeypatch.setattr(once, "_said", set())
+    monkeypatch.setattr(once, "_logged", set())
     for _ in range(2):
         levels = [Memory(path=tmp_path / "m", agent=False), Directory()]
         Checkpointer(tmp_path / "run", levels=levels, **SMALL).steps()
-    assert caplog.text.count("level memory is no memory") == 1
+    assert caplog.text.count("level memory is not in memory") == 1
 
 
 def test_the_first_level_shows_why_it_takes_no_steps_until_it_does(tmp_path: Path) -> None:

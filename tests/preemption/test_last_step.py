@@ -88,7 +88,7 @@ def test_wherever_the_ranks_are_they_stop_at_the_same_step() -> None:
 def test_a_restore_counts_anew() -> None:
     last = LastStep()
     assert not last.is_last(100)
-    last.begin_anew()
+    last.begin_again()
     assert not last.is_last(7)
     passed = last.freeze()
     last.decide(passed)

@@ -343,5 +343,5 @@ class Checkpointer:
     def _begun_anew(self) -> Session:
         """Smaller steps than before may follow, on all ranks."""
         if self._preemption is not None:
-            self._preemption.begin_anew()
+            self._preemption.begin_again()
         return self._opened()

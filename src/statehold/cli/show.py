@@ -79,15 +79,15 @@ def describe(fs: Fs, saved: SavedStep, place: Place) -> dict[str, Any]:
 
 def _entry(saved: SavedStep, name: str) -> dict[str, Any]:
     tensor = saved.tensors[name]
-    said = saved.held(name)
+    held = saved.held(name)
     return {
         "name": name,
         "dtype": tensor.dtype,
         "shape": list(tensor.shape),
         "bytes": bytes_of(tensor.dtype, tensor.shape) or 0,
-        "layout": _layout(said[0][1], saved.world_size),
-        "ranks": "; ".join(str(ranks) for ranks, _ in said),
-        "versions": len(said),
+        "layout": _layout(held[0][1], saved.world_size),
+        "ranks": "; ".join(str(ranks) for ranks, _ in held),
+        "versions": len(held),
     }
 
 

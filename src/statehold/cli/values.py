@@ -25,9 +25,9 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     left = [(path, node)]
     while left:
         path, node = left.pop()
-        inner, said = _opened(node)
-        if said is not _NOTHING:
-            yield path, said
+        inner, entry = _opened(node)
+        if entry is not _NOTHING:
+            yield path, entry
         left += [(f"{path}.{key}" if path else key, item) for key, item in reversed(inner)]
 
 
@@ -40,8 +40,8 @@ def _opened(node: Any) -> tuple[list[tuple[str, Any]], Any]:
     members = members_of(node)
     if members is not None:
         tag = next((key for key in node if key.startswith("$")), None)
-        said = {tag: len(members)} if tag else _NOTHING if members else {}
-        return [(key, item) for key, (_, item) in members.items()], said
+        entry = {tag: len(members)} if tag else _NOTHING if members else {}
+        return [(key, item) for key, (_, item) in members.items()], entry
     if isinstance(node, dict) and "$tuple" in node:
         return _items(node["$tuple"]), {"$tuple": len(node["$tuple"])}
     is_tensor = isinstance(node, dict) and any(tag in node for tag in _TENSORS)

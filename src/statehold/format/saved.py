@@ -322,10 +322,10 @@ class _SharedStep(SavedStep):
         if len(groups) <= COMPARED_MAX:
             return groups
         sample = next((each for each in groups if each[1] == self._own), groups[0])
-        has_tensors = any(tensors_of(self._said(key, sample[1])[1]))
+        has_tensors = any(tensors_of(self._member(key, sample[1])[1]))
         return groups if has_tensors else [sample]
 
-    def _said(self, key: str, rank: int) -> tuple[Any, Any]:
+    def _member(self, key: str, rank: int) -> tuple[Any, Any]:
         """(key node, node) of a name at the top of the state, as a record has it."""
         members = members_of(self._records[rank].state) or {}
         if key not in members:
@@ -337,9 +337,9 @@ class _SharedStep(SavedStep):
     def state(self) -> Any:
         nodes, keys = {}, {}
         for key, groups in self._looked_at.items():
-            said = [(ranks, *self._said(key, rank)) for ranks, rank in groups]
-            keys[key] = said[0][1]
-            trees = [(ranks, node) for ranks, _, node in said]
+            members = [(ranks, *self._member(key, rank)) for ranks, rank in groups]
+            keys[key] = members[0][1]
+            trees = [(ranks, node) for ranks, _, node in members]
             if len(trees) < len(self._groups[key]) and self._own is None:
                 nodes[key] = Differs((trees[0][1],), (trees[0][0],))
             else:
@@ -355,12 +355,12 @@ class _SharedStep(SavedStep):
         for key, groups in self._looked_at.items():
             for ranks, rank in groups:
                 record = self._records[rank]
-                for name in tensors_of(self._said(key, rank)[1]):
-                    said = record.tensors[name], rank
-                    found.setdefault(name, {}).setdefault(said, []).append(ranks)
+                for name in tensors_of(self._member(key, rank)[1]):
+                    version = record.tensors[name], rank
+                    found.setdefault(name, {}).setdefault(version, []).append(ranks)
         return {
-            name: [_Version(held, rank, Ranks.union(ranks)) for (held, rank), ranks in said.items()]
-            for name, said in found.items()
+            name: [_Version(held, rank, Ranks.union(ranks)) for (held, rank), ranks in same.items()]
+            for name, same in found.items()
         }
 
     @cached_property

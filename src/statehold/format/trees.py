@@ -34,8 +34,8 @@ class Differs:
     ranks: tuple[Ranks, ...]
 
     def __str__(self) -> str:
-        said = [f"{show(v)} on {r}" for v, r in zip(self.values, self.ranks, strict=True)]
-        return "; ".join(said[:4]) + ("; ..." if len(said) > 4 else "")
+        found = [f"{show(v)} on {r}" for v, r in zip(self.values, self.ranks, strict=True)]
+        return "; ".join(found[:4]) + ("; ..." if len(found) > 4 else "")
 
 
 def merge(trees: Sequence[Tree], rank: int, same_world: bool) -> Any:
@@ -119,15 +119,15 @@ class _Merger:
         return {tag: items} if tag else items
 
     def _dicts(self, trees: list[Tree], dicts: Sequence[_Members], place: str) -> Any:
-        said: dict[str, list[Tree]] = {}
+        inner: dict[str, list[Tree]] = {}
         keys: dict[str, Any] = {}
         for (ranks, _), members in zip(trees, dicts, strict=True):
             for name, (key, item) in members.items():
                 keys.setdefault(name, key)
-                said.setdefault(name, []).append((ranks, item))
+                inner.setdefault(name, []).append((ranks, item))
         names = {_PARAMS} if place == _GROUP else {_GROUPS}
         merged = {
-            name: self.node(parts, name if name in names else "") for name, parts in said.items()
+            name: self.node(parts, name if name in names else "") for name, parts in inner.items()
         }
         tags = {next((tag for tag in _PAIRS if tag in node), "") for _, node in trees}
         if tags == {""}:

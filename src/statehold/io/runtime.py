@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from statehold import _core
 from statehold.io.profile import tuned
 from statehold.io.staging import Staging
-from statehold.observe.once import say_once
+from statehold.observe.once import log_once
 from statehold.process.host_memory import ranks_on_host
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Runtime:
         with contextlib.ExitStack() as owned:
             if fs is None:
                 options, note = tuned(options, storage)
-                say_once(note)
+                log_once(note)
                 fs = _open_fs(options)
                 owned.callback(fs.close)
             self.fs, self.options = fs, options
@@ -91,5 +91,5 @@ class Runtime:
 def _open_fs(options: Options) -> Fs:
     fs = _core.open_fs(options.backend_choice, options.depth)
     if options.backend_choice != "threads":  # otherwise a user asked for it
-        say_once(fs.note and f"saving with threads instead of io_uring: {fs.note}")
+        log_once(fs.note and f"saving with threads instead of io_uring: {fs.note}")
     return fs

@@ -6,11 +6,11 @@ import logging
 
 logger = logging.getLogger("statehold")
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
-def say_once(note: str, level: int = logging.WARNING) -> None:
+def log_once(note: str, level: int = logging.WARNING) -> None:
     """Log `note`, unless it is empty or was logged before."""
-    if note and note not in _said:
-        _said.add(note)
+    if note and note not in _logged:
+        _logged.add(note)
         logger.log(level, "%s", note)

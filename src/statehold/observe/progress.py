@@ -25,7 +25,7 @@ Counts = Callable[[], tuple[int, int]]
 class Progress:
     """Logs from time to time how far `what` is, from a thread of its own, until it is left.
 
-    counts: bytes done and in all, from any thread. seen: gets the same with every line.
+    counts: bytes done and in all, from any thread. report: gets the same with every line.
     log: gets the lines, so that a line that blocks does not delay the end of the transfer.
     """
 
@@ -33,13 +33,13 @@ class Progress:
         self,
         what: str,
         counts: Counts,
-        seen: Callable[[int, int], None] = lambda *_: None,
+        report: Callable[[int, int], None] = lambda *_: None,
         log: BackgroundLog | None = None,
     ) -> None:
         self._log = log or BackgroundLog()
         self._what = what
         self._counts = counts
-        self._seen = seen
+        self._report = report
         self._ended = threading.Event()
         self._begin_s = time.perf_counter()
         self._thread = threading.Thread(target=self._run, name="statehold-progress", daemon=True)
@@ -66,7 +66,7 @@ class Progress:
                    "total_bytes": total, "elapsed_s": elapsed_s}  # fmt: skip
         text = f"{self._what}: {progress_text(done, total, elapsed_s)}"
         self._log.figures(text, figures)
-        self._seen(done, total)
+        self._report(done, total)
 
 
 def pause_after(elapsed_s: float) -> float:

@@ -170,8 +170,7 @@ class StoreBoard:
 
     def open(self, rank: int, size: int, until: float) -> str:
         # All ranks open a run equally often, so the n-th opening of one is that of the others. The
-        # store
-        # counts, not the process: the store ends with the job, processes need not.
+        # store counts, and not the process, because a process may outlive its job.
         key = f"token/{self._add(f'openings/{rank}')}"
         if rank == 0:
             self.post(key, new_token().encode())
@@ -255,9 +254,8 @@ class StoreBoard:
     def _block(self, keys: list[str], until: float) -> bool:
         """Sleep on the server until the keys are there."""
         for _ in _pauses(until):
-            # One wait for all the time left, because each that runs out makes torch print two
-            # warnings. Never
-            # below a millisecond: that is 0 to torch, and 0 means for ever.
+            # One wait for all the time left, because torch prints two warnings for each wait that
+            # runs out. Never below a millisecond: that is 0 to torch, and 0 means for ever.
             left_s = max(until - time.monotonic(), WAIT_MIN_S)
             if self._call(functools.partial(_waited, keys=keys, timeout_s=left_s)):
                 return True

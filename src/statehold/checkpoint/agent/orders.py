@@ -72,17 +72,17 @@ class Orders:
 
 
 def _said(level: Level) -> dict[str, Any]:
-    said = {each.name: getattr(level, each.name) for each in fields(level)}
+    described = {each.name: getattr(level, each.name) for each in fields(level)}
     if isinstance(level, ObjectStore):
-        said["options"] = dict(level.options)
+        described["options"] = dict(level.options)
     if isinstance(level, Directory | Memory) and level.path is not None:
-        said["path"] = os.path.abspath(os.fspath(level.path))  # the agent is elsewhere
-    return {"kind": type(level).__name__, **said}
+        described["path"] = os.path.abspath(os.fspath(level.path))  # the agent is elsewhere
+    return {"kind": type(level).__name__, **described}
 
 
 def _level(check: Checker, document: Any) -> Level:
-    said = dict(check.object(document, "level"))
-    kind = _KINDS.get(str(said.pop("kind", None)))
+    described = dict(check.object(document, "level"))
+    kind = _KINDS.get(str(described.pop("kind", None)))
     if kind is None:
         check.fail("level", f"one of {', '.join(_KINDS)}", "another kind")
-    return kind(**check.members(said, "level", [each.name for each in fields(kind)]))
+    return kind(**check.members(described, "level", [each.name for each in fields(kind)]))

@@ -98,7 +98,7 @@ class Copy:
     """A rank's part on its way from `source`, which finds its files by name, to a place.
 
     There it is `step` and `attempt`. before: called with a number of bytes before they are moved;
-    it may wait, or raise. seen: gets each file.
+    it may wait, or raise. watch: gets each file.
     """
 
     step: int
@@ -106,7 +106,7 @@ class Copy:
     part: Part
     source: Source
     before: Callable[[int], None]
-    seen: CopyWatch
+    watch: CopyWatch
 
     @contextlib.contextmanager
     def blocks(self, file: DataFile) -> Iterator[Iterator[memoryview]]:
@@ -120,7 +120,7 @@ class Copy:
                 yield blocks(file, opened.enter_context(self.opened(file)))
                 return
             opened.callback(view.close)
-            opened.enter_context(self.seen.file(file.name, file.bytes))
+            opened.enter_context(self.watch.file(file.name, file.bytes))
             yield viewed_blocks(file, view)
 
     def _view(self, file: DataFile) -> _core.File | None:
@@ -135,21 +135,21 @@ class Copy:
         """A data file of the part, at its source, while it is copied."""
         found = self.source.open_read(file.name)
         try:
-            with self.seen.file(file.name, file.bytes):
-                yield _Seen(found, self.seen)
+            with self.watch.file(file.name, file.bytes):
+                yield _Watched(found, self.watch)
         finally:
             found.close()
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _Watched:
     """A source that counts the time of its reads."""
 
     source: SourceFile
-    seen: CopyWatch
+    watch: CopyWatch
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        self.seen.reading(lambda: self.source.read_into(memory, offset))
+        self.watch.reading(lambda: self.source.read_into(memory, offset))
 
     def close(self) -> None:
         self.source.close()

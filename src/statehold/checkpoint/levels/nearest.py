@@ -52,7 +52,7 @@ class Next(IntEnum):
     GIVE_UP = 0
     OTHER_COPY = 1  # read the step again, without the bad copy
     OTHER_SAVE = 2  # read another save of the step from another level
-    ANEW = 3  # the step was saved again, or retired: list the steps again
+    AGAIN = 3  # the step was saved again, or retired: list the steps again
 
 
 class ReadableLevel(Protocol):
@@ -83,7 +83,7 @@ class Nearest:
         self._unread: StorageError | None = None
         self._unread_at = ""
         self._logged: set[str] = set()  # levels whose read errors were logged
-        self._said: set[tuple[int, str, str]] = set()  # bad copies that were logged
+        self._reported: set[tuple[int, str, str]] = set()  # bad copies that were logged
         self._elsewhere: Counter[tuple[int, str]] = Counter()  # how often a file was missing
         self.saves = Saves()
 
@@ -167,9 +167,9 @@ class Nearest:
         """
         self._found = None
         if isinstance(error, StepNotFoundError) or self._has_changed(step, error):
-            return Next.ANEW
+            return Next.AGAIN
         if self._was_elsewhere(step, error):
-            return Next.ANEW
+            return Next.AGAIN
         if not self.has_copies or not isinstance(error, CorruptionError | StorageError):
             return Next.GIVE_UP
         return self._other(step, error)
@@ -289,8 +289,8 @@ class Nearest:
             return
         if isinstance(error, StorageError) and error.errno != errno.ENOENT:
             self._unreadable[step, name] = error
-        if (step, name, place.name) not in self._said:
-            self._said.add((step, name, place.name))
+        if (step, name, place.name) not in self._reported:
+            self._reported.add((step, name, place.name))
             logger.warning(
                 "%s of step %d is not intact at level %s; trying other levels\n%s",
                 name, step, place.name, error,

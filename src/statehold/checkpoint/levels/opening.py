@@ -22,7 +22,7 @@ from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.checkpoint.store.store import Store
 from statehold.errors import UsageError
 from statehold.io.mounts import mount_of
-from statehold.observe.once import say_once
+from statehold.observe.once import log_once
 from statehold.ranks.membership import ALONE, Membership
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def open_places(
     """The levels of the run directory `run`, the nearest first; nothing is created yet.
 
     yields: an agent opens them. A trainer that wants them then waits for it instead of giving up.
-        The
-    agent copies to one after the other, so one engine is enough for all. identity: of the run.
+        The agent copies to one level after the other, so one engine is enough for all.
+    identity: of the run.
     """
     only = CopyEngine(fs, buffer_bytes) if yields else None
     places: list[Place] = []
@@ -70,7 +70,7 @@ def open_places(
         )
 
         if membership.leads and not yields and fs.backend != "sim":
-            _say_no_memory(level, called, root)
+            _warn_of_a_disk(level, called, root)
 
         def engine_of() -> CopyEngine:
             return only or CopyEngine(fs, buffer_bytes)
@@ -150,12 +150,12 @@ def _is_memory(path: str) -> bool:
     return mount_of(path).kind in _MEMORY_KINDS
 
 
-def _say_no_memory(level: Level, called: str, root: str) -> None:
+def _warn_of_a_disk(level: Level, called: str, root: str) -> None:
     if isinstance(level, Memory) and level.path is not None and not _is_memory(root):
-        say_once(
-            f"level {level.name} is no memory: {called} is on {mount_of(root).kind}; saves take as "
-            "long as that takes. A path on a tmpfs, such as below /dev/shm, is memory; for a disk "
-            "there is Directory"
+        log_once(
+            f"level {level.name} is not in memory: {called} is on {mount_of(root).kind}, and saves "
+            "take as long as that storage takes. Give Memory a path on a tmpfs, such as below "
+            "/dev/shm, or use Directory for a disk"
         )
 
 

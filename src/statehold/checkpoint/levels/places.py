@@ -256,9 +256,11 @@ class DirectoryPlace(Shared):
             return f"unknown {secrets.token_hex(8)}"
         return f"{booted} {found.st_dev} {found.st_ino} {below}"
 
-    def check_order(self, step: int, newest: int | None, *, may_be_away: bool = False) -> None:
+    def check_order(
+        self, step: int, newest: int | None, *, may_be_unreachable: bool = False
+    ) -> None:
         """Refuse a save that would not become the newest step; `newest` is known from elsewhere."""
-        self.store.check_order(step, newest, may_be_away=may_be_away)
+        self.store.check_order(step, newest, may_be_unreachable=may_be_unreachable)
 
     def source(self, step: int) -> Source:
         """The source of copies of a step; paths are names of its files."""

@@ -251,9 +251,9 @@ class Promoter:
         self._begun_with = b""
         attempt, begin_s = None, time.monotonic()
         try:
-            with kept, self._watch.copy(step, self._counts) as seen:
+            with kept, self._watch.copy(step, self._counts) as watch:
                 attempt = self._peers.attempt(number) if self._peers else None
-                self._publish(step, number, attempt, source, seen)
+                self._publish(step, number, attempt, source, watch)
         except Exception as error:
             self._failed(step, attempt, source, error)
         else:
@@ -283,18 +283,18 @@ class Promoter:
         number: int,
         attempt: str | None,
         source: DirectoryPlace,
-        seen: CopyWatch,
+        watch: CopyWatch,
     ) -> None:
         """Copy this rank's part; when all have, commit."""
         failure: Exception | None = None
         copied = _Copied()
         try:
-            self._copy(step, attempt, source, seen, copied)
+            self._copy(step, attempt, source, watch, copied)
         except Exception as error:  # whatever it is, the others must not wait for this rank
             failure = error
 
         def commit() -> None:
-            with seen.stage("commit", step=step):
+            with watch.stage("commit", step=step):
                 self.place.commit(step, attempt, copied.manifest)
 
         def check(messages: Sequence[bytes]) -> None:
@@ -302,7 +302,7 @@ class Promoter:
 
         rounds = CommitRounds(self._peers, self._round, number, f"while copying step {step}")
         message = part_message(copied.manifest, failure, step)
-        with seen.stage("meet", step=step) if self._peers else contextlib.nullcontext():
+        with watch.stage("meet", step=step) if self._peers else contextlib.nullcontext():
             rounds.gather(message, check, failure, rounds.at(self.place, commit))
             rounds.publish(self.place, commit)
         self.place.landed(step, copied.carriers)
@@ -312,10 +312,10 @@ class Promoter:
         step: int,
         attempt: str | None,
         source: DirectoryPlace,
-        seen: CopyWatch,
+        watch: CopyWatch,
         copied: _Copied,
     ) -> None:
-        with seen.stage("prepare", step=step):
+        with watch.stage("prepare", step=step):
             self.place.prepare(self._peers.token if self._peers else None)
             if self._rank == 0:
                 self._check_order(step)
@@ -326,12 +326,12 @@ class Promoter:
             return self.place.share(step, copied.carriers, self._rank)
 
         files = source.source(step)
-        with seen.stage("plan", step=step):
+        with watch.stage("plan", step=step):
             part = part_of(files, source.store.path(step), share)
         copied.manifest = self._begun_with = part.manifest
         self._set(bytes_total=part.nbytes)
         self._throttle.begin()
-        self.place.take(Copy(step, attempt, part, files, partial(self._before, seen), seen))
+        self.place.take(Copy(step, attempt, part, files, partial(self._before, watch), watch))
 
     def _check_order(self, step: int) -> None:
         """If the level could not be read when the run was opened, ask it now."""
@@ -343,8 +343,8 @@ class Promoter:
                 f"give this run another directory for the level",
             )
 
-    def _before(self, seen: CopyWatch, nbytes: int) -> None:
-        seen.limiting(lambda: self._throttle(nbytes))
+    def _before(self, watch: CopyWatch, nbytes: int) -> None:
+        watch.limiting(lambda: self._throttle(nbytes))
         self._set(bytes_done=self._status.bytes_done + nbytes)
 
     def _failed(

@@ -192,7 +192,7 @@ class Restorer:
                 raise
             except Exception as error:
                 following = self._after(step, error)
-                if following is Next.ANEW:
+                if following is Next.AGAIN:
                     raise _Changed from error
                 if following is Next.GIVE_UP:
                     raise

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from statehold.checkpoint.save.handle import Save
 from statehold.errors import WaitTimeout
-from statehold.observe.once import say_once
+from statehold.observe.once import log_once
 from statehold.tensors import updates
 from statehold.tensors.devices.update_streams import UpdateStreams
 from statehold.tensors.gradients import Gradients
@@ -162,7 +162,7 @@ class Gate:
         """If an update may come that the gate does not see: return once `save` is staged or has
         failed."""
         if updates.come_unseen():
-            say_once(_UNSEEN)
+            log_once(_UNSEEN)
             save._wait_ended("staged")
 
     def remove(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from statehold.checkpoint.save.gate import Gate
 from statehold.checkpoint.save.handle import Save
 from statehold.errors import PeerFailedError
-from statehold.observe.once import say_once
+from statehold.observe.once import log_once
 from statehold.process.garbage import uncollected
 from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capture
@@ -47,9 +47,9 @@ class Trainer:
         self.gate.join_streams()
         with save._stage("capture"), uncollected(), named_failures(memory=False):
             captured = capture(state, rank, self.gate.passed(), self.seen)
-        say_once(captured.note, logging.INFO)
+        log_once(captured.note, logging.INFO)
         for doubt in captured.doubts:
-            say_once(doubt)
+            log_once(doubt)
         self.gate.check_gradients(save.step)
         return captured
 

@@ -314,13 +314,13 @@ class Store:
     # -- the commit protocol ---------------------------------------------------------------
 
     def check_order(
-        self, step: int, under_way: int | None = None, *, may_be_away: bool = False
+        self, step: int, under_way: int | None = None, *, may_be_unreachable: bool = False
     ) -> None:
         """Refuse a save that would not become the newest step, those `under_way` included."""
         try:
             known = [self._newest.get(), under_way]
         except StorageError:
-            if not may_be_away:
+            if not may_be_unreachable:
                 raise
             known = [under_way]
         check_newest(self._root, step, known, self.steps)

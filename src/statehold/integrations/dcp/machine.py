@@ -18,7 +18,7 @@ from statehold.integrations.dcp.telemetry import watch_of
 from statehold.io.clients import open_engine
 from statehold.io.profile import tuned
 from statehold.io.staging import chosen
-from statehold.observe.once import say_once
+from statehold.observe.once import log_once
 from statehold.options import Options
 from statehold.process.host_memory import available, ranks_on_host
 
@@ -43,7 +43,7 @@ class Machine:
         options, note = self.options, ""
         if self.borrowed_fs is None:  # a profile belongs to a real storage
             options, note = tuned(options, directory)
-        say_once(note)
+        log_once(note)
         found = copy.copy(self)
         found.options, found.watch = options, watch_of(directory, options.trace)
         return found

@@ -120,9 +120,9 @@ class StorageReader(Endpoint, _StorageReader):
             raise UsageError("read_data() was called before read_metadata()")
         refuse_in_capture("dcp.load()")
         machine = self._machine.at(self._path)
-        with traced(machine.watch), machine.watch.restore() as seen:
-            self._read_items(machine, step, plan, planner, seen)
-            seen.restored_step = step.saved.step
+        with traced(machine.watch), machine.watch.restore() as watch:
+            self._read_items(machine, step, plan, planner, watch)
+            watch.restored_step = step.saved.step
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -133,7 +133,7 @@ class StorageReader(Endpoint, _StorageReader):
         step: Contents,
         plan: LoadPlan,
         planner: LoadPlanner,
-        seen: RestoreWatch,
+        watch: RestoreWatch,
     ) -> None:
         objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
@@ -144,20 +144,20 @@ class StorageReader(Endpoint, _StorageReader):
         ]
         builder = Builder(step)
         built = [builder.build(item.storage_index.fqn) for item in objects]
-        with seen.stage("read", step=step.saved.step):
-            self._read(machine, step, [*wanted, *builder.wanted], seen)
+        with watch.stage("read", step=step.saved.step):
+            self._read(machine, step, [*wanted, *builder.wanted], watch)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         for item, value in zip(objects, built, strict=True):
             planner.load_bytes(item, _pickled(value))
 
     def _read(
-        self, machine: Machine, step: Contents, wanted: Sequence[Wanted], seen: RestoreWatch
+        self, machine: Machine, step: Contents, wanted: Sequence[Wanted], watch: RestoreWatch
     ) -> None:
         """Raises ESTALE if the step is another save by now: its bytes are not damaged."""
 
         def look(directory: str) -> None:
-            read(machine, directory, step.saved, wanted, seen)
+            read(machine, directory, step.saved, wanted, watch)
 
         try:
             with self._machine.storage() as fs:

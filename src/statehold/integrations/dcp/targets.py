@@ -72,7 +72,7 @@ def read(
     directory: str,
     saved: SavedStep,
     wanted: Sequence[Wanted],
-    seen: RestoreWatch,
+    watch: RestoreWatch,
 ) -> None:
     """Fill every target. Raises ChecksumError, with the tensor, for damaged bytes."""
     with contextlib.ExitStack() as opened:
@@ -81,7 +81,7 @@ def read(
         engine = opened.enter_context(machine.engine(fs, nbytes))
         devices = opened.enter_context(contextlib.closing(Devices()))  # unpins before that
         for wave in _waves(wanted):
-            _read_wave(engine, devices, directory, saved, wave, seen)
+            _read_wave(engine, devices, directory, saved, wave, watch)
 
 
 def _waves(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
@@ -103,7 +103,7 @@ def _read_wave(
     directory: str,
     saved: SavedStep,
     wave: Sequence[Wanted],
-    seen: RestoreWatch,
+    watch: RestoreWatch,
 ) -> None:
     straight = [each.target if each.is_straight else _host_memory(each) for each in wave]
     plan = ReadPlan(saved, hint=_HINT)
@@ -118,7 +118,7 @@ def _read_wave(
             shared=each.shared,
         )
     reading = plan.start(engine, lambda name, *_: f"{directory}/{name}")
-    with seen.reading(saved.step, reading.job):
+    with watch.reading(saved.step, reading.job):
         reading.finish(devices.load)
     for each, target in zip(wave, straight, strict=True):
         if target is not each.target:

@@ -63,7 +63,7 @@ class _Save(threading.local):
     path: str | None = None
     use_collectives = True
     save_round: SaveRound | None = None
-    seen: SaveWatch | None = None
+    watch: SaveWatch | None = None
 
 
 class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
@@ -126,7 +126,7 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         super().reset(checkpoint_id)
         self._save.path = self._path
-        self._save.seen = SaveWatch()
+        self._save.watch = SaveWatch()
 
     # torch passes rank and use_collectives only to a parameter of this very name.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -169,7 +169,9 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
         found = [each.storage_data for result in results for each in result]
         paths = _paths(metadata)
         machine = self._machine.at(self._directory())
-        commit = self._seen().stage(machine.watch, "commit", _step(self._directory()), is_last=True)
+        commit = self._watch().stage(
+            machine.watch, "commit", _step(self._directory()), is_last=True
+        )
         with commit, machine.storage() as fs:
             save_round = self._save.save_round
             if save_round is None:
@@ -186,12 +188,12 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
     def _write(self, plan: SavePlan, planner: SavePlanner, *, alone: bool) -> WriteResult:
         """The files of this rank. Without collectives, a rank learns its tree only in finish()."""
         place = self._place_of(plan)
-        machine, seen = self._machine.at(place.final), self._seen()
-        write = seen.stage(machine.watch, "write", place.step, is_last=False)
+        machine, watch = self._machine.at(place.final), self._watch()
+        write = watch.stage(machine.watch, "write", place.step, is_last=False)
         with write, machine.storage() as fs:
             written = write_items(machine, fs, place, plan, planner, alone)
             nbytes = sum(file.bytes for file in written.files)
-            seen.wrote(nbytes, len(written.chunks))
+            watch.wrote(nbytes, len(written.chunks))
             sent = (place, written) if alone else hand_over(fs, place, written)
         return WriteResult(_RESULT, nbytes, sent)
 
@@ -203,10 +205,10 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
         if publish(fs, place.partial, place.final, manifest) is Replaced.HIDDEN:
             _drop_replaced(fs, place)
 
-    def _seen(self) -> SaveWatch:
+    def _watch(self) -> SaveWatch:
         """The watch of this thread's save; without a reset() it begins now."""
-        self._save.seen = self._save.seen or SaveWatch()
-        return self._save.seen
+        self._save.watch = self._save.watch or SaveWatch()
+        return self._save.watch
 
     # -- torch.distributed.checkpoint.staging.AsyncStager --------------------------------------
 

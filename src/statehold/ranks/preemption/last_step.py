@@ -36,7 +36,7 @@ class LastStep:
         """Whether is_last() was called."""
         return self._seen[1] >= 0
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """The run is restored or rewound, on all ranks."""
         with self._changed:
             self._era += 1

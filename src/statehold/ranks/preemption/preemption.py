@@ -60,9 +60,9 @@ class Preemption:
         """Whether the last save is over, and everything was done that there was time for."""
         return self._has_ended
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """The run is restored or rewound: smaller steps may follow."""
-        self._last.begin_anew()
+        self._last.begin_again()
 
     def end(self, committed: Wait, copied: Wait, outcome: Callable[[], str]) -> NoReturn:
         """Wait until the last save is committed, then until all levels have it; leave.

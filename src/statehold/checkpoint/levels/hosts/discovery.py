@@ -117,7 +117,7 @@ class Hosts:
         self._tries = 0
         if peers is None:
             for place in places:
-                _say_missing(place, 1)
+                _warn_of_missing_copies(place, 1)
 
     def discover(self) -> None:
         """Meet the other ranks, unless that has happened; raises on all of them if it fails on
@@ -224,10 +224,10 @@ class Hosts:
             hosts.append(Host(name, ranks, files))
         place.met(hosts, mine, rank, self._exchange.near(place))
         if rank == 0:
-            _say_missing(place, len(hosts))
+            _warn_of_missing_copies(place, len(hosts))
 
 
-def _say_missing(place: HostPlace, hosts: int) -> None:
+def _warn_of_missing_copies(place: HostPlace, hosts: int) -> None:
     """Log a warning if there are fewer hosts than copies need."""
     if place.wanted_copies >= hosts:
         there = f"there are {hosts} hosts" if hosts > 1 else "this process is alone"

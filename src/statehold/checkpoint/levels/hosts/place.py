@@ -184,9 +184,11 @@ class HostPlace(DirectoryPlace):
     def steps(self) -> list[int]:
         return sorted(self.known())
 
-    def check_order(self, step: int, newest: int | None, *, may_be_away: bool = False) -> None:
+    def check_order(
+        self, step: int, newest: int | None, *, may_be_unreachable: bool = False
+    ) -> None:
         if not self.is_apart:
-            super().check_order(step, newest, may_be_away=may_be_away)
+            super().check_order(step, newest, may_be_unreachable=may_be_unreachable)
             return
         check_newest(self.store.root, step, (newest, *self.known()), self.known)
 

@@ -39,10 +39,10 @@ class Head:
     @property
     def body_bytes(self) -> int:
         """The length of the body that follows. Raises WireError if it is not given."""
-        said = self.fields.get("content-length", "0")
-        if "transfer-encoding" in self.fields or _LENGTH.fullmatch(said) is None:
+        length = self.fields.get("content-length", "0")
+        if "transfer-encoding" in self.fields or _LENGTH.fullmatch(length) is None:
             raise WireError("a body without a length")
-        return int(said)
+        return int(length)
 
     def encode(self) -> bytes:
         lines = [" ".join(self.words), *(f"{name}: {text}" for name, text in self.fields.items())]
