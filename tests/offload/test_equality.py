@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from statehold import offload
-from statehold.offload.pipeline import buffers_in_transit
+from statehold.planners.placement import buffers_in_transit
 from support.seeds import seed_of_today
 from support.twins import Twins
 

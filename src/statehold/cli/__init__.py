@@ -122,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         "path", metavar="PATH", nargs="?", default=".", help="the directory for runs"
     )
     _add_bench(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -144,6 +145,32 @@ def _add_bench(commands: Any) -> None:
         metavar="DIR",
         help="the directory for the records and the table",
     )
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser("plan", help="compute what a design costs, without running it")
+    group = plan.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    offload = _command(
+        group, "offload", "predict the time of an update of offloaded optimizer state"
+    )
+    offload.set_defaults(module="plan")
+    offload.add_argument("--parameters", metavar="N", required=True,
+                         help="of one rank, such as 7e9")  # fmt: skip
+    offload.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16",
+                         help="of the parameters (bf16)")  # fmt: skip
+    offload.add_argument("--memory", metavar="BYTES", required=True,
+                         help="host memory for gradients and state")  # fmt: skip
+    offload.add_argument("--path", metavar="DIR[=READ,WRITE]", action="append", default=[],
+                         help='a path, with its rates such as "6GB,4GB" a second; without them, '
+                         "those of its profile (bench io)")  # fmt: skip
+    offload.add_argument("--full-duplex", action="store_true",
+                         help="paths read and write at full rate at the same time")  # fmt: skip
+    offload.add_argument("--rate", metavar="N", default="1e9",
+                         help="parameters that the host updates in a second (1e9)")  # fmt: skip
+    offload.add_argument("--device-rate", metavar="N", help="the same of a device")
+    offload.add_argument("--device-link", metavar="BYTES",
+                         help="what the link to the device moves one way in a second")  # fmt: skip
+    offload.add_argument("--subgroup", metavar="BYTES", help="instead of the size that it chooses")
 
 
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:

@@ -31,22 +31,11 @@ from statehold.offload.store import Store, Stored
 from statehold.offload.subgroups import Subgroup
 from statehold.planners import placement
 
-__all__ = ["EXCHANGES_PER_PATH", "Pipeline", "Use", "buffers_in_transit"]
-
-EXCHANGES_PER_PATH = 2
 # How much the last visit counts in the bandwidth of a path.
 NEWEST = 0.5
 
 # Of a subgroup, its buffer, and whether it is fresh: then the buffer has any content.
 Use = Callable[[Subgroup, torch.Tensor, bool], None]
-
-
-def buffers_in_transit(paths: int) -> int:
-    """Buffers that keep all paths busy: those of the exchanges, one in use, one that has arrived.
-
-    They are not part of the cache, although the cache gains by them.
-    """
-    return EXCHANGES_PER_PATH * paths + 2
 
 
 @dataclass
@@ -75,7 +64,7 @@ class Pipeline:
         self._places = [_Place() for _ in subgroups]
         self._free = deque(range(buffers.count))
         self._owners: list[int | None] = [None] * buffers.count
-        self._exchanges = max(1, EXCHANGES_PER_PATH * len(store.files))
+        self._exchanges = max(1, placement.EXCHANGES_PER_PATH * len(store.files))
         self._threads = ThreadPoolExecutor(self._exchanges, "statehold-offload")
         self.waited_s, self.hits, self.misses = 0.0, 0, 0
         self.counts = placement.shares(len(subgroups), bandwidths) if bandwidths else []

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from statehold.errors import UsageError
-from statehold.offload.pipeline import buffers_in_transit
 from statehold.offload.subgroups import ITEM_BYTES, PAGE_BYTES, Extent, Subgroup, cut
 from statehold.offload.workers import STRIP
-from statehold.planners.placement import choose_subgroup_bytes
+from statehold.planners.placement import buffers_in_transit, choose_subgroup_bytes
 from statehold.process.host_memory import available
 from statehold.units import format_bytes
 

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 from statehold.units import MiB
 
-__all__ = ["choose_subgroup_bytes", "in_turns", "replaced", "shares", "slowest_s"]
-
+EXCHANGES_PER_PATH = 2
 MOVES_PAY_AT = 0.05
 SUBGROUPS_WANTED = 64
 SUBGROUP_BYTES_MIN = 4 * MiB
@@ -30,6 +29,14 @@ def choose_subgroup_bytes(total_bytes: int) -> int:
     than what a device transfers at full speed, and no larger than what a pipeline needs.
     """
     return min(max(total_bytes // SUBGROUPS_WANTED, SUBGROUP_BYTES_MIN), SUBGROUP_BYTES_MAX)
+
+
+def buffers_in_transit(paths: int) -> int:
+    """Buffers that keep all paths busy: those of the exchanges, one in use, one that has arrived.
+
+    They are not part of the cache, although the cache gains by them.
+    """
+    return EXCHANGES_PER_PATH * paths + 2
 
 
 def shares(count: int, bandwidths: Sequence[float]) -> list[int]:
