@@ -29,6 +29,7 @@ from support.agents import (
     waiting,
 )
 from support.faults import DEADLINE_S, SMALL
+from support.inside import inside
 
 KILLS = int(os.environ.get("STATEHOLD_AGENT_KILLS", "4"))
 SEED = int(os.environ.get("STATEHOLD_SEED", "1"))
@@ -95,9 +96,9 @@ def test_no_agent_stays_where_the_ranks_are_on_several_hosts(
         ckpt.save(1, {"w": content(1)}).wait("committed", DEADLINE_S)
         (agent,) = wait_for(lambda: waiting(run), "no agent waits")
         monkeypatch.setattr(Hosts, "are_apart", True)
-        ckpt._opened().prepare_saving()
+        inside(ckpt).prepare_saving()
         wait_ended(agent)
-        ckpt._opened().prepare_saving()
+        inside(ckpt).prepare_saving()
         assert agents(run) == []
         monkeypatch.undo()
     assert said(run) == ""

@@ -19,6 +19,7 @@ import torch
 
 import statehold
 from statehold import _core
+from support.inside import borrowed, inside
 
 PACKAGE = Path(statehold.__file__).parent
 DOCUMENT = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -73,14 +74,14 @@ def ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]
 
     monkeypatch.setattr(_core, "Engine", crossed)
     ckpt = statehold.Checkpointer(tmp_path, staging_bytes="64MiB")
-    ckpt._borrowed.fs = Crossed(fs, modules)  # type: ignore[assignment]
+    borrowed(ckpt).fs = Crossed(fs, modules)  # type: ignore[assignment]
     state = {"model": torch.nn.Linear(8, 8), "step": 0}
     found = {}
     with ckpt:
         for step in range(STEPS):
             modules.clear()
             ckpt.save(step, state).wait()
-            ckpt._opened().pipeline.drain()
+            inside(ckpt).pipeline.drain()
         found["save"] = set(modules)
         modules.clear()
         assert ckpt.restore(state) == STEPS - 1

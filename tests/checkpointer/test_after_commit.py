@@ -14,6 +14,7 @@ import statehold
 from statehold import errors
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
+from support.inside import inside
 
 BOOM = "this fails after the commit"
 
@@ -45,12 +46,12 @@ def test_the_step_stays_committed(
     name: str, run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with statehold.Checkpointer(run, **SMALL) as ckpt:
-        owner, method = LATER[name](ckpt._opened())
+        owner, method = LATER[name](inside(ckpt))
         boom = Boom()
         with monkeypatch.context() as patched:
             patched.setattr(owner, method, boom)
             save = ckpt.save(1, {"x": torch.ones(10)}).wait("committed", DEADLINE_S)
-            ckpt._opened().pipeline.drain()
+            inside(ckpt).pipeline.drain()
         assert boom.fired == 1
         assert (save.error, save.done("committed")) == (None, True)
         assert ckpt.steps() == [1]
@@ -74,7 +75,7 @@ def test_a_replaced_step_that_cannot_be_removed_leaves_the_new_one_committed(
             raise errors.InvariantError("a check of the native core")
 
         with monkeypatch.context() as patched:
-            patched.setattr(ckpt._opened().levels.store, "_discard", refuse)
+            patched.setattr(inside(ckpt).levels.store, "_discard", refuse)
             ckpt.save(1, {"x": 2}).wait("committed", DEADLINE_S)
         assert len(fired) == 1
         live = {"x": 0}
@@ -86,9 +87,9 @@ def test_an_unforeseen_error_of_the_last_sync_says_that_the_step_is_there(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with statehold.Checkpointer(run, **SMALL) as ckpt:
-        store = ckpt._opened().levels.store
+        store = inside(ckpt).levels.store
         ckpt.save(1, {"x": 1}).wait("committed", DEADLINE_S)
-        real, fired = store._fs, []
+        real, fired = store.fs, []
 
         class Failing:
             def __getattr__(self, name: str) -> Any:
@@ -100,7 +101,7 @@ def test_an_unforeseen_error_of_the_last_sync_says_that_the_step_is_there(
                     raise MemoryError
                 real.sync_dir(path)
 
-        monkeypatch.setattr(store, "_fs", Failing())
+        monkeypatch.setattr(store, "fs", Failing())
         with pytest.raises(errors.InvariantError) as caught:
             ckpt.save(2, {"x": 2}).wait("committed", DEADLINE_S)
         assert fired

@@ -18,6 +18,7 @@ import statehold
 from statehold import errors
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, spy_on
+from support.inside import inside
 from support.training import Training, bits
 
 DATA = "rank-00000-of-00001.safetensors"
@@ -264,7 +265,7 @@ def test_failing_to_remove_old_steps_does_not_fail_the_save(run, caplog) -> None
         ckpt.save(1, {"x": 1}).wait("committed", DEADLINE_S)
         spy_on(ckpt, refuse)
         ckpt.save(2, {"x": 2}).wait("committed", DEADLINE_S)
-        ckpt._opened().pipeline.drain()
+        inside(ckpt).pipeline.drain()
         assert ckpt.steps() == [1, 2]
     assert "could not remove steps" in caplog.text
 

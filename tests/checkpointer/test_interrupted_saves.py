@@ -17,6 +17,7 @@ from statehold import Memory, errors
 from statehold.checkpoint.save import call, pipeline, writes
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
+from support.inside import inside
 from support.interrupts import Interrupts
 
 FUNCTIONS: list[Callable[..., Any]] = [
@@ -86,7 +87,7 @@ def interrupted(ckpt: statehold.Checkpointer, step: int, at: int) -> tuple[str |
 def check_goes_on(ckpt: statehold.Checkpointer, seen: list[str]) -> None:
     """Nothing waits for what was interrupted, nothing of it is left, no memory went too early."""
     ckpt.gate(DEADLINE_S)
-    ckpt._opened().pipeline.drain(DEADLINE_S)
+    inside(ckpt).pipeline.drain(DEADLINE_S)
     assert "freed too early" not in seen
 
 
@@ -125,7 +126,7 @@ def test_ctrl_c_where_the_file_is_memory_that_waits(
     ) as ckpt:
         for newest in (1, 2, 3):
             assert interrupted(ckpt, newest, 1 << 30) == (None, True)
-            ckpt._opened().pipeline.drain(DEADLINE_S)
+            inside(ckpt).pipeline.drain(DEADLINE_S)
         places, at = set(), 0
         while True:
             jobs.clear()
@@ -139,8 +140,8 @@ def test_ctrl_c_where_the_file_is_memory_that_waits(
             for _ in range(2):  # so that a file waits to be overwritten
                 newest += 1
                 ckpt.save(newest, {"a": torch.ones(STATE_BYTES, dtype=torch.uint8).numpy()})
-                ckpt._opened().pipeline.drain(DEADLINE_S)
-        ckpt._opened().pipeline.drain(DEADLINE_S)
+                inside(ckpt).pipeline.drain(DEADLINE_S)
+        inside(ckpt).pipeline.drain(DEADLINE_S)
         assert "ready_file" in places
         assert not list(memory.rglob("*.partial"))
 
@@ -157,7 +158,7 @@ def test_an_error_after_the_start_of_the_job(
 
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         with monkeypatch.context() as patched:
-            patched.setattr(ckpt._opened().runtime.devices, "copies", boom)
+            patched.setattr(inside(ckpt).runtime.devices, "copies", boom)
             with pytest.raises(type(error)) as caught:
                 ckpt.save(1, {"a": torch.ones(STATE_BYTES, dtype=torch.uint8).numpy()})
         assert fired

@@ -26,6 +26,7 @@ import statehold
 from statehold.checkpoint.restore.restoring import Restorer
 from statehold.errors import StateholdError
 from support.faults import SMALL
+from support.inside import inside
 
 RESTORES = int(os.environ.get("STATEHOLD_READERS", "60"))
 IS_LONG = "STATEHOLD_READERS" in os.environ
@@ -81,7 +82,7 @@ class Readers:
         """What is wrong with one restore."""
         live = content(0)
         try:
-            newest = ckpt._opened().levels.store.newest() or 0
+            newest = inside(ckpt).levels.store.newest() or 0
             got = ckpt.restore(live)
         except (StateholdError, RuntimeWarning) as error:
             return iter([f"{type(error).__name__}: {error}"])

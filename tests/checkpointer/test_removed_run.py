@@ -17,6 +17,7 @@ from statehold.checkpoint.store.lock import RunLock, is_saved_into
 from statehold.errors import RunBusyError, StorageError
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL
+from support.inside import inside, promoter
 from support.levels import FAR, LATER, only, opened_on, save, settle
 
 
@@ -80,7 +81,7 @@ def test_a_run_directory_that_another_job_has_made_meanwhile_is_its_own(tmp_path
 def test_copies_that_were_interrupted_go_when_nothing_is_copied_there_any_more() -> None:
     fs = SimFs(seed=1)
     with opened_on(fs, far=LATER) as ckpt:
-        place = ckpt._opened().levels.promotions._promoters["far"].place
+        place = promoter(ckpt).place
         commit = place.commit
 
         def fail(*_: object) -> None:
@@ -88,7 +89,7 @@ def test_copies_that_were_interrupted_go_when_nothing_is_copied_there_any_more()
 
         place.commit = fail  # type: ignore[method-assign]
         save(ckpt, 1, content(1))
-        ckpt._opened().levels.promotions.wait(DEADLINE_S)
+        inside(ckpt).levels.promotions.wait(DEADLINE_S)
         halves = [name for name, _ in fs.listdir(FAR) if ".copy-" in name]
         assert len(halves) == 1
         place.commit = commit  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ import statehold
 from statehold.errors import RunBusyError, StepOrderError
 from support import scripts
 from support.faults import DEADLINE_S, SMALL, Holdup
+from support.inside import inside
 from support.training import Training, bits
 
 DATA = "rank-00000-of-00001.safetensors"
@@ -25,7 +26,7 @@ def save_steps(ckpt: statehold.Checkpointer, training: Training, steps: range) -
         training.step()
         save = ckpt.save(step, training.state).wait("committed", DEADLINE_S)
         reused.append(save.stats.reused)
-    ckpt._opened().pipeline.drain()
+    inside(ckpt).pipeline.drain()
     return reused
 
 
@@ -84,7 +85,7 @@ def test_a_state_of_another_size_reuses_files_and_restores(run) -> None:
         for step, numel in enumerate([5000, 900_000, 3, 70_000, 1_000_000, 0], 1):
             state = {"w": torch.arange(numel, dtype=torch.int32)}
             ckpt.save(step, state).wait("committed", DEADLINE_S)
-            ckpt._opened().pipeline.drain()
+            inside(ckpt).pipeline.drain()
             live = {"w": torch.zeros(numel, dtype=torch.int32)}
             ckpt.restore(live)
             assert torch.equal(live["w"], state["w"])
@@ -93,7 +94,7 @@ def test_a_state_of_another_size_reuses_files_and_restores(run) -> None:
 def test_a_step_being_restored_is_not_retired(run) -> None:
     with statehold.Checkpointer(run, keep=1, **SMALL) as ckpt:
         save_steps(ckpt, Training(), range(1, 2))
-        with ckpt._opened().levels.store.protect(1):
+        with inside(ckpt).levels.store.protect(1):
             save_steps(ckpt, Training(), range(2, 4))
             assert ckpt.steps() == [1, 3]
         save_steps(ckpt, Training(), range(4, 5))

@@ -19,6 +19,7 @@ from statehold.ranks.peers import Peers
 from statehold.testing import MemoryBoard, SimFs
 from statehold.units import MiB
 from support.faults import DEADLINE_S
+from support.inside import borrowed, inside
 
 STAGING = 8 * MiB
 OPTIONS = {"buffer_bytes": MiB, "copy_threads": 1, "staging_bytes": STAGING}
@@ -45,8 +46,8 @@ def runtimes(tmp_path: Path) -> Iterator[list[Runtime]]:
 
 def checkpointer(runtime: Runtime, run: Path, peers: Peers | None) -> statehold.Checkpointer:
     ckpt = statehold.Checkpointer(run, **OPTIONS)
-    ckpt._borrowed.runtime = runtime
-    ckpt._borrowed.peers = peers
+    borrowed(ckpt).runtime = runtime
+    borrowed(ckpt).peers = peers
     return ckpt
 
 
@@ -87,7 +88,7 @@ def test_a_checkpointer_gives_back_the_runtime_that_it_opened_and_no_other(
     close = Runtime.close
     monkeypatch.setattr(Runtime, "close", lambda self: (closed.append(self), close(self)))
     with statehold.Checkpointer(run, **OPTIONS) as own:
-        opened = own._opened().runtime
+        opened = inside(own).runtime
         assert not closed
     assert closed == [opened]
     session(runtimes[:1], run, epoch=0, step=1)

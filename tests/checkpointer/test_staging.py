@@ -16,6 +16,7 @@ from statehold.io import staging
 from statehold.process import host_memory as memory
 from statehold.units import MiB
 from support.faults import DEADLINE_S, Holdup
+from support.inside import inside
 
 OPTIONS: dict[str, Any] = {"buffer_bytes": MiB, "copy_threads": 1}
 PLENTY = 600 * MiB
@@ -36,7 +37,7 @@ def state(mib: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def size_of(ckpt: statehold.Checkpointer) -> int:
-    return ckpt._opened().runtime.staging_bytes
+    return inside(ckpt).runtime.staging_bytes
 
 
 def saved(ckpt: statehold.Checkpointer, step: int, mib: int) -> int:
@@ -85,10 +86,10 @@ def test_a_step_that_does_not_fit_gets_the_memory_once(
         assert saved(ckpt, 1, 1) == 2 * MiB
         assert "staging" not in caplog.text
         assert saved(ckpt, 2, 8) == 10 * MiB
-        engine = ckpt._opened().runtime.engine
+        engine = inside(ckpt).runtime.engine
         assert saved(ckpt, 3, 8) == 10 * MiB
         assert saved(ckpt, 4, 1) == 10 * MiB
-        assert ckpt._opened().runtime.engine is engine
+        assert inside(ckpt).runtime.engine is engine
     [line] = [record for record in caplog.records if "staging" in record.getMessage()]
     assert line.levelno == logging.INFO
     assert "staging memory of 10 MiB for 8" in line.getMessage()
@@ -126,7 +127,7 @@ def test_a_state_that_grows_waits_for_the_save_under_way(run: Path, host: dict[s
         holdup = Holdup(ckpt)
         first, second = state(1, seed=1), state(8, seed=2)
         save = ckpt.save(1, first)
-        draining = ckpt._opened().pipeline.drain
+        draining = inside(ckpt).pipeline.drain
 
         def drain() -> None:
             assert not save.done("committed")
@@ -134,7 +135,7 @@ def test_a_state_that_grows_waits_for_the_save_under_way(run: Path, host: dict[s
             draining()
             assert save.done("committed")
 
-        ckpt._opened().pipeline.drain = drain  # type: ignore[method-assign]
+        inside(ckpt).pipeline.drain = drain  # type: ignore[method-assign]
         ckpt.save(2, second).wait("committed", DEADLINE_S)
         assert size_of(ckpt) == 10 * MiB
         for step, expected in ((1, first), (2, second)):

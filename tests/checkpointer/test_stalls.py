@@ -10,6 +10,7 @@ import torch
 
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, Holdup, must
+from support.inside import inside
 
 
 class Heard(logging.Handler):
@@ -32,7 +33,7 @@ def test_a_save_that_waits_for_long_says_for_what() -> None:
     try:
         with checkpointer_on(SimFs(seed=1), "/runs/x", **SMALL) as ckpt:
             ckpt.save(1, state).wait("committed", DEADLINE_S)
-            ckpt._opened().pipeline._stalls._after_s = 0.01
+            inside(ckpt).pipeline._stalls._after_s = 0.01
             holdup = Holdup(ckpt)
             save = ckpt.save(2, state)
             must(holdup.waiting.wait(DEADLINE_S))

@@ -12,6 +12,7 @@ import torch
 from statehold.errors import StepOrderError
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, spy_on
+from support.inside import inside
 
 RUN = "/runs/x"
 
@@ -22,7 +23,7 @@ def content(step: int) -> dict[str, Any]:
 
 def save(ckpt: Any, step: int) -> None:
     ckpt.save(step, content(step)).wait("committed", DEADLINE_S)
-    ckpt._opened().pipeline.drain()
+    inside(ckpt).pipeline.drain()
 
 
 @pytest.mark.parametrize("operation", ["unlink", "rmdir"])

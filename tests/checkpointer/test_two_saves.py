@@ -12,6 +12,7 @@ from torch import nn
 
 import statehold
 from support.faults import DEADLINE_S
+from support.inside import inside
 
 MIB = 1 << 18  # float32 elements
 
@@ -43,7 +44,7 @@ def run_to_its_end(ckpt: statehold.Checkpointer, body: Callable[[], None]) -> No
     thread.join(DEADLINE_S)
     is_stuck = thread.is_alive()
     if is_stuck:
-        ckpt._opened().runtime.engine.close()
+        inside(ckpt).runtime.engine.close()
     thread.join()
     assert not is_stuck, "the saves do not end"
     if raised:

@@ -14,6 +14,7 @@ from cli.conftest import Asked
 from statehold.checkpoint.levels.remembered import FILE_NAME
 from statehold.cli import main
 from support.faults import SMALL
+from support.inside import inside
 from support.levels import save
 
 pytest.importorskip("obstore")
@@ -34,7 +35,7 @@ def many(tmp_path: Path) -> Path:
     with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
         for step in (1, 2, 3):
             save(ckpt, step, {"w": torch.full((1 << 18,), float(step)), "step": step})
-            ckpt._opened().levels.promotions.wait(60.0)
+            inside(ckpt).levels.promotions.wait(60.0)
     return tmp_path / "run"
 
 

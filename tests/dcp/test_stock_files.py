@@ -23,6 +23,7 @@ from statehold.errors import (
 )
 from statehold.integrations.dcp import restore_stock
 from support.faults import SMALL
+from support.inside import inside
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -68,7 +69,7 @@ def test_names_are_those_of_a_checkpointer(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "c.pt")
     with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
         ckpt.save(1, state).wait()
-        ours = ckpt._opened().levels.store.open(1).tensors
+        ours = inside(ckpt).levels.store.open(1).tensors
     live = {"a": {"b": torch.zeros(2), "list": [torch.zeros(1), {"c": torch.zeros(3)}]}, "n": []}
     report = restore_stock(tmp_path / "c.pt", live)
     assert set(report.loaded) == {*ours, "n"}

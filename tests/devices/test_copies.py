@@ -18,6 +18,7 @@ from statehold.tensors.devices import Devices
 from statehold.tensors.devices.copying import DeviceCopies
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, SMALL, Holdup, must
+from support.inside import inside
 
 
 @pytest.mark.parametrize("width", [32, 1024])  # one buffer, and many times the staging memory
@@ -44,7 +45,7 @@ def test_buffers_are_pinned_once_and_only_those_that_are_used(
         for step in range(2, 5):
             ckpt.save(step, training.state).wait("committed", DEADLINE_S)
         ckpt.restore(training.state)
-        address = ckpt._opened().runtime.engine.staging_address
+        address = inside(ckpt).runtime.engine.staging_address
         buffers = {address: 1 << 20, address + (1 << 20): 1 << 20}
         assert len(machine.pins.calls) == 1  # of two: the state fits in one
         assert machine.pins.ranges.items() <= buffers.items()

@@ -20,6 +20,7 @@ from statehold.tensors.capture import capture
 from statehold.tensors.devices import Devices
 from support.cuda import Machine
 from support.faults import DEADLINE_S, SMALL, Holdup, must, spy_on
+from support.inside import inside
 
 LARGE = 5 << 18  # elements of 4 bytes: 5 MiB, two and a half times the staging memory
 
@@ -155,7 +156,7 @@ def test_a_change_while_they_are_waited_for_fails_the_save(
         ckpt.save(1, state)
     meanwhile.end()
     assert caught.value.facts["tensor"] == "0"
-    ckpt._opened().pipeline.drain(DEADLINE_S)
+    inside(ckpt).pipeline.drain(DEADLINE_S)
     assert ckpt.steps() == []
 
 
@@ -271,7 +272,7 @@ def test_ctrl_c_while_they_are_waited_for_commits_nothing(
         ckpt.save(1, state)
     spoil(state)
     machine_holdup.release()
-    ckpt._opened().pipeline.drain(DEADLINE_S)
+    inside(ckpt).pipeline.drain(DEADLINE_S)
     assert ckpt.steps() == []
 
 

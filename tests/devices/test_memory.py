@@ -11,6 +11,7 @@ import statehold
 from devices.conftest import trained_on
 from support.cuda import Machine
 from support.faults import DEADLINE_S, Holdup, must
+from support.inside import inside
 
 
 class Temporary:
@@ -56,5 +57,5 @@ def test_device_memory_of_a_failed_save_is_given_back(
     machine.timeline.may_finish.set()
     with pytest.raises(statehold.errors.TornSnapshot):
         save.wait("committed", DEADLINE_S)
-    ckpt._opened().pipeline.drain(DEADLINE_S)
+    inside(ckpt).pipeline.drain(DEADLINE_S)
     assert machine.bytes_on() == before

@@ -23,11 +23,9 @@ def rates(levels: list[Level], options: Options = OFTEN) -> list[float]:
     return rates_by_level([level.survives for level in levels], failures)
 
 
-def run_of(
-    monkeypatch: pytest.MonkeyPatch, levels: list[Level], costs: list[Costs], **other: Any
-) -> SimulatedRun:
+def run_of(levels: list[Level], costs: list[Costs], **other: Any) -> SimulatedRun:
     options = {"step_s": 1.0, "noise": 0.02, "seed": 1, "options": OFTEN, **other}
-    return SimulatedRun(levels, costs, monkeypatch=monkeypatch, **options)
+    return SimulatedRun(levels, costs, **options)
 
 
 THREE = [Memory(every="auto"), Directory(every="auto"), ObjectStore("s3://b/p", every="auto")]
@@ -39,11 +37,9 @@ THREE_COSTS = [
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_ends_within_a_few_percent_of_the_best_of_all_cadences(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_ends_within_a_few_percent_of_the_best_of_all_cadences(seed: int) -> None:
     """The waste of what it came to, with the true costs, against a sweep of fixed cadences."""
-    run = run_of(monkeypatch, THREE, THREE_COSTS, seed=seed)
+    run = run_of(THREE, THREE_COSTS, seed=seed)
     run.train(6000)
     true = [
         LevelCost(cost.lost_s(), rate) for cost, rate in zip(THREE_COSTS, rates(THREE), strict=True)
@@ -60,8 +56,8 @@ def test_it_ends_within_a_few_percent_of_the_best_of_all_cadences(
     assert lost([1, 1, 1]) > 10 * best
 
 
-def test_what_is_free_is_saved_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(monkeypatch, THREE[:1], [Costs(0.4, blocked_s=0.0005)])
+def test_what_is_free_is_saved_at_every_step() -> None:
+    run = run_of(THREE[:1], [Costs(0.4, blocked_s=0.0005)])
     run.train(400)
     assert run.saved[-300:] == list(range(101, 401))
     interval = run.schedule.interval("memory")
@@ -71,25 +67,25 @@ def test_what_is_free_is_saved_at_every_step(monkeypatch: pytest.MonkeyPatch) ->
     assert "is free" in str(interval)
 
 
-def test_what_save_blocks_decides_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(monkeypatch, THREE[:1], [Costs(0.4, blocked_s=0.1, gate_s=0.1)])
+def test_what_save_blocks_decides_how_often() -> None:
+    run = run_of(THREE[:1], [Costs(0.4, blocked_s=0.1, gate_s=0.1)])
     run.train(3000)
     [rate] = rates(THREE[:1])
     assert run.intervals[0] == pytest.approx(young_s(0.2, rate), rel=0.1)
 
 
-def test_copies_on_other_hosts_are_a_cost_of_their_level(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_on_other_hosts_are_a_cost_of_their_level() -> None:
     levels: list[Level] = [Memory(every="auto", copies=1)]
     costs = [Costs(0.5, blocked_s=0.01), Costs(6.0, slower=0.2)]
-    run = run_of(monkeypatch, levels, costs)
+    run = run_of(levels, costs)
     run.train(6000)
     true = LevelCost(sum(cost.lost_s() for cost in costs), rates(levels)[0])
     best = min(loss(true, float(steps)) for steps in range(1, 2000))
     assert loss(true, float(run.intervals[0])) < 1.1 * best
 
 
-def test_a_slower_storage_is_noticed_and_a_faster_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(monkeypatch, THREE[:1], [Costs(0.4, blocked_s=0.05)])
+def test_a_slower_storage_is_noticed_and_a_faster_one_too() -> None:
+    run = run_of(THREE[:1], [Costs(0.4, blocked_s=0.05)])
     run.train(3000)
     before = run.intervals[0]
     run.costs = [Costs(0.4, blocked_s=0.8)]
@@ -101,9 +97,9 @@ def test_a_slower_storage_is_noticed_and_a_faster_one_too(monkeypatch: pytest.Mo
     assert run.intervals[0] == pytest.approx(before, rel=0.4)  # what is worth no change stays
 
 
-def test_noise_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_changes_nothing() -> None:
     """It does not flap: an INFO line for each change, and there are few in a long run."""
-    run = run_of(monkeypatch, THREE, THREE_COSTS, noise=0.1)
+    run = run_of(THREE, THREE_COSTS, noise=0.1)
     run.train(4000)
     told = len(run.lines)
     run.train(8000)
@@ -111,32 +107,32 @@ def test_noise_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(run.lines) - told <= 3, "\n".join(run.lines)
 
 
-def test_steps_that_become_faster_or_slower_are_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_become_faster_or_slower_are_no_cost() -> None:
     """What there is to compare with is of other times then, and found anew."""
-    run = run_of(monkeypatch, THREE[:1], [Costs(0.4, blocked_s=0.0005)])
+    run = run_of(THREE[:1], [Costs(0.4, blocked_s=0.0005)])
     for step_s in (1.0, 3.0, 0.8):
         run.step_s = step_s
         run.train(600)
         assert run.intervals == [1], f"{step_s} s a step: {run.lines}"
 
 
-def test_levels_with_a_cadence_of_their_own_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_levels_with_a_cadence_of_their_own_are_left_alone() -> None:
     levels = [Memory(every="auto"), Directory(every="10min"), ObjectStore("s3://b/p", every=5000)]
-    run = run_of(monkeypatch, levels, [Costs(0.4, blocked_s=2.0), Costs(5.0, 0.1), Costs(5.0)])
+    run = run_of(levels, [Costs(0.4, blocked_s=2.0), Costs(5.0, 0.1), Costs(5.0)])
     run.train(3000)
     assert run.intervals[1:] == [1, 1]  # nobody has told them
     assert 1 < run.intervals[0] <= 600
     assert run.schedule.interval("directory") is None
 
 
-def test_a_time_at_the_first_level_alone_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(monkeypatch, [Directory(every="30s")], [Costs(0.4)], noise=0.0)
+def test_a_time_at_the_first_level_alone_is_time() -> None:
+    run = run_of([Directory(every="30s")], [Costs(0.4)], noise=0.0)
     run.train(100)
     assert run.saved == [1, 31, 61, 91]
 
 
-def test_a_change_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(monkeypatch, THREE[:1], [Costs(0.4, blocked_s=0.2)])
+def test_a_change_says_why() -> None:
+    run = run_of(THREE[:1], [Costs(0.4, blocked_s=0.2)])
     run.train(500)
     assert "level memory gets a step every" in run.lines[0]
     assert "costs 200 ms" in run.lines[0]
@@ -161,13 +157,13 @@ def test_rates_that_make_no_sense_are_refused(options: dict[str, Any], words: st
         Options(**options)
 
 
-def test_rates_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_the_users() -> None:
     """A quarter of the failures: twice the interval; the hosts of the ranks are the nodes."""
     found = []
     for mtbf, hosts in (("20d", 512), ("80d", 512), ("80d", 2048)):
         options = Options(node_mtbf=mtbf)
         costs = [Costs(0.4, blocked_s=0.2)]
-        run = run_of(monkeypatch, [Directory(every="auto")], costs, options=options, hosts=hosts)
+        run = run_of([Directory(every="auto")], costs, options=options, hosts=hosts)
         run.train(3000)
         found.append(run.intervals[0])
     assert found[1] == pytest.approx(2 * found[0], rel=0.15)

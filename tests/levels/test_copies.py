@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 import statehold
 from sim.crash_states import crash_states
 from statehold import Directory, Memory
+from statehold.checkpoint.levels import throttle
 from statehold.checkpoint.levels.places import DirectoryPlace
 from statehold.checkpoint.levels.throttle import NICENESS
 from statehold.errors import ChecksumError, NoSpaceError, StepOrderError, StorageError, WaitTimeout
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
+from support.inside import borrowed, inside, promoter
 from support.levels import (
     FAR,
     LATER,
@@ -106,10 +108,17 @@ def test_a_level_gets_the_steps_that_its_cadence_says(fs) -> None:
 
 
 def test_a_level_gets_a_step_in_so_much_time(fs) -> None:
-    with opened_on(fs, far={"every": "1h"}) as ckpt:
+    now_s = [1000.0]
+    ckpt = opened_on(fs, far={"every": "1h"})
+    borrowed(ckpt).clock = lambda: now_s[0]
+    with ckpt:
         save(ckpt, 1, content(1))
         assert status(ckpt).copying is status(ckpt).newest is None
-        ckpt._opened().levels.promotions._promoters["far"]._cadence._last_s -= 3600.0
+        now_s[0] += 3599.0
+        save(ckpt, 1, content(1))
+        settle(ckpt)
+        assert status(ckpt).newest is None
+        now_s[0] += 1.0
         save(ckpt, 2, content(2))
         save(ckpt, 3, content(3))
         settle(ckpt)
@@ -122,7 +131,7 @@ def test_a_busy_level_gets_the_newest_step_once_it_is_free(fs) -> None:
             save(ckpt, step, content(step))
         must(held.waiting.wait(DEADLINE_S))
         assert status(ckpt).copying == 1
-        ckpt._opened().pipeline.drain()
+        inside(ckpt).pipeline.drain()
         held.go_on.set()
         settle(ckpt)
         save(ckpt, 4, content(4))
@@ -136,7 +145,7 @@ def test_each_level_keeps_its_own_number_and_a_step_stays_while_it_is_copied(fs)
             save(ckpt, 1, content(1))
             must(held.waiting.wait(DEADLINE_S))
             save(ckpt, 2, content(2))
-            ckpt._opened().pipeline.drain()
+            inside(ckpt).pipeline.drain()
             assert steps_at(fs, NEAR) == [1, 2]
         settle(ckpt)
         assert steps_at(fs, NEAR) == [2]
@@ -280,7 +289,7 @@ def test_every_operation_of_a_copy_may_fail_and_the_next_step_gets_there(operati
                 save(ckpt, step, content(step))
                 ckpt.flush(DEADLINE_S)
             save(ckpt, 4, content(4))
-            ckpt._opened().pipeline.drain()
+            inside(ckpt).pipeline.drain()
             fs.fail_next(operation, errno.EIO, 1, skip)
             ckpt.flush(DEADLINE_S)
             fired = fs.fired.get("injected", 0)
@@ -327,7 +336,7 @@ def test_old_steps_that_cannot_be_removed_do_not_fail_a_copy(fs, caplog) -> None
         save(ckpt, 1, content(1))
         ckpt.flush(DEADLINE_S)
         save(ckpt, 2, content(2))
-        ckpt._opened().pipeline.drain()
+        inside(ckpt).pipeline.drain()
         fs.fail_next("rename", errno.EIO, 1, 1)  # D6, then R1
         ckpt.flush(DEADLINE_S)
         assert fs.fired["injected rename"] == 1
@@ -361,7 +370,7 @@ def test_a_full_level_fails_its_copies_and_recovers(tmp_path: Path) -> None:
         save(ckpt, 1, content(1, big))
         ckpt.flush(DEADLINE_S)
         save(ckpt, 2, content(2, big))
-        ckpt._opened().pipeline.drain()
+        inside(ckpt).pipeline.drain()
         fs.set_faults(capacity=used(fs, "") + 1000)
         ckpt.flush(DEADLINE_S)
         assert isinstance(status(ckpt).error, NoSpaceError)
@@ -388,7 +397,7 @@ def test_the_power_goes_off_before_every_change_of_a_copy() -> None:
             save(ckpt, step, content(step))
             ckpt.flush(DEADLINE_S)
         save(ckpt, 3, content(3))
-        ckpt._opened().pipeline.drain()
+        inside(ckpt).pipeline.drain()
         fs.record()
         ckpt.flush(DEADLINE_S)
         assert status(ckpt).newest == 3
@@ -432,12 +441,12 @@ def test_a_slow_level_does_not_hold_up_a_fast_one(tmp_path: Path) -> None:
     ckpt = statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL)
     try:
         save(ckpt, 1, content(1, 8 << 20))  # an hour at the limit
-        ckpt._opened().pipeline.drain()
-        ckpt._opened().levels.promotions._promoters["fast"].wait(DEADLINE_S)
+        inside(ckpt).pipeline.drain()
+        promoter(ckpt, "fast").wait(DEADLINE_S)
         assert status(ckpt, "fast").newest == 1
         assert status(ckpt, "slow").copying == 1
     finally:
-        ckpt._opened().levels.promotions.close()  # the slow copy is given up
+        inside(ckpt).levels.promotions.close()  # the slow copy is given up
         assert status(ckpt, "slow").newest is None
         ckpt._close(flush=False)
     assert not list((tmp_path / "slow").glob("step-????????????"))
@@ -452,6 +461,7 @@ def test_a_copy_leaves_the_processor_to_the_training(tmp_path: Path, monkeypatch
         take(place, copy)
 
     monkeypatch.setattr(DirectoryPlace, "take", seen)
+    monkeypatch.setattr(throttle, "NICENESS", NICENESS)  # which conftest.py has changed
     mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     levels = [Directory(), Directory(path=tmp_path / "far", name="far")]
     with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
@@ -483,7 +493,7 @@ def test_saves_go_to_the_next_level_while_the_first_is_full(tmp_path: Path, capl
         assert got == 3
         assert holds(found, 3)
         save(ckpt, 4, content(4))
-        ckpt._opened().pipeline.drain()
+        inside(ckpt).pipeline.drain()
         assert (steps_at(fs, NEAR), steps_at(fs, FAR)) == ([1, 4], [1, 2, 3])
     assert steps_at(fs, FAR) == [2, 3, 4]
     assert caplog.text.count("level near cannot take step 2; saves go to level far") == 1

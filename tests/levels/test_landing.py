@@ -18,6 +18,7 @@ from statehold.errors import (
 )
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, Holdup
+from support.inside import inside
 from support.levels import (
     FAR,
     LATER,
@@ -58,7 +59,7 @@ def refuse(ranks: Ranks, rank: int, *levels: int) -> list[int]:
     """From now on this rank can open no file at the levels; the list empties it again."""
     refusing = list(levels)
     for level in levels:
-        store = ranks.ckpts[rank]._opened().levels.near[level].store
+        store = inside(ranks.ckpts[rank]).levels.near[level].store
         data_file = store.data_file
 
         def fail(*args: Any, level: int = level, do: Any = data_file) -> Any:
@@ -109,7 +110,7 @@ def test_only_when_no_level_is_left_does_a_save_of_ranks_fail(rank: int) -> None
                 assert isinstance(error, PeerFailedError)
                 assert (error.rank, "level 0" in error.reason) == (rank, True)
         refusing.clear()
-        ranks.each(lambda rank: ranks.ckpts[rank]._opened().pipeline.drain())
+        ranks.each(lambda rank: inside(ranks.ckpts[rank]).pipeline.drain())
         saved(ranks, 3)
         check_newest(ranks, 3)
         assert not partials(fs)
@@ -160,7 +161,7 @@ def test_a_level_that_is_another_jobs_is_left_alone() -> None:
 def test_what_is_no_refusal_fails_the_save_for_all() -> None:
     with job(SimFs(seed=1)) as ranks:
         saved(ranks, 1)
-        store = ranks.ckpts[2]._opened().levels.near[0].store
+        store = inside(ranks.ckpts[2]).levels.near[0].store
 
         def fail(*_: Any) -> None:
             raise ZeroDivisionError
@@ -180,7 +181,7 @@ def test_what_is_no_refusal_fails_the_save_for_all() -> None:
 def be_patient_for(ranks: Ranks, timeout_s: float) -> None:
     """How long each waits for the others, from now on."""
     for ckpt in ranks.ckpts:
-        peers = ckpt._opened().peers
+        peers = inside(ckpt).peers
         assert peers is not None
         peers.timeout_s = timeout_s
 
@@ -201,7 +202,7 @@ def test_a_rank_that_could_not_begin_ends_the_meeting_at_once(failing: int) -> N
             else:
                 assert isinstance(error, PeerFailedError)
                 assert error.rank == failing
-        ranks.outcomes(lambda rank: ranks.ckpts[rank]._opened().pipeline.drain())
+        ranks.outcomes(lambda rank: inside(ranks.ckpts[rank]).pipeline.drain())
         saved(ranks, 3)
         check_newest(ranks, 3)
 
@@ -226,7 +227,7 @@ def test_a_rank_that_does_not_come_is_named_in_time(lost: int) -> None:
 def test_a_level_that_cannot_be_prepared_by_rank_0_is_passed_over(monkeypatch: Any) -> None:
     fs = SimFs(seed=1)
     with job(fs) as ranks:
-        place = ranks.ckpts[0]._opened().levels.near[0]
+        place = inside(ranks.ckpts[0]).levels.near[0]
         fired = []
 
         def fail(_: Any) -> None:
@@ -269,7 +270,7 @@ def test_ranks_with_different_levels_are_told_at_their_first_save(difference: st
     with unlike(DIFFERENT[difference]) as ranks:
         for _ in range(2):
             failures = ranks.failures(1, lambda rank: state(rank, 1))
-            ranks.each(lambda rank: ranks.ckpts[rank]._opened().pipeline.drain())
+            ranks.each(lambda rank: inside(ranks.ckpts[rank]).pipeline.drain())
             for rank, error in enumerate(failures):
                 assert isinstance(error, UsageError if rank == 1 else PeerFailedError)
                 assert difference in str(error)
@@ -293,7 +294,7 @@ def test_ranks_of_which_one_has_no_first_save_compare_their_levels_no_more() -> 
     with job(SimFs(seed=1)) as ranks:
         failures = ranks.failures(1, lambda rank: {"x": object()} if rank == 1 else state(rank, 1))
         assert isinstance(failures[1], UnsupportedValueError)
-        ranks.outcomes(lambda rank: ranks.ckpts[rank]._opened().pipeline.drain())
+        ranks.outcomes(lambda rank: inside(ranks.ckpts[rank]).pipeline.drain())
         saved(ranks, 2)
         check_newest(ranks, 2)
 

@@ -17,6 +17,7 @@ import statehold
 from statehold import errors
 from support import scripts
 from support.faults import DEADLINE_S, SMALL, Holdup, spy_on
+from support.inside import inside
 
 NUMEL = 2_000_000
 BYTES = 4 * NUMEL
@@ -46,7 +47,7 @@ def test_steps_are_copied_once_into_files_that_are_used_again(memory: Path, run:
         reused = []
         for step in range(1, 8):
             save = ckpt.save(step, content(step)).wait("committed", DEADLINE_S)
-            ckpt._opened().levels.promotions.wait(DEADLINE_S)
+            inside(ckpt).levels.promotions.wait(DEADLINE_S)
             reused.append(save.stats.reused)
         # The second finds one that was made ready; later ones the one that was retired.
         assert reused == [False] + [True] * 6
@@ -76,11 +77,11 @@ def test_memory_of_steps_that_are_given_up_comes_back(memory: Path, run: Path) -
     with statehold.Checkpointer(run, levels=levels(memory), **SMALL) as ckpt:
         for step in range(1, 5):
             ckpt.save(step, content(step)).wait("committed", DEADLINE_S)
-        ckpt._opened().levels.promotions.wait(DEADLINE_S)
+        inside(ckpt).levels.promotions.wait(DEADLINE_S)
         assert used() < 3.2 * BYTES
         ckpt.rewind(2)
         ckpt.save(3, {"small": torch.ones(3)}).wait("committed", DEADLINE_S)
-        ckpt._opened().levels.promotions.wait(DEADLINE_S)
+        inside(ckpt).levels.promotions.wait(DEADLINE_S)
     assert used() < BYTES
     assert mapped_files(memory) == []
 
@@ -103,13 +104,13 @@ def test_a_step_that_is_being_saved_is_left_alone_by_the_next_save_of_it(
     """A file may become free at any moment, as when a copy to another level has ended."""
     with statehold.Checkpointer(run, levels=levels(memory, every=100), **SMALL) as ckpt:
         # The first of the two is to be opened by the thread that is held up.
-        monkeypatch.setattr(ckpt._opened().levels.store, "make_ready", lambda *_: None)
+        monkeypatch.setattr(inside(ckpt).levels.store, "make_ready", lambda *_: None)
         ckpt.save(1, {"w": torch.zeros(99)}).wait("committed", DEADLINE_S)
         holdup = Holdup(ckpt)
         first = ckpt.save(2, {"w": torch.ones(99)})
         reached = holdup.waiting.wait(DEADLINE_S)
         assert reached
-        monkeypatch.setattr(ckpt._opened().levels.store, "has_ready", lambda _name: True)
+        monkeypatch.setattr(inside(ckpt).levels.store, "has_ready", lambda _name: True)
         second = ckpt.save(2, {"w": torch.full((99,), 2.0)})
         holdup.release()
         first.wait("committed", DEADLINE_S)
@@ -142,8 +143,8 @@ def test_a_failed_save_gives_its_memory_back(memory: Path, run: Path) -> None:
         got = ckpt.restore(live)
         assert got == 5
         assert torch.equal(live["w"], content(5)["w"])  # type: ignore[arg-type]
-        ckpt._opened().levels.promotions.wait(DEADLINE_S)  # one may still be copied elsewhere
-        ckpt._opened().pipeline.drain()
+        inside(ckpt).levels.promotions.wait(DEADLINE_S)  # one may still be copied elsewhere
+        inside(ckpt).pipeline.drain()
         assert len(mapped_files(memory)) <= 2
 
 

@@ -26,6 +26,7 @@ from statehold.io.objects.parallel import Target
 from statehold.layout.layout import Box
 from statehold.units import MiB
 from support.faults import DEADLINE_S, SMALL
+from support.inside import inside
 
 NAME = "rank-00000-of-00001.safetensors"
 FAR = bytes(range(256)) * (64 << 10)  # 16 MiB
@@ -208,7 +209,7 @@ def test_a_restore_of_all_fetches_all_once(ckpt, fetched) -> None:
 
 def test_a_rank_that_needs_a_half_fetches_a_half(ckpt, fetched) -> None:
     """As ranks do that share a tensor which one rank has saved."""
-    opened, whole = ckpt._opened(), content()["w"]
+    opened, whole = inside(ckpt), content()["w"]
     steps = opened.levels.nearest(opened.pipeline.drain)
     with steps.protect(1):
         saved = steps.open(1)
@@ -234,4 +235,4 @@ def test_a_step_that_is_damaged_there_is_found_to_be(ckpt, tmp_path) -> None:
     data.write_bytes(raw[:-1])
     with pytest.raises(MissingFileError):
         ckpt.restore(live)
-    assert not ckpt._opened().levels.places[1]._near._folders
+    assert not inside(ckpt).levels.places[1]._near._folders

@@ -21,6 +21,7 @@ from statehold.errors import (
 )
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, must
+from support.inside import inside, promoter
 from support.levels import FAR, NEAR, settle, status, step_path, steps_at, two
 from support.rank_states import blank, check, state
 from support.ranks import Ranks
@@ -225,7 +226,7 @@ def test_a_bad_copy_on_one_ranks_disk_alone(size) -> None:
         ranks.save(1, lambda rank: state(rank, 1))
         ranks.each(lambda rank: ranks.ckpts[rank].flush(DEADLINE_S))
         fired = threading.Event()
-        place = ranks.ckpts[size - 1]._opened().levels.places[0]
+        place = inside(ranks.ckpts[size - 1]).levels.places[0]
         find = place.find
 
         def elsewhere(step: int, name: str, *needed: object) -> str:
@@ -251,7 +252,7 @@ def test_a_step_is_not_given_up_for_a_disk_that_fails(fs, size, kind, times) -> 
     fired = threading.Event()
     with job(fs, size) as ranks:
         for ckpt in ranks.ckpts:
-            place = ckpt._opened().levels.places[0]
+            place = inside(ckpt).levels.places[0]
             left = iter(range(times))
 
             def fail(step: int, each: str, *more: Any, do: Any, left: Any = left) -> Any:
@@ -275,7 +276,7 @@ def test_a_step_is_not_given_up_for_a_disk_that_fails(fs, size, kind, times) -> 
 def patience(ranks: Ranks, timeout_s: float) -> None:
     """How long ranks wait for each other from now on: short only once all have met."""
     for ckpt in ranks.ckpts:
-        peers = ckpt._opened().peers
+        peers = inside(ckpt).peers
         must(peers)
         peers.timeout_s = timeout_s
 
@@ -289,8 +290,8 @@ def test_a_copy_is_committed_when_all_parts_are_there(size) -> None:
             waiting.set()
             must(go_on.wait(DEADLINE_S))
 
-        last = ranks.ckpts[size - 1]._opened().levels.promotions._promoters["far"]
-        last._throttle._give_way = hold
+        last = promoter(ranks.ckpts[size - 1])
+        last.throttle.give_way = hold
         ranks.save(1, lambda rank: state(rank, 1))
         must(waiting.wait(DEADLINE_S))
         assert steps_at(fs, FAR) == []
@@ -304,7 +305,7 @@ def test_a_copy_is_committed_when_all_parts_are_there(size) -> None:
 def test_a_rank_that_cannot_copy_fails_the_copy_for_all_by_name(size) -> None:
     fs = SimFs(seed=1)
     with job(fs, size) as ranks:
-        place = ranks.ckpts[1]._opened().levels.places[1]
+        place = inside(ranks.ckpts[1]).levels.places[1]
         take = place.take
 
         def refuse(*_: Any) -> None:
@@ -334,7 +335,7 @@ def test_a_rank_that_takes_no_part_is_given_up_and_shifts_nothing(size) -> None:
         ranks.save(1, lambda rank: state(rank, 1))
         ranks.each(lambda rank: ranks.ckpts[rank].flush(DEADLINE_S))
         patience(ranks, 1.0)
-        promotions = ranks.ckpts[1]._opened().levels.promotions
+        promotions = inside(ranks.ckpts[1]).levels.promotions
         start = promotions.start
         promotions.start = lambda *_: None  # type: ignore[method-assign]
         ranks.save(2, lambda rank: state(rank, 2))
@@ -356,19 +357,19 @@ def test_a_rank_that_lags_behind_with_a_copy_holds_up_no_save(size) -> None:
     """Its commit thread does not wait for a copy that the others have given up."""
     fs = SimFs(seed=1)
     with job(fs, size) as ranks:
-        ranks.each(lambda rank: ranks.ckpts[rank]._opened().peers.open())
+        ranks.each(lambda rank: inside(ranks.ckpts[rank]).peers.open())
         patience(ranks, 2.0)
         go_on, waiting = threading.Event(), threading.Event()
-        last = ranks.ckpts[1]._opened().levels.promotions._promoters["far"]
+        last = promoter(ranks.ckpts[1])
 
         def hold() -> None:
             waiting.set()
             must(go_on.wait(DEADLINE_S))
 
-        last._throttle._give_way = hold
+        last.throttle.give_way = hold
         ranks.save(1, lambda rank: state(rank, 1))
         must(waiting.wait(DEADLINE_S))
-        ranks.ckpts[0]._opened().levels.promotions.wait(DEADLINE_S)
+        inside(ranks.ckpts[0]).levels.promotions.wait(DEADLINE_S)
         assert isinstance(status(ranks.ckpts[0]).error, PeerLostError)
         patience(ranks, DEADLINE_S)
         for step in (2, 3):

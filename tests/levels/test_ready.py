@@ -15,6 +15,7 @@ from statehold import _core
 from statehold.checkpoint.store import ready
 from support import scripts
 from support.faults import DEADLINE_S, SMALL
+from support.inside import inside
 from support.ranks import Ranks
 
 NUMEL = 300_000
@@ -37,9 +38,9 @@ def data_files(memory: Path) -> int:
 def save(ckpt: statehold.Checkpointer, step: int) -> bool:
     """Whether a file was there for it; nothing is under way on return, and a spare one is ready."""
     saved = ckpt.save(step, content(step)).wait("committed", DEADLINE_S)
-    ckpt._opened().levels.promotions.wait(DEADLINE_S)
-    ckpt._opened().pipeline.drain()
-    ckpt._opened().levels.store._ready.wait()
+    inside(ckpt).levels.promotions.wait(DEADLINE_S)
+    inside(ckpt).pipeline.drain()
+    inside(ckpt).levels.store._ready.wait()
     return bool(saved.stats.reused)
 
 
@@ -102,7 +103,7 @@ def test_a_file_that_cannot_be_made_costs_no_save(
     memory.mkdir(parents=True)
     caplog.set_level(logging.INFO, "statehold")
     with statehold.Checkpointer(tmp_path / "run", levels=levels(memory, 2), **SMALL) as ckpt:
-        ckpt._opened().prepare_saving()
+        inside(ckpt).prepare_saving()
         (memory / ready.READY_NAME).write_text("in the way")
         reused = [save(ckpt, step) for step in range(1, 6)]
     assert reused == [False, False, False, True, True]
@@ -140,9 +141,9 @@ def test_each_rank_has_its_own(memory: Path, tmp_path: Path) -> None:
             saves = job.save(step, lambda rank, step=step: {"r": {rank: content(step + rank)["w"]}})
             reused.append([save.stats.reused for save in saves])
             for ckpt in job.ckpts:
-                ckpt._opened().levels.promotions.wait(DEADLINE_S)
-                ckpt._opened().pipeline.drain()
-                ckpt._opened().levels.store._ready.wait()
+                inside(ckpt).levels.promotions.wait(DEADLINE_S)
+                inside(ckpt).pipeline.drain()
+                inside(ckpt).levels.store._ready.wait()
         assert len(list(memory.glob(f"{ready.READY_NAME}/*"))) == 0
     assert reused == [[False, False]] + [[True, True]] * 4
     assert data_files(memory) == 2 * 2

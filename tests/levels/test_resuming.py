@@ -22,6 +22,7 @@ from statehold.errors import ClosedError, NoSpaceError, StorageError
 from statehold.testing import SimFs
 from support import scripts
 from support.faults import DEADLINE_S, SMALL
+from support.inside import promoter
 from support.levels import (
     FAR,
     NEAR,
@@ -93,8 +94,7 @@ def stopping(after: int, error: Exception) -> Callable[[], None]:
 
 def interrupted(ckpt: statehold.Checkpointer, after: int, error: Exception | None = None) -> None:
     """The copy that comes next ends before its block number `after`; the header is the first."""
-    throttle = ckpt._opened().levels.promotions._promoters["far"]._throttle
-    throttle._give_way = stopping(after, error or ClosedError("the process ends"))
+    promoter(ckpt).throttle.give_way = stopping(after, error or ClosedError("the process ends"))
 
 
 def interrupt(fs: SimFs, step: int, after: int) -> None:
@@ -310,8 +310,8 @@ def die():
     left[0] -= 1
     if left[0] < 0:
         os.kill(os.getpid(), signal.SIGKILL)
-for promoter in ckpt._opened().levels.promotions._promoters.values():
-    promoter._throttle._give_way = die
+for promoter in ckpt._opened().levels.promotions.promoters:
+    promoter.throttle.give_way = die
 ckpt.save(1, content(1)).wait("committed", 60)
 ckpt._opened().levels.promotions.wait(60)
 """

@@ -13,10 +13,10 @@ import torch
 
 import statehold
 from statehold import Directory, Save
-from statehold.checkpoint.cadence import schedule as schedule_module
 from statehold.errors import PeerLostError, StateholdError, UnsupportedValueError, UsageError
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, spy_on
+from support.inside import borrowed, inside
 from support.levels import steps_at
 from support.rank_states import state
 from support.ranks import Ranks
@@ -70,7 +70,7 @@ def test_a_step_that_is_not_due_is_not_looked_at() -> None:
     calls: list[str] = []
     with opened(fs, 10) as ckpt:
         save(ckpt, 1)
-        ckpt._opened().pipeline.drain()
+        inside(ckpt).pipeline.drain()
         spy_on(ckpt, lambda operation, _args: calls.append(operation))
         skipped = ckpt.save(2, {"what": print})
         assert skipped.is_skipped
@@ -132,12 +132,9 @@ SIZE = 3
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def clock() -> SimpleNamespace:
     """The time that a schedule sees: one second a step, set by the test."""
-    clock = SimpleNamespace(now_s=0.0)
-    fake = SimpleNamespace(monotonic=lambda: clock.now_s)
-    monkeypatch.setattr(schedule_module, "time", fake)
-    return clock
+    return SimpleNamespace(now_s=0.0)
 
 
 @pytest.fixture
@@ -145,8 +142,12 @@ def fs() -> SimFs:
     return SimFs(seed=1)
 
 
-def job(fs: SimFs, every: int | str, **options: Any) -> Ranks:
-    return Ranks(fs, SIZE, run=RUN, levels=[Directory(path=RUN, every=every, keep=2)], **options)
+def job(fs: SimFs, every: int | str, clock: SimpleNamespace | None = None, **options: Any) -> Ranks:
+    levels = [Directory(path=RUN, every=every, keep=2)]
+    ranks = Ranks(fs, SIZE, run=RUN, levels=levels, **options)
+    for ckpt in ranks.ckpts if clock is not None else ():
+        borrowed(ckpt).clock = lambda: clock.now_s
+    return ranks
 
 
 def call(ranks: Ranks, step: int) -> list[bool]:
@@ -169,16 +170,16 @@ def trained(ranks: Ranks, clock: SimpleNamespace, steps: range) -> Iterator[list
 
 
 def test_ranks_save_the_same_steps_without_a_word(fs: SimFs, clock: SimpleNamespace) -> None:
-    with job(fs, 4) as ranks:
+    with job(fs, 4, clock) as ranks:
         found = list(trained(ranks, clock, range(1, 14)))
     assert [step for step, due in enumerate(found, 1) if due == [True] * SIZE] == [1, 4, 8, 12]
     assert sum(map(sum, found)) == 4 * SIZE
 
 
 def test_a_time_becomes_steps_that_rank_0_tells(fs: SimFs, clock: SimpleNamespace) -> None:
-    with job(fs, "5s") as ranks:
+    with job(fs, "5s", clock) as ranks:
         found = list(trained(ranks, clock, range(1, 200)))
-        assert {ckpt._opened().schedule.turns.rule.steps for ckpt in ranks.ckpts} == {5}
+        assert {inside(ckpt).schedule.turns.rule.steps for ckpt in ranks.ckpts} == {5}
     assert all(len(set(due)) == 1 for due in found)
     assert [step for step, due in enumerate(found, 1) if due[0]][-5:] == [175, 180, 185, 190, 195]
 
@@ -187,7 +188,7 @@ class Deaf:
     """A rank that misses what rank 0 tells: the outcomes, and the note."""
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
-        self.peers: Any = ranks.ckpts[rank]._opened().peers
+        self.peers: Any = inside(ranks.ckpts[rank]).peers
         self.missed = 0
 
     def __enter__(self) -> Deaf:
@@ -209,9 +210,9 @@ class Deaf:
 def test_a_rank_that_missed_one_outcome_saves_as_the_others(
     fs: SimFs, clock: SimpleNamespace
 ) -> None:
-    with job(fs, "5s") as ranks:
+    with job(fs, "5s", clock) as ranks:
         told: list[list[int]] = []
-        spy = ranks.ckpts[0]._opened().schedule
+        spy = inside(ranks.ckpts[0]).schedule
         is_told = False
         for step in range(1, 200):
             clock.now_s = float(step)
@@ -224,7 +225,7 @@ def test_a_rank_that_missed_one_outcome_saves_as_the_others(
             assert len(set(due)) == 1, step
             told += [each for each in [spy.message()] if each]
         assert is_told
-        assert {ckpt._opened().schedule.turns.rule.steps for ckpt in ranks.ckpts} == {5}
+        assert {inside(ckpt).schedule.turns.rule.steps for ckpt in ranks.ckpts} == {5}
 
 
 def test_a_rank_that_missed_all_of_it_comes_back_by_itself(
@@ -232,8 +233,8 @@ def test_a_rank_that_missed_all_of_it_comes_back_by_itself(
 ) -> None:
     """It stays with another interval, its saves and those of the others fail for that, in time and
     by name, and after a few of them all ranks save the same steps again."""
-    with job(fs, "5s") as ranks:
-        rules = [ckpt._opened().schedule.turns for ckpt in ranks.ckpts]
+    with job(fs, "5s", clock) as ranks:
+        rules = [inside(ckpt).schedule.turns for ckpt in ranks.ckpts]
         step = 1
         with Deaf(ranks, 2) as deaf:
             while rules[0].rule.steps != 5:  # told, and in force on the others
@@ -243,7 +244,7 @@ def test_a_rank_that_missed_all_of_it_comes_back_by_itself(
         assert deaf.missed > 3
         assert rules[2].rule.steps != 5
         for ckpt in ranks.ckpts:
-            ckpt._opened().peers.timeout_s = 0.6  # type: ignore[union-attr]
+            inside(ckpt).peers.timeout_s = 0.6  # type: ignore[union-attr]
         found = list(trained(ranks, clock, range(step, step + 80)))
         apart = [index for index, due in enumerate(found) if len(set(due)) > 1]
         assert apart
@@ -251,18 +252,18 @@ def test_a_rank_that_missed_all_of_it_comes_back_by_itself(
         assert max(apart) < 40
         assert {turns.rule.steps for turns in rules} == {5}
         for ckpt in ranks.ckpts:
-            ckpt._opened().peers.timeout_s = DEADLINE_S  # type: ignore[union-attr]
+            inside(ckpt).peers.timeout_s = DEADLINE_S  # type: ignore[union-attr]
         found = list(trained(ranks, clock, range(step + 80, step + 85)))
         assert any(map(all, found))
     assert max(steps_at(fs, RUN)) > step + 70
 
 
 def test_the_note_is_what_ranks_have(fs: SimFs, clock: SimpleNamespace) -> None:
-    with job(fs, "5s") as ranks:
+    with job(fs, "5s", clock) as ranks:
         list(trained(ranks, clock, range(1, 100)))
-        note = ranks.ckpts[1]._opened().peers.note("turns")  # type: ignore[union-attr]
+        note = inside(ranks.ckpts[1]).peers.note("turns")  # type: ignore[union-attr]
         assert note is not None
-        rule = ranks.ckpts[1]._opened().schedule.turns.rule
+        rule = inside(ranks.ckpts[1]).schedule.turns.rule
         assert json.loads(note) == [[rule.since, rule.steps]]
 
 
@@ -272,7 +273,7 @@ def test_ranks_choose_together_and_say_why(
     """Rank 0 has the figures; all have the interval. What save() blocks is real here, and small
     against steps of an hour: it is free."""
     caplog.set_level("INFO", "statehold")
-    with job(fs, "auto", nodes=64) as ranks:
+    with job(fs, "auto", clock, nodes=64) as ranks:
         found = []
         for step in range(1, 120):
             clock.now_s = 3600.0 * step
@@ -292,7 +293,7 @@ def test_a_level_away_gets_what_is_worth_it() -> None:
     with checkpointer_on(fs, "/run", levels=levels, **SMALL) as ckpt:
         for step in range(1, 60):
             save(ckpt, step)
-            ckpt._opened().levels.promotions.wait(DEADLINE_S)
+            inside(ckpt).levels.promotions.wait(DEADLINE_S)
         near, far = ckpt.levels()
     assert near.interval is None
     assert far.interval is not None

@@ -17,6 +17,7 @@ from statehold.checkpoint.store.store import Store
 from statehold.errors import StorageError
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
+from support.inside import inside
 from support.levels import FAR, NEAR, only, opened_on, save, status
 
 
@@ -51,7 +52,7 @@ def ckpt(fs: SimFs) -> Iterator[statehold.Checkpointer]:
     with checkpointer_on(fs, "/run", levels=levels, **SMALL) as ckpt:
         for step in (1, 2, 3):
             save(ckpt, step, {"w": torch.full((1000,), step)})
-        ckpt._opened().levels.promotions.wait(None)
+        inside(ckpt).levels.promotions.wait(None)
         yield ckpt
 
 
@@ -59,7 +60,7 @@ def ckpt(fs: SimFs) -> Iterator[statehold.Checkpointer]:
 def test_a_step_that_is_retired_while_steps_are_listed(
     ckpt, fs, monkeypatch, asked: str, caplog
 ) -> None:
-    place = ckpt._opened().levels.near[0]
+    place = inside(ckpt).levels.near[0]
     assert isinstance(place, HostPlace)
     retiring = Retiring(monkeypatch, place.store, fs)
     caplog.clear()

@@ -17,6 +17,7 @@ from statehold.errors import StorageError
 from statehold.io.mounts import mount_of
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL, must
+from support.inside import inside
 
 pytest.importorskip("obstore", reason="obstore is not installed: no object stores")
 from statehold.checkpoint.store.objects import ObjectSteps
@@ -71,7 +72,7 @@ def test_what_is_uploaded_does_not_change_meanwhile(memory, tmp_path, monkeypatc
         for step in (7, 8, 9, 10):
             ckpt.save(step, content(100 + step)).wait("committed", DEADLINE_S)
         held.go_on.set()
-        ckpt._opened().levels.promotions.wait(DEADLINE_S)
+        inside(ckpt).levels.promotions.wait(DEADLINE_S)
     assert held.is_unchanged
 
 
@@ -90,7 +91,7 @@ def test_damage_in_memory_is_found_before_it_is_published(memory, tmp_path, capl
     levels = [statehold.Memory(path=memory), store]
     with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
         ckpt.flush(DEADLINE_S)
-        assert ckpt._opened().levels.places[1].steps() == []
+        assert inside(ckpt).levels.places[1].steps() == []
     assert "do not match their checksum" in caplog.text
 
 

@@ -26,6 +26,7 @@ from statehold.errors import (
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, Spy, must
 from support.hosts import LOCAL, HostRanks, disks, local
+from support.inside import inside
 from support.levels import HeldCopy, remove, status, steps_at
 from support.rank_states import blank, check, state
 
@@ -205,7 +206,7 @@ def test_what_is_copied_stays_until_something_newer_is() -> None:
         with HeldCopy(ranks.ckpts[1], "local.copies") as held:
             save(ranks, 2, 3, 4, 5)
             must(held.waiting.wait(DEADLINE_S))
-            ranks.each(lambda rank: ranks.ckpts[rank]._opened().pipeline.drain())
+            ranks.each(lambda rank: inside(ranks.ckpts[rank]).pipeline.drain())
             assert [steps_at(fs, f"{LOCAL}-copies") for fs in hosts] == [[1]] * 3
             assert [steps_at(fs, LOCAL) for fs in hosts] == [[1, 2, 4, 5]] * 3
             assert ranks.each(lambda rank: ranks.ckpts[rank].steps())[0][0] == 1
@@ -217,7 +218,7 @@ def test_what_is_copied_stays_until_something_newer_is() -> None:
 
 
 def stores(ranks: HostRanks, rank: int) -> list[Any]:
-    place = ranks.ckpts[rank]._opened().levels.near[0]
+    place = inside(ranks.ckpts[rank]).levels.near[0]
     return [place.store, place.copies.store]
 
 
@@ -237,7 +238,7 @@ def test_a_host_that_cannot_publish_fails_the_save_on_all_by_name_and_older_step
         assert restored(ranks, 3) == 1
         save(ranks, 3, 4)
         assert ranks.each(lambda rank: ranks.ckpts[rank].steps()) == [[3, 4]] * 3
-        ranks.each(lambda rank: ranks.ckpts[rank]._opened().pipeline.drain())
+        ranks.each(lambda rank: inside(ranks.ckpts[rank]).pipeline.drain())
     assert [steps_at(fs, LOCAL) for fs in hosts] == [[3, 4]] * 3
 
 
@@ -260,8 +261,8 @@ def test_a_host_that_is_lost_between_the_rounds_is_named_by_all(monkeypatch: Any
     with HostRanks(hosts, [local(copies=0)]) as ranks:
         save(ranks, 1)
         for ckpt in ranks.ckpts:
-            ckpt._opened().peers.timeout_s = 3.0
-        lost = ranks.ckpts[1]._opened().levels.near[0].store
+            inside(ckpt).peers.timeout_s = 3.0
+        lost = inside(ranks.ckpts[1]).levels.near[0].store
         told = threading.Event()
 
         def lose(*_: Any) -> None:
@@ -316,7 +317,7 @@ def test_all_processes_are_killed_before_any_change_of_a_save_and_its_copies() -
             killer = Killer(moment)
             for rank in range(3):
                 for store in stores(ranks, rank):
-                    store._fs = Spy(store._fs, killer.before)
+                    store.fs = Spy(store.fs, killer.before)
             told = _told(ranks, 3)
             for rank in range(3):  # nothing is done at the end by processes that are gone
                 ranks.ckpts[rank]._close(flush=False)
@@ -343,8 +344,8 @@ def _told(ranks: HostRanks, step: int) -> list[bool]:
         try:
             ckpt.save(step, state(rank, step)).wait("committed", DEADLINE_S)
         finally:
-            ckpt._opened().pipeline.drain()
-            ckpt._opened().levels.promotions.wait(DEADLINE_S)
+            inside(ckpt).pipeline.drain()
+            inside(ckpt).levels.promotions.wait(DEADLINE_S)
 
     return [not isinstance(each, Exception) for each in ranks.outcomes(act)]
 

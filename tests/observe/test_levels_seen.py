@@ -21,6 +21,7 @@ from statehold.observe import progress
 from statehold.observe.counters import exposition
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
+from support.inside import inside
 from support.levels import FAR, HeldCopy, save, settle, status, two
 
 NUMEL = 1 << 20
@@ -76,7 +77,7 @@ def test_a_copy_that_fails_is_counted_and_none_is_told(told: list[logging.LogRec
         with HeldCopy(ckpt) as held:
             save(ckpt, 1, content(1))
             must(held.waiting.wait(DEADLINE_S))
-            ckpt._opened().pipeline.drain()
+            inside(ckpt).pipeline.drain()
             fs.fail_next("write_file", 5)  # of the copy's manifest: nothing else is under way
         settle(ckpt)
         failed = status(ckpt).error

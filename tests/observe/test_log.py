@@ -18,6 +18,7 @@ from statehold.observe.progress import Progress, pause_after, progress_text
 from statehold.testing import SimFs, checkpointer_on
 from statehold.units import GiB, MiB
 from support.faults import DEADLINE_S, SMALL, Holdup
+from support.inside import inside
 from support.training import Training
 
 
@@ -142,7 +143,7 @@ def test_a_long_restore_says_how_far_it_is(
         ) as ckpt:
             training = Training()
             ckpt.save(1, training.state).wait("committed", DEADLINE_S)
-            devices = ckpt._opened().runtime.devices
+            devices = inside(ckpt).runtime.devices
             monkeypatch.setattr(devices, "load", lambda *_: twice.wait(DEADLINE_S))
             ckpt.restore(training.state)
     finally:

@@ -16,6 +16,7 @@ from statehold.errors import StorageError, UsageError
 from statehold.observe.tracing import Trace
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
+from support.inside import inside
 from support.ranks import Ranks
 from support.training import Training
 
@@ -173,7 +174,7 @@ def test_a_trace_that_cannot_be_written_fails_nothing(
     with statehold.Checkpointer(tmp_path / "run", trace=where, **SMALL) as ckpt:
         ckpt.save(1, Training().state)
         where.parent.rmdir()
-        log = ckpt._opened().watch._log
+        log = inside(ckpt).watch._log
     log.flush()
     assert "could not write the trace" in caplog.text
     assert str(where) in caplog.text

@@ -8,6 +8,7 @@ import pytest
 
 from statehold.errors import PeerLostError, WaitTimeout
 from statehold.testing import SimFs
+from support.inside import inside
 from support.levels import FAR, LATER, HeldCopy, opened_on, save, settle, steps_at, two
 from support.rank_states import state
 from support.ranks import Ranks
@@ -52,7 +53,7 @@ def test_the_last_step_goes_everywhere_behind_an_older_copy() -> None:
         save(ckpt, 1, {"x": 1})
         held.waiting.wait()
         save(ckpt, 2, {"x": 2})
-        ckpt._opened().levels.promotions.end_with(3)
+        inside(ckpt).levels.promotions.end_with(3)
         save(ckpt, 3, {"x": 3})
     settle(ckpt)
     assert steps_at(fs, FAR) == [1, 3]

@@ -12,6 +12,7 @@ from statehold import errors
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, must, spy_on
 from support.hosts import HostRanks, disks
+from support.inside import inside
 from support.rank_states import state
 from support.ranks import Ranks
 
@@ -59,12 +60,12 @@ def test_all_ranks_know_that_the_step_is_committed(
     patience = 3.0 if name == "conclude" else DEADLINE_S
     with Ranks(SimFs(seed=1), SIZE, peer_timeout_s=patience) as ranks:
         check_all_know(ranks, 1)
-        owner, method = LATER[name](ranks.ckpts[failing]._opened())
+        owner, method = LATER[name](inside(ranks.ckpts[failing]))
         boom = Boom()
         with monkeypatch.context() as patched:
             patched.setattr(owner, method, boom)
             check_all_know(ranks, 2)
-            ranks.each(lambda rank: ranks.ckpts[rank]._opened().pipeline.drain())
+            ranks.each(lambda rank: inside(ranks.ckpts[rank]).pipeline.drain())
         assert boom.fired == 1
         assert ranks.ckpts[0].steps() == [1, 2]
         if name == "conclude":  # who was not told knows less, until two saves have failed for it
@@ -82,7 +83,7 @@ def test_a_host_that_cannot_note_where_its_files_are(
         check_all_know(ranks, 1)
         boom = Boom()
         with monkeypatch.context() as patched:
-            patched.setattr(ranks.ckpts[1]._opened().levels.near[0], "landed", boom)
+            patched.setattr(inside(ranks.ckpts[1]).levels.near[0], "landed", boom)
             check_all_know(ranks, 2)
         assert boom.fired == 1
         check_all_know(ranks, 3)
@@ -92,7 +93,7 @@ def test_a_host_that_cannot_note_where_its_files_are(
 def test_a_last_sync_that_fails_is_told_to_the_others_as_what_it_is() -> None:
     with Ranks(SimFs(seed=1), SIZE) as ranks:
         check_all_know(ranks, 1)
-        store, fired = ranks.ckpts[0]._opened().levels.store, []
+        store, fired = inside(ranks.ckpts[0]).levels.store, []
 
         def last_sync(operation: str, args: tuple[Any, ...]) -> None:
             if operation == "sync_dir" and args[0] == store.root and fs.is_dir(store.path(2)):
@@ -115,7 +116,7 @@ def test_a_rank_that_cannot_hear_the_outcome_looks_for_the_step(
     """A store of torch.distributed may fail in ways of its own."""
     with Ranks(SimFs(seed=1), SIZE) as ranks:
         check_all_know(ranks, 1)
-        peers = ranks.ckpts[1]._opened().peers
+        peers = inside(ranks.ckpts[1]).peers
         real, fired = peers.outcome, []
 
         def outcome(number: int) -> bytes:

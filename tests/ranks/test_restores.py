@@ -21,6 +21,7 @@ from statehold.errors import (
 )
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import SMALL, must, spy_on
+from support.inside import inside
 from support.rank_states import blank, check, state
 from support.ranks import RUN, Ranks
 
@@ -169,14 +170,14 @@ def test_what_is_wrong_with_the_disk_of_one_rank_ends_the_restore_of_all(ranks) 
             fired.set()
             raise StorageError("the disk of rank 1 is gone", errno=5, path=args[0])
 
-    store = ranks.ckpts[1]._opened().levels.store
-    fs = store._fs
+    store = inside(ranks.ckpts[1]).levels.store
+    fs = store.fs
     spy_on(ranks.ckpts[1], before)
     outcomes = restored(ranks, [blank() for _ in range(SIZE)])
     assert fired.is_set()
     assert type(outcomes[1]) is StorageError
     assert all(type(e) is PeerFailedError and e.rank == 1 for e in outcomes if e is not outcomes[1])
-    store._fs = fs
+    store.fs = fs
     got = restored(ranks, [blank() for _ in range(SIZE)])
     assert got == [3] * SIZE
 
@@ -397,7 +398,7 @@ def test_no_rank_goes_on_before_the_damaged_step_is_set_aside(fs, ranks) -> None
             set_aside.set()
             must(not back.wait(0.2), "a rank went on while the damaged step was there")
 
-    ranks.ckpts[0]._opened().prepare_saving()
+    inside(ranks.ckpts[0]).prepare_saving()
     spy_on(ranks.ckpts[0], before)
 
     def act(rank: int) -> Any:

@@ -25,6 +25,7 @@ from statehold.errors import (
 )
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, must, spy_on
+from support.inside import inside
 from support.rank_states import OWN_BYTES, SAME_BYTES, blank, check, state
 from support.ranks import RUN, Ranks
 
@@ -189,8 +190,8 @@ def test_a_storage_error_of_one_rank_fails_all_with_its_reason(ranks: Ranks) -> 
             fired.set()
             raise StorageError("the disk of rank 3 is gone", path=str(args[0]))
 
-    spied = ranks.ckpts[3]._opened().levels.store
-    fs = spied._fs
+    spied = inside(ranks.ckpts[3]).levels.store
+    fs = spied.fs
     spy_on(ranks.ckpts[3], before)
     failures = ranks.failures(3, lambda rank: state(rank, 3))
     assert fired.is_set()
@@ -198,7 +199,7 @@ def test_a_storage_error_of_one_rank_fails_all_with_its_reason(ranks: Ranks) -> 
     for error in failures[:3]:
         assert type(error) is PeerFailedError
         assert (error.rank, "the disk of rank 3 is gone" in error.reason) == (3, True)
-    spied._fs = fs
+    spied.fs = fs
     saved(ranks, 4, 4)
     check_step(ranks, 4)
 
@@ -219,7 +220,7 @@ def test_a_slow_rank_is_told_the_reason_and_not_what_came_of_it(ranks: Ranks) ->
         save = ranks.ckpts[rank].save(3, found)
         if rank == 0:
             save._wait_ended("committed", DEADLINE_S)
-            ranks.ckpts[0]._opened().pipeline.drain()
+            inside(ranks.ckpts[0]).pipeline.drain()
             cleared.set()
         return save.wait("committed", DEADLINE_S)
 
@@ -305,7 +306,7 @@ def test_the_run_goes_on_with_another_number_of_ranks(ranks: Ranks) -> None:
 def test_ranks_make_the_run_directory_together() -> None:
     """One comes between two questions of another, and makes what that is about to make."""
     with Ranks(SimFs(seed=5), 2, run="/a/b/c") as ranks:
-        first, second = (ckpt._opened().levels.store for ckpt in ranks.ckpts)
+        first, second = (inside(ckpt).levels.store for ckpt in ranks.ckpts)
         asked = threading.Event()
 
         def between(operation: str, _args: tuple[Any, ...]) -> None:
@@ -414,7 +415,7 @@ def test_others_are_told_of_a_failure_before_their_files_are_removed(
             if operation in ("unlink", "rmdir") and ".partial" in str(args[0]):
                 happened.append("removed")
 
-        peers = ranks.ckpts[0]._opened().peers
+        peers = inside(ranks.ckpts[0]).peers
         conclude = peers.conclude
 
         def concluding(*args: object) -> None:
@@ -424,7 +425,7 @@ def test_others_are_told_of_a_failure_before_their_files_are_removed(
         monkeypatch.setattr(peers, "conclude", concluding)
         spy_on(ranks.ckpts[0], before)
         failures = ranks.failures(3, lambda rank: state(rank, 3))
-        ranks.ckpts[0]._opened().pipeline.drain()
+        inside(ranks.ckpts[0]).pipeline.drain()
     assert [type(error) for error in failures] == [NoSpaceError] + [PeerFailedError] * (SIZE - 1)
     assert happened[0] == "told"
     assert "removed" in happened

@@ -33,6 +33,7 @@ from statehold.checkpoint.save import call
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support.faults import SMALL
+from support.inside import inside
 
 SIZE = 4
 NUMEL = 100_000
@@ -81,10 +82,10 @@ class Executioner:
         self.passed: list[str] = []
 
     def stand_around(self, ckpt: statehold.Checkpointer) -> None:
-        opened: Any = ckpt._opened()
+        opened: Any = inside(ckpt)
         start = call.start_write
         call.start_write = lambda *args: Hook(start(*args), self.around)
-        opened.levels.store._fs = Hook(opened.levels.store._fs, self.around)
+        opened.levels.store.fs = Hook(opened.levels.store.fs, self.around)
         publisher = opened.pipeline._publisher
         publisher._peers = Hook(publisher._peers, self.around)
 
@@ -140,13 +141,13 @@ def take_part(order: dict[str, Any], rank: int, report: Callable[..., None]) -> 
     begin, doing = time.monotonic(), "restore"
     try:
         first = check(ckpt, rank, report) + 1
-        peers: Any = ckpt._opened().peers
+        peers: Any = inside(ckpt).peers
         peers.timeout_s = order["timeout_s"]  # not before: a busy machine forks slowly
         executioner.stand_around(ckpt)
         last = first + order["saves"] - 1
         for step in range(first, last + 1):
             if step == last - 1:
-                ckpt._opened().pipeline.drain()  # nothing of an earlier save is taken for this one
+                inside(ckpt).pipeline.drain()  # nothing of an earlier save is taken for this one
                 executioner.armed = True
             begin, doing = time.monotonic(), f"save {step}"
             report(requested=step)

@@ -23,6 +23,7 @@ from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.testing import SimFs, checkpointer_on
 from statehold.testing.memory_board import MemoryStore
+from support.inside import inside
 
 T = TypeVar("T")
 # Of virtual time: how long ranks wait for each other, and how long no save takes.
@@ -158,11 +159,11 @@ class Job:
         board = RankBoard(self.hub, life, token)
         peers = Peers(board, Membership(life.rank, self.size), PEERS_S) if self.size > 1 else None
         ckpt = checkpointer_on(fs, RUN, peers, **{**SMALL, **options})
-        opened: Any = ckpt._opened()
+        opened: Any = inside(ckpt)
         spy = SteppedFs(self.hub.turns, fs, life.before)
         for place in opened.levels.places:
-            place.store._fs = spy
-        for promoter in opened.levels.promotions._promoters.values():
+            place.store.fs = spy
+        for promoter in opened.levels.promotions.promoters:
             promoter._fs = spy
         return ckpt
 

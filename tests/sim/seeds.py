@@ -26,6 +26,7 @@ from sim.stepped import simulated
 from statehold import Directory, Save
 from statehold.errors import CorruptionError, StateholdError, WaitTimeout
 from statehold.testing import SimFs, checkpointer_on
+from support.inside import inside
 
 # Of the seeds; drawn apart, so that the others are what they always were.
 LEVELS_SHARE = 0.3
@@ -301,7 +302,7 @@ class Seed:
         size = self._sizes[chance.random() < 0.3]
         job = self._job(size)
         visible = job.ckpts[0].steps()
-        near = job.ckpts[0]._opened().levels.store.steps()
+        near = inside(job.ckpts[0]).levels.store.steps()
         self._oracle.far = {step for step in visible if step not in near}
         self.report.counts["only far"] += len(self._oracle.far)
         self._look_at_second_level()

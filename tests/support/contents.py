@@ -8,6 +8,7 @@ import torch
 
 import statehold
 from support.faults import DEADLINE_S, SMALL
+from support.inside import inside
 
 # What goes through libc, and so through faulty.c.
 THREADS: dict[str, Any] = {**SMALL, "backend": "threads"}
@@ -23,7 +24,7 @@ def content(step: int, numel: int = NUMEL) -> dict[str, Any]:
 def committed(ckpt: statehold.Checkpointer, step: int, numel: int = NUMEL) -> statehold.Save:
     """Save a step and see it through, retention included."""
     save = ckpt.save(step, content(step, numel)).wait("committed", DEADLINE_S)
-    ckpt._opened().pipeline.drain()
+    inside(ckpt).pipeline.drain()
     return save
 
 

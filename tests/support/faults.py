@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import statehold
+from support.inside import inside
 
 # Two buffers of 1 MiB: any state of a few MiB cannot be staged before its file is attached.
 SMALL = {"staging_bytes": "2MiB", "buffer_bytes": "1MiB", "copy_threads": 2}
@@ -43,8 +44,8 @@ class Spy:
 
 def spy_on(ckpt: statehold.Checkpointer, before: Callable[[str, tuple[Any, ...]], None]) -> None:
     """Put a Spy between the store and the file system."""
-    store = ckpt._opened().levels.store
-    store._fs = Spy(store._fs, before)  # type: ignore[assignment]
+    store = inside(ckpt).levels.store
+    store.fs = Spy(store.fs, before)  # type: ignore[assignment]
 
 
 class Holdup:

@@ -9,6 +9,7 @@ import torch
 
 import statehold
 from support.faults import DEADLINE_S, Holdup, must
+from support.inside import inside
 
 MIB = 1 << 20
 SLEEP_CYCLES = 1 << 30  # half a second of device time at 2 GHz
@@ -34,7 +35,7 @@ def keep_busy() -> torch.cuda.Event:
 
 def pinned_buffers(ckpt: statehold.Checkpointer) -> list[bool]:
     """Whether CUDA has each buffer of the staging memory as pinned."""
-    engine = ckpt._opened().runtime.engine
+    engine = inside(ckpt).runtime.engine
     staging = torch.frombuffer(engine.staging, dtype=torch.uint8)
     return [buffer.is_pinned() for buffer in staging.split(engine.buffer_bytes)]
 
@@ -42,7 +43,7 @@ def pinned_buffers(ckpt: statehold.Checkpointer) -> list[bool]:
 def pin_everything(ckpt: statehold.Checkpointer, step: int) -> None:
     """Save more than the staging memory holds, and write nothing until all of it was lent, and so
     pinned: no later save has to pin."""
-    runtime = ckpt._opened().runtime
+    runtime = inside(ckpt).runtime
     nbytes = 2 * runtime.staging_bytes
     weights = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
     holdup = Holdup(ckpt)

@@ -11,6 +11,7 @@ from statehold._core import Fs
 from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.testing import checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
+from support.inside import inside, promoter
 
 NEAR, FAR = "/near", "/far"
 
@@ -79,8 +80,7 @@ class HeldCopy:
     def __init__(self, ckpt: statehold.Checkpointer, name: str = "far") -> None:
         self.waiting = threading.Event()
         self.go_on = threading.Event()
-        throttle = ckpt._opened().levels.promotions._promoters[name]._throttle
-        throttle._give_way = self._hold
+        promoter(ckpt, name).throttle.give_way = self._hold
 
     def _hold(self) -> None:
         self.waiting.set()
@@ -95,5 +95,5 @@ class HeldCopy:
 
 def settle(ckpt: statehold.Checkpointer) -> None:
     """Return once no save and no copy is under way."""
-    ckpt._opened().pipeline.drain()
-    ckpt._opened().levels.promotions.wait(DEADLINE_S)
+    inside(ckpt).pipeline.drain()
+    inside(ckpt).levels.promotions.wait(DEADLINE_S)

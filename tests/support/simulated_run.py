@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from statehold.checkpoint.cadence import schedule as schedule_module
 from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.specs import Level
 from statehold.options import Options
@@ -60,16 +59,12 @@ class SimulatedRun:
     step_s: float
     noise: float
     seed: int
-    monkeypatch: Any
     options: Options = field(default_factory=Options)
     hosts: int = 1
     now_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.monkeypatch.setattr(
-            schedule_module, "time", SimpleNamespace(monotonic=lambda: self.now_s)
-        )
         names = [level.name for level in self.levels[1:]]
         if len(self.costs) > len(self.levels):  # the last are those of copies on other hosts
             names.append(f"{self.levels[0].name}.copies")
@@ -79,7 +74,9 @@ class SimulatedRun:
         log = SimpleNamespace(info=lambda text, *values: self.lines.append(text % values))
         watch = SimpleNamespace(log=log, interval=self.shown.append)
         watches: Any = [watch] * len(self.levels)
-        self.schedule = Schedule(self.levels, self.promoters, ALONE, self.options, watches)
+        self.schedule = Schedule(
+            self.levels, self.promoters, ALONE, self.options, watches, lambda: self.now_s
+        )
         self.step = self.number = 0
         self.gate_s = self.saving_until_s = 0.0
         self.saved: list[int] = []

@@ -16,6 +16,7 @@ from statehold import errors
 from support.contents import THREADS, check_restored, committed, content
 from support.faults import DEADLINE_S
 from support.faulty import FAIL, fault
+from support.inside import inside
 from support.victims import Victims
 
 
@@ -60,7 +61,7 @@ def failure(ckpt: statehold.Checkpointer, step: int) -> errors.StorageError | No
         assert save is None or not save.done("committed")
         return error
     finally:
-        ckpt._opened().pipeline.drain()
+        inside(ckpt).pipeline.drain()
     return None
 
 

@@ -16,6 +16,7 @@ import statehold
 from statehold import errors
 from support.contents import FITS, check_restored, committed, content
 from support.faults import DEADLINE_S, SMALL
+from support.inside import inside
 from support.mounts import ext4, few_inodes, nearly_full, why_no_ext4
 
 pytestmark = pytest.mark.skipif(why_no_ext4() is not None, reason=str(why_no_ext4()))
@@ -36,7 +37,7 @@ def failed_operation(ckpt: statehold.Checkpointer, step: int) -> str | None:
         failed = error
     else:
         failed = None
-    ckpt._opened().pipeline.drain()
+    inside(ckpt).pipeline.drain()
     if failed is None:
         return None
     assert failed.errno == errno.ENOSPC
@@ -128,16 +129,16 @@ def test_a_failed_save_gives_its_room_back_at_once(tmp_path: Path, backend: str,
     with ext4(tmp_path, 32 << 20, kind=kind) as root:
         ckpt = statehold.Checkpointer(root / "run", **options)
         ckpt.save(1, small).wait("committed", DEADLINE_S)
-        ckpt._opened().pipeline.drain(DEADLINE_S)
+        inside(ckpt).pipeline.drain(DEADLINE_S)
         with nearly_full(root, 4 << 20) if kind == "ext4" else filled(root, 4 << 20):
             for step in (2, 4, 6):
                 ckpt.save(step, small).wait("committed", DEADLINE_S)
-                ckpt._opened().pipeline.drain(DEADLINE_S)
+                inside(ckpt).pipeline.drain(DEADLINE_S)
                 before = free_bytes(root)
                 with pytest.raises(errors.NoSpaceError) as caught:
                     ckpt.save(step + 1, big).wait("committed", DEADLINE_S)
                 kept += [*ckpt._trainer.watched, caught.value, caught.value.__traceback__]
-                ckpt._opened().pipeline.drain()
+                inside(ckpt).pipeline.drain()
                 assert free_bytes(root) >= before
         ckpt.close()
     assert len(kept) >= 6  # until the file system was unmounted

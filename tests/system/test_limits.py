@@ -17,6 +17,7 @@ import statehold
 from statehold import errors
 from support.contents import FITS, check_restored, committed, content
 from support.faults import DEADLINE_S, SMALL
+from support.inside import inside
 from support.victims import Victims
 
 BACKENDS = ["io_uring", "threads"]
@@ -57,7 +58,7 @@ def few_descriptors(folder: Path, backend: str) -> None:
                 except errors.StorageError as error:
                     failed.add(spare)
                     check_emfile(error)
-                ckpt._opened().pipeline.drain()
+                inside(ckpt).pipeline.drain()
                 if spare == 0:
                     with pytest.raises(errors.StorageError) as caught:
                         ckpt.restore(content(0, FITS))

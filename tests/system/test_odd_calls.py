@@ -12,6 +12,7 @@ from statehold import errors
 from support.contents import FITS, THREADS, check_restored, committed, content
 from support.faults import DEADLINE_S
 from support.faulty import CUT, FAIL, HOLD, INTERRUPT, fault, move_clock
+from support.inside import inside
 from support.victims import Victims
 
 RESTARTED = [
@@ -154,7 +155,7 @@ def jumping_clock(folder: Path) -> None:
                     save.wait("committed", 0.05)
                 holding.release()
                 save.wait("committed", DEADLINE_S)
-            ckpt._opened().pipeline.drain()
+            inside(ckpt).pipeline.drain()
             assert ckpt.steps() == [step - 1, step][step == 1 :], years
             stats = save.stats
             assert stats.committed_s is not None

@@ -8,7 +8,8 @@ Not here: the work of a session (session), how levels are opened (levels/buildin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,12 +36,17 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Borrowed:
-    """Parts that a session gets instead of opening its own. It closes only the peers."""
+    """Parts that a session gets instead of opening its own. It closes only the peers.
+
+    clock: tells when a save and a level are due. The product gives nothing but a runtime and peers;
+        a test may give each of these.
+    """
 
     runtime: Runtime | None = None
     fs: Fs | None = None
     peers: Peers | None = None
     exchange: Exchange | None = None
+    clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +97,12 @@ def _parts(
         opening.borrowed.exchange,
         watch,
         give_way=lambda: saving.pipeline.wait_staged(),  # no copy begins before there is one
+        clock=opening.borrowed.clock,
         owned=owned,
     )
     companion = companion_of(specs, runtime, levels, log)
     owned.callback(companion.end)
     owned.callback(levels.promotions.close)
-    saving = open_saving(specs, runtime.options, levels, watch, log)
+    saving = open_saving(specs, runtime.options, levels, watch, log, opening.borrowed.clock)
     owned.callback(saving.pipeline.close)
     return Parts(run, specs, opening.trainer, runtime, peers, watch, levels, companion, *saving)

@@ -24,6 +24,7 @@ from statehold.io.mounts import mount_of
 from statehold.io.profile import Profile, decode, path_for, save
 from statehold.options import Moving
 from statehold.units import KiB, MiB
+from support.inside import inside
 
 STATE = State((700 * KiB, 4, 2 * MiB, 5000, 4, 300 * KiB + 2, 1))
 MIDDLE = centre(2)
@@ -130,13 +131,13 @@ def test_a_checkpointer_takes_the_profile(
     save(Profile(mount_of(str(tmp_path)), moving, "today"), path_for(str(tmp_path)))
     with statehold.Checkpointer(tmp_path / "run", staging_bytes="64MiB") as ckpt:
         assert ckpt.backend == "threads"
-        assert ckpt._opened().runtime.engine.buffer_bytes == 2 * MiB
+        assert inside(ckpt).runtime.engine.buffer_bytes == 2 * MiB
     given = {"buffer_bytes": "1MiB", "staging_bytes": "64MiB"}
     with statehold.Checkpointer(tmp_path / "run", **given) as ckpt:
-        assert ckpt._opened().runtime.engine.buffer_bytes == MiB
+        assert inside(ckpt).runtime.engine.buffer_bytes == MiB
         assert ckpt.backend == "threads"
     with statehold.Checkpointer(tmp_path / "run", profile=None, staging_bytes="64MiB") as ckpt:
-        assert ckpt._opened().runtime.engine.buffer_bytes == 16 * MiB
+        assert inside(ckpt).runtime.engine.buffer_bytes == 16 * MiB
     assert main(["doctor", str(tmp_path)]) == 0
     assert "buffers of 2 MiB" in capsys.readouterr().out
 
@@ -153,7 +154,7 @@ def test_the_profile_is_that_of_the_nearest_directory(
     run = tmp_path / "run"
     for found, nbytes in ((levels, 2 * MiB), (levels[::-1], 16 * MiB), (None, 16 * MiB)):
         with statehold.Checkpointer(run, levels=found, staging_bytes="64MiB") as ckpt:
-            assert ckpt._opened().runtime.engine.buffer_bytes == nbytes
+            assert inside(ckpt).runtime.engine.buffer_bytes == nbytes
 
 
 def test_a_broken_profile_is_ignored_with_one_warning(
@@ -168,7 +169,7 @@ def test_a_broken_profile_is_ignored_with_one_warning(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             with statehold.Checkpointer(tmp_path / "run", staging_bytes="64MiB") as ckpt:
-                assert ckpt._opened().runtime.engine.buffer_bytes == 16 * MiB
+                assert inside(ckpt).runtime.engine.buffer_bytes == 16 * MiB
     said = [record for record in caplog.records if "ignoring the profile" in record.message]
     assert len(said) == 1
     assert main(["doctor", str(tmp_path)]) == 0

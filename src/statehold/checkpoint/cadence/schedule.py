@@ -12,7 +12,7 @@ same turns (turns) and talk (save/publishing).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from statehold.checkpoint.cadence.costs import Costs, Interval
@@ -81,7 +81,9 @@ class Schedule:
         membership: Membership,
         options: Options,
         watches: Sequence[LevelWatch],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._levels = levels
         self._names = [level.name for level in levels]
         self._every = [parse_every(level.every) for level in levels]
@@ -90,7 +92,7 @@ class Schedule:
         self._log = _Log(self._names, self._every, watches)
         first, is_alone = self._every[0], membership.world == 1
         is_timed = first.seconds is not None and is_alone
-        self._timer = Cadence(first, None, time.monotonic()) if is_timed else None
+        self._timer = Cadence(first, None, clock()) if is_timed else None
         # Whether rank 0 chooses the first level's interval, and announces it to the others.
         self.is_led = first.steps is None and not is_timed
         steps = NEVER if is_timed else first.steps
@@ -110,7 +112,7 @@ class Schedule:
         wanted: it does in any case. is_saving: an earlier save is under way. gate_s: how long the
             gate has held training up so far, in all.
         """
-        now_s = time.monotonic()
+        now_s = self._clock()
         if self._costs is not None:
             under_way = self._copies.under_way(self._costs)
             if is_saving:

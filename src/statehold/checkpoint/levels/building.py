@@ -39,11 +39,13 @@ def open_levels(
     exchange: Exchange | None,
     watch: Watch,
     give_way: Callable[[], None],
+    clock: Callable[[], float],
     owned: contextlib.ExitStack,
 ) -> Levels:
     """The levels of `run`, from `specs`.
 
     give_way: returns when no save needs the processors and the memory more than a copy.
+    clock: when a level is due for a step.
     owned: closes the places and the hosts. The caller closes the promotions before them.
     """
     identity = Identity(run)
@@ -54,7 +56,8 @@ def open_levels(
     owned.callback(hosts.close)
     targets = [*zip(specs[1:], places[1:], strict=True), *_copies(specs, places, peers)]
     promoters = [
-        Promoter(spec, place, peers, give_way, watch_of(spec, watch)) for spec, place in targets
+        Promoter(spec, place, peers, give_way, watch_of(spec, watch), clock)
+        for spec, place in targets
     ]
     promotions = Promotions(near[0], promoters, peers, watch_of(specs[0], watch))
     writes = runtime.has_own_fs and (peers is None or peers.membership.leads)

@@ -100,14 +100,16 @@ class Promoter:
         peers: Peers | None,
         give_way: Callable[[], None],
         watch: LevelWatch,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.place = place
+        self._clock = clock
         self._peers = peers
         self._watch = watch
         self._log = watch.log
         self._rank = peers.rank if peers else 0
         self._round = f"promote {place.name}"
-        self._throttle = Throttle(spec.rate, give_way)
+        self.throttle = Throttle(spec.rate, give_way)
         self._guard = threading.Lock()
         self._status = LevelStatus(place.name)
         self._look()
@@ -121,7 +123,7 @@ class Promoter:
 
     def _cadence_of(self, spec: Level) -> Cadence:
         newest = self._status.newest
-        cadence = Cadence(parse_every(spec.every), newest, time.monotonic())
+        cadence = Cadence(parse_every(spec.every), newest, self._clock())
         if self._rank == 0 and self.place.is_owed(newest):
             cadence.given_up(newest)  # a step that was due and not copied stays due
         return cadence
@@ -145,7 +147,7 @@ class Promoter:
             return False
         # A step that is saved again is copied after its earlier copy, which would stay otherwise.
         is_again = step in (self._status.newest, self._status.copying)
-        return (is_again or not self.is_busy) and self._cadence.is_due(step, time.monotonic())
+        return (is_again or not self.is_busy) and self._cadence.is_due(step, self._clock())
 
     def every(self, interval: Interval) -> None:
         """From now on take steps in this interval. For rank 0."""
@@ -174,7 +176,7 @@ class Promoter:
         """
         kept = contextlib.ExitStack()
         kept.enter_context(source.protect(step))
-        self._cadence.taken(step, time.monotonic())
+        self._cadence.taken(step, self._clock())
         if not self.is_busy:
             self._set(copying=step, bytes_done=0, bytes_total=0)
         try:
@@ -185,7 +187,7 @@ class Promoter:
 
     def landed(self, step: int) -> None:
         """`step` was saved into this level itself."""
-        self._cadence.taken(step, time.monotonic())
+        self._cadence.taken(step, self._clock())
         self._set(newest=step, error=None)
         self._watch.landed(step)
 
@@ -218,7 +220,7 @@ class Promoter:
 
     def stop(self) -> None:
         """Let copies under way, and later ones, end unfinished. Returns at once."""
-        self._throttle.stop()
+        self.throttle.stop()
 
     def close(self) -> None:
         """End the copies under way, finished or not."""
@@ -330,7 +332,7 @@ class Promoter:
             part = part_of(files, source.store.path(step), share)
         copied.manifest = self._begun_with = part.manifest
         self._set(bytes_total=part.nbytes)
-        self._throttle.begin()
+        self.throttle.begin()
         self.place.take(Copy(step, attempt, part, files, partial(self._before, watch), watch))
 
     def _check_order(self, step: int) -> None:
@@ -344,7 +346,7 @@ class Promoter:
             )
 
     def _before(self, watch: CopyWatch, nbytes: int) -> None:
-        watch.limiting(lambda: self._throttle(nbytes))
+        watch.limiting(lambda: self.throttle(nbytes))
         self._set(bytes_done=self._status.bytes_done + nbytes)
 
     def _failed(

@@ -29,8 +29,8 @@ def give_way_to_training() -> None:
 class Throttle:
     """Call it with a number of bytes before they are moved; it returns when they may pass.
 
-    give_way: returns when no save needs the processors and the memory more. Raises ClosedError
-        after stop().
+    give_way: returns when no save needs the processors and the memory more; may be replaced at any
+        time. Raises ClosedError after stop().
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Throttle:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bytes_per_s = bytes_per_s
-        self._give_way = give_way
+        self.give_way = give_way
         self._clock = clock
         self._stopped = threading.Event()
         self._free_s = 0.0  # when the bytes that have passed so far are paid for
@@ -50,7 +50,7 @@ class Throttle:
         self._free_s = max(self._free_s, self._clock())
 
     def __call__(self, nbytes: int) -> None:
-        self._give_way()
+        self.give_way()
         if self._bytes_per_s is not None:
             self._free_s = max(self._free_s, self._clock() - BURST_S)
             delay_s = self._free_s - self._clock()

@@ -5,7 +5,7 @@ Not here: one call of save() (call), how the levels are opened (levels/building)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from statehold.checkpoint.cadence.schedule import Schedule
@@ -34,14 +34,19 @@ class Saving(NamedTuple):
 
 
 def open_saving(
-    specs: Sequence[Level], options: Options, levels: Levels, watch: Watch, log: BackgroundLog
+    specs: Sequence[Level],
+    options: Options,
+    levels: Levels,
+    watch: Watch,
+    log: BackgroundLog,
+    clock: Callable[[], float],
 ) -> Saving:
-    """The saving side of a session. The caller closes its pipeline."""
+    """The saving side of a session. The caller closes its pipeline. clock: when a save is due."""
     peers, promotions = levels.peers, levels.promotions
     membership = peers.membership if peers else ALONE
     claims = Claims(membership)
     watches = [watch_of(spec, watch) for spec in specs]
-    schedule = Schedule(specs, promotions.promoters, membership, options, watches)
+    schedule = Schedule(specs, promotions.promoters, membership, options, watches, clock)
     publisher = publisher_of(peers, levels, claims, schedule, log)
     choice = LevelChoice(specs, levels.near, promotions, peers, levels.hosts, log)
     return Saving(claims, schedule, choice, Pipeline(choice, publisher, promotions, log))

@@ -98,7 +98,7 @@ class CommitRecord(Protocol):
 
 
 class Store:
-    """The steps of the run directory `root` on the file system `fs`.
+    """The steps of the run directory `root` on the file system `fs`, which a test may wrap.
 
     keep: how many committed steps to keep; None keeps all. reuse: overwrite retired files.
     mapped: `root` lies on a memory file system, and data files are written as memory.
@@ -117,7 +117,7 @@ class Store:
         world_size: int = 1,
         mapped: bool = False,
     ) -> None:
-        self._fs = fs
+        self.fs = fs
         self._root = root.rstrip("/") or "/"
         self._keep = keep
         self._reuse = reuse
@@ -162,20 +162,20 @@ class Store:
     def names(self, step: int) -> list[str] | None:
         """The files of a committed step; None if it is no longer committed."""
         try:
-            entries = read_standing(self._fs, self.path(step), self._fs.listdir)
+            entries = read_standing(self.fs, self.path(step), self.fs.listdir)
         except StorageError:
-            if self._fs.is_dir(self.where(step)):
+            if self.fs.is_dir(self.where(step)):
                 raise
             return None
         return [name for name, is_dir in entries if not is_dir]
 
     def where(self, step: int) -> str:
         """The directory that a committed step is in now: path(step), or step-n.replaced."""
-        return where(self._fs, self.path(step))
+        return where(self.fs, self.path(step))
 
     def has_file(self, step: int, name: str) -> bool:
         """Whether a file of a step exists now."""
-        return self._fs.stat_bytes(f"{self.where(step)}/{name}") is not None
+        return self.fs.stat_bytes(f"{self.where(step)}/{name}") is not None
 
     def path(self, step: int, suffix: str = "") -> str:
         """The directory of a step; `suffix` is "", ".partial", ".retired" or ".corrupt"."""
@@ -203,21 +203,21 @@ class Store:
 
     def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
         """A committed step, as `rank` of `world_size` ranks sees it (None: one rank)."""
-        if not self._fs.is_dir(self.where(step)):
+        if not self.fs.is_dir(self.where(step)):
             raise no_such_step(step, self._root, self.steps())
 
         def look(directory: str) -> SavedStep:
-            return open_step(self._fs.read_file, directory, step, rank or 0, world_size)
+            return open_step(self.fs.read_file, directory, step, rank or 0, world_size)
 
-        return read_standing(self._fs, self.path(step), look)
+        return read_standing(self.fs, self.path(step), look)
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         """A document of a step."""
 
         def look(directory: str) -> bytes:
-            return self._fs.read_file(f"{directory}/{name}", max_bytes)
+            return self.fs.read_file(f"{directory}/{name}", max_bytes)
 
-        return read_standing(self._fs, self.path(step), look)
+        return read_standing(self.fs, self.path(step), look)
 
     def confirm(self, step: int, attempt: str) -> bool:
         """Whether `attempt` at a step is committed; if so, repeats D7."""
@@ -226,7 +226,7 @@ class Store:
         except (StepNotFoundError, CorruptionError):
             return False
         if is_ours:
-            make_durable(self._fs, self._root)
+            make_durable(self.fs, self._root)
         return is_ours
 
     @contextlib.contextmanager
@@ -244,23 +244,23 @@ class Store:
 
     def _entries(self) -> list[tuple[str, bool]]:
         entries = look_beside_a_writer(
-            lambda: self._fs.listdir(self._root),
-            lambda: self._fs.is_dir(self._root) or None,
+            lambda: self.fs.listdir(self._root),
+            lambda: self.fs.is_dir(self._root) or None,
             self._root,
         )
         return entries or []
 
     def check_there(self) -> None:
         """Raise if the run directory cannot be one, because a file is in its place."""
-        if not self._fs.is_dir(self._root):
+        if not self.fs.is_dir(self._root):
             with unless(errno.ENOENT):
-                self._fs.listdir(self._root)
+                self.fs.listdir(self._root)
 
     # -- opening for writing ---------------------------------------------------------------
 
     def create(self) -> None:
         """Make the run directory, its parents included, and make their names durable."""
-        make_directories(self._fs, self._root)
+        make_directories(self.fs, self._root)
         self._newest.take_over(not self._leads)  # the leading rank does when it has the lock
 
     def was_removed(self) -> None:
@@ -283,9 +283,9 @@ class Store:
             self.look_again()
             self._settle_replaced()
             for hidden in (SPARE_NAME, READY_NAME):
-                if self._fs.is_dir(f"{self._root}/{hidden}"):
+                if self.fs.is_dir(f"{self._root}/{hidden}"):
                     with contextlib.suppress(StorageError):  # no save fails because of leftovers
-                        delete(self._fs, f"{self._root}/{hidden}")
+                        delete(self.fs, f"{self._root}/{hidden}")
             for name in self._leftovers():
                 attempted = _ATTEMPTED.fullmatch(name)
                 if attempted and attempted["token"] == token:
@@ -296,7 +296,7 @@ class Store:
     def _clear(self, name: str, *, is_attempt: bool) -> None:
         # Ranks on other hosts may outlive their job. No file that they may still write is reused.
         if is_attempt:
-            delete(self._fs, f"{self._root}/{name}")
+            delete(self.fs, f"{self._root}/{name}")
         else:
             self._discard(f"{self._root}/{name}")
 
@@ -306,7 +306,7 @@ class Store:
             if is_dir and _REPLACED.fullmatch(name):
                 # Until that succeeds a step is read where it is; _retire tries again.
                 with contextlib.suppress(StorageError):
-                    settle(self._fs, f"{self._root}/{name}".removesuffix(REPLACED))
+                    settle(self.fs, f"{self._root}/{name}".removesuffix(REPLACED))
 
     def _leftovers(self) -> list[str]:
         return [name for name, is_dir in self._entries() if is_dir and _LEFTOVER.fullmatch(name)]
@@ -338,20 +338,20 @@ class Store:
         partial = self.partial(step, attempt)
         with self._guard:
             if attempt is None:
-                if self._fs.is_dir(partial):
+                if self.fs.is_dir(partial):
                     self._settle_names()
                     self._discard(partial)
-                self._fs.mkdir(partial)
+                self.fs.mkdir(partial)
                 return
             if self._leads and "." not in attempt:
                 self._clear_attempts(attempt)
             with unless(errno.EEXIST):  # another rank made it
-                self._fs.mkdir(partial)
+                self.fs.mkdir(partial)
 
     def reserve(self, step: int, attempt: str | None, name: str, guess: Callable[[], int]) -> None:
         """D1, after begin(): space for a document of this rank. guess: its size, if there was no
         document of this name before. Raises StorageError."""
-        self._rooms.make(self._fs, self.partial(step, attempt), name, guess)
+        self._rooms.make(self.fs, self.partial(step, attempt), name, guess)
 
     def data_file(
         self, step: int, name: str, file_bytes: int, attempt: str | None = None
@@ -367,9 +367,9 @@ class Store:
                 kept = self._ready.file(name)
                 reused = self._take_ready(name, path)
         if not self._mapped:
-            return self._fs.open_write(path, file_bytes, reuse=reused), reused
+            return self.fs.open_write(path, file_bytes, reuse=reused), reused
         kept = kept if reused else None
-        file = self._fs.open_write(path, file_bytes, reuse=reused, mapped=True, kept=kept)
+        file = self.fs.open_write(path, file_bytes, reuse=reused, mapped=True, kept=kept)
         if not self._shared:
             with self._guard:
                 self._mappings.making(step, name, file)
@@ -386,16 +386,16 @@ class Store:
         if not self._mapped or not self._reuse or self._keep is None:
             return
         with self._guard, contextlib.suppress(StorageError):  # the save makes its own
-            has_spare = self._fs.stat_bytes(f"{self._root}/{SPARE_NAME}/{name}") is not None
+            has_spare = self.fs.stat_bytes(f"{self._root}/{SPARE_NAME}/{name}") is not None
             if not has_spare and len(self.steps()) <= self._keep:
                 self._ready.begin(name, file_bytes)
 
     def seal(self, step: int, attempt: str | None, name: str, record: bytes) -> None:
         """D3 of one rank, on its own host: its record, and the names of all its files."""
         partial = self.partial(step, attempt)
-        self._fs.write_file(f"{partial}/{name}", record)
+        self.fs.write_file(f"{partial}/{name}", record)
         self._rooms.written(name, len(record))
-        self._fs.sync_dir(partial)
+        self.fs.sync_dir(partial)
 
     def commit(self, manifest: CommitRecord, attempt: str | None = None) -> None:
         """D3 to D7: publish a step whose data files, and ranks' records, are durable."""
@@ -403,7 +403,7 @@ class Store:
         partial = self.partial(manifest.step, attempt)
         with self._guard:
             raw = manifest.encode()
-            replaced = publish(self._fs, partial, self.path(manifest.step), raw)
+            replaced = publish(self.fs, partial, self.path(manifest.step), raw)
             self._rooms.written(MANIFEST_NAME, len(raw))
             self._mappings.committed(manifest.step)
             self.committed(manifest.step)
@@ -427,9 +427,9 @@ class Store:
         with self._guard, contextlib.suppress(StorageError):
             partial = self.partial(step, attempt)
             self._mappings.abandoned(step)
-            if self._leads and self._fs.is_dir(partial):
+            if self._leads and self.fs.is_dir(partial):
                 self._settle_names()
-                delete(self._fs, partial)
+                delete(self.fs, partial)
 
     def _clear_attempts(self, under_way: str) -> None:
         """Delete attempts that have ended: those of other jobs, and older ones of this job."""
@@ -448,7 +448,7 @@ class Store:
                 self._settle_names()
             for name in ended:
                 with contextlib.suppress(StorageError):
-                    delete(self._fs, f"{self._root}/{name}")
+                    delete(self.fs, f"{self._root}/{name}")
 
     def _lead(self, action: str) -> None:
         if not self._leads:
@@ -498,7 +498,7 @@ class Store:
         with self._guard:
             self._mappings.dropped()
             if self._spare is not None:
-                delete(self._fs, self._spare)
+                delete(self.fs, self._spare)
                 self._spare = None
 
     def close(self) -> None:
@@ -514,14 +514,14 @@ class Store:
         if self._is_unsettled:  # the replaced directory must not count instead of it
             self._settle_names()
             self._is_unsettled = False
-        settle(self._fs, self.path(step))
+        settle(self.fs, self.path(step))
         hidden = self.path(step, suffix)
-        if self._fs.is_dir(hidden):
+        if self.fs.is_dir(hidden):
             self._settle_names()
-            delete(self._fs, hidden)
-        self._fs.rename(self.path(step), hidden)  # R1
+            delete(self.fs, hidden)
+        self.fs.rename(self.path(step), hidden)  # R1
         self._newest.retired(step)
-        self._fs.sync_dir(self._root)  # R2
+        self.fs.sync_dir(self._root)  # R2
         self._mappings.retired(step)
         if suffix == ".retired":
             self._discard(hidden, step)  # R3
@@ -533,7 +533,7 @@ class Store:
 
         After a failure, or the death of a process, the sync for that (D7, R2) may be missing.
         """
-        self._fs.sync_dir(self._root)
+        self.fs.sync_dir(self._root)
 
     def _discard(self, directory: str, step: int | None = None) -> None:
         """Hold an invisible directory, of `step`, back for reuse, or delete it."""
@@ -542,9 +542,9 @@ class Store:
         if not self._reuse or self._spare is not None:
             if step is not None:
                 self._mappings.abandoned(step)
-            delete(self._fs, directory)
+            delete(self.fs, directory)
             return
-        self._fs.rename(directory, f"{self._root}/{SPARE_NAME}")
+        self.fs.rename(directory, f"{self._root}/{SPARE_NAME}")
         self._spare = f"{self._root}/{SPARE_NAME}"
         if step is not None:
             self._mappings.spared(step)
@@ -577,9 +577,9 @@ class Store:
     def _take(self, spare_file: str, path: str, kept: File | None = None) -> bool:
         # The leading rank may have deleted it meanwhile. If it is not available, a new one is made.
         with contextlib.suppress(StorageError):
-            if self._fs.stat_bytes(spare_file) is None:
+            if self.fs.stat_bytes(spare_file) is None:
                 return False
-            if self._fs.can_reuse(spare_file, kept):
-                self._fs.rename(spare_file, path)
+            if self.fs.can_reuse(spare_file, kept):
+                self.fs.rename(spare_file, path)
                 return True
         return False
