@@ -8,7 +8,7 @@ SECONDS ?= 600
 STATES ?= 5000
 MINUTES ?= 120
 bin := .venv/bin
-# A worker for each core; a run of one test is quicker without: ARGS="-n0 -k torn".
+# A worker more than there are cores; a run of one test is quicker without: ARGS="-n0 -k torn".
 pytest := $(bin)/python -m pytest -q -n auto --dist worksteal
 native_sources := $(wildcard native/*.h native/*.cpp native/test/*.h native/test/*.cpp)
 

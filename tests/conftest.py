@@ -46,8 +46,18 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` means."""
-    return min(len(os.sched_getaffinity(0)), WORKERS_MAX)
+    """What `-n auto` means: one more than the cores, because many tests wait for a deadline."""
+    return min(len(os.sched_getaffinity(0)) + 1, WORKERS_MAX)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _copies_do_not_starve() -> Iterator[None]:
+    """Copies give way to all programs of the machine, and so for minutes where others are busy."""
+    from statehold.checkpoint.levels import throttle
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(throttle, "NICENESS", 0)
+        yield
 
 
 @pytest.fixture
