@@ -126,6 +126,8 @@ class Fs {
   virtual Status mkdir(const std::string& path) = 0;
   virtual Status rename(const std::string& from, const std::string& to) = 0;
   virtual Status exchange(const std::string& a, const std::string& b) = 0;  // atomically
+  // A second name, `to`, for a file. EXDEV, EPERM, EMLINK or EOPNOTSUPP where there can be none.
+  virtual Status link(const std::string& from, const std::string& to) = 0;
   virtual Status unlink(const std::string& path) = 0;
   virtual Status rmdir(const std::string& path) = 0;
   virtual Result<std::vector<DirEntry>> listdir(const std::string& path) = 0;  // sorted by name
@@ -135,6 +137,9 @@ class Fs {
   // Makes creations, renames and removals in this directory durable.
   virtual Status sync_dir(const std::string& path) = 0;
 
+  // A file with several names may be part of several steps, so nothing here writes it again:
+  // write_file, and open_write and open_mapped with `reuse`, refuse it with EMLINK.
+  //
   // Small files as a whole. write_file creates the file or replaces what is in it, keeping
   // the blocks that it has, and syncs data, not the name.
   virtual Status write_file(const std::string& path, std::string_view data) = 0;

@@ -215,6 +215,13 @@ bool is_ours_alone(int fd) {
   return ::fcntl(fd, F_SETLEASE, F_WRLCK) == 0 && ::fcntl(fd, F_SETLEASE, F_UNLCK) == 0;
 }
 
+// A file with another name is not to be written.
+Status one_name(int fd, const char* operation, const std::string& path) {
+  struct stat info;
+  if (::fstat(fd, &info) != 0) return last_error(operation, path);
+  return info.st_nlink > 1 ? Status::io(EMLINK, operation, path) : Status{};
+}
+
 Result<std::shared_ptr<File>> map_file(Descriptor& file, const std::string& path, uint64_t bytes,
                                        Mapping::Access access) {
   Result<Mapping> mapping = Mapping::of(file.get(), bytes, access, path);
@@ -379,6 +386,10 @@ Status PosixFs::exchange(const std::string& a, const std::string& b) {
                  a);
 }
 
+Status PosixFs::link(const std::string& from, const std::string& to) {
+  return checked(::link(from.c_str(), to.c_str()), "link", from);
+}
+
 Status PosixFs::unlink(const std::string& path) {
   return checked(::unlink(path.c_str()), "unlink", path);
 }
@@ -438,6 +449,7 @@ Status PosixFs::write_file(const std::string& path, std::string_view data) {
   const Result<int> opened = open_regular(path, O_WRONLY | O_CREAT, "write_file");
   if (!opened.ok()) return opened.status;
   const Descriptor file(opened.value);
+  if (Status status = one_name(file.get(), "write_file", path); !status.ok()) return status;
   if (Status status = write_all(file.get(), data, path); !status.ok()) return status;
   const auto size = static_cast<off_t>(data.size());
   if (restarted([&] { return ::ftruncate(file.get(), size); }) != 0) {
@@ -472,6 +484,7 @@ Result<std::shared_ptr<File>> PosixFs::open_write(const std::string& path, uint6
   const Result<int> opened = open_regular(path, flags, "open_write");
   if (!opened.ok()) return {opened.status};
   Descriptor file(opened.value);
+  if (Status status = one_name(file.get(), "open_write", path); !status.ok()) return {status};
   const bool direct = set_direct(file.get());
   const uint64_t allocated = direct ? align_up(bytes, kPageBytes) : bytes;
   if (Status status = allocate(file.get(), allocated, reuse, path); !status.ok()) return {status};
@@ -495,7 +508,8 @@ bool PosixFs::can_reuse(const std::string& path) {
 Result<std::shared_ptr<File>> PosixFs::open_mapped(const std::string& path, uint64_t bytes,
                                                    bool reuse, const std::shared_ptr<File>& kept) {
   if (auto file = reuse ? renewed(path, bytes, kept) : nullptr) {
-    Status status = allocate_pages(file->fd(), bytes, path);
+    Status status = one_name(file->fd(), "open_write", path);
+    if (status.ok()) status = allocate_pages(file->fd(), bytes, path);
     return {std::move(status), std::move(file)};
   }
   if (!parent_is_memory(path)) return Fs::open_mapped(path, bytes, reuse, nullptr);
@@ -504,6 +518,7 @@ Result<std::shared_ptr<File>> PosixFs::open_mapped(const std::string& path, uint
   if (!opened.ok()) return {opened.status, {}};
   Descriptor file(opened.value);
   if (!is_memory(file.get())) return Fs::open_mapped(path, bytes, reuse, nullptr);
+  if (Status status = one_name(file.get(), "open_write", path); !status.ok()) return {status, {}};
   if (!reuse) allocate_huge_pages(file.get(), bytes, path);
   if (Status status = allocate_pages(file.get(), bytes, path); !status.ok()) return {status, {}};
   return map_file(file, path, bytes, Mapping::Access::write);

@@ -87,6 +87,7 @@ class PosixFs : public Fs {
   Status mkdir(const std::string& path) override;
   Status rename(const std::string& from, const std::string& to) override;
   Status exchange(const std::string& a, const std::string& b) override;
+  Status link(const std::string& from, const std::string& to) override;
   Status unlink(const std::string& path) override;
   Status rmdir(const std::string& path) override;
   Result<std::vector<DirEntry>> listdir(const std::string& path) override;

@@ -332,6 +332,10 @@ Status SimFs::exchange(const std::string& a, const std::string& b) {
   return name_change("exchange", a, b, [&](SimTree& tree) { return tree.exchange(a, b); });
 }
 
+Status SimFs::link(const std::string& from, const std::string& to) {
+  return name_change("link", from, to, [&](SimTree& tree) { return tree.link(from, to); });
+}
+
 Status SimFs::unlink(const std::string& path) {
   return name_change("unlink", path, {}, [&](SimTree& tree) { return tree.unlink(path); });
 }
@@ -369,6 +373,7 @@ Result<bool> SimFs::is_dir(const std::string& path) {
 int SimFs::store(const std::string& path, std::string_view data) {
   SimNodePtr node = disk_->tree_.find(path);
   if (node && node->is_dir) return EISDIR;
+  if (node && disk_->tree_.name_count(node) > 1) return EMLINK;
   if (disk_->grows_too_much(node ? node->data.bytes().size() : 0, data.size())) return ENOSPC;
   if (!node) {
     if (const int error = disk_->tree_.create(path, node); error != 0) return error;
@@ -398,7 +403,7 @@ void SimFs::write_half(const std::string& path, std::string_view data) {
   if (!disk_->fires("half a file", 0.5, path, 0)) return;
   SimNodePtr node = disk_->tree_.find(path);
   if (!node && disk_->tree_.create(path, node) != 0) return;
-  if (node->is_dir) return;
+  if (node->is_dir || disk_->tree_.name_count(node) > 1) return;
   node->data.resize(0);
   node->data.write(0, data.substr(0, data.size() / 2));
 }
@@ -419,6 +424,7 @@ int SimFs::prepare(const std::string& path, uint64_t bytes, bool reuse, SimNodeP
   node = disk_->tree_.find(path);
   if (reuse && !node) return ENOENT;
   if (reuse && node->is_dir) return EISDIR;
+  if (reuse && disk_->tree_.name_count(node) > 1) return EMLINK;
   if (disk_->grows_too_much(reuse ? node->data.bytes().size() : 0, bytes)) return ENOSPC;
   disk_->moment("open_write", path);
   if (!reuse) {
@@ -453,7 +459,7 @@ Result<std::shared_ptr<File>> SimFs::open_read(const std::string& path, bool dir
 bool SimFs::can_reuse(const std::string& path) {
   const Lock lock(disk_->mutex_);
   const SimNodePtr node = disk_->tree_.find(path);
-  return node && !node->is_dir && node->open_count == 0;
+  return node && !node->is_dir && node->open_count == 0 && disk_->tree_.name_count(node) == 1;
 }
 
 void SimFs::submit(IoRequest request) {

@@ -141,6 +141,12 @@ void declare_fs(nb::module_& m) {
           },
           "a"_a, "b"_a, gil_released)
       .def(
+          "link",
+          [](PyFs& self, const std::string& src, const std::string& dst) {
+            must(self->link(src, dst));
+          },
+          "src"_a, "dst"_a, gil_released)
+      .def(
           "unlink", [](PyFs& self, const std::string& path) { must(self->unlink(path)); }, "path"_a,
           gil_released)
       .def(

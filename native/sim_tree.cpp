@@ -261,6 +261,12 @@ int SimTree::exchange(const std::string& a, const std::string& b) {
   return 0;
 }
 
+int SimTree::link(const std::string& from, const std::string& to) {
+  const SimNodePtr node = find(from);
+  if (!node) return ENOENT;
+  return node->is_dir ? EPERM : add(to, node);
+}
+
 int SimTree::unlink(const std::string& path) {
   Slot slot;
   if (const int error = locate(path, slot); error != 0) return error;
@@ -286,6 +292,11 @@ int SimTree::sync_dir(const std::string& path) {
   if (!dir->is_dir) return ENOTDIR;
   commit(*dir, dir->pending.size());
   return 0;
+}
+
+uint64_t SimTree::name_count(const SimNodePtr& node) const {
+  return static_cast<uint64_t>(
+      std::ranges::count_if(files(), [&](const auto& file) { return file.second == node; }));
 }
 
 uint64_t SimTree::used_bytes() const {

@@ -7,6 +7,7 @@
 // - Of the changes of names since the last sync_dir any may survive, in any order, except that two
 //   changes of one name stay in order: the later one never survives without the earlier one. A
 //   rename or exchange of two names survives for both or for neither.
+// - A file with several names is one file: its sectors survive, or not, for all of them.
 // What happens to each is asked of SimChoices: at random, or as told, so that all can be tried.
 // Not synchronised, no faults: that is fs_sim.h.
 #pragma once
@@ -113,9 +114,11 @@ class SimTree {
   int create(const std::string& path, SimNodePtr& node);  // EEXIST when there is one
   int rename(const std::string& from, const std::string& to);
   int exchange(const std::string& a, const std::string& b);
+  int link(const std::string& from, const std::string& to);
   int unlink(const std::string& path);
   int rmdir(const std::string& path);
   int sync_dir(const std::string& path);
+  uint64_t name_count(const SimNodePtr& node) const;
   uint64_t used_bytes() const;
   std::vector<std::pair<std::string, SimNodePtr>> files() const;  // by path
   SimTree clone() const;

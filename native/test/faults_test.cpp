@@ -76,6 +76,7 @@ class HookedFs final : public Fs {
   Status exchange(const std::string& a, const std::string& b) override {
     return fs_->exchange(a, b);
   }
+  Status link(const std::string& a, const std::string& b) override { return fs_->link(a, b); }
   Status unlink(const std::string& path) override { return fs_->unlink(path); }
   Status rmdir(const std::string& path) override { return fs_->rmdir(path); }
   Result<std::vector<DirEntry>> listdir(const std::string& path) override {

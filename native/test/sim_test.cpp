@@ -163,6 +163,36 @@ TEST(what_happened_in_a_removed_directory_may_outlive_the_removal) {
   EXPECT(emptied);
 }
 
+TEST(a_second_name_survives_or_not_and_the_bytes_are_the_same) {
+  std::set<std::string> seen;
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    SimRandom random(seed);
+    SimTree tree;
+    synced_file(tree, "x", "old");
+    EXPECT(tree.sync_dir("/") == 0);
+    EXPECT(tree.mkdir("a") == 0);
+    EXPECT(tree.sync_dir("/") == 0);
+    tree.find("x")->data.write(0, "new");
+    EXPECT(tree.link("x", "a/y") == 0);
+    EXPECT(tree.link("x", "a/y") == EEXIST);
+    EXPECT(tree.link("a", "b") == EPERM);
+    EXPECT(tree.link("nothing", "b") == ENOENT);
+    EXPECT(tree.name_count(tree.find("x")) == 2);
+    SimTree copy = tree.clone();
+    EXPECT(copy.name_count(copy.find("a/y")) == 2);
+    crash(copy, random);
+    if (copy.find("a/y")) EXPECT(text_of(copy, "a/y") == text_of(copy, "x"));
+    seen.insert(text_of(copy, "x") + text_of(copy, "a/y"));
+    EXPECT(tree.sync_dir("a") == 0);
+    EXPECT(tree.unlink("x") == 0);
+    EXPECT(tree.name_count(tree.find("a/y")) == 1);
+    tree.find("a/y")->data.sync();
+    crash(tree, random);
+    EXPECT(text_of(tree, "a/y") == "new");
+  }
+  EXPECT(seen == (std::set<std::string>{"oldold", "newnew", "old(none)", "new(none)"}));
+}
+
 TEST(a_clone_is_independent_and_crashes_alike) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
     SimTree tree;

@@ -162,6 +162,42 @@ def test_reuse_is_refused_while_open(disk: Disk) -> None:
     assert not fs.can_reuse(disk.root)
 
 
+def test_a_file_with_two_names_is_never_written_again(disk: Disk) -> None:
+    fs, one, other = disk.fs, disk.path("one"), disk.path("other")
+    fs.write_file(one, b"x" * PAGE)
+    fs.link(one, other)
+    for path in (one, other):
+        assert fs.read_file(path, PAGE) == b"x" * PAGE
+        assert not fs.can_reuse(path)
+        for write in (
+            lambda path=path: fs.open_write(path, PAGE, reuse=True),
+            lambda path=path: fs.write_file(path, b"y"),
+        ):
+            with pytest.raises(StorageError) as raised:
+                write()
+            assert errno_of(raised) == errno.EMLINK
+    assert fs.read_file(one, PAGE) == b"x" * PAGE
+    fs.unlink(one)
+    assert fs.can_reuse(other)
+    fs.open_write(other, PAGE, reuse=True).close()
+    fs.write_file(other, b"y")
+
+
+def test_what_cannot_have_a_second_name(disk: Disk) -> None:
+    fs = disk.fs
+    fs.write_file(disk.path("f"), b"f")
+    fs.mkdir(disk.path("d"))
+    for source, target, expected in (
+        ("nothing", "new", errno.ENOENT),
+        ("f", "d", errno.EEXIST),
+        ("f", "f", errno.EEXIST),
+        ("d", "new", errno.EPERM),
+    ):
+        with pytest.raises(StorageError) as raised:
+            fs.link(disk.path(source), disk.path(target))
+        assert errno_of(raised) == expected
+
+
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
 def test_reuse_is_refused_when_shared(backend: str, tmp_path: Path) -> None:
     fs = open_or_skip(backend)

@@ -339,3 +339,14 @@ def test_a_disk_is_refused(backend: str) -> None:
         refused(lambda: fs.open_view(path, 5), path)
         assert fs.read_file(path, 5) == b"12345"
     fs.close()
+
+
+def test_a_file_with_two_names_is_never_mapped_to_be_written(memory: Disk) -> None:
+    one, other = memory.path("one"), memory.path("other")
+    file = memory.fs.open_write(one, BLOCK, mapped=True)
+    memory.fs.link(one, other)
+    assert not memory.fs.can_reuse(one, file)
+    for kept in (file, None):
+        with pytest.raises(StorageError) as raised:
+            memory.fs.open_write(other, BLOCK, reuse=True, mapped=True, kept=kept)
+        assert raised.value.errno == errno.EMLINK
