@@ -18,7 +18,7 @@ from statehold.errors import (
     MissingFileError,
     StateMismatchError,
 )
-from statehold.format.manifest import Commit, Manifest, RecordEntry, Shared
+from statehold.format.manifest import VERSION, Commit, Manifest, RecordEntry, Shared
 from statehold.format.record import Record
 from statehold.format.saved import _check_cover
 from statehold.layout.layout import Box, ExplicitLayout, Layout, Mesh, Ranks
@@ -95,7 +95,7 @@ def test_the_untouched_document_is_accepted() -> None:
 
 def test_a_newer_version() -> None:
     with pytest.raises(FormatVersionError):
-        Manifest.decode(seal(changed(DOCUMENT, ("version",), 4)), "m")
+        Manifest.decode(seal(changed(DOCUMENT, ("version",), VERSION + 1)), "m")
 
 
 # -- records that do not belong ---------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from statehold.errors import FormatVersionError, ManifestError
-from statehold.format.record import MESH_RANKS_MAX, Record
+from statehold.format.record import MESH_RANKS_MAX, VERSION, Record
 from support.lies import (
     NOT_ARRAYS,
     NOT_INTEGERS,
@@ -138,7 +138,7 @@ def test_members_are_neither_missing_nor_unknown(where: Where) -> None:
 
 def test_a_record_of_a_newer_version() -> None:
     with pytest.raises(FormatVersionError):
-        Record.decode(seal(changed(DOCUMENT, ("version",), 4), "record"), "r")
+        Record.decode(seal(changed(DOCUMENT, ("version",), VERSION + 1), "record"), "r")
 
 
 def test_a_mesh_without_this_rank() -> None:

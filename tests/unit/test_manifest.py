@@ -14,7 +14,7 @@ import pytest
 from statehold.encoding import header, values
 from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError
 from statehold.format.entries import record_file
-from statehold.format.manifest import Manifest
+from statehold.format.manifest import VERSION, Manifest
 from statehold.layout.plan import plan_save
 from support.steps import SPECS, document_of, manifest_of, seal, spec, sums_for
 
@@ -125,15 +125,15 @@ def test_a_manifest_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_newer_version() -> None:
     document = document_of(manifest_of().encode())
-    document["version"] = 4
-    document["something"] = "that version 3 does not have"
+    document["version"] = VERSION + 1
+    document["something"] = "that no version has"
     with pytest.raises(FormatVersionError) as caught:
         Manifest.decode(seal(document), "run/step/manifest.json")
     assert caught.value.facts == {
         "file": "run/step/manifest.json",
         "where": "version",
-        "expected": "3 or older",
-        "got": 4,
+        "expected": f"{VERSION} or older",
+        "got": VERSION + 1,
     }
     assert "upgrade" in str(caught.value)
 

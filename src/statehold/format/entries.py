@@ -20,6 +20,7 @@ from typing import Any
 from statehold.encoding import header, values
 from statehold.encoding.strictjson import Checker, show
 from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError
+from statehold.layout.flat import run_of
 from statehold.layout.layout import Box
 from statehold.layout.plan import BLOCK_BYTES, WORLD_MAX, SavePlan, piece_count
 from statehold.units import GiB, KiB, MiB, format_bytes
@@ -304,6 +305,23 @@ class EntryReader:
         if len({chunk.file for chunk in chunks}) != len(chunks):
             self.check.fail(where, "each chunk of a tensor in a file of its own", "a file twice")
         return chunks
+
+    def runs(self, value: Any, where: str, dtype: str, box: Box) -> tuple[Chunk, ...]:
+        """The chunks of one box: runs of its elements, one after the other, no two in one file."""
+        check, boxes, at = self.check, list[Box](), 0
+        for i, node in enumerate(check.array(value, where)):
+            found = check.object(node, f"{where}[{i}]")
+            offsets = check.shape(found.get("offsets"), f"{where}[{i}].offsets")
+            shape = check.shape(found.get("shape"), f"{where}[{i}].shape")
+            run = run_of(Box(offsets, shape), box) if len(offsets) == len(shape) else None
+            if run is None or run[0] != at:
+                expected = f"elements of {box} that follow each other, from number {at} on"
+                check.fail(f"{where}[{i}]", expected, f"{show(offsets)} {show(shape)}")
+            boxes.append(Box(offsets, shape))
+            at = run[1]
+        if at != box.numel:
+            check.fail(where, f"all {box.numel} elements of {box}", f"{at} of them")
+        return self.chunks(value, where, dtype, boxes)
 
     def _chunk(self, node: Any, where: str, dtype: str, box: Box) -> Chunk:
         check, files = self.check, self.files

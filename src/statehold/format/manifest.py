@@ -1,13 +1,14 @@
-"""The manifest makes a directory a step. Versions 1 and 3 hold all, version 2 lists records.
+"""The manifest makes a directory a step. Versions 1, 3 and 4 hold all, version 2 lists records.
 
 Owns: encoding, decoding and validating manifest.json (docs/format.md, "Manifest").
 Invariants: a decoded manifest contradicts nothing. Names cannot leave the step directory, the parts
-of version 1 keep the promises of `entries`, and every tensor that the state refers to exists. A
-damaged manifest is ManifestError, an intact one of a newer version FormatVersionError.
+of versions 1, 3 and 4 keep the promises of `entries`, and every tensor that the state refers to
+exists. A damaged manifest is ManifestError, an intact one of a newer version FormatVersionError.
 Not here: the disk (store), a rank's part (record), whether files match (the reader, by sums).
 
 A document has the lowest version that can hold it, so old readers can read it. The manifest of one
-rank is version 1, or version 3 if its state has nodes that version 1 does not know.
+rank is version 1, or version 3 if its state has nodes that version 1 does not know, or version 4 if
+it has more than one data file.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from statehold.format.entries import (
     unseal,
 )
 from statehold.layout.layout import Box, Ranks
-from statehold.layout.plan import STEP_MAX, WORLD_MAX, file_name
+from statehold.layout.plan import STEP_MAX, WORLD_MAX, file_name, file_of
 
-VERSION = 3
+VERSION = 4
 FORMAT = "statehold"
 CHECKSUM = "xxh3-64"
 
@@ -45,14 +46,13 @@ _MEMBERS_V2 = (*_HEAD, "attempt", "records", "state", "shared", "manifest_sha256
 _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|\+00:00)", re.ASCII)
 _WRITER = re.compile(r"[ -~]{1,200}")
 _ATTEMPT = re.compile(r"[0-9a-f-]{1,64}")
-_FILE_NAME = re.compile(r"rank-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _HINT = "this step is damaged; an older committed step is not affected"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Versions 1 and 3: a step of one rank, except for its tensors' bytes.
+    """Versions 1, 3 and 4: a step of one rank, except for its tensors' bytes.
 
     `state` is the encoded tree (values).
     """
@@ -68,6 +68,8 @@ class Manifest:
 
     @property
     def version(self) -> int:
+        if any(_part_of(file.name) for file in self.files):
+            return 4
         return 3 if needs_version_3(self.state) else 1
 
     def encode(self) -> bytes:
@@ -210,9 +212,11 @@ def _manifest(check: Checker, document: dict[str, Any], version: int) -> Manifes
     members = check.members(document, "manifest", _MEMBERS)
     head, reader = _check_head(check, members), EntryReader(check, members)
     expected = f"{file_name(0, reader.world_size)} or another rank of it"
-    reader.read_files(members["files"], lambda name: _is_file(name, reader.world_size), expected)
+    reader.read_files(
+        members["files"], lambda name: _is_file(name, reader.world_size, version), expected
+    )
     nodes = check.object(members["tensors"], "tensors")
-    tensors = {name: _tensor(reader, name, node) for name, node in nodes.items()}
+    tensors = {name: _tensor(reader, name, node, version) for name, node in nodes.items()}
     reader.check_tiling((name, entry.chunks) for name, entry in tensors.items())
     check_state(check, members["state"], tensors, version)
     return Manifest(
@@ -224,17 +228,28 @@ def _manifest(check: Checker, document: dict[str, Any], version: int) -> Manifes
     )
 
 
-def _is_file(name: str, world_size: int) -> bool:
-    found = _FILE_NAME.fullmatch(name)
-    return found is not None and int(found[1]) < world_size and int(found[2]) == world_size
+def _is_file(name: str, world_size: int, version: int) -> bool:
+    found = file_of(name)
+    if found is None or (found[2] and version < 4):
+        return False
+    return found[0] < world_size == found[1]
 
 
-def _tensor(reader: EntryReader, name: str, node: Any) -> TensorEntry:
+def _part_of(name: str) -> int:
+    found = file_of(name)
+    return found[2] if found else 0
+
+
+def _tensor(reader: EntryReader, name: str, node: Any, version: int) -> TensorEntry:
     where = f"tensors.{name}"
     reader.name(name)
     found = reader.check.members(node, where, ("dtype", "shape", "chunks"))
     dtype, shape = reader.dtype_and_shape(found, where)
-    chunks = reader.chunks(found["chunks"], f"{where}.chunks", dtype, [Box.whole(shape)])
+    box = Box.whole(shape)
+    if version >= 4 and box.numel:
+        chunks = reader.runs(found["chunks"], f"{where}.chunks", dtype, box)
+    else:
+        chunks = reader.chunks(found["chunks"], f"{where}.chunks", dtype, [box])
     return TensorEntry(dtype, shape, chunks)
 
 

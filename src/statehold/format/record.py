@@ -35,10 +35,10 @@ from statehold.format.entries import (
 from statehold.format.manifest import check_attempt
 from statehold.format.trees import members_of, tensors_of
 from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Mesh
-from statehold.layout.plan import STEP_MAX
+from statehold.layout.plan import STEP_MAX, file_name, file_of
 from statehold.layout.share import Held
 
-VERSION = 3
+VERSION = 4
 FORMAT = "statehold-record"
 
 MESH_AXES_MAX = 32
@@ -76,13 +76,24 @@ class Record:
         """The held tensors, by name."""
         return {held.name: held for held in self.held}
 
+    @property
+    def version(self) -> int:
+        """The lowest that can hold it: version 4 if it has a box in several chunks."""
+        if any(
+            len(self.chunks.get(held.name, ())) > 1
+            for held in self.held
+            if not isinstance(held.layout, ExplicitLayout)
+        ):
+            return 4
+        return 3 if needs_version_3(self.state) else 2
+
     def encode(self) -> bytes:
         """The bytes of the record, sealed by their own sha256."""
         meshes = _MeshTable()
         tensors = {held.name: self._tensor_document(held, meshes) for held in self.held}
         document = {
             "format": FORMAT,
-            "version": 3 if needs_version_3(self.state) else 2,
+            "version": self.version,
             "step": self.step,
             "world_size": self.world_size,
             "rank": self.rank,
@@ -215,7 +226,8 @@ class _Reader:
         check, members = self.check, self.members
         step = check.integer(members["step"], "step", high=STEP_MAX)
         attempt = check_attempt(check, members["attempt"])
-        self.entries.read_files(members["files"], self._is_file, f"{self._stem}.safetensors")
+        expected = f"{file_name(self.rank, self.world_size)} or another file of the rank"
+        self.entries.read_files(members["files"], self._is_file, expected)
         self._read_meshes()
         nodes = check.object(members["tensors"], "tensors")
         held = [self._tensor(name, node) for name, node in nodes.items()]
@@ -236,13 +248,10 @@ class _Reader:
             contents=self.contents,
         )
 
-    @property
-    def _stem(self) -> str:
-        return f"rank-{self.rank:05d}-of-{self.world_size:05d}"
-
     def _is_file(self, name: str) -> bool:
         """rank-r-of-w.safetensors, or with -1, -2, ... after the w."""
-        return re.fullmatch(rf"{self._stem}(-[1-9][0-9]{{0,8}})?\.safetensors", name) is not None
+        found = file_of(name)
+        return found is not None and found[:2] == (self.rank, self.world_size)
 
     # -- meshes ------------------------------------------------------------------------------
 
@@ -303,10 +312,18 @@ class _Reader:
             )
         held = Held(name, dtype, shape, layout, writer)
         boxes = self._written(held, present=found["chunks"] != [])
-        chunks = self.entries.chunks(found["chunks"], f"{where}.chunks", dtype, boxes)
+        if self._may_be_runs(layout, boxes):
+            chunks = self.entries.runs(found["chunks"], f"{where}.chunks", dtype, boxes[0])
+        else:
+            chunks = self.entries.chunks(found["chunks"], f"{where}.chunks", dtype, boxes)
         if chunks:
             self.chunks[name] = chunks
         return held
+
+    def _may_be_runs(self, layout: AnyLayout | None, boxes: list[Box]) -> bool:
+        """Whether the only box may be in several chunks."""
+        is_free = isinstance(layout, ExplicitLayout)
+        return self.version >= 4 and not is_free and bool(boxes) and boxes[0].numel > 0
 
     def _written(self, held: Held, present: bool) -> list[Box]:
         """The boxes that this rank writes. An empty one may be written or not."""

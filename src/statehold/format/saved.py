@@ -13,7 +13,7 @@ import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from statehold.encoding.strictjson import show
 from statehold.errors import (
@@ -37,6 +37,8 @@ MANIFEST_NAME = "manifest.json"
 # Otherwise a reader in another world would read the records of all ranks, only to refuse the
 # values.
 COMPARED_MAX = 64
+
+_HasBox = TypeVar("_HasBox", Chunk, "PlacedChunk")
 
 # (path, at most so many bytes) -> the content of a file.
 Read = Callable[[str, int], bytes]
@@ -122,7 +124,7 @@ class SavedStep:
 
     @property
     def tensors(self) -> Mapping[str, SavedTensor]:
-        """The tensors that `state` refers to, and more."""
+        """The tensors that `state` refers to."""
         raise NotImplementedError
 
     @property
@@ -132,7 +134,7 @@ class SavedStep:
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
-        """The data files: all in version 1, those of the records that were read in version 2."""
+        """The data files: all of a step of one rank, else those of the records that were read."""
         raise NotImplementedError
 
     @property
@@ -192,8 +194,12 @@ class _WholeStep(SavedStep):
 
     @cached_property
     def tensors(self) -> Mapping[str, SavedTensor]:
-        entries = self._manifest.tensors.items()
-        return {name: SavedTensor(name, entry.dtype, entry.shape) for name, entry in entries}
+        entries, used = self._manifest.tensors.items(), set(tensors_of(self._manifest.state))
+        return {
+            name: SavedTensor(name, entry.dtype, entry.shape)
+            for name, entry in entries
+            if name in used
+        }
 
     @property
     def state(self) -> Any:
@@ -210,7 +216,7 @@ class _WholeStep(SavedStep):
     def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
         entry = self._manifest.tensors[name]
         _check_inside(name, box, entry.shape)
-        return _placed(self.files, entry.chunks) if box.numel else []
+        return _placed(self.files, _met(entry.chunks, box)) if box.numel else []
 
     def _own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
         for name, entry in self._manifest.tensors.items():
@@ -387,12 +393,11 @@ class _SharedStep(SavedStep):
         if not box.numel:
             return []
         if held.layout is None:
-            return self._written_by(version.rank, held)
+            return _met(self._written_by(version.rank, held), box)
         chunks = [
             chunk
             for rank in self._writers(held, held.layout, box)
-            for chunk in self._written_by(rank, held)
-            if chunk.box.intersection(box)
+            for chunk in _met(self._written_by(rank, held), box)
         ]
         _check_cover(name, box, [chunk.box for chunk in chunks], isinstance(held.layout, Layout))
         return chunks
@@ -512,6 +517,10 @@ def _ambiguous(name: str, versions: list[_Version]) -> StateMismatchError:
         hint="restore on as many ranks as saved it: each then takes its own. Or leave it "
         "out with skip=. If the ranks share it, save it as a DTensor or in a module under DDP",
     )
+
+
+def _met(chunks: Sequence[_HasBox], box: Box) -> list[_HasBox]:
+    return [chunk for chunk in chunks if chunk.box.intersection(box)]
 
 
 def _placed(files: tuple[FileEntry, ...], chunks: Iterable[Chunk]) -> list[PlacedChunk]:

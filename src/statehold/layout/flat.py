@@ -1,6 +1,6 @@
 """Runs of elements as boxes: the rows and columns of a range of a tensor's bytes.
 
-Owns: the cutting of elements [begin, end), counted in C order, into boxes.
+Owns: the cutting of elements [begin, end), counted in C order, into boxes, and the way back.
 Invariants: the boxes are disjoint, in the order of their elements, and each dense in that order.
 Their number is less than twice the number of dims.
 Not here: which bytes are read or written (ranges, plan), who moves them (devices).
@@ -31,6 +31,24 @@ def boxes_of_run(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
         rest = (0,) * (len(shape) - 1)
         yield Box((first, *rest), (last - first, *shape[1:]))
     yield from _in_row(shape, last, 0, end - last * row)
+
+
+def run_of(box: Box, outer: Box) -> tuple[int, int] | None:
+    """[begin, end) if these elements of `outer`, counted in C order, are those of `box`.
+
+    None for an empty box, one that is not inside, and one that is not dense in that order.
+    """
+    if len(box.shape) != len(outer.shape):
+        return None
+    begin, is_whole_row = 0, True
+    for low, size, whole in zip(
+        box.relative_to(outer).offsets, box.shape, outer.shape, strict=True
+    ):
+        if not 0 <= low < low + size <= whole or not (is_whole_row or size == whole):
+            return None
+        is_whole_row = is_whole_row and size == 1
+        begin = begin * whole + low
+    return begin, begin + box.numel
 
 
 def _in_row(shape: Sequence[int], index: int, begin: int, end: int) -> Iterator[Box]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,7 @@ STEP_MAX = 10**STEP_DIGITS - 1
 WORLD_MAX = 99_999
 # The step comes first in every header, so its place needs no search in names that users chose.
 _STEP_KEY = "statehold.step"
+_FILE_NAME = re.compile(r"rank-(\d{5})-of-(\d{5})(?:-([1-9]\d{0,8}))?\.safetensors", re.ASCII)
 _STEP_AT = header.LENGTH_BYTES + len(f'{{"{header.METADATA}":{{"{_STEP_KEY}":"')
 
 
@@ -87,6 +89,12 @@ def file_name(rank: int, world_size: int, part: int = 0) -> str:
     number."""
     number = f"-{part}" if part else ""
     return f"rank-{rank:05d}-of-{world_size:05d}{number}.safetensors"
+
+
+def file_of(name: str) -> tuple[int, int, int] | None:
+    """(rank, world size, part) of the data file with this name; None for any other name."""
+    found = _FILE_NAME.fullmatch(name)
+    return None if found is None else (int(found[1]), int(found[2]), int(found[3] or 0))
 
 
 def piece_count(begin: int, nbytes: int, block_bytes: int) -> int:
