@@ -2,7 +2,8 @@
 
 Runs on the simulated disk: at operation k the machine stops (every later operation fails), then the
 disk drops, keeps or tears what was not synced, seeded. The next start must find a committed step
-whole, and no step that was reported as committed may be missing.
+whole, and no step that was reported as committed may be missing. The threads of a save take turns
+by the seed, so a failure replays.
 """
 
 from __future__ import annotations
@@ -17,27 +18,31 @@ import torch
 from statehold.errors import StateholdError, StorageError
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, spy_on
+from support.scheduler import Scheduler
+from support.stepped import simulated
 
 SEEDS = int(os.environ.get("STATEHOLD_SIM_SEEDS", "2"))
 SAVES = 3
 NUMEL = 300_000
+ONE_THREAD = {**SMALL, "copy_threads": 1}
 
 
 def content(step: int) -> torch.Tensor:
     return torch.arange(NUMEL, dtype=torch.int32) * 31 + step
 
 
-def save_until(fs: SimFs, stop_at: int | None) -> tuple[int, int]:
+def save_until(turns: Scheduler, fs: SimFs, stop_at: int | None) -> tuple[int, int]:
     """Save SAVES steps, stopping dead before operation `stop_at`; (committed, operations)."""
     count = committed = 0
 
     def before(operation: str, _args: tuple[Any, ...]) -> None:
         nonlocal count
+        turns.pause(operation)
         count += 1
         if stop_at is not None and count >= stop_at:
             raise StorageError(f"the machine is off before {operation}", errno=errno.EIO)
 
-    ckpt = checkpointer_on(fs, "/runs/x", keep=1, **SMALL)
+    ckpt = checkpointer_on(fs, "/runs/x", keep=1, **ONE_THREAD)
     state: dict[str, Any] = {"w": torch.zeros(NUMEL, dtype=torch.int32), "step": 0}
     try:
         with ckpt:
@@ -54,7 +59,7 @@ def save_until(fs: SimFs, stop_at: int | None) -> tuple[int, int]:
 
 def check(fs: SimFs, committed: int) -> None:
     state: dict[str, Any] = {"w": torch.zeros(NUMEL, dtype=torch.int32), "step": 0}
-    with checkpointer_on(fs, "/runs/x", **SMALL) as ckpt:
+    with checkpointer_on(fs, "/runs/x", **ONE_THREAD) as ckpt:
         restored = ckpt.restore(state) or 0
         assert restored >= committed, f"committed step {committed} was lost"
         for step in ckpt.steps():
@@ -66,12 +71,14 @@ def check(fs: SimFs, committed: int) -> None:
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.filterwarnings("error")
 def test_power_loss_before_every_operation(seed: int) -> None:
-    _, operations = save_until(SimFs(seed=seed), None)
+    with simulated(seed) as turns:
+        _, operations = save_until(turns, SimFs(seed=seed), None)
     assert operations > 25
     for stop_at in range(1, operations + 1):
-        fs = SimFs(seed=seed * 1000 + stop_at, short_io=0.2, torn=0.5)
-        committed, _ = save_until(fs, stop_at)
-        fs.crash()
-        check(fs, committed)
-        committed, _ = save_until(fs, None)
-        check(fs, committed)
+        with simulated(f"{seed} {stop_at}") as turns:
+            fs = SimFs(seed=seed * 1000 + stop_at, short_io=0.2, torn=0.5)
+            committed, _ = save_until(turns, fs, stop_at)
+            fs.crash()
+            check(fs, committed)
+            committed, _ = save_until(turns, fs, None)
+            check(fs, committed)

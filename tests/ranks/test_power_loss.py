@@ -2,7 +2,8 @@
 
 At operation k, whichever rank makes it, the machine stops: every later operation of both fails.
 Then the disk drops, keeps or tears what was not synced, seeded. The next job must find a committed
-step whole on both ranks, and no step that any rank was told is committed may be missing.
+step whole on both ranks, and no step that any rank was told is committed may be missing. The ranks
+take turns by the seed, so a failure replays.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import threading
 from typing import Any
 
 import pytest
@@ -20,6 +20,8 @@ from statehold.errors import StateholdError, StorageError
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, spy_on
 from support.ranks import Ranks
+from support.scheduler import Scheduler
+from support.stepped import simulated
 
 SEEDS = int(os.environ.get("STATEHOLD_SIM_SEEDS", "2"))
 SIZE, SAVES = 2, 3
@@ -29,18 +31,18 @@ NUMEL = 30_000
 class Outlet:
     """Counts the operations of all ranks; from `stop_at` on none happens any more."""
 
-    def __init__(self, stop_at: int | None) -> None:
+    def __init__(self, turns: Scheduler, stop_at: int | None) -> None:
         self.count = 0
-        self.stopped = threading.Event()
+        self.stopped = False
+        self._turns = turns
         self._stop_at = stop_at
-        self._guard = threading.Lock()
 
     def before(self, operation: str, _args: tuple[Any, ...]) -> None:
-        with self._guard:
-            self.count += 1
-            if self._stop_at is not None and self.count >= self._stop_at:
-                self.stopped.set()
-                raise StorageError(f"the machine is off before {operation}", errno=errno.EIO)
+        self._turns.pause(operation)
+        self.count += 1
+        if self._stop_at is not None and self.count >= self._stop_at:
+            self.stopped = True
+            raise StorageError(f"the machine is off before {operation}", errno=errno.EIO)
 
 
 def content(rank: int, step: int) -> torch.Tensor:
@@ -64,21 +66,21 @@ def train(ranks: Ranks, rank: int, outlet: Outlet) -> int:
             state |= {"rank": rank, "step": step}
             committed = ranks.ckpts[rank].save(step, state).wait("committed", DEADLINE_S).step
     except StateholdError:
-        assert outlet.stopped.is_set()
+        assert outlet.stopped
     return committed
 
 
-def save_until(fs: SimFs, stop_at: int | None) -> tuple[int, Outlet]:
+def save_until(turns: Scheduler, fs: SimFs, stop_at: int | None) -> tuple[int, Outlet]:
     """Save SAVES steps, stopping dead before operation `stop_at`."""
-    outlet = Outlet(stop_at)
-    with Ranks(fs, SIZE, keep=1) as ranks:
+    outlet = Outlet(turns, stop_at)
+    with Ranks(fs, SIZE, keep=1, copy_threads=1) as ranks:
         committed = ranks.each(lambda rank: train(ranks, rank, outlet))
     return max(committed), outlet
 
 
 def check(fs: SimFs, committed: int) -> None:
     """Both ranks restore the same step, bit for bit, and it is not older than `committed`."""
-    with Ranks(fs, SIZE) as ranks:
+    with Ranks(fs, SIZE, copy_threads=1) as ranks:
         found = [blank() for _ in range(SIZE)]
         newest = ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank]) or 0)
         assert newest[0] == newest[1]
@@ -95,12 +97,13 @@ def check(fs: SimFs, committed: int) -> None:
 @pytest.mark.filterwarnings("error")
 def test_power_loss_before_every_operation_of_two_ranks(seed: int) -> None:
     for stop_at in itertools.count(1):
-        fs = SimFs(seed=seed * 1000 + stop_at, short_io=0.2, torn=0.5)
-        committed, outlet = save_until(fs, stop_at)
-        fs.crash()
-        check(fs, committed)
-        if not outlet.stopped.is_set():
-            break
-        committed, _ = save_until(fs, None)
-        check(fs, committed)
+        with simulated(f"{seed} {stop_at}") as turns:
+            fs = SimFs(seed=seed * 1000 + stop_at, short_io=0.2, torn=0.5)
+            committed, outlet = save_until(turns, fs, stop_at)
+            fs.crash()
+            check(fs, committed)
+            if not outlet.stopped:
+                break
+            committed, _ = save_until(turns, fs, None)
+            check(fs, committed)
     assert stop_at > 50

@@ -14,8 +14,6 @@ from threading import Event
 from typing import Any, TypeVar
 
 from sim.oracle import RUN
-from sim.stepped import SteppedFs
-from sim.turns import scheduler
 from statehold import Checkpointer
 from statehold.errors import StateholdError
 from statehold.ranks.board import StoreBoard, lost_leader
@@ -23,7 +21,9 @@ from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.testing import SimFs, checkpointer_on
 from statehold.testing.memory_board import MemoryStore
+from support.faults import Spy
 from support.inside import inside
+from support.turns import scheduler
 
 T = TypeVar("T")
 # Of virtual time: how long ranks wait for each other, and how long no save takes.
@@ -160,7 +160,7 @@ class Job:
         peers = Peers(board, Membership(life.rank, self.size), PEERS_S) if self.size > 1 else None
         ckpt = checkpointer_on(fs, RUN, peers, **{**SMALL, **options})
         opened: Any = inside(ckpt)
-        spy = SteppedFs(self.hub.turns, fs, life.before)
+        spy = Spy(fs, life.before)
         for place in opened.levels.places:
             place.store.fs = spy
         for promoter in opened.levels.promotions.promoters:

@@ -21,12 +21,12 @@ from typing import Any
 
 from sim.job import HANG_S, SMALL, Died, Job
 from sim.oracle import FAR, RUN, Oracle, blank, content
-from sim.scheduler import Deadlock
-from sim.stepped import simulated
 from statehold import Directory, Save
 from statehold.errors import CorruptionError, StateholdError, WaitTimeout
 from statehold.testing import SimFs, checkpointer_on
 from support.inside import inside
+from support.scheduler import Deadlock
+from support.stepped import simulated
 
 # Of the seeds; drawn apart, so that the others are what they always were.
 LEVELS_SHARE = 0.3

@@ -20,9 +20,9 @@ import pytest
 from sim.crash_states import Sample
 from sim.job import HANG_S, Job
 from sim.oracle import Oracle, blank, content
-from sim.stepped import simulated
 from statehold.errors import StateholdError
 from statehold.testing import SimFs
+from support.stepped import simulated
 
 # How many crash states to try for each change before some are drawn. With the variable set, all of
 # them are tried, and deaths and errors at every operation; else one for each change, and deaths

@@ -16,13 +16,13 @@ from unittest import mock
 import pytest
 
 from sim import campaign
-from sim.scheduler import Deadlock
 from sim.seeds import Report, run_seed
-from sim.stepped import simulated
 from statehold._core import WriteJob
 from statehold.checkpoint.save.pipeline import Pipeline
 from statehold.checkpoint.save.work import Work
 from statehold.errors import StateholdError
+from support.scheduler import Deadlock
+from support.stepped import simulated
 
 REPLAYS = int(os.environ.get("STATEHOLD_SIM_REPLAYS", "4"))
 FIRST = 200_000

@@ -235,6 +235,9 @@ class Scheduler:
         """Tasks that wait raise Unwound there, one after the other."""
         self._is_ending = True
         while len(self._tasks) > 1:
+            for disk in self.disks:  # engines that nobody closes wait for their transfers
+                while disk.waiting():
+                    disk.complete(0)
             self._hand_to(self._tasks[-1], self._first)
 
     def _report(self) -> str:

@@ -28,8 +28,8 @@ from unittest import mock
 
 import numpy.random  # noqa: F401  (imported inside a run, its lock would be one of ours)
 
-from sim.scheduler import Scheduler, Unwound
 from statehold.checkpoint.save import writes
+from support.scheduler import Scheduler, Unwound
 
 EPOCH_S = 1_700_000_000.0
 LOCKS_SHARE = 0.1  # most locks are taken for a moment, and nobody waits for them

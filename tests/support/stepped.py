@@ -8,7 +8,8 @@ anything more to do (Engine.settle). So what they do is part of that turn. With 
 each engine its order is that of the engine's queues. The disk holds every transfer until the
 scheduler chooses it (SimFs.hold).
 
-A wait for a job is a wait of the task: the scheduler asks the job, which never blocks.
+A wait for a job is a wait of the task: the scheduler asks the job, which never blocks. What waits
+for transfers inside native code lets a moment of virtual time pass first: then there are none.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from sim.scheduler import Scheduler
-from sim.turns import replaced
 from statehold import _core
+from statehold.checkpoint.save import pipeline
 from statehold.testing import SimFs
-from support.faults import Spy
+from support.scheduler import Scheduler
+from support.turns import replaced
 
 _WAITS = ("wait", "wait_eager", "wait_copied", "wait_written")
-_GIVE_BACK = ("filled", "release", "cancel")
+_STIRS = ("attach", "filled", "release", "cancel")
 _MOMENT_S = 1e-4
 
 
@@ -34,8 +35,15 @@ _MOMENT_S = 1e-4
 def simulated(seed: object) -> Iterator[Scheduler]:
     """What is done inside is done in the same order each time."""
     turns = Scheduler(seed)
+    real = pipeline._give_back
+
+    def give_back(file: Any) -> None:
+        turns.sleep(_MOMENT_S)
+        real(file)
+
     engines = mock.patch.object(_core, "Engine", engines_in_turns(turns))
-    with replaced(turns), engines, turns.running():
+    files = mock.patch.object(pipeline, "_give_back", give_back)
+    with replaced(turns), engines, files, turns.running():
         yield turns
 
 
@@ -68,14 +76,13 @@ class SteppedEngine:
         self._jobs: weakref.WeakValueDictionary[int, SteppedJob] = weakref.WeakValueDictionary()
         self._count = 0
 
-    def write(self, *, file: Any = None, **request: Any) -> SteppedJob:
-        return self._began(self._engine.write(file=_native(file), **request))
+    def write(self, **request: Any) -> SteppedJob:
+        return self._began(self._engine.write(**request))
 
     def read(self, **request: Any) -> SteppedJob:
         return self._began(self._engine.read(**request))
 
     def close(self) -> None:
-        """The native call waits for transfers in flight, which need the disk's turn."""
         for job in list(self._jobs.values()):
             job.cancel()
         self.turns.sleep(_MOMENT_S)
@@ -103,12 +110,9 @@ class SteppedJob:
         value = getattr(self._job, name)
         if name in _WAITS:
             return lambda timeout: self._wait(name, lambda: value(0) or None, timeout) or False
-        if name in _GIVE_BACK:
+        if name in _STIRS:
             return lambda *args, **options: self._then_settle(value, *args, **options)
         return value
-
-    def attach(self, file: Any) -> None:
-        self._then_settle(self._job.attach, _native(file))
 
     def next_fill(self, timeout: float | None) -> Any:
         return self._next("fill", timeout)
@@ -157,34 +161,6 @@ class SteppedJob:
         self.cancel()
 
 
-class SteppedFile:
-    """Stands before a file that is written."""
-
-    def __init__(self, turns: Scheduler, file: Any) -> None:
-        self._turns = turns
-        self.native = file
-
-    def close_alone(self, within_s: float) -> bool:
-        """Transfers in flight have the file open, and need the disk's turn."""
-        self._turns.sleep(_MOMENT_S)
-        return bool(self.native.close_alone(within_s))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.native, name)
-
-
-class SteppedFs(Spy):
-    """Stands before a disk. `before(operation, args)` runs ahead of every call."""
-
-    def __init__(self, turns: Scheduler, fs: Any, before: Callable[..., None]) -> None:
-        super().__init__(fs, before)
-        self._turns = turns
-
-    def open_write(self, *args: Any, **options: Any) -> SteppedFile:
-        self._before("open_write", args)
-        return SteppedFile(self._turns, self._fs.open_write(*args, **options))
-
-
 def engines_in_turns(turns: Scheduler) -> Callable[..., Any]:
     """What stands before _core.Engine while the scheduler runs."""
     real = _core.Engine
@@ -207,7 +183,3 @@ def disk_of(turns: Scheduler, fs: SimFs) -> SteppedDisk:
             return disk
     turns.disks.append(SteppedDisk(fs))
     return turns.disks[-1]  # type: ignore[return-value]
-
-
-def _native(file: Any) -> Any:
-    return file.native if isinstance(file, SteppedFile) else file
