@@ -21,7 +21,7 @@ from support.faults import DEADLINE_S, SMALL, spy_on
 from support.scheduler import Scheduler
 from support.stepped import simulated
 
-SEEDS = int(os.environ.get("STATEHOLD_SIM_SEEDS", "2"))
+SEEDS = int(os.environ.get("STATEHOLD_SIM_SEEDS", "1"))
 SAVES = 3
 NUMEL = 300_000
 ONE_THREAD = {**SMALL, "copy_threads": 1}

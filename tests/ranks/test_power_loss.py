@@ -23,7 +23,7 @@ from support.ranks import Ranks
 from support.scheduler import Scheduler
 from support.stepped import simulated
 
-SEEDS = int(os.environ.get("STATEHOLD_SIM_SEEDS", "2"))
+SEEDS = int(os.environ.get("STATEHOLD_SIM_SEEDS", "1"))
 SIZE, SAVES = 2, 3
 NUMEL = 30_000
 
