@@ -20,7 +20,7 @@ _SAVE_PARTS = {
     "capture": ("", "capture"),
     "claims": ("Claims", "resolve"),
     "plan": ("PlanCache", "get"),
-    "order": ("", "in_file_order"),
+    "order": ("FileOrder", "ordered"),
     "start_write": ("", "start_write"),
     "version": ("Claims", "version"),
     "eager": ("Pipeline", "wait_eager"),

@@ -64,8 +64,8 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         seen: list[str] = []
         found.append(seen)
         watched = WatchedJob(writes.start_write(engine, plan, ordered, file), seen)
-        for each in ordered:
-            weakref.finalize(each.tensor, memory_freed, weakref.ref(watched), seen)
+        for each in ordered.tensors:
+            weakref.finalize(each.storage, memory_freed, weakref.ref(watched), seen)
         return watched
 
     monkeypatch.setattr(call, "start_write", start_write)

@@ -22,10 +22,9 @@ from statehold.io.clients import open_engine
 from statehold.layout.layout import Box, Layout
 from statehold.layout.share import PlanCache
 from statehold.ranks.membership import Membership
-from statehold.tensors.captured import CapturedTensor
-from statehold.tensors.captured import Tensors as Columns
+from statehold.tensors.columns import Tensors as Columns
+from statehold.tensors.columns import described
 from statehold.tensors.devices import Devices
-from statehold.tensors.storable import strides_of
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S
 from support.meshes import local_specs
@@ -100,13 +99,9 @@ class Disk:
         for spec in specs:
             box = Box(spec.offsets or (), spec.shape)
             tensor = torch.from_numpy(cut(self.arrays[spec.name], box))  # mostly not contiguous
-            captured.append(
-                CapturedTensor(
-                    spec, tensor, 0, tensor.data_ptr(), strides_of(tensor), False, False, None
-                )
-            )
+            captured.append(described(spec, tensor, external=False))
         plan = PlanCache(Membership(rank, size)).get(specs, STEP)
-        ordered = writes.in_file_order(plan, Columns(captured))
+        ordered = writes.FileOrder().ordered(plan, Columns(captured))
         job = writes.start_write(self.engine, plan.save, ordered)
         store.begin(STEP, ATTEMPT)
         file, _ = store.data_file(STEP, plan.save.file_name, plan.save.file_bytes, ATTEMPT)

@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -25,10 +25,10 @@ import statehold
 from statehold.errors import StateholdError
 from statehold.tensors import capture as capture_module
 from statehold.tensors import captured as captured_module
-from statehold.tensors import facts
+from statehold.tensors import columns, facts
 from statehold.tensors import found as found_module
-from statehold.tensors import recognition as recognition_module
 from statehold.tensors.capture import _Capturer, capture
+from statehold.tensors.columns import Tensors
 from statehold.tensors.found import Found
 from statehold.tensors.recognition import Seen
 from support.changing import Changing
@@ -39,11 +39,10 @@ CHANGES = 8
 # (where it is, a condition of recognition, what it becomes: nothing is found out by it any more).
 Defect = tuple[Any, str, str, str]
 ONE_BY_ONE: list[Defect] = [
-    (Found, "nodes", "and name not in taken", ""),
+    (Found, "nodes", "and not self._is_taken(name)", ""),
     (Found, "nodes", "address != 0  # that of a meta tensor", "True"),
     (Found, "nodes", "and address not in held", ""),
     (Found, "nodes", "and value.shape == sight.shape", ""),
-    (Found, "nodes", "and value.stride() == sight.stride", ""),
     (Found, "nodes", "and value.dtype is sight.dtype", ""),
     (Found, "nodes", "and eager is sight.eager", ""),
     (Found, "nodes", "and (place is sight.place or place == sight.place)", ""),
@@ -52,21 +51,29 @@ ONE_BY_ONE: list[Defect] = [
     (Found, "nodes", "and not value.is_inference()", ""),
 ]
 TOGETHER: list[Defect] = [
-    (Found, "nodes", "and address not in alone", ""),
+    (Found, "nodes", "and address not in self._places", ""),
     (Found, "recognised", "or batch.observed != observed", ""),
     (Found, "recognised", "or reading.facts != batch.facts", ""),
-    (Found, "recognised", "not self._taken.isdisjoint(batch.sights)", "False"),
-    (Found, "_are_new", "and self._held.keys().isdisjoint(distinct)", ""),
-    (Found, "_are_new", "and self._alone.keys().isdisjoint(distinct)", ""),
+    (Found, "recognised", "not self._taken.isdisjoint(batch.names)", "False"),
+    (Found, "_add_places", "len(self._places) == count", "True"),
+    (Found, "_add_places", "and (not self._held or self._held.keys().isdisjoint(places))", ""),
     (Found, "remember", "and dtype is sight.dtype  # else a view of another dtype is stored", ""),
-    (facts, "read", "list(map(_stride, tensors))", "[]"),
+    (facts, "read", "list(map(_size, tensors))", "[torch.Size()] * len(tensors)"),
+    (facts, "read", "list(map(_stride, tensors))", "[()] * len(tensors)"),
+    (facts, "read", "list(map(_dtype, tensors))", "[torch.float32] * len(tensors)"),
+    (facts, "read", "devices_of(tensors),\n            layouts", "[-1] * len(tensors), layouts"),
+    (facts, "read", "any(map(_is_neg, tensors))", "False"),
     (facts, "read", "            layouts,\n", "            [],\n"),
-    (_Capturer, "_module", "list(members), ", ""),
+    (_Capturer, "_module", "self._rank, names, ", "self._rank, "),
+    (_Capturer, "_module", "are_parameters, ", ""),
     (_Capturer, "_module", "self._layouts_of(held)", "None"),
+    (_Capturer, "_owners_of", "self._gated_ids.issuperset(map(id, tensors))", "True"),
+    (Seen, "mapping", " or list(map(id, known.parts)) != list(map(id, parts))", ""),
+    (Tensors, "_is_of", " and self._parts == known.parts", ""),
+    (Tensors, "_is_of", "self._work_out() != known.columns", "False"),
 ]
 RARE: list[Defect] = [
-    (Found, "_are_new", "len(distinct) == len(places)", "True"),
-    (Found, "_are_new", "and 0 not in distinct", ""),
+    (Found, "_add_places", "and 0 not in self._places", ""),
 ]
 if "STATEHOLD_RECOGNITION" in os.environ:
     TOGETHER += RARE
@@ -89,9 +96,11 @@ def seen_of(of: Changing, rank: int | None, seen: Seen | None) -> Any:
     tensors = [
         (
             each.spec,
-            each.tensor.tolist() if each.owned and not each.tensor.is_meta else each.address,
+            each.alias.tolist() if each.owned and not each.tensor.is_meta else each.address,
             each.version,
-            (each.tensor.dtype, each.tensor.shape, each.tensor.stride()),
+            (each.tensor.dtype, each.tensor.shape, each.tensor.stride()) if not each.owned else 0,
+            each.form,
+            each.storage._cdata if not each.owned else 0,
             each.strided,
             (each.external, each.owned, each.is_gated, each.eager),
             id(each.wrapper),
@@ -118,6 +127,14 @@ def first_difference(states: range, mesh: DeviceMesh) -> str | None:
     return None
 
 
+def on_device(patch: pytest.MonkeyPatch, are_there: Callable[[torch.Tensor], bool]) -> None:
+    """Take these tensors for those of a device."""
+    for module in (captured_module, found_module):
+        patch.setattr(module, "is_external", are_there)
+    for module in (columns, facts):
+        patch.setattr(module, "devices_of", lambda given: [are_there(each) - 1 for each in given])
+
+
 @pytest.fixture(params=["small", "large"])
 def batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small batches are seldom out of the ordinary; large ones hold a whole state."""
@@ -134,15 +151,14 @@ def test_a_capture_with_memory_is_the_same(
     are_on_device: bool, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if are_on_device:
-        for module in (captured_module, found_module, recognition_module):
-            monkeypatch.setattr(module, "is_external", lambda tensor: tensor.dim() > 0)
+        on_device(monkeypatch, lambda tensor: tensor.dim() > 0)
     assert first_difference(range(STATES), mesh) is None
 
 
 @pytest.mark.parametrize(
     ("defect", "batch"),
     [(each, 0) for each in ONE_BY_ONE]
-    + [(each, 4 if each[1] == "_are_new" else 2) for each in TOGETHER],
+    + [(each, 4 if each[1] == "_add_places" else 2) for each in TOGETHER],
     ids=lambda each: f"{each[1]}: {each[2]}" if isinstance(each, tuple) else "",
 )
 def test_each_condition_of_recognition_is_needed(
@@ -163,8 +179,11 @@ def test_each_condition_of_recognition_is_needed(
         monkeypatch.setattr(capture_module, "STATES", 1)
     else:
         monkeypatch.setattr(Found, "recognised", lambda *_: None)
+    if "devices_of" in condition:
+        on_device(monkeypatch, lambda tensor: tensor.untyped_storage().nbytes() > 24)
     monkeypatch.setattr(capture_module, "TOLD_BYTES_MIN", 1)
-    with suppress(TypeError, RuntimeError):  # capture without memory raises no such error
+    # Capture without memory raises no such error.
+    with suppress(TypeError, ValueError, LookupError, RuntimeError):
         assert first_difference(range(1000), mesh) is not None
 
 

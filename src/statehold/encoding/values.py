@@ -21,6 +21,7 @@ import json
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import repeat
 from typing import Any, NoReturn
 
 from statehold.encoding.strictjson import Checker, show
@@ -61,8 +62,10 @@ def encode(value: Any, path: str, leaf: Leaf | None = None, members: Members | N
 
 def mapping_of(nodes: dict[Any, Any]) -> Any:
     """The node of a dict whose values are nodes already."""
-    if set(map(type, nodes)) <= {str} and all(map(_is_plain_name, nodes)):
-        return nodes
+    if set(map(type, nodes)) <= {str}:
+        is_tagged = any(map(str.startswith, nodes, repeat("$")))
+        if not is_tagged and well_formed("".join(nodes)):
+            return nodes
     return {"$dict": [[encode(key, ""), node] for key, node in nodes.items()]}
 
 

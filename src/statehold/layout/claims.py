@@ -72,7 +72,7 @@ class Comparison:
 class Resolved:
     """The specs with the known layouts, and the comparisons that they need."""
 
-    specs: list[TensorSpec]
+    specs: tuple[TensorSpec, ...]
     comparisons: tuple[Comparison, ...]
 
 
@@ -83,8 +83,8 @@ class Claims:
         self._membership = membership
         self._due: dict[int, Lesson | None] = {}
         self._known: dict[str, Siblings] = {}
-        self._specs: list[TensorSpec] | None = None
-        self._resolved = Resolved([], ())
+        self._specs: tuple[TensorSpec, ...] | None = None
+        self._resolved = Resolved((), ())
 
     def learn(self, save: int, lesson: Lesson) -> None:
         """Take in the lesson of the committed save number `save`; it may be empty."""
@@ -105,7 +105,7 @@ class Claims:
         Cheap while the specs stay equal.
         """
         changed = self._absorb(settled)
-        specs = list(specs)
+        specs = tuple(specs)
         if changed or specs != self._specs:
             self._specs = specs
             self._resolved = self._resolve(specs)
@@ -118,7 +118,7 @@ class Claims:
             self._known = {} if lesson is None else {**self._known, **lesson}
         return self._known != before
 
-    def _resolve(self, specs: list[TensorSpec]) -> Resolved:
+    def _resolve(self, specs: tuple[TensorSpec, ...]) -> Resolved:
         comparisons = []
         joined: dict[tuple[Mesh, str], Mesh] = {}
         for claim in self._claims(specs):
@@ -132,13 +132,11 @@ class Claims:
         if not joined:
             return Resolved(specs, tuple(comparisons))
         found = [joined.get((self._mesh_of(spec), spec.name)) for spec in specs]
-        return Resolved(
-            [
-                replace(spec, layout=_layout_on(mesh, spec)) if mesh else spec
-                for spec, mesh in zip(specs, found, strict=True)
-            ],
-            tuple(comparisons),
-        )
+        resolved = [
+            replace(spec, layout=_layout_on(mesh, spec)) if mesh else spec
+            for spec, mesh in zip(specs, found, strict=True)
+        ]
+        return Resolved(tuple(resolved), tuple(comparisons))
 
     def _claims(self, specs: Sequence[TensorSpec]) -> list[Claim]:
         members: defaultdict[Mesh, list[TensorSpec]] = defaultdict(list)

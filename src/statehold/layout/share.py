@@ -289,12 +289,12 @@ class PlanCache:
 
     def __init__(self, membership: Membership = ALONE) -> None:
         self._membership = membership
-        self._specs: list[TensorSpec] | None = None
+        self._specs: tuple[TensorSpec, ...] | None = None
         self._plan: RankPlan | None = None
 
     def get(self, specs: Sequence[TensorSpec], step: int) -> RankPlan:
         """The plan of `specs` at `step`; cheap while the specs stay equal."""
-        specs = list(specs)
+        specs = tuple(specs)
         if self._plan is not None and specs == self._specs:
             return RankPlan(self._plan.save.at_step(step), self._plan.share)
         rank, world = self._membership.rank, self._membership.world

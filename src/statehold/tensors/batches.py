@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,7 +55,9 @@ class Flat:
     @property
     def shape(self) -> Any:
         """All there is to know besides the tensors and the plain values."""
-        kinds = list(map(type, chain.from_iterable(self.keys)))  # True and 1 are equal keys
+        kinds = None
+        if set(map(type, chain.from_iterable(self.keys))) != {str}:
+            kinds = list(map(type, chain.from_iterable(self.keys)))  # True and 1 are equal keys
         return self.keys, kinds, [(index, key) for index, key, _ in self.others]
 
     def with_others(self, nodes: list[Any], paths: Sequence[str]) -> list[Any]:
@@ -73,8 +75,8 @@ def are_tensors(members: Sequence[Any]) -> bool:
     return bool(kinds) and all(issubclass(kind, torch.Tensor) for kind in kinds)
 
 
-def in_batches(members: Mapping[Any, Any], size: int) -> Iterator[tuple[int, dict[Any, Any]]]:
-    """(how many came before, the next ones) of the members of a container."""
-    left = iter(members.items())
-    for begin in range(0, len(members), size):
-        yield begin, dict(islice(left, size))
+def in_batches(members: Mapping[Any, Any], size: int) -> Iterator[tuple[int, list[Any], list[Any]]]:
+    """(how many came before, the next keys, their values) of the members of a container."""
+    keys, held = list(members), list(members.values())
+    for begin in range(0, len(keys), size):
+        yield begin, keys[begin : begin + size], held[begin : begin + size]

@@ -9,8 +9,8 @@ and which may be copied until the next update (lazy):
             in param_groups; and whatever is wrapped in Volatile, which wins
 Random generators are read last of all: other objects may draw while they give their state, as a
 loader does that was not iterated yet.
-Invariants: a captured tensor is an alias that keeps the memory alive at the address it had at
-capture, with the version counter of then; the tree shares no container with the live state. In a
+Invariants: the memory of a captured tensor stays alive at the address that it had at capture
+(columns). The tree shares no container with the live state. In a
 job of several ranks a tensor is this rank's box, and its spec says of what: DTensors by their
 placements, what DistributedDataParallel replicates, and the optimizer state of both. All else is
 this rank's own.
@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -46,13 +47,14 @@ from statehold.tensors.batches import STATES, Flat, are_tensors, in_batches
 from statehold.tensors.captured import (
     Capture,
     Tensors,
-    clone_eager_device_tensors,
-    clone_small_host_tensors,
+    clone_what_waits_for_no_device,
 )
+from statehold.tensors.columns import BATCH
 from statehold.tensors.composed import COMPLEX, SUBCLASS, as_real
-from statehold.tensors.facts import BATCH, layout_of, storage_addresses
+from statehold.tensors.facts import layout_of, storage_addresses
 from statehold.tensors.found import Found, Kind
 from statehold.tensors.marks import Gated, Mark, Volatile
+from statehold.tensors.parts import is_stateful, parts
 from statehold.tensors.placements import OWN, Placed
 from statehold.tensors.recognition import Seen
 from statehold.tensors.rng import Rng
@@ -69,7 +71,6 @@ from statehold.units import format_bytes
 
 # Parameters handed over without their module are worth a line in the log from here on.
 TOLD_BYTES_MIN = 64 << 20
-_PARTLESS = {bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter}
 
 
 def capture(
@@ -90,50 +91,11 @@ def capture(
             facts={"expected": "a dict", "got": type(state).__name__},
             hint='give the parts names: save(step, {"model": model, "optimizer": optimizer})',
         )
-    capturer = _Capturer(state, rank, stepping, seen or Seen())
+    capturer = _Capturer(state, rank, stepping, Seen() if seen is None else seen)
     tree = capturer.encoded(dict(state), "")
     capturer.read_generators()
-    if any(capturer.tensors.external):
-        clone_small_host_tensors(capturer.tensors)
-        clone_eager_device_tensors(capturer.tensors)
+    capturer.clone_small()
     return Capture(capturer.tensors, tree, capturer.note(), capturer.doubts, capturer.numbers)
-
-
-def parts(state: Any) -> Iterator[tuple[str, Any]]:
-    """(path, object) of the modules and optimizers in dicts, lists and tuples, in their order; of a
-    wrapper around an optimizer the optimizer.
-
-    Visits a container once, however often and however deep it is held: what is too deep, or holds
-    itself, is for `values` to refuse.
-    """
-    seen: set[int] = set()
-    left = [("", state)]
-    while left:
-        path, value = left.pop()
-        if isinstance(value, nn.Module):
-            yield path, value
-        elif (optimizer := optimizers.behind(value)) is not None:
-            yield path, optimizer
-        elif isinstance(value, Mark | Mapping | list | tuple) and id(value) not in seen:
-            seen.add(id(value))
-            if isinstance(value, Mark):
-                left.append((path, value.value))
-                continue
-            members = value.items() if isinstance(value, Mapping) else enumerate(value)
-            left += [
-                (f"{path}.{key}" if path else str(key), item)
-                for key, item in members
-                if type(item) not in _PARTLESS  # long lists of numbers should cost little
-            ][::-1]
-
-
-def is_stateful(value: Any) -> bool:
-    """Whether `value` can give and take its state itself. A class is not an object with state."""
-    return (
-        callable(getattr(value, "state_dict", None))
-        and callable(getattr(value, "load_state_dict", None))
-        and not isinstance(value, type)
-    )
 
 
 def _holds_itself(value: Any, path: str) -> UnsupportedValueError:
@@ -163,11 +125,10 @@ class _Capturer:
             if isinstance(part, nn.Module) and id(part) not in self._entries:
                 entries = self._entries[id(part)] = modules.entries_to_save(part, path)
                 self._names = modules.names_in(entries, path) | self._names
-        self._found = Found(seen)
+        self._seen, self._found = seen, Found(seen)
         self._replicas = placements.replicas_in(
             (part for _, part in found if isinstance(part, nn.Module)), self._rank
         )
-        self._gated_storages: set[int] | None = None
         self._stepping = stepping
         self._known: Storages | None = None
         self._parameters: list[TensorSpec] = []  # plain tensors that are those of an optimizer
@@ -227,6 +188,12 @@ class _Capturer:
         for rng, path, node in self._generators:
             node.update(self.encoded(rng.state_dict(), path))
 
+    def clone_small(self) -> None:
+        """In a state with tensors on a device, copy now what is small or may change soon."""
+        self._seen.structure = self.tensors.recognise(self._seen.structure)
+        if any(self._seen.structure.external):
+            clone_what_waits_for_no_device(self.tensors)
+
     def _inside(self, value: Any, content: Callable[[], Any], path: str) -> Any:
         # values.encode sees cycles among containers, but not those that lead through an object.
         if id(value) in self._active:
@@ -257,36 +224,33 @@ class _Capturer:
         entries = self._entries.get(id(module)) or modules.entries(module)
         place_of = partial(self._place, path=path) if self._replicas else None
         kind = Kind.EAGER if self._mark is Volatile else Kind.OF_MODULE
-        nodes: dict[str, Any] = {}
-        for begin, members in in_batches(entries, BATCH):
-            key, held = (path, begin), list(members.values())
+        nodes: list[dict[Any, Any]] = []
+        for begin, names, held in in_batches(entries, BATCH):
+            key = path, begin
             are_parameters = [isinstance(each, nn.Parameter) for each in held]
-            observed = kind, self._rank, list(members), are_parameters, self._layouts_of(held)
+            observed = kind, self._rank, names, are_parameters, self._layouts_of(held)
             found = self._found.recognised(key, observed, held)
             if found is None:
-                first = len(self.tensors)
+                first, members = len(self.tensors), dict(zip(names, held, strict=True))
                 found = self._found.nodes(members, path, kind, place_of, other)
                 self._found.remember(key, observed, held, first, found)
-            nodes |= found
-        return values.mapping_of(nodes)
+            nodes.append(found)
+        return self._seen.mapping(path, nodes, lambda: chain.from_iterable(map(dict.items, nodes)))
 
     def _layouts_of(self, tensors: Iterable[Any]) -> list[Any] | None:
         """The layouts of those that DistributedDataParallel replicates."""
         return list(map(self._replicas.get, map(id, tensors))) if self._replicas else None
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> Any:
-        groups: list[Any] = [{optimizers.PARAMS: []} for _ in optimizer.param_groups]
-        names, parameters = [], []
-        for index, name, parameter in optimizers.parameters(optimizer, self._names):
-            groups[index][optimizers.PARAMS].append(name)
-            names.append(name)
-            parameters.append(parameter)
+        names_of_groups, parameters = optimizers.names_of(optimizer, self._names)
+        groups: list[Any] = [{optimizers.PARAMS: names} for names in names_of_groups]
+        names = list(chain.from_iterable(names_of_groups))
         state = self._parameter_states(optimizer, names, parameters, f"{path}.state")
         for index, group in enumerate(optimizer.param_groups):
             options = {key: item for key, item in group.items() if key != optimizers.PARAMS}
             groups[index] |= self._members(options, f"{path}.param_groups.{index}")
         node = {
-            "state": values.mapping_of(state),
+            "state": state,
             "param_groups": [values.mapping_of(group) for group in groups],
         }
         if others := optimizers.other_state(optimizer):
@@ -302,53 +266,62 @@ class _Capturer:
         names: list[str],
         parameters: list[torch.Tensor],
         path: str,
-    ) -> dict[str, Any]:
-        """By the parameter's name, of each that has a state."""
-        nodes: dict[str, Any] = {}
+    ) -> Any:
+        """The node of their states by the parameter's name, of each that has a state."""
         held = optimizers.states_of(optimizer, parameters)
+        if type(None) in set(map(type, held)):  # not all have a state
+            has_state = [state is not None for state in held]
+            names, parameters, held = (
+                list(compress(names, has_state)),
+                list(compress(parameters, has_state)),
+                list(compress(held, has_state)),
+            )
+        nodes = []
         for begin in range(0, len(names), STATES):
             chosen = slice(begin, begin + STATES)
-            states = [
-                (name, state, parameter)
-                for name, state, parameter in zip(
-                    names[chosen], held[chosen], parameters[chosen], strict=True
-                )
-                if state is not None
-            ]
-            if states:
-                nodes |= self._states(states, (path, begin))
-        return nodes
+            batch = names[chosen], held[chosen], parameters[chosen]
+            nodes.append(self._states(*batch, (path, begin)))
+
+        def items() -> Iterator[tuple[str, Any]]:
+            return zip(names, chain.from_iterable(nodes), strict=True)
+
+        return self._seen.mapping(path, nodes, items)
 
     def _states(
-        self, states: list[tuple[str, Any, torch.Tensor]], key: tuple[str, int]
-    ) -> dict[str, Any]:
-        """The nodes of a batch of parameters' states: (name, state, parameter)."""
-        names, held, parameters = map(list, zip(*states, strict=True))
-        paths = [f"{key[0]}.{name}" for name in names]
+        self,
+        names: list[str],
+        held: list[Any],
+        parameters: list[torch.Tensor],
+        key: tuple[str, int],
+    ) -> list[Any]:
+        """The nodes of a batch of parameters' states."""
+
+        def paths() -> list[str]:
+            return [f"{key[0]}.{name}" for name in names]
 
         def one_by_one() -> list[Any]:
-            return list(map(self._parameter_state, held, paths, parameters))
+            return list(map(self._parameter_state, held, paths(), parameters))
 
         flat = Flat.of(held)
         if flat is None:
-            return dict(zip(names, one_by_one(), strict=True))
+            return one_by_one()
         kind = Kind.EAGER if self._mark is Volatile else Kind.LAZY
         observed = kind, self._rank, names, flat.shape, self._places_of(parameters)
         nodes, _ = self._batch(key, observed, flat, paths, one_by_one)
-        return dict(zip(names, nodes, strict=True))
+        return nodes
 
     def _batch(
         self,
         key: tuple[str, int],
         observed: Any,
         flat: Flat,
-        paths: list[str],
+        paths: Callable[[], list[str]],
         one_by_one: Callable[[], list[Any]],
     ) -> tuple[list[Any], bool]:
         """The nodes of dicts of tensors, and whether these are those of the capture before."""
         nodes = self._found.recognised(key, observed, flat.tensors)
         if nodes is not None:
-            return flat.with_others(nodes, paths) if flat.others else nodes, True
+            return flat.with_others(nodes, paths()) if flat.others else nodes, True
         begin = len(self.tensors)
         nodes = one_by_one()
         self._found.remember(key, observed, flat.tensors, begin, nodes)
@@ -392,20 +365,20 @@ class _Capturer:
 
     def _dict(self, members: Mapping[Any, Any], path: str) -> list[Any]:
         nodes: list[Any] = []
-        for begin, batch in in_batches(members, BATCH):
-            tensors, paths = list(batch.values()), [values.join(path, key) for key in batch]
+        for begin, keys, tensors in in_batches(members, BATCH):
+            paths = [values.join(path, key) for key in keys]
 
             def one_by_one(tensors: Any = tensors, paths: Any = paths) -> list[Any]:
                 return list(map(self._plain_tensor, tensors, paths))
 
-            flat = Flat([tuple(batch)], tensors, others=[])
+            flat = Flat([tuple(keys)], tensors, others=[])
             nodes += self._plain_batch((path, begin), flat, paths, one_by_one)
         return nodes
 
     def _dicts(self, members: Mapping[Any, Any], path: str) -> list[Any]:
         nodes: list[Any] = []
-        for begin, batch in in_batches(members, STATES):
-            dicts, paths = list(batch.values()), [values.join(path, key) for key in batch]
+        for begin, keys, dicts in in_batches(members, STATES):
+            paths = [values.join(path, key) for key in keys]
             flat = Flat.of(dicts)
             if flat is None:
                 nodes += map(self.encoded, dicts, paths)
@@ -434,7 +407,7 @@ class _Capturer:
         layouts = self._layouts_of(flat.tensors)
         observed = self._mark, self._rank, paths, flat.shape, layouts, owners
         begin = len(self.tensors)
-        nodes, is_known = self._batch(key, observed, flat, paths, one_by_one)
+        nodes, is_known = self._batch(key, observed, flat, lambda: paths, one_by_one)
         if is_known:
             self._parameters += [self.tensors[begin + index].spec for index in owners.parameters]
         return nodes
@@ -444,10 +417,12 @@ class _Capturer:
         one tensor at a time."""
         if self._mark is not None:
             return MARKED
+        if self._gated_ids.issuperset(map(id, tensors)):
+            return Owners([True] * len(tensors), [], [])
         addresses = storage_addresses(tensors)
         if addresses is None:
             return None
-        gated = list(map(self._gated().__contains__, addresses))
+        gated = list(map(self._gated.__contains__, addresses))
         if all(gated):
             return Owners(gated, [], [])
         known = self._stepped()
@@ -498,17 +473,21 @@ class _Capturer:
             return True
         if not self.optimizers or not is_storable(tensor):
             return False
-        return storage_of(local_of(tensor)) in self._gated()
+        return storage_of(local_of(tensor)) in self._gated
 
+    @cached_property
+    def _owned(self) -> list[torch.Tensor]:
+        """The tensors of the optimizers of the state."""
+        return list(chain.from_iterable(map(optimizers.owned_tensors, self.optimizers)))
+
+    @cached_property
+    def _gated_ids(self) -> set[int]:
+        return set(map(id, self._owned))
+
+    @cached_property
     def _gated(self) -> set[int]:
-        """The storages of the optimizers of the state."""
-        if self._gated_storages is None:
-            self._gated_storages = storages(
-                owned
-                for optimizer in self.optimizers
-                for owned in optimizers.owned_tensors(optimizer)
-            )
-        return self._gated_storages
+        """The storages of these."""
+        return storages(self._owned)
 
     def _stepped(self) -> Storages:
         """Those of the optimizers that have stepped."""

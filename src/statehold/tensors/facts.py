@@ -4,9 +4,6 @@ Owns: the reads that decide a tensor's spec, strides and ties, for a batch of te
 Invariants: equal facts, at equal names and places, give equal specs and strides. A batch in which
 any tensor is out of the ordinary has no reading, and is looked at one tensor at a time.
 Not here: what follows from a reading (found), what is remembered of it (recognition).
-
-A batch is small, so that its tensors are still in the processor's cache when the next column is
-read: of 20,000 tensors at once each read takes nearly twice as long.
 """
 
 from __future__ import annotations
@@ -17,40 +14,42 @@ from typing import Any, NamedTuple
 
 import torch
 
-from statehold.tensors.storable import ORDINARY, is_dtensor
+from statehold.tensors.storable import ORDINARY, devices_of, is_dtensor
 
-__all__ = ["BATCH", "Facts", "Reading", "layout_of", "read", "storage_addresses"]
+__all__ = ["Facts", "Reading", "layout_of", "read", "storage_addresses"]
 
-BATCH = 256
-
-_version, _shape, _dtype = attrgetter("_version"), attrgetter("shape"), attrgetter("dtype")
-_local = attrgetter("_local_tensor")
-_stride, _data_ptr = torch.Tensor.stride, torch.Tensor.data_ptr
-_is_neg, _detach = torch.Tensor.is_neg, torch.Tensor.detach
+_version, _impl = attrgetter("_version"), attrgetter("_cdata")
+_dtype, _local = attrgetter("dtype"), attrgetter("_local_tensor")
+_size, _stride = torch.Tensor.size, torch.Tensor.stride
+_data_ptr, _is_neg = torch.Tensor.data_ptr, torch.Tensor.is_neg
 _storage, _storage_ptr = torch.Tensor.untyped_storage, torch.UntypedStorage.data_ptr
 # All that decides where a DTensor lies.
 _layout = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta")
 
 
 class Facts(NamedTuple):
-    """What decides specs and strides. layouts: those of DTensors, None for each other tensor; no
-    list at all where there is no DTensor."""
+    """What decides specs and strides. devices: as devices_of() says. layouts: those of DTensors,
+    None for each other tensor; no list at all where there is no DTensor."""
 
     shapes: list[torch.Size]
     strides: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
+    devices: list[int]
     layouts: list[Any]
 
 
 class Reading(NamedTuple):
-    """A batch as it is now. places: what two tensors share when they may be one: addresses, and the
-    ids of DTensors. aliases: of what DTensors hold here; wrappers: DTensors, else None."""
+    """A batch as it is now. tensors: of DTensors what they hold here; wrappers: DTensors, else
+    None; the others are the columns of these names (CapturedTensor). places: what two tensors share
+    when they may be one: addresses, and the ids of DTensors."""
 
     facts: Facts
-    aliases: list[torch.Tensor]
-    wrappers: list[torch.Tensor | None]
-    addresses: list[int]
+    tensors: Sequence[torch.Tensor]
+    storages: list[torch.UntypedStorage]
+    impls: list[int]
     versions: list[int]
+    addresses: list[int]
+    wrappers: list[torch.Tensor | None]
     places: list[int]
 
 
@@ -69,15 +68,16 @@ def read(values: Sequence[Any]) -> Reading | None:
                 return None  # under way from a collective, or made of others
         addresses = list(map(_data_ptr, tensors))
         facts = Facts(
-            list(map(_shape, tensors)),
+            list(map(_size, tensors)),
             list(map(_stride, tensors)),
             list(map(_dtype, tensors)),
+            devices_of(tensors),
             layouts,
         )
         if any(map(_is_neg, tensors)):
             return None
         versions = list(map(_version, tensors))
-        aliases = list(map(_detach, tensors))
+        storages = list(map(_storage, tensors))
     except RuntimeError:  # no memory, no shape, no version: sparse, nested, or of inference mode
         return None
     places = addresses
@@ -86,7 +86,8 @@ def read(values: Sequence[Any]) -> Reading | None:
         places = [address if each is None else id(each) for each, address in wrapped]
         moved = [0 if each is None else each._version for each in wrappers]
         versions = list(map(add, versions, moved))
-    return Reading(facts, aliases, wrappers, addresses, versions, places)
+    impls = list(map(_impl, tensors))
+    return Reading(facts, tensors, storages, impls, versions, addresses, wrappers, places)
 
 
 def layout_of(tensor: Any) -> tuple[Any, ...]:

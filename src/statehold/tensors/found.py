@@ -14,20 +14,23 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from statehold.errors import UnsupportedValueError
-from statehold.tensors.captured import CapturedTensor, Tensors, captured
+from statehold.tensors.captured import captured
+from statehold.tensors.columns import Tensors, described
 from statehold.tensors.facts import read
 from statehold.tensors.placements import OWN, Placed
-from statehold.tensors.recognition import Batch, Key, Seen, Sight
+from statehold.tensors.recognition import Batch, Key, Seen
 from statehold.tensors.storable import ORDINARY, is_external, memory_of
 
 __all__ = ["Found", "Kind"]
 
+_is_leaf = attrgetter("is_leaf")
 PlaceOf = Callable[[torch.Tensor], Placed]
 # (value, its name) -> its node.
 NodeOf = Callable[[Any, str], Any]
@@ -52,9 +55,14 @@ class Found:
         # whose box is empty. With the tensors: memory of a temporary that state_dict() made must
         # not be used again while its address stands for it here.
         self._held: defaultdict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-        # The same of batches: where the only tensor at a place is in `tensors`.
+        # Of recognised batches all places, and where in `tensors` the only one at a place is. The
+        # latter is seldom asked for, so it waits with the batches: (place in `tensors`, places).
+        self._places: set[int] = set()
         self._alone: dict[int, int] = {}
+        self._waiting: list[tuple[int, Sequence[int]]] = []
+        # Names. Those of recognised batches, which shared none in the capture before, wait, too.
         self._taken: set[str] = set()
+        self._batches: list[Batch] = []
 
     # -- many at once ----------------------------------------------------------------------
 
@@ -67,14 +75,12 @@ class Found:
         if batch is None or batch.observed != observed:
             return None
         reading = read(values)
-        if reading is None or reading.facts != batch.facts or not self._are_new(reading.places):
+        if reading is None or reading.facts != batch.facts:
             return None
-        if not self._taken.isdisjoint(batch.sights):
+        if not self._taken.isdisjoint(batch.names) or not self._add_places(reading.places):
             return None
-        self._alone.update(zip(reading.places, count(len(self.tensors)), strict=False))
-        self._taken.update(batch.sights)
+        self._batches.append(batch)
         batch.add_to(self.tensors, reading)
-        self._seen.now.update(batch.sights)
         self._seen.batches_now[key] = batch
         return batch.nodes
 
@@ -85,10 +91,10 @@ class Found:
         tensors[begin] on; nothing if any of them is out of the ordinary."""
         added = self.tensors[begin:]
         reading = read(values) if len(added) == len(values) else None
-        if reading is None:
-            return
-        now = self._seen.now
-        sights = {each.spec.name: now[each.spec.name] for each in added if each.spec.name in now}
+        if reading is None or not all(map(_is_leaf, reading.tensors)):
+            return  # no capture keeps a graph alive
+        seen = [(each.spec.name, self._seen.now(each.spec.name)) for each in added]
+        sights = {name: sight for name, sight in seen if sight is not None}
         is_usual = all(
             each.spec is sight.spec
             and dtype is sight.dtype  # else a view of another dtype is stored
@@ -98,19 +104,45 @@ class Found:
             )
         )
         if is_usual and len(sights) == len(values):
+            strided = [each.strided for each in added]
             are_gated = [each.is_gated for each in added]
-            batch = Batch(observed, reading.facts, sights, are_gated, nodes)
+            batch = Batch(observed, reading.facts, sights, strided, are_gated, nodes)
             self._seen.batches_now[key] = batch
 
-    def _are_new(self, places: Sequence[int]) -> bool:
-        """Whether no tensor of these places is tied. 0 is that of a tensor without memory."""
-        distinct = set(places)
-        return (
-            len(distinct) == len(places)
-            and 0 not in distinct
-            and self._held.keys().isdisjoint(distinct)
-            and self._alone.keys().isdisjoint(distinct)
+    def _add_places(self, places: Sequence[int]) -> bool:
+        """Note these places, if no tensor there is tied. 0 is that of a tensor without memory."""
+        count = len(self._places) + len(places)
+        self._places.update(places)
+        are_new = (
+            len(self._places) == count
+            and 0 not in self._places
+            and (not self._held or self._held.keys().isdisjoint(places))
         )
+        if are_new:
+            self._waiting.append((len(self.tensors), places))
+        else:
+            self._forget_places()
+        return are_new
+
+    def _forget_places(self) -> None:
+        """Those that are neither in `_alone` nor wait."""
+        self._places = set(self._alone)
+        for _, places in self._waiting:
+            self._places.update(places)
+
+    def _is_taken(self, name: str) -> bool:
+        while self._batches:
+            self._taken |= self._batches.pop().names
+        return name in self._taken
+
+    def _alone_at(self, place: int) -> int | None:
+        """Which tensor of a recognised batch lies at `place`."""
+        if place not in self._places:
+            return None
+        for begin, places in self._waiting:
+            self._alone.update(zip(places, count(begin)))
+        self._waiting.clear()
+        return self._alone[place]
 
     # -- one by one ------------------------------------------------------------------------
 
@@ -129,14 +161,13 @@ class Found:
         """
         # One loop that calls little Python: a state has tens of thousands of tensors, and each
         # microsecond is one of the trainer's.
-        tensors, held, taken = self.tensors, self._held, self._taken
-        before, now, alone = self._seen.before, self._seen.now, self._alone
+        tensors, held, taken, seen = self.tensors, self._held, self._taken, self._seen
         nodes: dict[Any, Any] = {}
         place, eager = OWN, kind is Kind.EAGER
         for key, value in members.items():
             name = f"{path}.{key}"
-            sight = before.get(name)
-            if sight is not None and type(value) in ORDINARY and name not in taken:
+            sight = seen.before(name)
+            if sight is not None and type(value) in ORDINARY and not self._is_taken(name):
                 if kind is Kind.OF_MODULE:
                     eager = not isinstance(value, nn.Parameter)
                 try:
@@ -146,9 +177,8 @@ class Found:
                     is_known = (
                         address != 0  # that of a meta tensor
                         and address not in held
-                        and address not in alone
+                        and address not in self._places
                         and value.shape == sight.shape
-                        and value.stride() == sight.stride
                         and value.dtype is sight.dtype
                         and eager is sight.eager
                         and (place is sight.place or place == sight.place)
@@ -159,11 +189,11 @@ class Found:
                 except RuntimeError:  # it has no memory, or no shape: a sparse or nested tensor
                     is_known = False
                 if is_known:
-                    now[name] = sight
+                    seen.saw(name, sight)
                     taken.add(name)
                     alias = value.detach()
                     held[address] = [(len(tensors), alias)]
-                    tensors.append(_recognised(sight, alias, address))
+                    tensors.append(described(sight.spec, alias, external=is_external(alias)))
                     nodes[key] = {"$tensor": name}
                     continue
             nodes[key] = node_of(value, name)
@@ -192,7 +222,7 @@ class Found:
                     first.tensor, first.spec, True, wrapper=wrapper, is_gated=is_gated
                 )
             return first.spec.name
-        if name in self._taken or not name:
+        if self._is_taken(name) or not name:
             raise UnsupportedValueError(
                 "two tensors of the state have the same name, or one has none",
                 facts={"path": name},
@@ -212,15 +242,10 @@ class Found:
     ) -> int | None:
         """Where the same DTensor, or the same elements of memory, were found before."""
         found = self._held.get(place_id, [])
-        if (alone := self._alone.get(place_id)) is not None:
+        if (alone := self._alone_at(place_id)) is not None:
             first = self.tensors[alone]
             found = [(alone, first.tensor if first.wrapper is None else first.wrapper), *found]
         for index, held in found:
             if held is wrapper or (wrapper is None and memory_of(held) == memory_of(tensor)):
                 return index
         return None
-
-
-def _recognised(sight: Sight, alias: torch.Tensor, address: int) -> CapturedTensor:
-    version, external = alias._version, is_external(alias)
-    return CapturedTensor(sight.spec, alias, version, address, sight.strided, external, False, None)

@@ -20,9 +20,9 @@ from statehold.format.saved import SavedStep
 from statehold.format.selection import Selection
 from statehold.format.trees import tensors_of
 from statehold.tensors import foreign, modules, nodes, placements
-from statehold.tensors.capture import parts
 from statehold.tensors.composed import Composed, is_composed
 from statehold.tensors.destinations import Destinations
+from statehold.tensors.parts import parts
 from statehold.tensors.placements import Placed
 from statehold.tensors.restoration import Restoration
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from statehold.format.selection import Names, Selection
 from statehold.tensors import groups, modules, nodes, optimizers
-from statehold.tensors.capture import is_stateful
 from statehold.tensors.marks import Mark
+from statehold.tensors.parts import is_stateful
 
 __all__ = ["below", "names_of"]
 

@@ -14,7 +14,7 @@ names are the same with and without it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -123,6 +123,19 @@ def parameters(
         for parameter in group[PARAMS]:
             yield index, names.get(id(parameter), str(running)), parameter
             running += 1
+
+
+def names_of(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> tuple[list[list[str]], list[torch.Tensor]]:
+    """The names of the parameters of each group, as parameters() has them, and all parameters."""
+    found: list[torch.Tensor] = []
+    by_group: list[list[str]] = []
+    for group in optimizer.param_groups:
+        known = map(names.get, map(id, group[PARAMS]), map(str, count(len(found))))
+        by_group.append(list(known))
+        found += group[PARAMS]
+    return by_group, found
 
 
 def states_of(

@@ -1,7 +1,7 @@
 """What one capture saw of each tensor, and of each batch of them, for the next one.
 
-Owns: the facts that decide a tensor's spec and strides, by the tensor's name, with both; and what
-batches of tensors showed together, by their path.
+Owns: the facts that decide a tensor's spec, by the tensor's name, with the spec; what batches of
+tensors showed together, by their path; the nodes of containers, and the structure of all.
 Invariants: only facts are kept, and never a tensor. What is equal in the next capture is the same
 object: it is not made again, and plans find at once that nothing has changed.
 Not here: which tensors are recognised by these facts (found).
@@ -9,20 +9,21 @@ Not here: which tensors are recognised by these facts (found).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from statehold.encoding import values
 from statehold.errors import UnsupportedValueError
 from statehold.layout.layout import Layout
 from statehold.layout.plan import TensorSpec
 from statehold.tensors import dtypes
-from statehold.tensors.captured import Tensors
+from statehold.tensors.columns import Form, Run, Structure, Tensors
 from statehold.tensors.facts import Facts, Reading
 from statehold.tensors.placements import Placed
-from statehold.tensors.storable import Strided, is_external, strides_of
+from statehold.tensors.storable import Strided
 
 __all__ = ["Batch", "Seen", "Sight"]
 
@@ -36,11 +37,9 @@ class Sight:
 
     dtype: torch.dtype
     shape: torch.Size
-    stride: tuple[int, ...]
     eager: bool
     place: Placed
     spec: TensorSpec
-    strided: Strided | None
     is_usual: bool
 
 
@@ -50,72 +49,108 @@ class Batch:
     observed: all else that decided names, places and kinds, by equality. nodes: what came of it.
     """
 
-    __slots__ = ("_are_gated", "_specs", "_strided", "facts", "nodes", "observed", "sights")
+    __slots__ = ("_run", "facts", "names", "nodes", "observed", "sights")
 
     def __init__(
         self,
         observed: Any,
         facts: Facts,
         sights: dict[str, Sight],
+        strided: list[Strided | None],
         are_gated: list[bool],
         nodes: Any,
     ) -> None:
-        self._are_gated = are_gated
         self.observed, self.facts, self.sights, self.nodes = observed, facts, sights, nodes
-        self._specs = [sight.spec for sight in sights.values()]
-        self._strided = [sight.strided for sight in sights.values()]
+        self.names = frozenset(sights)
+        self._run = Run(
+            [sight.spec for sight in sights.values()],
+            list(map(Form, facts.dtypes, facts.shapes, facts.strides, facts.devices)),
+            strided,
+            [device >= 0 for device in facts.devices],
+            [False] * len(sights),  # owned
+            are_gated,
+        )
 
     def add_to(self, tensors: Tensors, reading: Reading) -> None:
         """The tensors of a reading with equal facts."""
-        nothing = repeat(False, len(self._specs))
-        tensors.extend(
-            self._specs,
-            reading.aliases,
-            reading.versions,
-            reading.addresses,
-            self._strided,
-            map(is_external, reading.aliases),
-            nothing,  # owned
-            reading.wrappers,
-            self._are_gated,
-        )
+        _, live, storages, impls, versions, addresses, wrappers, _ = reading
+        tensors.extend(self._run, live, storages, impls, versions, addresses, wrappers)
 
 
 # Where a batch was found: the path, and how many were found there before it.
 Key = tuple[str, int]
 
 
+class _Mapping(NamedTuple):
+    """The node of a container, and the nodes that it was made of."""
+
+    parts: list[Any]
+    node: Any
+
+
 class Seen:
-    """What was seen in the capture that is under way, and in the one before it: sights by name,
-    and batches."""
+    """What was seen in the capture that is under way, and in the one before it: batches, the sights
+    of what is in none, nodes of containers, and the structure of all."""
 
     def __init__(self) -> None:
-        self.before: dict[str, Sight] = {}
-        self.now: dict[str, Sight] = {}
+        self.structure: Structure | None = None
         self.batches_before: dict[Key, Batch] = {}
         self.batches_now: dict[Key, Batch] = {}
+        self._mappings_before: dict[str, _Mapping] = {}
+        self._mappings_now: dict[str, _Mapping] = {}
+        self._before: dict[str, Sight] = {}
+        self._now: dict[str, Sight] = {}
+        self._in_batches: dict[str, Sight] | None = None
 
     def begin(self) -> None:
         """Of a capture."""
-        self.before, self.now = self.now, {}
+        self._before, self._now = self._now, {}
         self.batches_before, self.batches_now = self.batches_now, {}
+        self._mappings_before, self._mappings_now = self._mappings_now, {}
+        self._in_batches = None
+
+    def mapping(
+        self, path: str, parts: list[Any], items: Callable[[], Iterable[tuple[Any, Any]]]
+    ) -> Any:
+        """The node of the container at `path`, whose members make the nodes `parts`; the one of the
+        capture before, where all of these are the same objects."""
+        known = self._mappings_before.get(path)
+        if known is None or list(map(id, known.parts)) != list(map(id, parts)):
+            known = _Mapping(parts, values.mapping_of(dict(items())))
+        self._mappings_now[path] = known
+        return known.node
+
+    def before(self, name: str) -> Sight | None:
+        """How the capture before saw the tensor of this name."""
+        if (sight := self._before.get(name)) is not None:
+            return sight
+        if self._in_batches is None:
+            self._in_batches = {}
+            for batch in self.batches_before.values():
+                self._in_batches |= batch.sights
+        return self._in_batches.get(name)
+
+    def now(self, name: str) -> Sight | None:
+        """How this capture saw the tensor, if it was asked about it alone."""
+        return self._now.get(name)
+
+    def saw(self, name: str, sight: Sight) -> None:
+        self._now[name] = sight
 
     def spec_of(self, tensor: torch.Tensor, name: str, eager: bool, place: Placed) -> TensorSpec:
         """The spec of a tensor that lies at `place`. Raises UnsupportedValueError."""
-        dtype, shape, stride = tensor.dtype, tensor.shape, tensor.stride()
-        known = self.before.get(name)
-        if known is None or (dtype, shape, stride, eager, place) != (
+        dtype, shape = tensor.dtype, tensor.shape
+        known = self.before(name)
+        if known is None or (dtype, shape, eager, place) != (
             known.dtype,
             known.shape,
-            known.stride,
             known.eager,
             known.place,
         ):
             spec = _spec(tensor, name, eager, place)
             is_usual = spec.nbytes > 0 and not dtype.is_complex
-            strided = strides_of(tensor)
-            known = Sight(dtype, shape, stride, eager, place, spec, strided, is_usual)
-        self.now[name] = known
+            known = Sight(dtype, shape, eager, place, spec, is_usual)
+        self._now[name] = known
         return known.spec
 
 

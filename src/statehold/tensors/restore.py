@@ -32,11 +32,11 @@ from statehold.format.saved import SavedStep
 from statehold.format.selection import EVERYTHING, Answer, Selection, check_answers
 from statehold.format.trees import tensors_of
 from statehold.tensors import dtypes, loaders, modules, nodes, optimizers
-from statehold.tensors.capture import is_stateful
 from statehold.tensors.composed import is_composed, refuse
 from statehold.tensors.marks import Mark
 from statehold.tensors.matching import ABSENT, missing_of, replace_content
 from statehold.tensors.names import below, names_of
+from statehold.tensors.parts import is_stateful
 from statehold.tensors.placements import Placed
 from statehold.tensors.restoration import Restoration, mismatch
 from statehold.tensors.restore_optimizers import OptimizerMatching

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from statehold.tensors import optimizers
-from statehold.tensors.facts import BATCH, storage_addresses
+from statehold.tensors.columns import BATCH
+from statehold.tensors.facts import storage_addresses
 from statehold.tensors.storable import ORDINARY, is_storable, local_of, storage_of
 from statehold.tensors.subclasses import parts_of
 

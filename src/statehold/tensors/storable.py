@@ -3,7 +3,7 @@ its bytes are. Of a DTensor, what counts is the local tensor.
 
 Facts about PyTorch that decide what is here:
 - A detached tensor shares storage and version counter with its origin, and keeps the old storage
-  when `.data` of the origin is replaced. So a detached alias is what a save holds on to.
+  when `.data` of the origin is replaced. A save holds on to one, or to the tensor and its storage.
 - In-place operations move the counter: under no_grad and inference_mode, through views and
   `out=`, by foreach optimizers. These change memory without moving it (torch 2.13): **fused**
   optimizers (only `step` moves, so SGD leaves no trace), running statistics of batch norm,
@@ -26,7 +26,7 @@ Facts about PyTorch that decide what is here:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -112,6 +112,11 @@ def name_of(cls: type) -> str:
 def is_external(tensor: torch.Tensor) -> bool:
     """Whether the processor cannot reach the memory: copying it is `device`'s work."""
     return not tensor.is_cpu
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Of each the number of its device; -1 where the processor reaches the memory."""
+    return list(map(torch.Tensor.get_device, tensors))
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:

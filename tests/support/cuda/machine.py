@@ -12,7 +12,7 @@ import functools
 import importlib
 import pkgutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -226,7 +226,12 @@ def install(patch: pytest.MonkeyPatch, count: int = 1, seed: int | None = None) 
         block = machine.memory.block_of(tensor)
         return torch.device("cpu") if block is None else torch.device("cuda", block.device)
 
+    def devices_of(given: Iterable[torch.Tensor]) -> list[int]:
+        blocks = map(machine.memory.block_of, given)
+        return [-1 if block is None else block.device for block in blocks]
+
     _replace(patch, tensors.is_external, machine.is_on_device)
+    _replace(patch, tensors.devices_of, devices_of)
     _replace(patch, tensors.device_of, device_of)
     _replace(patch, tensors.empty_on, machine.empty_on)
     for module in (cuda, graphs, update_streams):

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.save.handle import Save
 from statehold.checkpoint.save.work import Work
-from statehold.checkpoint.save.writes import in_file_order, manifest_bytes, start_write
+from statehold.checkpoint.save.writes import FileOrder, manifest_bytes, start_write
 from statehold.errors import StorageError
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.plan import step_of
@@ -62,6 +62,7 @@ class Saver:
     watch: Watch
     trainer: Trainer
     prepare: Callable[[], None]
+    order: FileOrder = field(default_factory=FileOrder)
 
     def save(
         self,
@@ -111,12 +112,12 @@ class Saver:
         ends = self._wait(save, is_last)
         captured = self.trainer.capture(save, state, self.rank)
         with save._stage("plan"):
-            specs = captured.tensors.specs
+            specs = captured.structure.specs
             known = self.claims.resolve(specs, self.schedule.turns.settled)
             plan = self.plans.get(known.specs, step)
         save._record(
-            state_bytes=captured.state_bytes,
-            eager_bytes=captured.eager_bytes,
+            state_bytes=captured.structure.state_bytes,
+            eager_bytes=captured.structure.eager_bytes,
             written_bytes=plan.save.file_bytes,
             tensors=len(captured.tensors),
         )
@@ -163,7 +164,7 @@ class Saver:
         self.watch.save_began()
         try:
             with uncollected():
-                ordered = in_file_order(work.plan, captured.tensors)
+                ordered = self.order.ordered(work.plan, captured.tensors)
             self._make_room(work.plan.save)
             work.save._moving()
             file = self.ready_file(work.plan.save, work.tree)
@@ -171,7 +172,9 @@ class Saver:
             work.save._record(reused=work.is_attached)
             with uncollected():
                 work.job = start_write(self.runtime.engine, work.plan.save, ordered, file)
-                work.copies = self.runtime.devices.copies(work.job, captured, ordered, compared)
+                work.copies = self.runtime.devices.copies(
+                    work.job, captured, ordered.tensors, compared
+                )
             self.trainer.gate.hold_for(work.save, work.copies.passing if work.copies else None)
             self.pipeline.submit(work)
         except BaseException as error:

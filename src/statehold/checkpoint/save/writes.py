@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import compress
-from operator import mul, not_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statehold import _core
 from statehold._version import __version__
@@ -21,55 +21,107 @@ from statehold.format.manifest import Manifest
 from statehold.format.record import Record
 from statehold.io.clients import Client
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count
-from statehold.layout.share import RankPlan
-from statehold.tensors.storable import strides_of
+from statehold.layout.share import RankPlan, Share
+from statehold.tensors.columns import CapturedTensor, Structure, Tensors, described
 
 if TYPE_CHECKING:
     from statehold._core import Engine, File, WriteJob
-    from statehold.tensors.captured import CapturedTensor, Tensors
+    from statehold.tensors.storable import Strided
 
 
-def in_file_order(plan: RankPlan, captured: Tensors) -> Tensors:
-    """The tensors that this rank writes, in file order: whole boxes, or some of their rows."""
-    parts = [plan.share.parts[index] for index in plan.save.source_index]
-    sources = [part.source for part in parts]
-    cut = [(index, part.rows) for index, part in enumerate(parts) if part.rows is not None]
-    if not cut and sources == list(range(len(captured))):
-        return captured
-    ordered = captured.picked(sources)
-    for index, rows in cut:
-        ordered[index] = _rows(ordered[index], *rows)
-    return ordered
+@dataclass(frozen=True)
+class Segments:
+    """What the engine has to know of tensors in file order, but for where they are now."""
+
+    begins: array[int]
+    sizes: array[int]
+    flags: bytes
+    strided: dict[int, Strided]
+
+    @classmethod
+    def of(cls, plan: SavePlan, structure: Structure) -> Segments:
+        """structure: of the tensors in file order."""
+        flags = bytearray(map(_core.SEGMENT_EXTERNAL.__mul__, structure.external))
+        for index in structure.eager:
+            flags[index] |= _core.SEGMENT_EAGER
+        strides = zip(structure.strided, structure.external, strict=True)
+        return cls(
+            begins=array("q", plan.begins),
+            sizes=array("q", [spec.nbytes for spec in plan.specs]),
+            flags=bytes(flags),
+            strided={i: each for i, (each, away) in enumerate(strides) if each and not away},
+        )
+
+
+class Ordered(NamedTuple):
+    """Tensors as they lie in a file."""
+
+    tensors: Tensors
+    segments: Segments
+
+
+class FileOrder:
+    """How tensors lie in the file of a plan; kept for the next save of the same structure."""
+
+    def __init__(self) -> None:
+        self._share: Share | None = None
+        self._captured: Structure | None = None
+        self._sources: list[int] | None = None  # None: as they were captured
+        self._cut: list[tuple[int, tuple[int, int]]] = []
+        self._structure: Structure | None = None  # in file order; None: not known yet
+        self._segments: Segments | None = None
+
+    def ordered(self, plan: RankPlan, captured: Tensors) -> Ordered:
+        """The tensors that this rank writes, in file order: whole boxes, or some of their rows."""
+        if self._share is not plan.share or self._captured is not captured.structure:
+            self._learn(plan, captured)
+        found = captured
+        if self._sources is not None:
+            found = captured.picked(self._sources, self._structure)
+            for index, rows in self._cut:
+                part = _rows(captured[self._sources[index]], *rows)
+                if self._structure is None:
+                    found[index] = part
+                else:
+                    found.put(index, part)
+        if self._segments is None:
+            self._structure = found.structure
+            self._segments = Segments.of(plan.save, found.structure)
+        return Ordered(found, self._segments)
+
+    def _learn(self, plan: RankPlan, captured: Tensors) -> None:
+        parts = [plan.share.parts[index] for index in plan.save.source_index]
+        sources = [part.source for part in parts]
+        self._share, self._captured = plan.share, captured.structure
+        self._cut = [(i, part.rows) for i, part in enumerate(parts) if part.rows is not None]
+        is_as_captured = not self._cut and sources == list(range(len(captured)))
+        self._sources = None if is_as_captured else sources
+        self._structure = self._segments = None
 
 
 def _rows(captured: CapturedTensor, begin: int, end: int) -> CapturedTensor:
-    tensor = captured.tensor[begin:end]
-    return captured._replace(tensor=tensor, address=tensor.data_ptr(), strided=strides_of(tensor))
+    part = described(captured.spec, captured.alias[begin:end], external=captured.external)
+    return part._replace(is_gated=captured.is_gated, wrapper=captured.wrapper)
 
 
 def start_write(
-    engine: Engine, plan: SavePlan, ordered: Tensors, file: File | None = None
+    engine: Engine, plan: SavePlan, ordered: Ordered, file: File | None = None
 ) -> WriteJob:
     """Begin to stage the tensors, in file order, as `plan` lays them out.
 
-    file: if it exists already. The job keeps the tensors alive until they are copied.
+    file: if it exists already. The job keeps the memory alive until it is copied.
     """
-    external = ordered.external
-    flags = bytearray(map(_core.SEGMENT_EXTERNAL.__mul__, external))
-    for index in ordered.eager():
-        flags[index] |= _core.SEGMENT_EAGER
-    strided = {i: each for i, each in enumerate(ordered.strided) if each and not external[i]}
-    on_host = list(map(not_, external))
+    tensors, segments = ordered
     return engine.write(
         file_bytes=plan.file_bytes,
         block_bytes=BLOCK_BYTES,
-        begins=array("q", plan.begins),
-        sizes=array("q", [spec.nbytes for spec in plan.specs]),
-        addresses=array("Q", map(mul, ordered.addresses, on_host)),
-        flags=bytes(flags),
-        strided=strided,
+        begins=segments.begins,
+        sizes=segments.sizes,
+        addresses=array("Q", tensors.addresses),
+        flags=segments.flags,
+        strided=segments.strided,
         header=plan.header,
-        owner=tuple(compress(ordered.aliases, on_host)),
+        owner=tuple(compress(tensors.storages, tensors.structure.on_host)),
         file=file,
         client=Client.SAVE,
     )

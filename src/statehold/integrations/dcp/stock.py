@@ -35,7 +35,7 @@ from statehold.errors import StateMismatchError
 from statehold.format.selection import Answer, Names, Selection, check_answers
 from statehold.integrations.dcp.stock_readers import Planner, open_checkpoint
 from statehold.tensors import modules, optimizers
-from statehold.tensors.capture import is_stateful
+from statehold.tensors.parts import is_stateful
 from statehold.tensors.restore import holds_state
 from statehold.tensors.storable import empty_on
 

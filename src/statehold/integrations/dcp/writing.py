@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from statehold.checkpoint.save.writes import start_write
+from statehold.checkpoint.save.writes import Ordered, Segments, start_write
 from statehold.errors import StorageError, UnsupportedValueError, UsageError
 from statehold.format.entries import Chunk, FileEntry, record_file
 from statehold.integrations.dcp.machine import Machine
@@ -32,15 +32,10 @@ from statehold.layout.layout import Box
 from statehold.layout.plan import TensorSpec, plan_save
 from statehold.tensors import dtypes
 from statehold.tensors.capture import capture
-from statehold.tensors.captured import Capture, CapturedTensor, Tensors
+from statehold.tensors.captured import Capture
+from statehold.tensors.columns import CapturedTensor, Tensors, described
 from statehold.tensors.devices import Devices
-from statehold.tensors.storable import (
-    check_storable,
-    is_external,
-    is_view_of_other_values,
-    strides_of,
-    version_of,
-)
+from statehold.tensors.storable import check_storable, is_external, is_view_of_other_values
 
 if TYPE_CHECKING:
     from statehold._core import Engine, Fs
@@ -161,16 +156,7 @@ def _captured(tensor: torch.Tensor, piece: Piece) -> CapturedTensor:
         global_shape=piece.shape,
         offsets=piece.box.offsets,
     )
-    return CapturedTensor(
-        spec=spec,
-        tensor=tensor,
-        version=version_of(tensor),
-        address=tensor.data_ptr(),
-        strided=strides_of(tensor),
-        external=is_external(tensor),
-        owned=False,
-        wrapper=None,
-    )
+    return described(spec, tensor, external=is_external(tensor))
 
 
 def _add_value(found: _Items, item: WriteItem, planner: SavePlanner, alone: bool) -> None:
@@ -267,7 +253,7 @@ def _write_file(
 ) -> bytes:
     begin_s = time.perf_counter()
     ordered = Tensors(tensors[index] for index in plan.source_index)
-    job = start_write(engine, plan, ordered)
+    job = start_write(engine, plan, Ordered(ordered, Segments.of(plan, ordered.structure)))
     try:
         job.attach(fs.open_write(path, plan.file_bytes))
         copies = devices.copies(job, Capture(ordered, None), ordered)

@@ -8,15 +8,15 @@ failed: the gate may know the copies for longer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from itertools import compress
-from operator import not_
 from typing import Any
 
 import torch
 
 from statehold.errors import StateholdError
-from statehold.tensors.captured import Capture, CapturedTensor
+from statehold.tensors.captured import Capture
+from statehold.tensors.columns import CapturedTensor, Tensors
 from statehold.tensors.devices.backends import Event
 from statehold.tensors.devices.fingerprinting import Fingerprinting
 from statehold.tensors.devices.gathering import gatherer
@@ -34,15 +34,17 @@ class DeviceCopies:
         self,
         job: FillJob[Any],
         captured: Capture,
-        external: Mapping[int, torch.Tensor],
-        eager: Set[int],
+        ordered: Tensors,
         compared: Sequence[CapturedTensor],
         mover: Mover,
     ) -> None:
+        """Segment i + 1 of the job is ordered[i]."""
+        structure = ordered.structure
+        eager = [index for index in structure.eager if structure.external[index]]
         self._job = job
-        self._tensors = external
-        self._eager = eager
-        self._eager_bytes_left = sum(external[segment].nbytes for segment in eager)
+        self._ordered: Tensors | None = ordered
+        self._eager = {index + 1 for index in eager}
+        self._eager_bytes_left = sum(ordered.live[index].nbytes for index in eager)
         self._eager_under_way = threading.Event()
         self._after_eager: list[Event] = []
         self._compared = compared
@@ -53,14 +55,14 @@ class DeviceCopies:
         self.fingerprints: dict[str, int] = {}  # of what is compared, by name; after run()
         self._mover = mover
         self._enqueued = threading.Event()
-        self._streams_suffice = not _has_lazy_on_host(captured)
+        self._streams_suffice = not captured.structure.has_lazy_on_host
 
     def run(self) -> None:
         """Fill every buffer the engine lends, then the numbers of the tree; returns when all that
         the side streams were given has completed, also where this raises."""
         captured = self._captured
         mover, job = self._mover, self._job
-        gather = gatherer(self._tensors)  # alive until then, also when the save fails
+        gather = gatherer(self._external())  # alive until then, also when the save fails
         compared = self._compared
 
         def fill(lent: Lent) -> list[Event]:
@@ -79,7 +81,7 @@ class DeviceCopies:
 
     def let_go(self) -> None:
         """Keep no tensor alive: all are copied, or the save has failed. From any thread."""
-        self._tensors, self._compared, self._captured = {}, [], None
+        self._ordered, self._compared, self._captured = None, [], None
         self._eager_under_way.set()  # nobody need wait for what has failed
         self._enqueued.set()
 
@@ -113,6 +115,15 @@ class DeviceCopies:
             return False  # the device has failed, and so will the save
         return True
 
+    def _external(self) -> dict[int, torch.Tensor]:
+        """The tensors of devices as they were at capture, by segment."""
+        ordered = self._ordered
+        if ordered is None:
+            return {}  # the save has failed
+        indices = list(compress(range(len(ordered)), ordered.structure.external))
+        segments = [index + 1 for index in indices]
+        return dict(zip(segments, ordered.aliases(indices), strict=True))
+
     def _note_eager(self, lent: Lent | None, compared: Sequence[CapturedTensor]) -> None:
         """Let save() go on if this was the last of eager tensors."""
         if self._eager_under_way.is_set():
@@ -130,12 +141,3 @@ class DeviceCopies:
         if self._job.fills_left == 0:
             self._fingerprinting.enqueue(each for each in compared if not each.eager)
             self._enqueued.set()
-
-
-def _has_lazy_on_host(captured: Capture) -> bool:
-    tensors, eager = captured.tensors, set(captured.eager)
-    on_host = compress(range(len(tensors)), map(not_, tensors.external))
-    return any(
-        tensors.specs[index].nbytes > 0 and not tensors.owned[index] and index not in eager
-        for index in on_host
-    )

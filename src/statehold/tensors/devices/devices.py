@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress, count
+from itertools import compress
 
 import torch
 
-from statehold.tensors.captured import Capture, CapturedTensor, Tensors
+from statehold.tensors.captured import Capture
+from statehold.tensors.columns import CapturedTensor, Structure, Tensors
 from statehold.tensors.devices.backends import BlockingBackend, StreamBackend
 from statehold.tensors.devices.copying import DeviceCopies
 from statehold.tensors.devices.cuda import CudaBackend
@@ -27,12 +28,20 @@ def backend_for(device: torch.device) -> StreamBackend:
     return CudaBackend() if device.type == "cuda" else BlockingBackend()
 
 
+class _Devices:
+    """The devices of tensors by their segment."""
+
+    def __init__(self, of: Mapping[int, torch.device]) -> None:
+        self.of, self.distinct = of, frozenset(of.values())
+
+
 class Devices:
     """What copies between devices and the buffers of one engine."""
 
     def __init__(self) -> None:
         self._backend: StreamBackend | None = None
         self._pinning: Pinning | None = None
+        self._known: tuple[Structure, _Devices] | None = None
 
     def copies(
         self,
@@ -46,33 +55,39 @@ class Devices:
         Segment i + 1 of the job is ordered[i]. compared: what fingerprints are wanted of. Numbers
         of the tree, and some of what is compared, belong to no segment.
         """
-        segments = compress(count(1), ordered.external)
-        external = dict(zip(segments, compress(ordered.aliases, ordered.external), strict=False))
         there = [each for each in compared if each.external]
         others = [each.tensor for each in there] + [each.tensor for each in captured.numbers]
-        if not external and not others:
+        devices = self._devices_of(ordered)
+        if not devices.of and not others:
             return None
-        eager = {index + 1 for index in ordered.eager()} & external.keys()
-        mover = self._mover(external, others)
-        return DeviceCopies(job, captured, external, eager, there, mover)
+        mover = self._mover(devices, others)
+        return DeviceCopies(job, captured, ordered, there, mover)
 
     def load(self, job: ReadyJob[LentT], places: Mapping[int, Place]) -> None:
         """Empty every buffer of a read into the places on devices, by segment. The calling thread's
         current device and streams are the same after it."""
         if places:
-            load(job, places, self._mover({each: place.target for each, place in places.items()}))
+            devices = {each: device_of(place.target) for each, place in places.items()}
+            load(job, places, self._mover(_Devices(devices)))
 
     def close(self) -> None:
         """Unpin; every job has ended."""
         if self._pinning is not None:
             self._pinning.close()
 
-    def _mover(
-        self, external: Mapping[int, torch.Tensor], others: Sequence[torch.Tensor] = ()
-    ) -> Mover:
+    def _devices_of(self, ordered: Tensors) -> _Devices:
+        structure = ordered.structure
+        if self._known is None or self._known[0] is not structure:
+            external = compress(enumerate(ordered.live, 1), structure.external)
+            devices = _Devices({segment: device_of(each) for segment, each in external})
+            self._known = structure, devices
+        return self._known[1]
+
+    def _mover(self, devices: _Devices, others: Sequence[torch.Tensor] = ()) -> Mover:
+        distinct = devices.distinct | set(map(device_of, others))
         if self._backend is None or self._pinning is None:
-            device = device_of(next(iter([*external.values(), *others])))
+            device = next(iter(distinct))
             self._backend = backend_for(device)
             self._pinning = Pinning(self._backend, device)
         with named_failures():
-            return Mover(self._backend, external, self._pinning, others)
+            return Mover(self._backend, devices.of, self._pinning, distinct)

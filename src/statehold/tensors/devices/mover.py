@@ -20,22 +20,20 @@ Enqueue = Callable[[torch.Tensor, Sequence[Piece]], object]
 
 
 class Mover:
-    """Work between lent buffers and device tensors, on one side stream a device. `tensors` go by
-    segment; there is a stream for the devices of `others`, too."""
+    """Work between lent buffers and device tensors, on one side stream a device. device_of: of the
+    tensors, by segment; distinct: all for which there is a stream."""
 
     def __init__(
         self,
         backend: StreamBackend,
-        tensors: Mapping[int, torch.Tensor],
+        device_of: Mapping[int, torch.device],
         pinning: Pinning,
-        others: Iterable[torch.Tensor] = (),
+        distinct: Iterable[torch.device],
     ) -> None:
         self.backend = backend
         self._pinning = pinning
-        devices = list(map(device_of, tensors.values()))
-        distinct = {*devices, *map(device_of, others)}
+        self._device_of = device_of
         self._streams: dict[torch.device, Stream] = dict.fromkeys(distinct)
-        self._device_of = dict(zip(tensors, devices, strict=True))
         with self.using():
             self._streams = {device: backend.fork(device) for device in self._streams}
         self._newest: dict[torch.device, Event] = {}

@@ -1,0 +1,447 @@
+"""Captured tensors, column by column: a state has tens of thousands, and an object for each would
+cost the trainer more than all else that save() does.
+
+Owns: what is known of a captured tensor; what follows from a capture's structure, which is worked
+out once for all captures that are equal in it; whether a tensor has changed since its capture.
+Invariants: `storage` keeps the memory at `address` alive, whatever becomes of the tensor. `tensor`
+is the live tensor, or an alias of it; either counts the changes of its memory. aliases() show the
+memory as it was at capture. A Structure keeps no tensor alive.
+Not here: which tensors a state has (capture), and which of them are copied at once (captured).
+
+Facts about PyTorch that decide what is here:
+- A detached alias takes 0.5 us, and more when it is collected; the storage, which exists, 0.06 us.
+- `.data = other` leaves a tensor its version counter, `set_` moves it. torch.utils.swap_tensors
+  gives a tensor another counter: the address of what is behind the tensor (`_cdata`) tells.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import chain, compress, repeat
+from operator import add, attrgetter, not_
+from typing import Any, NamedTuple, overload
+
+import torch
+
+from statehold.errors import TornSnapshot
+from statehold.layout.plan import TensorSpec
+from statehold.tensors.storable import Strided, devices_of, strides_of, version_of
+
+__all__ = ["BATCH", "CapturedTensor", "Form", "Run", "Structure", "Tensors", "described", "form_of"]
+
+# A batch is small, so that its tensors are still in the processor's cache when the next column is
+# read.
+BATCH = 256
+# With tensors on a device, neither save() nor the gate waits for it: the copies are enqueued behind
+# its work. Host tensors are not in that order, and share blocks with device tensors, so those up
+# to this size (an optimizer's `step`) are cloned at capture.
+SMALL_BYTES = 64 << 10
+# An optimizer has a `step` for each parameter, of one of these dtypes.
+_NUMBERS = frozenset({"F32", "F64", "I64"})
+
+_version, _impl = attrgetter("_version"), attrgetter("_cdata")
+_dtype = attrgetter("dtype")
+_size, _stride, _data_ptr = torch.Tensor.size, torch.Tensor.stride, torch.Tensor.data_ptr
+_detach, _is_neg = torch.Tensor.detach, torch.Tensor.is_neg
+_is_eager, _nbytes = attrgetter("eager"), attrgetter("nbytes")
+
+
+class Form(NamedTuple):
+    """How a tensor shows its memory, and where that is (devices_of)."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    device: int
+
+
+class CapturedTensor(NamedTuple):
+    """A tensor to save. `strided` is None for contiguous memory; `external`: not host memory.
+
+    `tensor` is the local tensor of a DTensor, `wrapper` the DTensor; `version` counts both. `impl`
+    is what was behind `tensor`.
+    `spec.eager` says where the tensor is laid out. All ranks have to agree on it, so it follows
+    from marks and kinds, and never from sizes or from memory that is free. `eager` says when the
+    bytes are copied, which each rank decides for itself.
+    """
+
+    spec: TensorSpec
+    form: Form
+    strided: Strided | None
+    external: bool
+    owned: bool  # a copy that nobody else can change
+    is_gated: bool  # laid out as eager, and yet only a step() that waits changes it
+    tensor: torch.Tensor
+    storage: torch.UntypedStorage
+    impl: int
+    version: int
+    address: int
+    wrapper: torch.Tensor | None
+
+    @property
+    def eager(self) -> bool:
+        """Whether the bytes have still to be copied before save() returns; those of a device only
+        have to be under way, before what its stream is given next."""
+        return self.spec.eager and not self.is_gated and not self.owned
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it has changed since capture, as far as counters tell."""
+        if self.version < 0:
+            return False
+        now = version_of(self.tensor, self.wrapper)
+        return (now, _impl(self.tensor)) != (self.version, self.impl)
+
+    @property
+    def alias(self) -> torch.Tensor:
+        """A tensor of its own that shows this one as it was at capture. Raises TornSnapshot."""
+        alias = self.tensor.detach()
+        if (form_of(alias), alias.data_ptr()) == (self.form, self.address) and not alias.is_neg():
+            return alias
+        dtype, shape, stride, _ = self.form
+        at = self.address - self.storage.data_ptr()
+        reach = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        if not 0 <= at <= self.storage.nbytes() - reach * dtype.itemsize:
+            raise TornSnapshot(
+                "the memory of a tensor was given back while it was being copied",
+                facts={"tensor": self.spec.name},
+            )
+        memory = torch.empty(0, dtype=dtype, device=self.storage.device)
+        return memory.set_(self.storage, at // dtype.itemsize, shape, stride)
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    """The form of a tensor."""
+    return Form(tensor.dtype, tensor.size(), tensor.stride(), *devices_of((tensor,)))
+
+
+_FIELDS = CapturedTensor._fields
+# So many of the fields, the first ones, are the same in equal structures.
+_STRUCTURE = _FIELDS.index("tensor")
+
+
+def described(
+    spec: TensorSpec,
+    tensor: torch.Tensor,
+    *,
+    external: bool,
+    owned: bool = False,
+    is_gated: bool = False,
+    wrapper: torch.Tensor | None = None,
+) -> CapturedTensor:
+    """All that is to be known of a tensor that shows the values in its memory."""
+    form = form_of(tensor)
+    version, strided = version_of(tensor, wrapper), strides_of(tensor)
+    storage, address, impl = tensor.untyped_storage(), tensor.data_ptr(), _impl(tensor)
+    return CapturedTensor(
+        spec, form, strided, external, owned, is_gated,
+        tensor, storage, impl, version, address, wrapper,
+    )  # fmt: skip
+
+
+class Run:
+    """Of tensors that were captured one after the other the columns that are the same while the
+    structure of the state stays as it is. Runs are equal if they are the same object."""
+
+    __slots__ = ("columns",)
+
+    def __init__(self, *columns: Sequence[Any]) -> None:
+        """The columns in the order of the fields of a tensor."""
+        self.columns = columns
+
+
+# A run, or these fields of one tensor.
+Part = Run | tuple[Any, ...]
+
+
+class Structure:
+    """All these columns of a capture, the parts that they came from, and what follows from them.
+    Nobody changes it."""
+
+    def __init__(self, columns: Sequence[Sequence[Any]], parts: list[Part] | None = None) -> None:
+        self.columns, self.parts = columns, parts
+        self.specs: tuple[TensorSpec, ...] = tuple(columns[0])
+        self.strided: Sequence[Strided | None] = columns[2]
+        self.external: Sequence[bool] = columns[3]
+        self.owned: Sequence[bool] = columns[4]
+        self._with_copies: dict[tuple[int, ...], Structure] = {}
+
+    def with_copies(
+        self, copies: Mapping[int, CapturedTensor], numbers: Iterable[Sequence[int]]
+    ) -> Structure:
+        """The structure once these have been replaced by copies, and numbers by others."""
+        key = tuple(copies)
+        if key not in self._with_copies:
+            columns = list(map(list, self.columns))
+            _, _, strided, _, owned, are_gated = columns
+            for index in chain.from_iterable(numbers):
+                strided[index], owned[index], are_gated[index] = None, True, False
+            for index, copy in copies.items():
+                for column, value in zip(columns, copy, strict=False):
+                    column[index] = value
+            self._with_copies[key] = Structure(columns)
+        return self._with_copies[key]
+
+    @cached_property
+    def eager(self) -> tuple[int, ...]:
+        """The indices of those that are copied before save() returns."""
+        are_gated = self.columns[5]
+        eager = compress(range(len(self.specs)), map(_is_eager, self.specs))
+        return tuple([index for index in eager if not (are_gated[index] or self.owned[index])])
+
+    @cached_property
+    def small_on_host(self) -> tuple[tuple[int, ...], list[Sequence[int]]]:
+        """The indices of small host tensors that are not copies; and apart, by their dtype, of
+        numbers."""
+        numbers: defaultdict[str, list[int]] = defaultdict(list)
+        others: list[int] = []
+        for index, spec in enumerate(self.specs):
+            if spec.nbytes <= SMALL_BYTES and not self.external[index] and not self.owned[index]:
+                is_number = spec.shape == () and spec.dtype in _NUMBERS
+                (numbers[spec.dtype] if is_number else others).append(index)
+        return tuple(others), list(map(_as_range, numbers.values()))
+
+    @cached_property
+    def on_host(self) -> tuple[bool, ...]:
+        return tuple(map(not_, self.external))
+
+    @cached_property
+    def lazy(self) -> tuple[int, ...]:
+        """The indices of the others."""
+        eager = set(self.eager)
+        return tuple([index for index in range(len(self.specs)) if index not in eager])
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(map(_nbytes, self.specs))
+
+    @cached_property
+    def eager_bytes(self) -> int:
+        """The bytes that are copied before save() returns, in capture() or right after it."""
+        owned: int = sum(map(_nbytes, compress(self.specs, self.owned)))
+        return owned + sum(self.specs[index].nbytes for index in self.eager)
+
+    @cached_property
+    def has_lazy_on_host(self) -> bool:
+        """Whether host memory is copied that only a gate keeps as it is."""
+        return any(
+            self.specs[index].nbytes > 0 and not self.external[index] and not self.owned[index]
+            for index in self.lazy
+        )
+
+
+class Tensors(Sequence[CapturedTensor]):
+    """Captured tensors as columns, in the order of the fields of one."""
+
+    __slots__ = ("_columns", "_live", "_parts", "_structure", "_worked_out")
+
+    def __init__(self, tensors: Iterable[CapturedTensor] = ()) -> None:
+        self._parts: list[Part] | None = []  # None: one was replaced since
+        self._worked_out = 0  # so many of the parts are in the columns
+        self._columns: list[list[Any]] = [[] for _ in _FIELDS[:_STRUCTURE]]
+        self._live: list[list[Any]] = [[] for _ in _FIELDS[_STRUCTURE:]]
+        self._structure: Structure | None = None  # of all, once that is asked for
+        for tensor in tensors:
+            self.append(tensor)
+
+    @property
+    def structure(self) -> Structure:
+        """What is the same in other captures, and what follows from it."""
+        return self.recognise(None)
+
+    def recognise(self, known: Structure | None) -> Structure:
+        """The structure; `known`, if that is equal. Nothing is added or replaced after it."""
+        if self._structure is None:
+            if known is None or not self._is_of(known):
+                known = Structure(self._work_out(), self._parts)
+            self._structure = known
+        return self._structure
+
+    def _is_of(self, known: Structure) -> bool:
+        if self._parts is not None and self._parts == known.parts:
+            return True
+        if self._work_out() != known.columns:
+            return False
+        known.parts = self._parts  # the next ones are more like these
+        return True
+
+    def _work_out(self) -> list[list[Any]]:
+        """The columns of the parts."""
+        for part in (self._parts or [])[self._worked_out :]:
+            self._worked_out += 1
+            if isinstance(part, Run):
+                for column, more in zip(self._columns, part.columns, strict=True):
+                    column.extend(more)
+            else:
+                for column, value in zip(self._columns, part, strict=True):
+                    column.append(value)
+        return self._columns
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]:
+        return self._all_columns()[0]
+
+    @property
+    def live(self) -> Sequence[torch.Tensor]:
+        """`tensor` of each; see there."""
+        return self._live[0]
+
+    @property
+    def storages(self) -> Sequence[torch.UntypedStorage]:
+        return self._live[1]
+
+    @property
+    def addresses(self) -> Sequence[int]:
+        return self._live[4]
+
+    def append(self, tensor: CapturedTensor) -> None:
+        self._add(tensor[:_STRUCTURE])
+        for column, value in zip(self._live, tensor[_STRUCTURE:], strict=True):
+            column.append(value)
+
+    def extend(self, run: Run, *live: Iterable[Any]) -> None:
+        """live: the other columns, in the order of the fields of a tensor."""
+        self._add(run)
+        for column, more in zip(self._live, live, strict=True):
+            column.extend(more)
+
+    def _add(self, part: Part) -> None:
+        if self._parts is None:
+            self._parts = [Run(*map(tuple, self._columns))]
+            self._worked_out = 1
+        self._parts.append(part)
+
+    def put(self, index: int, tensor: CapturedTensor) -> None:
+        """Put another one in this place, in an equal structure."""
+        for column, value in zip(self._live, tensor[_STRUCTURE:], strict=True):
+            column[index] = value
+
+    def copied(
+        self,
+        copies: Mapping[int, CapturedTensor],
+        numbers: Iterable[tuple[Sequence[int], torch.Tensor]],
+    ) -> None:
+        """Replace these by copies that nobody else changes; numbers by the elements of a tensor."""
+        structure = self.structure.with_copies(copies, [indices for indices, _ in numbers])
+        for indices, stack in numbers:
+            begin, size = stack.data_ptr(), stack.element_size()
+            end = begin + len(indices) * size
+            values = stack, stack.untyped_storage(), _impl(stack), version_of(stack)
+            for place, value in enumerate(values):
+                _put(self._live[place], indices, repeat(value, len(indices)))
+            _put(self._live[4], indices, range(begin, end, size))
+            _put(self._live[5], indices, repeat(None, len(indices)))
+        for index, copy in copies.items():
+            self.put(index, copy)
+        self._structure = structure
+
+    def picked(self, indices: Sequence[int], known: Structure | None = None) -> Tensors:
+        """These, in this order; `known`: the structure of what that gives, if it is known."""
+        picked = Tensors()
+        picked._live = [_picked(column, indices) for column in self._live]
+        picked._structure, picked._parts = known, None
+        if known is None:
+            picked._columns = [_picked(column, indices) for column in self.structure.columns]
+        return picked
+
+    # -- since capture ---------------------------------------------------------------------
+
+    def first_moved(self, indices: Sequence[int]) -> int | None:
+        """The first of these that has changed since capture."""
+        for begin in range(0, len(indices), BATCH):
+            some = indices[begin : begin + BATCH]
+            if not self._are_unmoved(some):
+                for index in some:
+                    if self[index].has_moved:
+                        return index
+        return None
+
+    def _are_unmoved(self, indices: Sequence[int]) -> bool:
+        """Whether none of these has changed; False, too, where that is to be asked one by one."""
+        tensors, _, impls, versions, _, wrappers = (
+            _picked(column, indices) for column in self._live
+        )
+        try:
+            now = list(map(_version, tensors))
+        except RuntimeError:  # inference tensors have no counter
+            return False
+        if any(each is not None for each in wrappers):
+            moved = [0 if each is None else each._version for each in wrappers]
+            now = list(map(add, now, moved))
+        return now == versions and list(map(_impl, tensors)) == impls
+
+    def aliases(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Tensors of their own that show these as they were at capture. Raises TornSnapshot."""
+        found: list[torch.Tensor] = []
+        for begin in range(0, len(indices), BATCH):
+            found += self._aliases(indices[begin : begin + BATCH])
+        return found
+
+    def _aliases(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        aliases = list(map(_detach, _picked(self.live, indices)))
+        shown = zip(
+            map(_dtype, aliases),
+            map(_size, aliases),
+            map(_stride, aliases),
+            devices_of(aliases),
+            strict=True,
+        )
+        is_as_then = (
+            list(shown) == _picked(self.structure.columns[1], indices)
+            and list(map(_data_ptr, aliases)) == _picked(self.addresses, indices)
+            and not any(map(_is_neg, aliases))
+        )
+        return aliases if is_as_then else [self[index].alias for index in indices]
+
+    # -- as a sequence ---------------------------------------------------------------------
+
+    @overload
+    def __getitem__(self, index: int) -> CapturedTensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[CapturedTensor]: ...
+
+    def __getitem__(self, index: int | slice) -> CapturedTensor | list[CapturedTensor]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        columns = chain(self._all_columns(), self._live)
+        return CapturedTensor._make([column[index] for column in columns])
+
+    def __setitem__(self, index: int, tensor: CapturedTensor) -> None:
+        for column, value in zip(self._work_out(), tensor, strict=False):
+            column[index] = value
+        self._parts = None
+        self.put(index, tensor)
+
+    def __iter__(self) -> Iterator[CapturedTensor]:
+        columns = chain(self._all_columns(), self._live)
+        return map(CapturedTensor._make, zip(*columns, strict=True))
+
+    def _all_columns(self) -> Sequence[Sequence[Any]]:
+        return self._work_out() if self._structure is None else self._structure.columns
+
+    def __len__(self) -> int:
+        return len(self._live[0])
+
+
+def _as_range(indices: list[int]) -> Sequence[int]:
+    """A range where they are equally far apart, such as the numbers among an optimizer's state."""
+    step = indices[1] - indices[0] if len(indices) > 1 else 1
+    equal = range(indices[0], indices[-1] + 1, step)
+    return equal if indices == list(equal) else tuple(indices)
+
+
+def _put(column: list[Any], indices: Sequence[int], values: Iterable[Any]) -> None:
+    """Put values into these places."""
+    if isinstance(indices, range):
+        column[indices.start : indices.stop : indices.step] = values
+        return
+    for index, value in zip(indices, values, strict=True):
+        column[index] = value
+
+
+def _picked(column: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    return list(map(column.__getitem__, indices))
