@@ -16,7 +16,7 @@ from support.seeds import seed_of_today
 from support.twins import Twins
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-SHAPES = [(3, 5000), (7,), (1,), (), (0, 4), (129, 64), (40_000,), (2, 3, 1111)]
+SHAPES = [(3, 5000), (7,), (1,), (), (0, 4), (129, 64), (90_000,), (2, 3, 1111)]
 SMALL = 70_000
 TRAININGS = int(os.environ.get("STATEHOLD_OFFLOAD", "12"))
 
@@ -174,3 +174,28 @@ def test_elements_that_somebody_changes_are_taken_over(tmp_path: Path) -> None:
         twins.masters[0][100:200] = 3.0
     twins.train(1)
     twins.check()
+
+
+def test_subgroups_move_to_the_faster_path(tmp_path: Path) -> None:
+    """The placement begins equal, and the bits are the same all the while."""
+    twins = Twins([(1 << 20,)], [BF16], tiers=paths(tmp_path, 2), subgroup_bytes=196_608)
+    assert [path.subgroups for path in twins.ours.stats.paths] == [32, 32]
+    twins.train(1)
+    for meters, nbytes in zip(twins.ours._opened._store.meters, (3, 1), strict=True):
+        meters.both.nbytes += nbytes * 10**15  # what it has really moved is nothing beside this
+        meters.both.busy_s += 1e6
+    twins.train(1)
+    assert [path.subgroups for path in twins.ours.stats.paths] == [48, 16]
+    before = twins.ours.stats.paths
+    twins.train(1)
+    after = twins.ours.stats.paths
+    twins.check()
+    read = [now.read_bytes - then.read_bytes for now, then in zip(after, before, strict=True)]
+    assert read[0] > 2 * read[1]
+
+
+def test_limits_decide_the_first_placement(tmp_path: Path) -> None:
+    one, other = paths(tmp_path, 2)
+    tiers = [offload.Path(one.directory, "200MB"), offload.Path(other.directory, "100MB")]
+    twins = Twins([(1 << 20,)], [BF16], tiers=tiers, subgroup_bytes=196_608)
+    assert [path.subgroups for path in twins.ours.stats.paths] == [43, 21]

@@ -34,7 +34,7 @@ __all__ = ["Store", "Stored"]
 
 QUEUE_DEPTH = 32
 # A transfer, and what a checksum covers.
-PIECE_BYTES = 4 * MiB
+PIECE_BYTES = 8 * MiB
 COPY_THREADS_MAX = 4
 PARTS_NAMED = 4
 

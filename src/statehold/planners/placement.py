@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from statehold.units import MiB
 
-EXCHANGES_PER_PATH = 2
+EXCHANGES_PER_PATH = 3
 MOVES_PAY_AT = 0.05
 SUBGROUPS_WANTED = 64
 SUBGROUP_BYTES_MIN = 4 * MiB
