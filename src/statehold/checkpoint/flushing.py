@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from statehold.checkpoint.levels.levels import Levels
 from statehold.ranks.rounds import Round, together
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.levels.levels import Levels
 
 # The share of the time that is reserved for reporting a failed wait to the other ranks.
 MEETING_SHARE = 0.2

@@ -22,15 +22,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from statehold.checkpoint.save.gate import Gate
 from statehold.observe.background_log import BackgroundLog
 from statehold.process.ending import forget, remember
 from statehold.process.holders import is_only_in_tracebacks
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.save.gate import Gate
-    from statehold.ranks.preemption import Preemption
+from statehold.ranks.preemption import Preemption
 
 
 class Kept(Protocol):

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from statehold.checkpoint.agent.companion import Companion
+from statehold.checkpoint.cadence.schedule import Schedule
+from statehold.checkpoint.levels.levels import Levels
+from statehold.checkpoint.levels.specs import Level
 from statehold.checkpoint.restore.call import RestoreCalls
 from statehold.checkpoint.save.call import Saver
+from statehold.checkpoint.save.level_choice import LevelChoice
+from statehold.checkpoint.save.pipeline import Pipeline
+from statehold.checkpoint.save.trainer import Trainer
+from statehold.checkpoint.telemetry.watch import Watch
+from statehold.io.runtime import Runtime
+from statehold.layout.claims import Claims
 from statehold.layout.share import PlanCache
 from statehold.ranks.membership import ALONE, Membership
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.agent.companion import Companion
-    from statehold.checkpoint.cadence.schedule import Schedule
-    from statehold.checkpoint.levels.levels import Levels
-    from statehold.checkpoint.levels.specs import Level
-    from statehold.checkpoint.save.level_choice import LevelChoice
-    from statehold.checkpoint.save.pipeline import Pipeline
-    from statehold.checkpoint.save.trainer import Trainer
-    from statehold.checkpoint.telemetry.watch import Watch
-    from statehold.io.runtime import Runtime
-    from statehold.layout.claims import Claims
-    from statehold.ranks.peers import Peers
+from statehold.ranks.peers import Peers
 
 
 @dataclass(eq=False, frozen=True)

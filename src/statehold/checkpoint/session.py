@@ -16,20 +16,18 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from statehold.checkpoint.flushing import Countdown, flush
 from statehold.checkpoint.keeper import make_way, others_of
 from statehold.checkpoint.levels.promoting import LevelStatus
+from statehold.checkpoint.parts import Parts
 from statehold.checkpoint.save.handle import Save, forked
 from statehold.errors import StateholdError
+from statehold.format.selection import RestoreReport, Selection
 from statehold.observe.background_log import logger
+from statehold.ranks.preemption import Preemption
 from statehold.ranks.rounds import everyone, together
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.parts import Parts
-    from statehold.format.selection import RestoreReport, Selection
-    from statehold.ranks.preemption import Preemption
 
 # How long a rank that ends with an error waits for the others to flush.
 STRAGGLERS_S = 10.0

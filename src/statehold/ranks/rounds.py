@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from statehold.errors import (
     CorruptionError,
@@ -23,9 +23,7 @@ from statehold.errors import (
     StateholdError,
     StateMismatchError,
 )
-
-if TYPE_CHECKING:
-    from statehold.ranks.peers import Peers
+from statehold.ranks.peers import Peers
 
 T = TypeVar("T")
 

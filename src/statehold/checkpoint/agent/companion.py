@@ -8,15 +8,12 @@ Not here: how an agent is started (starting), what it does (process).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from statehold.checkpoint.agent.starting import Agent, agent_for
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.levels.levels import Levels
-    from statehold.checkpoint.levels.specs import Level
-    from statehold.io.runtime import Runtime
-    from statehold.observe.background_log import BackgroundLog
+from statehold.checkpoint.levels.levels import Levels
+from statehold.checkpoint.levels.specs import Level
+from statehold.io.runtime import Runtime
+from statehold.observe.background_log import BackgroundLog
 
 
 def companion_of(

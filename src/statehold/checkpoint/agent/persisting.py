@@ -17,12 +17,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from statehold import _core
+from statehold.checkpoint.agent.orders import Orders
 from statehold.checkpoint.levels.opening import open_places
-from statehold.checkpoint.levels.places import DirectoryPlace
+from statehold.checkpoint.levels.places import DirectoryPlace, Place
 from statehold.checkpoint.levels.promoting import Promoter
+from statehold.checkpoint.levels.specs import Level
 from statehold.checkpoint.telemetry.watch import Watch
 from statehold.errors import (
     ClosedError,
@@ -31,12 +32,7 @@ from statehold.errors import (
     StateholdError,
     StepOrderError,
 )
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.agent.orders import Orders
-    from statehold.checkpoint.levels.places import Place
-    from statehold.checkpoint.levels.specs import Level
-    from statehold.observe.background_log import BackgroundLog
+from statehold.observe.background_log import BackgroundLog
 
 Target = tuple["Level", "Place"]
 

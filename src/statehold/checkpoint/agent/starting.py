@@ -24,16 +24,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from statehold.checkpoint.agent.looking import AGENT
 from statehold.checkpoint.agent.orders import Orders
 from statehold.checkpoint.levels.specs import Level, Memory
 from statehold.errors import StateholdError
-
-if TYPE_CHECKING:
-    from statehold.observe.background_log import BackgroundLog
-    from statehold.options import Options
+from statehold.observe.background_log import BackgroundLog
+from statehold.options import Options
 
 _GOODBYE = b"goodbye\n"
 STARTS_MAX = 3

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from statehold.checkpoint.cadence.costs import Costs, Interval
 from statehold.checkpoint.cadence.every import Cadence, Every, parse_every
 from statehold.checkpoint.cadence.turns import LAG, Rule, Turns
+from statehold.checkpoint.telemetry.copies import LevelWatch
+from statehold.options import Options
 from statehold.planners.failures import Loss, rates_by_level, rates_of
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.telemetry.copies import LevelWatch
-    from statehold.options import Options
-    from statehold.ranks.membership import Membership
+from statehold.ranks.membership import Membership
 
 NEVER = 1 << 62
 LINE_RATIO = 1.5

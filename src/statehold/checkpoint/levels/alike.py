@@ -9,12 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
+from statehold.checkpoint.levels.specs import Level
 from statehold.errors import UsageError
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.levels.specs import Level
 
 ROUND = "levels"
 _OF_HOST = {"path", "url", "options", "bytes_per_s"}

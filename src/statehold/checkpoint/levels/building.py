@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.hosts.discovery import Exchange, Hosts, HttpExchange
 from statehold.checkpoint.levels.hosts.place import CopiesPlace, HostPlace
@@ -20,15 +19,13 @@ from statehold.checkpoint.levels.places import DirectoryPlace, Place
 from statehold.checkpoint.levels.promoting import Promoter, Promotions
 from statehold.checkpoint.levels.run_notes import RunNotes
 from statehold.checkpoint.levels.specs import Level, ObjectStore
+from statehold.checkpoint.telemetry.copies import LevelWatch
+from statehold.checkpoint.telemetry.watch import Watch
 from statehold.errors import StateholdError
+from statehold.io.runtime import Runtime
 from statehold.observe.background_log import logger
 from statehold.ranks.membership import ALONE
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.telemetry.copies import LevelWatch
-    from statehold.checkpoint.telemetry.watch import Watch
-    from statehold.io.runtime import Runtime
-    from statehold.ranks.peers import Peers
+from statehold.ranks.peers import Peers
 
 
 def open_levels(

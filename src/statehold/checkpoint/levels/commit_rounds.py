@@ -14,14 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from statehold.checkpoint.levels.places import Place
 from statehold.errors import PeerFailedError, StateholdError, named
+from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import Round
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.levels.places import Place
-    from statehold.ranks.peers import Peers
 
 # The fact of an error in the second round: some hosts may have published a step that does not
 # count.

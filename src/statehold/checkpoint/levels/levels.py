@@ -15,22 +15,17 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from statehold.checkpoint.levels.hosts.discovery import Hosts
 from statehold.checkpoint.levels.hosts.place import HostPlace
 from statehold.checkpoint.levels.nearest import Nearest, ReadableLevel
-from statehold.checkpoint.levels.places import DirectoryPlace
-from statehold.checkpoint.levels.promoting import LevelStatus
+from statehold.checkpoint.levels.places import DirectoryPlace, Place
+from statehold.checkpoint.levels.promoting import LevelStatus, Promotions
+from statehold.checkpoint.levels.run_notes import RunNotes
+from statehold.checkpoint.store.store import Store
 from statehold.errors import RunBusyError, StorageError
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.levels.hosts.discovery import Hosts
-    from statehold.checkpoint.levels.places import Place
-    from statehold.checkpoint.levels.promoting import Promotions
-    from statehold.checkpoint.levels.run_notes import RunNotes
-    from statehold.checkpoint.store.store import Store
-    from statehold.ranks.peers import Peers
-    from statehold.ranks.rounds import Round
+from statehold.ranks.peers import Peers
+from statehold.ranks.rounds import Round
 
 
 @dataclass(eq=False)

@@ -10,17 +10,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.copying import Copy, DataFile, blocks
 from statehold.checkpoint.levels.near_files import NearFiles
 from statehold.checkpoint.levels.owners import Identity, OwnedPrefix
 from statehold.checkpoint.levels.places import Shared
+from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import CorruptionError, MissingFileError
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.store.objects import ObjectSteps
-    from statehold.io.objects.parallel import Target
+from statehold.io.objects.parallel import Target
 
 
 class ObjectPlace(Shared):

@@ -26,14 +26,12 @@ import secrets
 import socket
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from statehold.checkpoint.levels.notes import read_note, write_note
+from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, RunBusyError
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.store.objects import ObjectSteps
 
 logger = logging.getLogger("statehold")
 

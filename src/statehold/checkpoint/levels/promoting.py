@@ -23,14 +23,16 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
+from statehold.checkpoint.cadence.costs import Interval
 from statehold.checkpoint.cadence.every import Cadence, parse_every
 from statehold.checkpoint.levels.commit_rounds import CommitRounds
 from statehold.checkpoint.levels.copying import Copy, part_of
 from statehold.checkpoint.levels.parts import check_parts, is_resumable, part_message
-from statehold.checkpoint.levels.places import DirectoryPlace
+from statehold.checkpoint.levels.places import DirectoryPlace, Place
+from statehold.checkpoint.levels.specs import Level
 from statehold.checkpoint.levels.throttle import Throttle, give_way_to_training
+from statehold.checkpoint.telemetry.copies import CopyWatch, LevelWatch
 from statehold.errors import (
     ClosedError,
     CorruptionError,
@@ -45,14 +47,8 @@ from statehold.errors import (
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.saved import MANIFEST_NAME
 from statehold.process.tracebacks import let_go
+from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import USUAL, Round, led
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.cadence.costs import Interval
-    from statehold.checkpoint.levels.places import Place
-    from statehold.checkpoint.levels.specs import Level
-    from statehold.checkpoint.telemetry.copies import CopyWatch, LevelWatch
-    from statehold.ranks.peers import Peers
 
 # The suffix of a level's name for its copies on other hosts.
 COPIES = ".copies"

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.hosts.place import HostPlace
 from statehold.checkpoint.levels.object_place import ObjectPlace
+from statehold.checkpoint.levels.owners import Identity
+from statehold.checkpoint.levels.places import Place
 from statehold.checkpoint.levels.remembered import remember
+from statehold.checkpoint.levels.specs import Level
 from statehold.errors import CorruptionError, StateholdError, StorageError
 from statehold.observe.background_log import logger
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.levels.owners import Identity
-    from statehold.checkpoint.levels.places import Place
-    from statehold.checkpoint.levels.specs import Level
 
 
 class RunNotes:

@@ -13,25 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.alike import check_same, described
+from statehold.checkpoint.levels.levels import Levels
+from statehold.checkpoint.levels.nearest import Nearest
+from statehold.checkpoint.levels.specs import Level
 from statehold.checkpoint.restore.quarantine import set_aside
 from statehold.checkpoint.restore.restoring import Restorer
+from statehold.checkpoint.save.trainer import Trainer
+from statehold.checkpoint.telemetry.watch import Watch
+from statehold.errors import CorruptionError
+from statehold.format.selection import RestoreReport, Selection
+from statehold.io.runtime import Runtime
+from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import led, together
 from statehold.tensors.restore import check_takes_values
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.cadence.schedule import Schedule
-    from statehold.checkpoint.levels.levels import Levels
-    from statehold.checkpoint.levels.nearest import Nearest
-    from statehold.checkpoint.levels.specs import Level
-    from statehold.checkpoint.save.trainer import Trainer
-    from statehold.checkpoint.telemetry.watch import Watch
-    from statehold.errors import CorruptionError
-    from statehold.format.selection import RestoreReport, Selection
-    from statehold.io.runtime import Runtime
-    from statehold.ranks.peers import Peers
 
 
 @dataclass(eq=False)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
 
+from statehold.checkpoint.levels.levels import Levels
 from statehold.errors import CorruptionError, RunBusyError, StorageError
 from statehold.process.warn import warn_caller
 from statehold.ranks.rounds import everyone, together
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.levels.levels import Levels
 
 
 def set_aside(

@@ -16,21 +16,18 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.commit_rounds import CommitRounds
+from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.save.aftermath import after_commit
 from statehold.checkpoint.save.publishing import Alone, Publisher, Together
-from statehold.format.manifest import Encoded
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.cadence.schedule import Schedule
-    from statehold.checkpoint.levels.levels import Levels
-    from statehold.checkpoint.save.work import Work
-    from statehold.format.manifest import Commit
-    from statehold.layout.claims import Claims
-    from statehold.observe.background_log import BackgroundLog
-    from statehold.ranks.peers import Peers
+from statehold.checkpoint.save.work import Work
+from statehold.format.manifest import Commit, Encoded
+from statehold.layout.claims import Claims
+from statehold.observe.background_log import BackgroundLog
+from statehold.ranks.peers import Peers
 
 
 def publisher_of(

@@ -10,12 +10,9 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from statehold.errors import StateholdError
-
-if TYPE_CHECKING:
-    from statehold.observe.background_log import BackgroundLog
+from statehold.observe.background_log import BackgroundLog
 
 
 @contextlib.contextmanager

@@ -6,22 +6,20 @@ Not here: one call of save() (call), how the levels are opened (levels/building)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.building import watch_of
+from statehold.checkpoint.levels.levels import Levels
+from statehold.checkpoint.levels.specs import Level
 from statehold.checkpoint.save.across import publisher_of
 from statehold.checkpoint.save.level_choice import LevelChoice
 from statehold.checkpoint.save.pipeline import Pipeline
+from statehold.checkpoint.telemetry.watch import Watch
 from statehold.layout.claims import Claims
+from statehold.observe.background_log import BackgroundLog
+from statehold.options import Options
 from statehold.ranks.membership import ALONE
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.levels.levels import Levels
-    from statehold.checkpoint.levels.specs import Level
-    from statehold.checkpoint.telemetry.watch import Watch
-    from statehold.observe.background_log import BackgroundLog
-    from statehold.options import Options
 
 
 class Saving(NamedTuple):

@@ -21,10 +21,12 @@ import json
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from statehold.checkpoint.levels.promoting import NO_COPIES
+from statehold.checkpoint.cadence.schedule import Schedule
+from statehold.checkpoint.levels.promoting import NO_COPIES, Promotions
 from statehold.checkpoint.save.aftermath import after_commit
+from statehold.checkpoint.save.work import Work
 from statehold.checkpoint.save.writes import build_manifest, build_record, now, writer_name
 from statehold.errors import (
     PUBLISHED,
@@ -37,15 +39,9 @@ from statehold.format.manifest import Commit, Encoded, RecordEntry, Shared, grou
 from statehold.layout.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
 from statehold.layout.layout import Ranks
 from statehold.layout.share import Balance, Spread, balance
+from statehold.observe.background_log import BackgroundLog
 from statehold.process.garbage import uncollected
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.cadence.schedule import Schedule
-    from statehold.checkpoint.levels.promoting import Promotions
-    from statehold.checkpoint.save.work import Work
-    from statehold.observe.background_log import BackgroundLog
-    from statehold.ranks.peers import Peers
-
+from statehold.ranks.peers import Peers
 
 _TURNS = "turns"
 

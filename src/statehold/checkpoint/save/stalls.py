@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from statehold.checkpoint.save.work import Work
-    from statehold.observe.background_log import BackgroundLog
+from statehold.checkpoint.save.work import Work
+from statehold.observe.background_log import BackgroundLog
 
 STALL_S = 60.0
 

@@ -16,17 +16,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from statehold.errors import ClosedError
+from statehold.observe.background_log import BackgroundLog
+from statehold.observe.counters import Figures
 from statehold.observe.harmless import harmless
 from statehold.observe.progress import Counts, Progress
+from statehold.observe.tracing import Trace
 from statehold.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from statehold.observe.background_log import BackgroundLog
-    from statehold.observe.counters import Figures
-    from statehold.observe.tracing import Trace
 
 Stage = contextlib.AbstractContextManager[None]
 

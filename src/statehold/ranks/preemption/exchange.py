@@ -28,14 +28,12 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from statehold.errors import StateholdError, StorageError
-
-if TYPE_CHECKING:
-    from statehold.ranks.peers import Peers
-    from statehold.ranks.preemption.deadline import Deadline
-    from statehold.ranks.preemption.last_step import LastStep
+from statehold.ranks.peers import Peers
+from statehold.ranks.preemption.deadline import Deadline
+from statehold.ranks.preemption.last_step import LastStep
 
 T = TypeVar("T")
 

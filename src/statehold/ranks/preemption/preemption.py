@@ -10,16 +10,14 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from statehold.errors import StateholdError
 from statehold.observe.background_log import BackgroundLog, logger
+from statehold.ranks.peers import Peers
 from statehold.ranks.preemption.deadline import Deadline
 from statehold.ranks.preemption.exchange import Hearing
 from statehold.ranks.preemption.last_step import LastStep
-
-if TYPE_CHECKING:
-    from statehold.ranks.peers import Peers
 
 Wait = Callable[[float], object]  # returns, or raises, within so many seconds
 

@@ -19,21 +19,19 @@ import logging
 import socket
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from statehold.checkpoint.levels.hosts.census import Holding, Placed, settled, together
 from statehold.checkpoint.levels.hosts.place import Host, HostPlace
 from statehold.checkpoint.levels.hosts.remote import RemoteFiles
 from statehold.checkpoint.levels.hosts.serving import FileServer
+from statehold.checkpoint.levels.hosts.views import FarSource, Nearby
 from statehold.checkpoint.levels.memory import SHARED_MEMORY
 from statehold.checkpoint.levels.near_files import NearFiles
 from statehold.errors import PeerFailedError, StateholdError, UsageError
 from statehold.layout.layout import Ranks
+from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import Round
-
-if TYPE_CHECKING:
-    from statehold.checkpoint.levels.hosts.views import FarSource, Nearby
-    from statehold.ranks.peers import Peers
 
 logger = logging.getLogger("statehold")
 
