@@ -357,7 +357,7 @@ class Terminal(io.StringIO):
 
 def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "_REDRAW_S", 0)
-    for stream, expected in ((io.StringIO(), ""), (Terminal(), "step 1   50%  1 KiB of 2 KiB")):
+    for stream, expected in ((io.StringIO(), ""), (Terminal(), "step 1  1 KiB of 2 KiB (50%)")):
         monkeypatch.setattr(sys, "stderr", stream)
         progress = output.Progress("step 1", 2048)
         progress.advance(1024)

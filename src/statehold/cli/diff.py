@@ -19,14 +19,13 @@ from statehold.cli.content import Content, parts_of
 from statehold.cli.numbers import Difference, bits_of, numpy
 from statehold.cli.output import Progress, counted, emit, plain, table
 from statehold.cli.places import Place, at_rest, file_system
-from statehold.cli.scanning import SUM_DIGITS
 from statehold.cli.values import leaves_of
 from statehold.encoding.header import DTYPE_BITS, bytes_of
 from statehold.encoding.strictjson import show
 from statehold.errors import StateMismatchError
 from statehold.format.saved import PlacedChunk
 from statehold.layout.layout import Box
-from statehold.layout.plan import pieces
+from statehold.layout.ranges import summed_pieces
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -164,15 +163,11 @@ class _Pair:
         """The pieces whose checksums differ."""
         if a.sums == b.sums:
             return
-        cuts = pieces(a.begin, a.end - a.begin, self.a.saved.block_bytes)
-        for i, (begin, end) in enumerate(cuts):
-            digits = slice(SUM_DIGITS * i, SUM_DIGITS * (i + 1))
-            if a.sums[digits] != b.sums[digits]:
-                shift = b.begin - a.begin
-                yield (
-                    self.a.range(name, a, begin, end),
-                    self.b.range(name, b, begin + shift, end + shift),
-                )
+        block = self.a.saved.block_bytes
+        ours, theirs = (summed_pieces(c.begin, c.end, c.sums, block) for c in (a, b))
+        for (*at, our_sum), (*there, their_sum) in zip(ours, theirs, strict=True):
+            if our_sum != their_sum:
+                yield self.a.range(name, a, *at), self.b.range(name, b, *there)
 
     def _boxes(self, name: str) -> Iterator[tuple[bytearray, bytearray]]:
         """For tensors that are cut in different ways: the same boxes of both."""

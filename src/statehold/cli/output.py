@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from statehold.units import format_bytes
+from statehold.observe.progress import progress_text
 
 _REDRAW_S = 0.2
 _CLEAR = "\r\x1b[K"
@@ -78,10 +78,8 @@ class Progress:
             print(_CLEAR, end="", file=sys.stderr, flush=True)
 
     def _line(self, now_s: float) -> str:
-        share = self._done_bytes / self._total_bytes if self._total_bytes else 1.0
-        speed = format_bytes(int(self._done_bytes / max(now_s - self._begin_s, 1e-9)))
-        of = f"{format_bytes(self._done_bytes)} of {format_bytes(self._total_bytes)}"
-        return f"{self._label}  {share:4.0%}  {of}  {speed}/s"
+        text = progress_text(self._done_bytes, self._total_bytes, now_s - self._begin_s)
+        return f"{self._label}  {text}"
 
 
 def _escaped(char: str) -> str:

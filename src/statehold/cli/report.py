@@ -10,7 +10,6 @@ Not here: the look (page), the content of a trace (traces), what counts as damag
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from statehold.cli.places import Place, file_system, leftovers_of, run_of
 from statehold.cli.traces import Traces, read_traces
 from statehold.cli.verify import document_of, verified_copy
 from statehold.errors import StateholdError, UsageError
+from statehold.process.whole_files import replace_file
 from statehold.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     traces = read_traces(args.trace)
     document = _document(file_system(), path, traces, args)
     if args.output is not None:
-        _write(args.output, page_of(document, traces))
+        page = page_of(document, traces)
+        replace_file(args.output, page.encode("utf-8", "backslashreplace"))
     if args.json:
         emit(document)
     else:
@@ -183,10 +184,3 @@ def _number(facts: dict[str, Any], name: str) -> float:
     """A fact that is a number; 0 if it is not a number, or not known yet."""
     value = facts.get(name)
     return value if isinstance(value, int | float) else 0
-
-
-def _write(path: str, page: str) -> None:
-    temporary = f"{path}.{os.getpid()}.partial"
-    with open(temporary, "wb") as file:
-        file.write(page.encode("utf-8", "backslashreplace"))
-    os.replace(temporary, path)

@@ -16,14 +16,14 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from statehold import _core
 from statehold.errors import StateholdError
 from statehold.io.clients import open_engine
 from statehold.io.segments import Segment, start_read
-from statehold.layout.plan import pieces
+from statehold.layout.ranges import summed_pieces, sums_between
 from statehold.units import MiB
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ QUEUE_DEPTH = 32
 BATCH_BYTES = 256 * MiB
 BATCH_FILES = 64
 BATCHES = 3
-SUM_DIGITS = 16
 _WAIT_S = 0.1  # between two looks at the progress, and at an interrupt
 
 
@@ -57,22 +56,13 @@ class Span:
 
     def pieces(self) -> Iterator[tuple[int, int, str]]:
         """(begin, end, sum) of each piece."""
-        cuts = pieces(self.begin, self.end - self.begin, self.block_bytes)
-        for i, (begin, end) in enumerate(cuts):
-            yield begin, end, self.sums[SUM_DIGITS * i : SUM_DIGITS * (i + 1)]
+        return summed_pieces(self.begin, self.end, self.sums, self.block_bytes)
 
     def part(self, begin: int, end: int) -> Span:
         """The part in [begin, end), which must not cut a piece."""
-        first = self.begin // self.block_bytes
         low, high = max(begin, self.begin), min(end, self.end)
-        digits = slice(
-            SUM_DIGITS * (low // self.block_bytes - first),
-            SUM_DIGITS * ((high - 1) // self.block_bytes - first + 1),
-        )
-        sums = self.sums[digits]
-        return Span(
-            self.path, self.file_bytes, low, high, sums, self.block_bytes, self.name, self.rank
-        )
+        sums = sums_between(low, high, self.begin, self.sums, self.block_bytes)
+        return replace(self, begin=low, end=high, sums=sums)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,9 @@ Not here: the measurement (cli/study).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, StateholdError
 from statehold.io.mounts import Mount, mount_of
 from statehold.options import BUFFER_BYTES_MIN, Moving, Options
+from statehold.process.whole_files import replace_file
 from statehold.units import GiB, format_bytes
 
 FORMAT = "statehold-io-profile"
@@ -133,15 +132,7 @@ def path_for(path: str) -> Path:
 def save(profile: Profile, file: Path) -> None:
     """Write a profile; a reader sees the old one or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-    try:
-        with open(descriptor, "wb") as out:
-            out.write(profile.encode())
-        os.replace(name, file)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
+    replace_file(file, profile.encode())
 
 
 def find(chosen: str | os.PathLike[str] | None, path: str) -> Profile | None:

@@ -1,7 +1,7 @@
 """The bytes of a chunk to read for a box of it: pure arithmetic.
 
 Owns: the ranges of a file that hold the wanted elements, widened to whole pieces, because a piece
-can only be verified as a whole.
+can only be verified as a whole; which checksum belongs to which piece.
 Invariants: the ranges are sorted and disjoint. They cover every wanted element, begin and end at
 pieces, and leave out bytes that lie at least one piece away from all wanted ones. If the wanted
 bytes are contiguous, the pieces that are wanted as a whole are a range of their own.
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from statehold.layout.layout import Box
+from statehold.layout.plan import pieces
 
 SUM_DIGITS = 16
 
@@ -33,6 +34,21 @@ class Range:
     box_begin: int | None = None
 
 
+def sums_between(low: int, high: int, begin: int, sums: str, block_bytes: int) -> str:
+    """The checksums of the pieces in [low, high), where `sums` are those from `begin` on."""
+    first = begin // block_bytes
+    last = (high - 1) // block_bytes - first + 1
+    return sums[SUM_DIGITS * (low // block_bytes - first) : SUM_DIGITS * last]
+
+
+def summed_pieces(
+    begin: int, end: int, sums: str, block_bytes: int
+) -> Iterator[tuple[int, int, str]]:
+    """(begin, end, checksum) of each piece of the bytes [begin, end)."""
+    for i, (low, high) in enumerate(pieces(begin, end - begin, block_bytes)):
+        yield low, high, sums[SUM_DIGITS * i : SUM_DIGITS * (i + 1)]
+
+
 def ranges(
     begin: int, sums: str, shape: Sequence[int], wanted: Box, item_bytes: int, block_bytes: int
 ) -> list[Range]:
@@ -42,12 +58,9 @@ def ranges(
     `wanted` counts from the chunk's first element. `sums` are those of the whole chunk.
     """
     end = begin + math.prod(shape) * item_bytes
-    first_block = begin // block_bytes
 
     def cut(low: int, high: int, box_begin: int | None = None) -> Range:
-        first = low // block_bytes - first_block
-        last = (high - 1) // block_bytes - first_block + 1
-        return Range(low, high, sums[SUM_DIGITS * first : SUM_DIGITS * last], box_begin)
+        return Range(low, high, sums_between(low, high, begin, sums, block_bytes), box_begin)
 
     extents = list(_extents(shape, wanted, item_bytes, block_bytes))
     found = [

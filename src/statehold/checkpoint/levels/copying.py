@@ -25,14 +25,13 @@ from statehold.format.manifest import Manifest, record_name
 from statehold.format.record import Record
 from statehold.format.saved import MANIFEST_NAME, read_record
 from statehold.io.clients import Client
-from statehold.layout.plan import pieces
+from statehold.layout.ranges import summed_pieces
 
 if TYPE_CHECKING:
     from statehold._core import Engine, Fill, WriteJob
     from statehold.checkpoint.telemetry.copies import CopyWatch
 
 BLOCK_BYTES = 16 << 20
-_SUM_DIGITS = 16
 
 
 class SourceFile(Protocol):
@@ -307,9 +306,8 @@ def _compare(file: DataFile, sums: bytes) -> None:
 
 def _expected(file: DataFile, span: Span) -> Iterator[tuple[int, int, int]]:
     """(begin, end, checksum) of each piece of a span."""
-    cuts = pieces(span.begin, span.end - span.begin, file.block_bytes)
-    for i, (begin, end) in enumerate(cuts):
-        yield begin, end, int(span.sums[_SUM_DIGITS * i : _SUM_DIGITS * (i + 1)], 16)
+    for begin, end, digits in summed_pieces(span.begin, span.end, span.sums, file.block_bytes):
+        yield begin, end, int(digits, 16)
 
 
 def _mismatch(

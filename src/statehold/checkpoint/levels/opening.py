@@ -8,7 +8,7 @@ Not here: the options of a level (specs), the work of a place (places).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX, CopiesAt, Hos
 from statehold.checkpoint.levels.memory import SHARED_MEMORY, memory_root
 from statehold.checkpoint.levels.object_place import ObjectPlace
 from statehold.checkpoint.levels.owners import Identity
-from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Place
+from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Place, Site
 from statehold.checkpoint.levels.specs import Directory, Level, Memory, ObjectStore
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.checkpoint.store.store import Store
@@ -75,51 +75,14 @@ def open_places(
         def engine_of() -> CopyEngine:
             return only or CopyEngine(fs, buffer_bytes)
 
+        site = Site(level.name, store_at(root), called, fs, engine_of(), yields, bool(places))
         if isinstance(level, Directory) and not level.per_host:
-            places.append(
-                DirectoryPlace(
-                    level.name,
-                    store_at(root),
-                    called,
-                    fs,
-                    engine_of(),
-                    yields=yields,
-                    takes_copies=bool(places),
-                )
-            )
+            places.append(DirectoryPlace(site))
         else:
-            is_first = not places
-            places.append(
-                _on_hosts(
-                    level, root, called, store_at, engine_of, fs, yields=yields, is_first=is_first
-                )
-            )
+            wanted = level.copies if isinstance(level, Memory | Directory) else 0
+            copies = CopiesAt(store_at(root + COPIES_SUFFIX), engine_of(), wanted)
+            places.append(HostPlace(site, copies))
     return places
-
-
-def _on_hosts(
-    level: Level,
-    root: str,
-    called: str,
-    store_at: Callable[[str], Store],
-    engine_of: Callable[[], CopyEngine],
-    fs: Fs,
-    *,
-    yields: bool,
-    is_first: bool,
-) -> HostPlace:
-    wanted = level.copies if isinstance(level, Memory | Directory) else 0
-    copies = CopiesAt(store_at(root + COPIES_SUFFIX), engine_of(), wanted)
-    return HostPlace(
-        level.name,
-        store_at(root),
-        called,
-        fs,
-        engine_of(),
-        copies=copies,
-        yields=yields,
-        takes_copies=not is_first,
-    )
 
 
 def storage_of(levels: Sequence[Level], run: str) -> str:

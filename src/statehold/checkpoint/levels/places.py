@@ -17,6 +17,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -191,36 +192,38 @@ class Shared:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where the store of a level lies, and how steps get there.
+
+    called: the directory as the user named it. yields: an agent opens it (store/lock).
+    takes_copies: False for the first level, where steps are only saved.
+    """
+
+    name: str
+    store: Store
+    called: str
+    fs: Fs
+    engine: CopyEngine
+    yields: bool
+    takes_copies: bool = True
+
+
 class DirectoryPlace(Shared):
     """A store on a file system.
 
-    called: the directory as the user named it. yields: an agent opens it (store/lock).
-    takes_copies: False for the first level, where steps are only saved. Thread-safe: the trainer or
-        a promotion prepares it, whichever comes first.
+    Thread-safe: the trainer or a promotion prepares it, whichever comes first.
     """
 
-    def __init__(
-        self,
-        name: str,
-        store: Store,
-        called: str,
-        fs: Fs,
-        engine: CopyEngine,
-        *,
-        yields: bool = False,
-        takes_copies: bool = True,
-    ) -> None:
-        self.name = name
-        self._takes_copies = takes_copies
-        self._yields = yields
-        self.store = store
-        self._called = called
-        self._fs = fs
-        self._engine = engine
+    def __init__(self, site: Site) -> None:
+        self.name = site.name
+        self.store = site.store
+        self._site = site
+        self._fs = site.fs
         self._lock: RunLock | None = None
         self._is_prepared = False
         self._guard = threading.Lock()
-        self._unfinished = Unfinished(fs, store.root)
+        self._unfinished = Unfinished(site.fs, site.store.root)
         self._own = secrets.token_hex(4)
         self._copies = 0
 
@@ -248,10 +251,10 @@ class DirectoryPlace(Shared):
             return f"simulated {id(self._fs)}"
         try:
             booted = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-            above = Path(self._called)
+            above = Path(self._site.called)
             while not above.is_dir() and above != above.parent:
                 above = above.parent
-            found, below = os.stat(above), os.path.relpath(self._called, above)
+            found, below = os.stat(above), os.path.relpath(self._site.called, above)
         except OSError:  # a rank that cannot look is alone, and raises when it writes
             return f"unknown {secrets.token_hex(8)}"
         return f"{booted} {found.st_dev} {found.st_ino} {below}"
@@ -307,9 +310,11 @@ class DirectoryPlace(Shared):
             self.store.create()
             if self.store.leads:
                 disk = id(self._fs) if self._fs.backend == "sim" else 0
-                self._lock = self._lock or RunLock(self._called, disk=disk, yields=self._yields)
+                self._lock = self._lock or RunLock(
+                    self._site.called, disk=disk, yields=self._site.yields
+                )
                 self.store.recover(token)
-                if not self._takes_copies:  # a run that had other levels before
+                if not self._site.takes_copies:  # a run that had other levels before
                     self._unfinished.clear_all()
             self._is_prepared = True
 
@@ -321,7 +326,9 @@ class DirectoryPlace(Shared):
         is_there = self._fs.is_dir(self.store.root)
         if is_there and not (self._lock is not None and self._lock.is_lost):
             return False
-        logger.warning("%s, or its lock, was removed; creating and locking it again", self._called)
+        logger.warning(
+            "%s, or its lock, was removed; creating and locking it again", self._site.called
+        )
         self._is_prepared = False
         if self._lock is not None:
             self._lock.release()
@@ -357,7 +364,7 @@ class DirectoryPlace(Shared):
                 # otherwise, after a failure, its error would keep it open
                 opened.callback(target.close)
             source = opened.enter_context(copy.opened(file))
-            write_copy(self._engine(), file, source, target, copy.before, there)
+            write_copy(self._site.engine(), file, source, target, copy.before, there)
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
         attempt = self._named(attempt, manifest)
@@ -403,7 +410,7 @@ class DirectoryPlace(Shared):
         return copy_attempt(self._numbered(attempt), manifest)
 
     def close(self) -> None:
-        self._engine.close()
+        self._site.engine.close()
         try:
             self.store.close()
         finally:

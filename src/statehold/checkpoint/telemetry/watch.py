@@ -28,6 +28,7 @@ from statehold.observe.counters import Figures, figures_of
 from statehold.observe.harmless import harmless
 from statehold.observe.progress import Progress
 from statehold.observe.tracing import Trace
+from statehold.process.whole_files import replace_file
 from statehold.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -176,11 +177,8 @@ class Watch:
                 hint='open it with trace="trace.json", or the name of another file',
             )
         target = self._path if path is None else os.path.abspath(self._named(path))
-        temporary = f"{target}.{os.getpid()}.partial"
         try:
-            with open(temporary, "wb") as file:
-                file.write(self._trace.encode())
-            os.replace(temporary, target)
+            replace_file(target, self._trace.encode())
         except OSError as error:
             facts = {"cause": error.strerror}
             raise StorageError("could not write the trace", errno=error.errno or 0, path=target,

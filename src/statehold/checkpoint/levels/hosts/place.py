@@ -30,7 +30,7 @@ from statehold.checkpoint.levels.hosts.views import (
     Scattered,
     View,
 )
-from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace
+from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Site
 from statehold.checkpoint.store.order import check_newest
 from statehold.errors import StateholdError, StorageError
 from statehold.format.entries import DOCUMENT_BYTES_MAX
@@ -39,7 +39,6 @@ from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.layout import Ranks
 
 if TYPE_CHECKING:
-    from statehold._core import Fs
     from statehold.checkpoint.levels.copying import Copy, Source
     from statehold.checkpoint.store.store import Store
 
@@ -76,23 +75,12 @@ class HostPlace(DirectoryPlace):
     copies: the copies of other hosts' files on this host.
     """
 
-    def __init__(
-        self,
-        name: str,
-        store: Store,
-        called: str,
-        fs: Fs,
-        engine: CopyEngine,
-        *,
-        copies: CopiesAt,
-        yields: bool = False,
-        takes_copies: bool = True,
-    ) -> None:
-        super().__init__(name, store, called, fs, engine, yields=yields, takes_copies=takes_copies)
+    def __init__(self, site: Site, copies: CopiesAt) -> None:
+        super().__init__(site)
         self.wanted_copies = copies.wanted
         self.hosts: tuple[Host, ...] = ()
         self.mine = 0
-        self.copies = CopiesPlace(self, copies, f"{called}{COPIES_SUFFIX}", fs, yields=yields)
+        self.copies = CopiesPlace(self, copies, site)
         self._near: Nearby | None = None
         self._knowing = threading.Lock()
         self._placed: dict[int, Placed] = {}  # what is whole, as far as this rank knows
@@ -321,10 +309,9 @@ class CopiesPlace(DirectoryPlace):
     A step is here if it survives the loss of as many hosts as wanted.
     """
 
-    def __init__(
-        self, level: HostPlace, at: CopiesAt, called: str, fs: Fs, *, yields: bool
-    ) -> None:
-        super().__init__(f"{level.name}.copies", at.store, called, fs, at.engine, yields=yields)
+    def __init__(self, level: HostPlace, at: CopiesAt, site: Site) -> None:
+        name, called = f"{level.name}.copies", f"{site.called}{COPIES_SUFFIX}"
+        super().__init__(Site(name, at.store, called, site.fs, at.engine, site.yields))
         self._level = level
         self._planned: dict[int, list[int]] = {}
 

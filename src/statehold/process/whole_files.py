@@ -1,0 +1,20 @@
+"""Files that are written whole or not at all: a reader sees the old content or the new one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+
+
+def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
+    """Make or replace a file. Raises OSError."""
+    temporary = f"{os.fspath(path)}.{secrets.token_hex(8)}.partial"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
