@@ -15,6 +15,7 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -64,18 +65,14 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
+@dataclass(slots=True)
 class Checker:
     """Checks one file's JSON; every failure is `error` with facts file, where, expected, got."""
 
-    __slots__ = ("error", "file", "hint", "summary")
-
-    def __init__(
-        self, error: type[CorruptionError], summary: str, file: str, hint: str | None = None
-    ) -> None:
-        self.error = error
-        self.summary = summary
-        self.file = file
-        self.hint = hint
+    error: type[CorruptionError]
+    summary: str
+    file: str
+    hint: str | None = None
 
     def fail(self, where: str, expected: str, got: str) -> NoReturn:
         # Names come from the file, too. A message must stay readable with any name.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from statehold.errors import ClosedError
@@ -31,31 +32,23 @@ Stage = contextlib.AbstractContextManager[None]
 _UNSEEN: Stage = contextlib.nullcontext()
 
 
+@dataclass(eq=False)
 class LevelWatch:
     """One level of one Checkpointer, as one rank sees it.
 
     moving: the name of the stage that moves its files, "write" or "upload".
     """
 
-    def __init__(
-        self,
-        level: str,
-        rank: int,
-        trace: Trace | None,
-        figures: Figures,
-        log: BackgroundLog,
-        moving: str = "write",
-    ) -> None:
-        self.level = level
-        self.rank = rank
-        self.log = log
-        self._trace = trace
-        self._figures = figures
-        self._moving = moving
+    level: str
+    rank: int
+    trace: Trace | None
+    figures: Figures
+    log: BackgroundLog
+    moving: str = "write"
 
     def stage(self, name: str, **facts: Any) -> Stage:
         """A stage on this thread, while the context lasts."""
-        return _UNSEEN if self._trace is None else self._trace.span(name, level=self.level, **facts)
+        return _UNSEEN if self.trace is None else self.trace.span(name, level=self.level, **facts)
 
     @contextlib.contextmanager
     def copy(self, step: int, counts: Counts) -> Iterator[CopyWatch]:
@@ -64,7 +57,7 @@ class LevelWatch:
         counts: bytes done, and in all, of the copy under way.
         """
         begin_s = time.perf_counter()
-        copy = CopyWatch(self, self._moving)
+        copy = CopyWatch(self, self.moving)
         try:
             with Progress(f"copying step {step} to level {self.level}", counts, self._seen,
                           self.log):  # fmt: skip
@@ -73,25 +66,25 @@ class LevelWatch:
             facts = self._facts(step, copy, begin_s)
             self._failed(begin_s, {**facts, "event": "failed copy", "error": type(error).__name__})
             if not isinstance(error, ClosedError):  # the run ends: it was stopped
-                self._figures.add("level_copies_failed_total")
+                self.figures.add("level_copies_failed_total")
             raise
         self._committed(begin_s, self._facts(step, copy, begin_s))
 
     @harmless
     def newest(self, step: int) -> None:
         """The newest step at the level."""
-        self._figures.set("level_newest_step", step)
+        self.figures.set("level_newest_step", step)
 
     @harmless
     def interval(self, seconds: float) -> None:
         """The interval of the level, if it was chosen."""
-        self._figures.set("level_interval_seconds", seconds)
+        self.figures.set("level_interval_seconds", seconds)
 
     @harmless
     def landed(self, step: int) -> None:
         """`step` was just committed at the level."""
-        self._figures.set("level_newest_step", step)
-        self._figures.set("level_committed_timestamp_seconds", time.time())
+        self.figures.set("level_newest_step", step)
+        self.figures.set("level_committed_timestamp_seconds", time.time())
 
     def _facts(self, step: int, copy: CopyWatch, begin_s: float) -> dict[str, Any]:
         return {
@@ -107,14 +100,14 @@ class LevelWatch:
 
     @harmless
     def _seen(self, done: int, total: int) -> None:
-        if self._trace is not None:
-            self._trace.level(f"copied to {self.level}", done=done, total=total)
+        if self.trace is not None:
+            self.trace.level(f"copied to {self.level}", done=done, total=total)
 
     @harmless
     def _committed(self, begin_s: float, facts: dict[str, Any]) -> None:
         self._span("promote", begin_s, facts)
-        self._figures.add("level_copied_bytes_total", facts["bytes"])
-        self._figures.observe("level_copy_seconds", facts["seconds"])
+        self.figures.add("level_copied_bytes_total", facts["bytes"])
+        self.figures.observe("level_copy_seconds", facts["seconds"])
         self.landed(facts["step"])
         self.log.figures(copied_text(facts), facts)
 
@@ -123,8 +116,8 @@ class LevelWatch:
         self._span("failed promote", begin_s, facts)
 
     def _span(self, name: str, begin_s: float, facts: dict[str, Any]) -> None:
-        if self._trace is not None:
-            self._trace.add(name, begin_s, begin_s + facts["seconds"], facts)
+        if self.trace is not None:
+            self.trace.add(name, begin_s, begin_s + facts["seconds"], facts)
 
 
 class CopyWatch:
