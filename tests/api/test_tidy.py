@@ -40,6 +40,19 @@ def test_files_are_short_and_narrow() -> None:
     assert not problems, "\n".join(problems)
 
 
+def test_two_doors_lead_into_a_checkpointer() -> None:
+    """No test calls or sets what is behind them: support/inside.py."""
+    behind = re.compile(r"(?<!\bself)\._(opened\(\)|borrowed\b)")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in tracked()
+        if path.is_relative_to(ROOT / "tests") and path.name != "inside.py"
+        for number, line in enumerate(path.read_bytes().decode(errors="replace").splitlines(), 1)
+        if behind.search(line)
+    ]
+    assert not found
+
+
 def test_functions_are_short() -> None:
     problems = []
     for path in tracked():

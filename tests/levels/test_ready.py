@@ -110,20 +110,23 @@ def test_a_file_that_cannot_be_made_costs_no_save(
     assert "cannot prepare a file in memory" in caplog.text
 
 
+TESTS = Path(__file__).parents[1]
 SCRIPT = """
 import os, signal, sys, torch, statehold
+sys.path.insert(0, sys.argv[3])
+from support.inside import inside
 levels = [statehold.Memory(path=sys.argv[1], agent=False), statehold.Directory()]
 ckpt = statehold.Checkpointer(sys.argv[2], levels=levels, staging_bytes="2MiB", buffer_bytes="1MiB")
 ckpt.save(1, {"w": torch.ones(300_000)}).wait("committed", 60)
-ckpt._opened().pipeline.drain()
-ckpt._opened().levels.store._ready.wait()
+inside(ckpt).pipeline.drain()
+inside(ckpt).levels.store._ready.wait()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_what_a_killed_process_left_is_cleared(memory: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = scripts.run(["-c", SCRIPT, memory, run])
+    done = scripts.run(["-c", SCRIPT, memory, run, TESTS])
     assert done.returncode == -signal.SIGKILL
     assert os.listdir(memory / ready.READY_NAME) != []
     with statehold.Checkpointer(run, levels=levels(memory, 2), **SMALL) as ckpt:

@@ -303,6 +303,7 @@ import torch
 import statehold
 from support import scripts
 from support.faults import SMALL
+from support.inside import inside, promoter
 from levels.test_resuming import content, levels_at
 ckpt = statehold.Checkpointer(sys.argv[1] + "/near", levels=levels_at(Path(sys.argv[1])), **SMALL)
 left = [int(sys.argv[2])]
@@ -310,10 +311,9 @@ def die():
     left[0] -= 1
     if left[0] < 0:
         os.kill(os.getpid(), signal.SIGKILL)
-for promoter in ckpt._opened().levels.promotions.promoters:
-    promoter.throttle.give_way = die
+promoter(ckpt).throttle.give_way = die
 ckpt.save(1, content(1)).wait("committed", 60)
-ckpt._opened().levels.promotions.wait(60)
+inside(ckpt).levels.promotions.wait(60)
 """
 
 
