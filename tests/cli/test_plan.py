@@ -26,10 +26,10 @@ PATH    READ  WRITE  BOTH  SUBGROUPS     STATE
 (GB/s)
 
 An update takes 7.99 s. It is bounded by the paths: the paths need 7.97 s, the arithmetic 7 s.
-Memory holds 65% of the state: 49.5 GiB as a tier and 1.5 GiB in transit. Storage moves 8.4 bytes \
+Memory holds 65% of the state: 49 GiB as a tier and 2 GiB in transit. Storage moves 8.4 bytes \
 for each parameter and step (DeepSpeed: 32).
 
-Use: tiers=[Host("50648MiB"), Path("/nvme0"), Path("/pfs")], subgroup_bytes=268435456
+Use: tiers=[Host("50136MiB"), Path("/nvme0"), Path("/pfs")], subgroup_bytes=268435456
 """
 
 
