@@ -190,6 +190,26 @@ def test_files_of_a_dead_job_are_removed_and_others_stay(tmp_path: Path) -> None
     assert foreign.read_text() == "mine"
 
 
+def test_a_fork_that_ends_leaves_the_state_of_its_parent(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, torch; from statehold import offload\n"
+        "weight = torch.nn.Parameter(torch.ones(100_000))\n"
+        f"optimizer = offload.AdamW([weight], tiers=[offload.Path({str(tmp_path)!r})],"
+        " subgroup_bytes=49152)\n"
+        "weight.grad = torch.ones(100_000)\n"
+        "optimizer.step()\n"
+        "child = os.fork()\n"
+        "if child == 0: sys.exit()\n"
+        "os.waitpid(child, 0)\n"
+        "optimizer.step()\n"
+        f"print(len(os.listdir({str(tmp_path)!r})))"
+    )
+    done = scripts.run(["-c", code], timeout=DEADLINE_S)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) > 10
+    assert not list(tmp_path.glob("*.state"))  # the end of the program has removed them
+
+
 def test_a_file_with_a_second_name_is_never_written(tmp_path: Path) -> None:
     """The other name may be part of a step."""
     path, step = tmp_path / "opt", tmp_path / "step"

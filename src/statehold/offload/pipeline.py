@@ -100,11 +100,6 @@ class Pipeline:
             wait(moving)
             self._free = deque(i for i, owner in enumerate(self._owners) if owner is None)
 
-    def is_fresh(self, index: int) -> bool:
-        """Whether nothing has been kept of this subgroup yet."""
-        place = self._places[index]
-        return place.buffer is None and place.stored is None
-
     def reset(self) -> None:
         """Forget all content: every subgroup is fresh again."""
         for place in self._places:

@@ -11,6 +11,7 @@ Not here: torch's surface (optimizer), one update (update), where subgroups are 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,7 @@ class OffloadedState:
         self._pipeline = self._open()
         self._workers = Workers()
         self._failure: BaseException | None = None
-        self._is_closed = False
+        self._is_closed, self._owner_pid = False, os.getpid()
         self._updates, self._update_s, self._compute_s = 0, 0.0, 0.0
 
     def update(self, groups: Groups, grad_scale: torch.Tensor | None) -> None:
@@ -134,8 +135,8 @@ class OffloadedState:
         self._failure = None
 
     def close(self) -> None:
-        """Remove the state from all tiers."""
-        if not self._is_closed:
+        """Remove the state from all tiers. A forked child leaves its parent's state alone."""
+        if not self._is_closed and os.getpid() == self._owner_pid:
             self._is_closed = True
             self._pipeline.close()
             self._workers.close()
