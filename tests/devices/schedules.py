@@ -164,7 +164,8 @@ class Run:
         if self.has_room:
             with self.slow_device():
                 self.save()
-                [(_, passing)] = self.ckpt._gate._saves
+                [held] = self.ckpt._gate._held
+                passing = held.passing
                 must(passing is not None and _soon(passing), "the gate did not open")
                 self.update()
 

@@ -1,5 +1,5 @@
 """Every update that torch makes in this process, seen before it runs: the step() of an optimizer,
-and the replay of a CUDA graph that holds one.
+and the replay of a CUDA graph that holds one; and what takes memory away (memory_moves).
 
 Watchers are held weakly, and asked in the order in which they came. The first watcher puts the
 hooks on, and the last one takes them off. While a graph is captured an update does not run, and yet
@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from statehold.tensors import step_hook
+from statehold.tensors import memory_moves, step_hook
 from statehold.tensors.devices import graphs
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ class Watcher(Protocol):
     def before_capture(self) -> None:
         """An update is about to be captured. What is enqueued here would be captured, too."""
 
+    def before_memory_goes(self, address: int, nbytes: int) -> None:
+        """A storage is about to lose its memory. On any thread."""
+
 
 _guard = threading.RLock()  # the collector may end a Checkpointer inside
 _watchers: tuple[weakref.ref[Watcher], ...] = ()
@@ -47,6 +50,7 @@ def watch(watcher: Watcher) -> None:
             _watchers = (*_watchers, weakref.ref(watcher))
     step_hook.put_on(_before_step)
     graphs.put_on(_ask)
+    memory_moves.put_on(_before_memory_goes)
 
 
 def unwatch(watcher: Watcher) -> None:
@@ -55,6 +59,7 @@ def unwatch(watcher: Watcher) -> None:
     if not _living():
         step_hook.take_off()
         graphs.take_off()
+        memory_moves.take_off()
 
 
 def unwatch_later(watcher: Watcher) -> None:
@@ -89,3 +94,8 @@ def _before_step(optimizer: Optimizer | None) -> None:
 def _ask(optimizers: Iterable[Optimizer]) -> None:
     for watcher in _living():
         watcher.before_update(optimizers)
+
+
+def _before_memory_goes(address: int, nbytes: int) -> None:
+    for watcher in _living():
+        watcher.before_memory_goes(address, nbytes)

@@ -264,5 +264,5 @@ def _modules() -> list[ModuleType]:
 
 def copies_of(ckpt: statehold.Checkpointer) -> Any:
     """The DeviceCopies of the save that the gate holds updates for."""
-    [(_, passing)] = ckpt._gate._saves
-    return passing.__self__
+    [held] = ckpt._gate._held
+    return held.passing.__self__

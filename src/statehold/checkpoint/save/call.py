@@ -28,7 +28,7 @@ from statehold.errors import StorageError
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.plan import step_of
 from statehold.process.garbage import uncollected
-from statehold.tensors import fingerprints
+from statehold.tensors import fingerprints, memory_moves
 
 if TYPE_CHECKING:
     from statehold._core import File
@@ -110,11 +110,17 @@ class Saver:
         """Capture, plan, and hand the save over. A save that fails here has not begun."""
         save = Save(step, time.perf_counter())
         ends = self._wait(save, is_last)
+        with memory_moves.steady():
+            return self._capture(save, number, state, ends=ends)
+
+    def _capture(
+        self, save: Save, number: int, state: Mapping[str, Any], *, ends: bool
+    ) -> tuple[Work, Capture]:
         captured = self.trainer.capture(save, state, self.rank)
         with save._stage("plan"):
             specs = captured.structure.specs
             known = self.claims.resolve(specs, self.schedule.turns.settled)
-            plan = self.plans.get(known.specs, step)
+            plan = self.plans.get(known.specs, save.step)
         save._record(
             state_bytes=captured.structure.state_bytes,
             eager_bytes=captured.structure.eager_bytes,
@@ -175,7 +181,8 @@ class Saver:
                 work.copies = self.runtime.devices.copies(
                     work.job, captured, ordered.tensors, compared
                 )
-            self.trainer.gate.hold_for(work.save, work.copies.passing if work.copies else None)
+            passing = work.copies.passing if work.copies else None
+            self.trainer.gate.hold_for(work.save, captured.tensors.addresses, passing)
             self.pipeline.submit(work)
         except BaseException as error:
             self.pipeline.take_back(work, error)

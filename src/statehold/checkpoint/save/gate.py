@@ -10,6 +10,9 @@ a torch optimizer call Checkpointer.gate() themselves.
 A step() that was compiled in one graph runs past the gate. Once there is such a step(), save()
 returns only after its copies are made, and logs what to do about it.
 
+Nothing takes the memory away either, from which a save still copies: a storage that is resized or
+shared waits, too (tensors/memory_moves).
+
 A failed save opens the gate, and training continues. The checkpointer's next call raises the error.
 No optimizer raises it.
 
@@ -22,7 +25,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from statehold.checkpoint.save.handle import Save
@@ -54,11 +60,33 @@ _UNSEEN = (
 )
 
 
+@dataclass(eq=False)
+class _Held:
+    """What updates wait for. addresses: where the save copies from."""
+
+    save: Save
+    passing: Pass | None
+    addresses: Sequence[int]
+
+    @property
+    def is_staged(self) -> bool:
+        # A fork updates a copy, which nobody saves.
+        return not self.save._is_of_this_process or self.save.done("staged")
+
+    def copies_from(self, address: int, nbytes: int) -> bool:
+        first = bisect_left(self._in_order, address)
+        return first < len(self._in_order) and self._in_order[first] < address + nbytes
+
+    @cached_property
+    def _in_order(self) -> list[int]:
+        return sorted(self.addresses)
+
+
 class Gate:
     """Holds the updates back until the saves under way are staged."""
 
     def __init__(self) -> None:
-        self._saves: list[tuple[Save, Pass | None]] = []
+        self._held: list[_Held] = []
         self._stepping = Stepping()
         self._streams = UpdateStreams()
         self._gradients = Gradients()
@@ -94,22 +122,22 @@ class Gate:
             step,
         )
 
-    def hold_for(self, save: Save, passing: Pass | None = None) -> None:
-        """Hold updates until `save` is staged, or until `passing` lets them through."""
+    def hold_for(
+        self, save: Save, addresses: Sequence[int] = (), passing: Pass | None = None
+    ) -> None:
+        """Hold updates until `save` is staged, or until `passing` lets them through.
+
+        addresses: where the save copies from.
+        """
         self._forget_staged()
-        self._saves.append((save, passing))
+        self._held.append(_Held(save, passing, addresses))
         self.stand()
 
     def wait(self, timeout: float | None = None) -> None:
         """Return once no save still has bytes to copy; `timeout` is in seconds."""
-        for save, passing in list(self._saves):
-            # A fork updates a copy, which nobody saves.
-            if not (
-                not save._is_of_this_process
-                or save.done("staged")
-                or (passing is not None and passing())
-            ):
-                self._wait_staged(save, timeout, passing)
+        for held in list(self._held):
+            if not (held.is_staged or (held.passing is not None and held.passing())):
+                self._wait_staged(held.save, timeout, held.passing)
         self._forget_staged()
 
     def before_capture(self) -> None:
@@ -118,9 +146,15 @@ class Gate:
         The capture of an update moves version counters. A save that is under way would take that
         for a change.
         """
-        for save, _ in list(self._saves):
-            if save._is_of_this_process and not save.done("staged"):
-                self._wait_staged(save)
+        for held in list(self._held):
+            if not held.is_staged:
+                self._wait_staged(held.save)
+
+    def before_memory_goes(self, address: int, nbytes: int) -> None:
+        """Return once no save copies from there any more."""
+        for held in list(self._held):
+            if not held.is_staged and held.copies_from(address, nbytes):
+                held.save._wait_ended("staged")
 
     def _wait_staged(
         self, save: Save, timeout: float | None = None, passing: Pass | None = None
@@ -174,8 +208,6 @@ class Gate:
         updates.unwatch_later(self)
 
     def _forget_staged(self) -> None:
-        self._saves = [
-            (save, passing)
-            for save, passing in self._saves
-            if not save.done("staged") and save.error is None
+        self._held = [
+            each for each in self._held if not each.save.done("staged") and each.save.error is None
         ]

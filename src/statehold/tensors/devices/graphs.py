@@ -13,7 +13,6 @@ Not seen: graphs that are launched by other means than CUDAGraph.replay().
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import cuda
 
 from statehold.errors import UsageError
+from statehold.tensors.wrapping import Wrapping
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -72,33 +72,19 @@ class _Graphs:
         self._guard = threading.Lock()
         self._open: weakref.WeakKeyDictionary[Any, _Content] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakKeyDictionary[Any, _Content] = weakref.WeakKeyDictionary()
-        self._wrappers: dict[str, Any] = {}
-        self._originals: dict[str, Any] = {}  # those that the class has itself
-
-    def wrap(self) -> None:
         around = {
             "capture_begin": self._capture_begin,
             "capture_end": self._capture_end,
             "replay": self._replay,
         }
-        for name, method in around.items():
-            if name not in self._wrappers:
-                if name in vars(self.kind):
-                    self._originals[name] = vars(self.kind)[name]
-                self._wrappers[name] = _wrapper(getattr(self.kind, name), method)
-                setattr(self.kind, name, self._wrappers[name])
+        self._wrapping = Wrapping(kind, around)
+
+    def wrap(self) -> None:
+        self._wrapping.put_on()
 
     def unwrap(self) -> None:
-        """Put the methods back. A wrapper that somebody has wrapped in turn stays, idle."""
         self.action = None
-        for name, wrapper in list(self._wrappers.items()):
-            if vars(self.kind).get(name) is not wrapper:
-                continue
-            if name in self._originals:
-                setattr(self.kind, name, self._originals.pop(name))
-            else:
-                delattr(self.kind, name)
-            del self._wrappers[name]
+        self._wrapping.take_off()
         with self._guard:  # what is captured from now on is not watched
             self._open.clear()
             self._known.clear()
@@ -165,11 +151,3 @@ def note_update(optimizers: Iterable[Optimizer]) -> None:
     """The graph that is captured now gets an update, of these optimizers."""
     if _graphs is not None:
         _graphs.note_update(optimizers)
-
-
-def _wrapper(original: Any, around: Callable[[Callable[[], None], Any], None]) -> Any:
-    @functools.wraps(original)
-    def wrapper(graph: Any, *args: Any, **options: Any) -> None:
-        around(functools.partial(original, graph, *args, **options), graph)
-
-    return wrapper
