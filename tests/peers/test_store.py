@@ -159,7 +159,7 @@ def test_a_spare_file_taken_while_it_is_deleted_is_not_missed() -> None:
     for step in range(2):
         save(ranks, step, step)
     stolen = Stolen(fs, "unlink", lambda: write(ranks[1], 1, 2, f"{TOKEN}-2"))
-    ranks[0]._fs = stolen
+    ranks[0].fs = stolen
     ranks[0].drop_spare()
     assert stolen.fired
     assert ".spare" not in names(fs)
