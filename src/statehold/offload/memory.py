@@ -20,7 +20,9 @@ class Buffers:
 
     def __init__(self, count: int, nbytes: int) -> None:
         self.count = count
-        memory = mmap.mmap(-1, max(count * nbytes, mmap.PAGESIZE))
+        # Private: by default, the kernel makes no huge pages of shared memory.
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, max(count * nbytes, mmap.PAGESIZE), flags=kind)
         memory.madvise(mmap.MADV_HUGEPAGE)
         self._items = torch.frombuffer(memory, dtype=torch.float32)  # keeps the memory
         self._each = nbytes // ITEM_BYTES
