@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import statehold
 from statehold import _core
 from statehold.cli import main
 from statehold.errors import FormatVersionError
 from statehold.format import manifest, record
+from statehold.integrations.dcp import StorageReader
 from support.faults import SMALL
 from support.ranks import Ranks
 
@@ -77,3 +80,23 @@ def test_an_older_reader_says_that_it_is_newer(
     monkeypatch.setattr(module, "VERSION", 3)
     with statehold.Checkpointer(GOLDEN, **SMALL) as ckpt, pytest.raises(FormatVersionError):
         ckpt.restore({}, step=step)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["drop-in", "stock"])
+@pytest.mark.parametrize("step", [ALONE, TOGETHER])
+def test_torch_loads_them(step: int, kind: str) -> None:
+    wanted = {"model.rows": numbered(7, 2)}
+    if step == ALONE:
+        wanted = {"model.weight": numbered(4, 3), "model.bias": numbered(5)}
+    path = str(GOLDEN / f"step-{step:012d}")
+    if kind == "stock":
+        found: Any = {name: torch.zeros(each.shape) for name, each in wanted.items()}
+        dcp.load(found, storage_reader=HuggingFaceStorageReader(path))
+    else:
+        names = {name.removeprefix("model."): each.shape for name, each in wanted.items()}
+        model = {name: torch.zeros(shape) for name, shape in names.items()}
+        dcp.load({"model": model}, checkpoint_id=path, storage_reader=StorageReader())
+        found = {f"model.{name}": each for name, each in model.items()}
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor)
