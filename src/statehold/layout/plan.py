@@ -122,7 +122,7 @@ def plan_save(
     these, eager tensors come first, so that they share blocks. The rest follows the input. Raises
     UsageError for a step out of range, InvariantError for specs that contradict themselves.
     """
-    _check_specs(specs)
+    check_specs(specs)
     bits = header.DTYPE_BITS
     order = sorted(range(len(specs)), key=lambda i: (-bits[specs[i].dtype], not specs[i].eager))
     placed = tuple([specs[i] for i in order])
@@ -145,7 +145,8 @@ def plan_save(
     )
 
 
-def _check_specs(specs: Sequence[TensorSpec]) -> None:
+def check_specs(specs: Sequence[TensorSpec]) -> None:
+    """Raise InvariantError for specs that cannot be in one file, or that contradict themselves."""
     names = {spec.name for spec in specs}
     if len(names) != len(specs) or header.METADATA in names or "" in names:
         raise InvariantError("tensor names must be distinct, not empty and not __metadata__")

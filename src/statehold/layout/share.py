@@ -79,14 +79,15 @@ def share(specs: Sequence[TensorSpec], rank: int) -> Share:
             written[index] = choice
     held, parts = [], []
     for index, (spec, (layout, writer)) in enumerate(zip(specs, written, strict=True)):
-        held.append(Held(spec.name, spec.dtype, _global_shape(spec), layout, writer))
+        held.append(Held(spec.name, spec.dtype, global_shape(spec), layout, writer))
         part = _part(spec, index, layout, writer, rank)
         if part is not None:
             parts.append(part)
     return Share(tuple(parts), tuple(held))
 
 
-def _global_shape(spec: TensorSpec) -> tuple[int, ...]:
+def global_shape(spec: TensorSpec) -> tuple[int, ...]:
+    """The shape of the whole tensor."""
     return spec.shape if spec.global_shape is None else spec.global_shape
 
 
@@ -101,7 +102,7 @@ def _part(
     own = _own_box(spec, spec.layout, rank)
     if layout.replica_count > 1 and layout.replica_index(rank) != writer:
         return None
-    box = own if layout is spec.layout else layout.box(_global_shape(spec), rank)
+    box = own if layout is spec.layout else layout.box(global_shape(spec), rank)
     # On a mesh of one rank, only that rank can tell that an empty tensor exists.
     if not box.numel and len(layout.mesh.ranks) > 1:
         return None
@@ -115,7 +116,7 @@ def _own_box(spec: TensorSpec, layout: Layout, rank: int) -> Box:
     offsets = (0,) * len(spec.shape) if spec.offsets is None else spec.offsets
     got = Box(offsets, spec.shape)
     if rank in layout.mesh:
-        expected = layout.box(_global_shape(spec), rank)
+        expected = layout.box(global_shape(spec), rank)
         if got == expected:
             return expected
     wanted = str(expected) if rank in layout.mesh else "nothing: it is not in the mesh"
@@ -233,7 +234,7 @@ def _cut(mesh: Mesh, axes: Sequence[int], parts: int) -> _Cut:
 def _item(spec: TensorSpec, member: int, ladder: Sequence[_Cut]) -> _Item:
     """The finest cut that pays, by the nominal size, which is the size of the largest box."""
     assert spec.layout is not None
-    shape = spec.layout.largest_box(_global_shape(spec)).shape
+    shape = spec.layout.largest_box(global_shape(spec)).shape
     nbytes = -(-header.DTYPE_BITS[spec.dtype] * math.prod(shape) // 8)
     if nbytes < SPLIT_BYTES or header.DTYPE_BITS[spec.dtype] * math.prod(shape[1:]) % 8:
         return _Item(0, nbytes, spec.name, member)

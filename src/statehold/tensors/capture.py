@@ -67,6 +67,7 @@ from statehold.tensors.storable import (
     local_of,
     storage_of,
 )
+from statehold.tensors.stored import InFiles, StoredObject, StoredState
 from statehold.units import format_bytes
 
 # Parameters handed over without their module are worth a line in the log from here on.
@@ -92,10 +93,16 @@ def capture(
             hint='give the parts names: save(step, {"model": model, "optimizer": optimizer})',
         )
     capturer = _Capturer(state, rank, stepping, Seen() if seen is None else seen)
-    tree = capturer.encoded(dict(state), "")
-    capturer.read_generators()
-    capturer.clone_small()
-    return Capture(capturer.tensors, tree, capturer.note(), capturer.doubts, capturer.numbers)
+    try:
+        tree = capturer.encoded(dict(state), "")
+        capturer.read_generators()
+        capturer.clone_small()
+    except BaseException:
+        for stored in capturer.stored:
+            stored.release()
+        raise
+    note, doubts = capturer.note(), capturer.doubts
+    return Capture(capturer.tensors, tree, note, doubts, capturer.numbers, capturer.stored)
 
 
 def _holds_itself(value: Any, path: str) -> UnsupportedValueError:
@@ -137,6 +144,7 @@ class _Capturer:
         self._generators: list[tuple[Rng, str, dict[str, Any]]] = []
         self.numbers: list[scalers.Number] = []
         self.doubts: list[str] = []
+        self.stored: list[StoredState] = []
 
     @property
     def tensors(self) -> Tensors:
@@ -155,6 +163,10 @@ class _Capturer:
             return self._marked(value, path)
         if isinstance(value, nn.Module):
             return self._module(value, path)
+        if isinstance(value, InFiles):
+            return {"$tensor": value.name}
+        if isinstance(value, StoredObject):
+            return self._stored(value, path)
         optimizer = optimizers.behind(value)
         if optimizer is not None and optimizers.is_standard(optimizer):
             return self._optimizer(optimizer, path)
@@ -167,6 +179,11 @@ class _Capturer:
         if is_stateful(value):
             return self._inside(value, lambda: loaders.state_of(value, self._tell(path)), path)
         return self._foreign(value, path)
+
+    def _stored(self, value: StoredObject, path: str) -> Any:
+        stored = value.stored_state()
+        self.stored.append(stored)
+        return self._inside(value, lambda: stored.tree, path)
 
     def _tell(self, path: str) -> Callable[[str], None]:
         return lambda doubt: self.doubts.append(

@@ -19,6 +19,7 @@ from statehold.layout.plan import TensorSpec
 from statehold.tensors.columns import CapturedTensor, Structure, Tensors, described
 from statehold.tensors.scalers import Number
 from statehold.tensors.storable import is_external, is_view_of_other_values
+from statehold.tensors.stored import StoredState
 
 __all__ = [
     "Capture",
@@ -40,6 +41,7 @@ class Capture:
     note: what the user could hand over so that save() returns earlier; "" if nothing.
     doubts: what a restore will not put back, and what the user can do about it now.
     numbers: what of the tree lies on devices, to be filled in before the save is staged.
+    stored: the parts of the state that lie in files.
     """
 
     tensors: Tensors
@@ -47,6 +49,7 @@ class Capture:
     note: str = ""
     doubts: list[str] = field(default_factory=list)
     numbers: list[Number] = field(default_factory=list)
+    stored: list[StoredState] = field(default_factory=list)
     _settled: bool = False
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
@@ -58,6 +61,16 @@ class Capture:
     def eager(self) -> Sequence[int]:
         """The indices of those that are copied before save() returns."""
         return self.structure.eager
+
+    def release(self) -> None:
+        """Give the files of stored parts back to their objects, unless they were handed over."""
+        for stored in self.handed_over():
+            stored.release()
+
+    def handed_over(self) -> list[StoredState]:
+        """The stored parts. Who takes them has to release them."""
+        stored, self.stored = self.stored, []
+        return stored
 
     def settle(self) -> str | None:
         """Declare that lazy tensors may change from now on; the name of one that already has.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -174,7 +174,7 @@ def part_of(source: Source, where: str, share: Callable[[int], Collection[int]])
     manifest = Manifest.decode(raw, f"{where}/{MANIFEST_NAME}")
     if isinstance(manifest, Manifest):
         chunks = {name: entry.chunks for name, entry in manifest.tensors.items()}
-        files = _data_files(manifest.files, chunks, manifest.block_bytes)
+        files = data_files(manifest.files, chunks, manifest.block_bytes)
         return Part(files if 0 in share(1) else (), (), raw)
     files, records = (), []
     for writer in share(manifest.world_size):
@@ -185,15 +185,16 @@ def part_of(source: Source, where: str, share: Callable[[int], Collection[int]])
             return kept.setdefault(name, source.read_file(name, max_bytes))
 
         record: Record = read_record(read, where, manifest, writer)
-        files += _data_files(record.files, dict(record.chunks), record.block_bytes)
+        files += data_files(record.files, dict(record.chunks), record.block_bytes)
         name = record_name(writer, manifest.world_size)
         records.append((name, documents[name]))
     return Part(files, tuple(records), raw)
 
 
-def _data_files(
-    entries: Sequence[FileEntry], chunks: dict[str, tuple[Chunk, ...]], block_bytes: int
+def data_files(
+    entries: Sequence[FileEntry], chunks: Mapping[str, tuple[Chunk, ...]], block_bytes: int
 ) -> tuple[DataFile, ...]:
+    """The data files of a document."""
     spans = [[Span(0, entry.data_begin, entry.header_sums, "")] for entry in entries]
     for name, found in chunks.items():
         for chunk in found:

@@ -127,18 +127,21 @@ class CopyEngine:
     """The engine that copies to one level, opened when there is something to copy.
 
     It has its own buffers, so a copy never takes buffers that a save, or a faster level, waits for.
+    Thread-safe: a save may copy a file into the level while a step is copied there.
     """
 
     def __init__(self, fs: Fs, buffer_bytes: int) -> None:
         self._fs = fs
         self._buffer_bytes = buffer_bytes
         self._engine: Engine | None = None
+        self._guard = threading.Lock()
 
     def __call__(self) -> Engine:
-        if self._engine is None:
-            staging = COPY_BUFFERS * self._buffer_bytes
-            self._engine = open_engine(self._fs, staging, self._buffer_bytes, 1)
-        return self._engine
+        with self._guard:
+            if self._engine is None:
+                staging = COPY_BUFFERS * self._buffer_bytes
+                self._engine = open_engine(self._fs, staging, self._buffer_bytes, 1)
+            return self._engine
 
     def close(self) -> None:
         if self._engine is not None:
@@ -365,6 +368,22 @@ class DirectoryPlace(Shared):
                 opened.callback(target.close)
             source = opened.enter_context(copy.opened(file))
             write_copy(self._site.engine(), file, source, target, copy.before, there)
+
+    def take_in(self, step: int, attempt: str | None, file: DataFile, path: str) -> bool:
+        """D1 and D2 of a file of a save that lies at `path`: a second name for it.
+
+        False if the file system gives it none: then it is copied, and verified on the way.
+        """
+        if self.store.link(step, file.name, path, attempt):
+            return True
+        target, _ = self.store.data_file(step, file.name, file.bytes, attempt)
+        with contextlib.ExitStack() as opened:
+            if not target.mapped:
+                opened.callback(target.close)
+            source = self._fs.open_read(path)
+            opened.callback(source.close)
+            write_copy(self._site.engine(), file, source, target, lambda _: None)
+        return False
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
         attempt = self._named(attempt, manifest)

@@ -117,6 +117,14 @@ class Saver:
         self, save: Save, number: int, state: Mapping[str, Any], *, ends: bool
     ) -> tuple[Work, Capture]:
         captured = self.trainer.capture(save, state, self.rank)
+        try:
+            return self._begin_with(captured, save, number, is_last=ends), captured
+        except BaseException:
+            captured.release()
+            raise
+
+    def _begin_with(self, captured: Capture, save: Save, number: int, *, is_last: bool) -> Work:
+        """Plan the save of what was captured, and hand it over."""
         with save._stage("plan"):
             specs = captured.structure.specs
             known = self.claims.resolve(specs, self.schedule.turns.settled)
@@ -140,10 +148,11 @@ class Saver:
             comparisons=known.comparisons,
             version=self.claims.version,
             fingerprinting=fingerprints.begin(compared, self.runtime.hash_memory),
-            is_last=ends,
+            is_last=is_last,
+            stored=captured.handed_over(),
         )
         self._start(work, captured, compared)
-        return work, captured
+        return work
 
     def _wait(self, save: Save, is_last: Callable[[int], bool]) -> bool:
         """Return once there is room for another save: whether the process ends with this one."""

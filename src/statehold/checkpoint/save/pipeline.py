@@ -28,6 +28,7 @@ from statehold.checkpoint.levels.commit_rounds import HALF_PUBLISHED
 from statehold.checkpoint.save.aftermath import after_commit
 from statehold.checkpoint.save.handle import Save
 from statehold.checkpoint.save.stalls import Stalls
+from statehold.checkpoint.save.taking import take_in
 from statehold.errors import (
     PUBLISHED,
     StateholdError,
@@ -196,6 +197,7 @@ class Pipeline:
             self._commit(work)
         finally:
             self._unsettled.remove(work.save.step)
+            work.release()
 
     def _given_up(self, number: int, error: StateholdError, work: Work | None) -> None:
         """Give up a save that did not begin, unless it has come to this thread after all."""
@@ -205,6 +207,7 @@ class Pipeline:
         self._give_up_for_all(number, error)
         if work is not None:
             self._publisher.clean_up(work)
+            work.release()
             with contextlib.suppress(ValueError):  # it failed before submit() noted it
                 self._unsettled.remove(work.save.step)
 
@@ -239,6 +242,9 @@ class Pipeline:
         save = work.save
         with self._stalls.watching(work):
             self._write(work)
+            if work.stored:
+                with save._stage("take in"):
+                    take_in(work, self._log)
         save._moved(work.job.stats)
         save._wait_ended("staged")
         if work.error is not None:

@@ -99,7 +99,7 @@ class Alone:
     def publish(self, work: Work, sums: bytes) -> None:
         step = work.save.step
         with uncollected():  # this makes some objects for each tensor, and keeps none
-            raw = build_manifest(work.plan.save, work.tree, sums).encode()
+            raw = build_manifest(work.plan.save, work.tree, sums, work.files).encode()
         work.place.store.commit(Encoded(step, raw))
         with after_commit(self._log, step, _CHOOSE_INTERVAL):
             self._schedule.committed(work.number, work.save._elapsed(), hosts=1)
@@ -147,7 +147,9 @@ class Together:
     def publish(self, work: Work, sums: bytes) -> None:
         assert work.attempt is not None
         with uncollected():  # as in Alone
-            record = build_record(work.plan, work.tree, sums, work.attempt, work.fingerprints)
+            record = build_record(
+                work.plan, work.tree, sums, work.attempt, work.fingerprints, work.files
+            )
             raw, digests = record.encode(), record.group_digests()
             del record
         name = record_name(self._peers.rank, self._peers.world_size)

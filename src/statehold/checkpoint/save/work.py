@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from statehold.errors import StateholdError
     from statehold.layout.claims import Comparison
     from statehold.layout.share import RankPlan
+    from statehold.layout.stored import StoredFile
     from statehold.tensors.captured import Capture
     from statehold.tensors.devices.copying import DeviceCopies
+    from statehold.tensors.stored import StoredState
 
 
 @dataclass(slots=True)
@@ -33,6 +35,7 @@ class Work:
     promote: the levels that get the step, known at its commit.
     is_last: the process ends with this save.
     job: copies and writes, as soon as the save has started.
+    stored: the parts of the state that lie in files. files: these files, when the step has them.
     """
 
     save: Save
@@ -51,7 +54,15 @@ class Work:
     promote: Copies = NO_COPIES
     is_last: bool = False
     error: StateholdError | None = None
+    stored: list[StoredState] = field(default_factory=list)
+    files: Sequence[StoredFile] = ()
     job: WriteJob = field(init=False)
+
+    def release(self) -> None:
+        """The save has ended: its objects may use their files as they like."""
+        stored, self.stored = self.stored, []
+        for each in stored:
+            each.release()
 
     def let_go(self) -> None:
         """Release the state: it is copied, or nobody needs the copy."""

@@ -8,20 +8,21 @@ Not here: who writes which box (share), places in the file (plan), the fate of t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statehold import _core
 from statehold._version import __version__
-from statehold.format.entries import record_file
+from statehold.format.entries import FileEntry, TensorEntry, record_file
 from statehold.format.manifest import Manifest
 from statehold.format.record import Record
 from statehold.io.clients import Client
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count
 from statehold.layout.share import RankPlan, Share
+from statehold.layout.stored import StoredFile, held_in
 from statehold.tensors.columns import CapturedTensor, Structure, Tensors, described
 
 if TYPE_CHECKING:
@@ -127,34 +128,60 @@ def start_write(
     )
 
 
-def build_manifest(plan: SavePlan, tree: Any, sums: bytes) -> Manifest:
+def _account(
+    plan: SavePlan, sums: bytes, stored: Sequence[StoredFile]
+) -> tuple[tuple[FileEntry, ...], dict[str, TensorEntry]]:
+    """The data files of a rank: the one that it writes, and those that were on storage before."""
+    plans = [plan, *(file.placed(plan, part) for part, file in enumerate(stored, 1))]
+    files, tensors = list[FileEntry](), dict[str, TensorEntry]()
+    for index, (each, its) in enumerate(
+        zip(plans, (sums, *(file.sums for file in stored)), strict=True)
+    ):
+        file, found = record_file(each, its, index=index)
+        files.append(file)
+        for name, entry in found.items():
+            chunks = (*tensors[name].chunks, *entry.chunks) if name in tensors else entry.chunks
+            ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offsets))
+            tensors[name] = replace(entry, chunks=ordered)
+    return tuple(files), tensors
+
+
+def build_manifest(
+    plan: SavePlan, tree: Any, sums: bytes, stored: Sequence[StoredFile] = ()
+) -> Manifest:
     """The commit record of a single-rank step, from its plan and the checksums of its bytes."""
-    file, tensors = record_file(plan, sums)
+    files, tensors = _account(plan, sums, stored)
     return Manifest(
         step=plan.step,
         world_size=1,
         created=now(),
         writer=writer_name(),
         block_bytes=BLOCK_BYTES,
-        files=(file,),
+        files=files,
         tensors=tensors,
         state=tree,
     )
 
 
 def build_record(
-    plan: RankPlan, tree: Any, sums: bytes, attempt: str, fingerprints: Mapping[str, int]
+    plan: RankPlan,
+    tree: Any,
+    sums: bytes,
+    attempt: str,
+    fingerprints: Mapping[str, int],
+    stored: Sequence[StoredFile] = (),
 ) -> Record:
     """The record of one of several ranks."""
-    file, tensors = record_file(plan.save, sums)
+    written = [file for file in stored if file.is_written_by(plan.save.rank)]
+    files, tensors = _account(plan.save, sums, written)
     return Record(
         step=plan.save.step,
         world_size=plan.save.world_size,
         rank=plan.save.rank,
         attempt=attempt,
         block_bytes=BLOCK_BYTES,
-        files=(file,),
-        held=plan.share.held,
+        files=files,
+        held=(*plan.share.held, *held_in(stored, plan.save.rank)),
         chunks={name: entry.chunks for name, entry in tensors.items()},
         state=tree,
         contents={name: f"{value:016x}" for name, value in fingerprints.items()},

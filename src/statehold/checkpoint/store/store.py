@@ -16,7 +16,8 @@ step, and every older step untouched:
     D3 fsync step-n.partial/                          D4 every rank has done D1 to D3
     D5 write and fsync the manifest                   D6 rename step-n.partial to step-n
     D7 fsync the run directory
-The engine does D1 and D2 on files that `data_file` opens. `commit` does D3 to D7.
+The engine does D1 and D2 on files that `data_file` opens, and `link` does them for a file that is
+on storage already. `commit` does D3 to D7.
 If several ranks write, each calls `begin`, `data_file` and `seal`, which is D3 on its own host and
 also writes its record. The peers do D4. Then one rank commits: rank 0, or the first rank of a host
 that has its own store. It leads: only this rank makes, hides and deletes directories, recovers,
@@ -59,6 +60,7 @@ from statehold.checkpoint.store.replacing import (
     where,
 )
 from statehold.checkpoint.store.room import Rooms
+from statehold.checkpoint.store.second_names import linked
 from statehold.checkpoint.store.unfinished import COPY
 from statehold.errors import (
     CorruptionError,
@@ -374,6 +376,10 @@ class Store:
             with self._guard:
                 self._mappings.making(step, name, file)
         return file, reused
+
+    def link(self, step: int, name: str, path: str, attempt: str | None = None) -> bool:
+        """D1 and D2 of a file that is on storage: a second name for it (second_names.linked)."""
+        return linked(self.fs, path, f"{self.partial(step, attempt)}/{name}")
 
     def has_ready(self, name: str) -> bool:
         """Whether a file of this name is mapped, and only waits to be overwritten."""

@@ -18,7 +18,8 @@ class SaveStats:
 
     state_bytes, tensors: what this rank holds.
     eager_bytes: the part of state_bytes that was copied before save() returned.
-    written_bytes, files: what this rank writes.
+    written_bytes, files: what this rank writes; also the files that were on storage before.
+    linked_bytes: of files that were on storage before, and that the step holds without a copy.
     reused: whether the save overwrote the file of an earlier step.
     blocked_s: how long save() itself took.
     waited_s: the part of blocked_s spent waiting for an earlier save.
@@ -31,6 +32,7 @@ class SaveStats:
     state_bytes: int = 0
     eager_bytes: int = 0
     written_bytes: int = 0
+    linked_bytes: int = 0
     tensors: int = 0
     files: int = 0
     reused: bool = False

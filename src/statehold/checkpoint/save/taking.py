@@ -1,0 +1,70 @@
+"""Takes files into a step that were on storage before the save: D1 and D2 of these files.
+
+The engine writes the file of a rank from memory. State that lies in files already is not read for
+that: each file gets a second name in the partial directory, as a further file of the rank. Where
+the file system gives it none (another file system, too many names), it is copied and verified.
+
+Invariants: when take_in() returns, the bytes of all these files are durable, and D3 makes their
+names so. A copy has the bytes that the checksums of the record or the manifest say, or it fails.
+Not here: what such a file must be (layout/stored), who has them (tensors/stored).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from statehold.checkpoint.levels.copying import data_files
+from statehold.errors import InvariantError
+from statehold.format.entries import record_file
+from statehold.format.trees import tensors_of
+from statehold.layout.plan import BLOCK_BYTES
+from statehold.layout.stored import StoredFile, check, held_in
+from statehold.units import format_bytes
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.save.work import Work
+    from statehold.observe.background_log import BackgroundLog
+
+
+def take_in(work: Work, log: BackgroundLog) -> None:
+    """Have the files of the stored parts of a state in its step, durably. Sets `work.files`."""
+    plan = work.plan.save
+    files = [file for stored in work.stored for file in stored.files()]
+    names = {held.name for held in work.plan.share.held}
+    check(files, plan.rank, names)
+    _check_named(work, names | {held.name for held in held_in(files, plan.rank)})
+    copied = 0
+    written = [file for file in files if file.is_written_by(plan.rank)]
+    for part, file in enumerate(written, 1):
+        entry, tensors = record_file(file.placed(plan, part), file.sums)
+        chunks = {name: each.chunks for name, each in tensors.items()}
+        (source,) = data_files([entry], chunks, BLOCK_BYTES)
+        if not work.place.take_in(work.save.step, work.attempt, source, file.path):
+            copied += file.file_bytes
+    work.files = files
+    _account(work, written, copied)
+    if copied:
+        log.warning(
+            "step %d: level %s has copied %s of files of the state, because its file system cannot "
+            "link them: keep them on the file system of the run", work.save.step, work.place.name,
+            format_bytes(copied),
+        )  # fmt: skip
+
+
+def _check_named(work: Work, names: set[str]) -> None:
+    """A tensor that the tree names has to be somewhere, or no reader could open the step."""
+    missing = [name for name in tensors_of(work.tree) if name not in names]
+    if missing:
+        facts = {"tensor": missing[0], "missing": str(len(missing))}
+        raise InvariantError("files on storage do not hold a tensor of the state", facts=facts)
+
+
+def _account(work: Work, written: Sequence[StoredFile], copied: int) -> None:
+    stats = work.save.stats
+    nbytes = sum(file.file_bytes for file in written)
+    work.save._record(
+        files=1 + len(written),
+        linked_bytes=nbytes - copied,
+        written_bytes=stats.written_bytes + copied,
+    )
