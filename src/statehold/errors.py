@@ -344,7 +344,7 @@ def from_native(
         return MissingFileError("something else is where a file should be", facts=facts, hint=hint)
     if code == "truncated":
         facts = {"file": path, "ends at": f"{offset} bytes", "during": operation}
-        return TruncatedFileError("a file ends before the bytes it should hold", facts=facts)
+        return TruncatedFileError("a file does not have the bytes it should hold", facts=facts)
     if code == "closed":
         return ClosedError(f"the engine was closed during {operation}")
     return InvariantError(f"internal check failed: {operation}", facts={"path": path})

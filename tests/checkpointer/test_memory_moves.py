@@ -12,7 +12,10 @@ import torch
 import torch.multiprocessing  # teaches ForkingPickler about tensors
 
 import statehold
-from statehold.tensors import memory_moves
+from statehold.checkpoint.save import trainer
+from statehold.errors import TornSnapshot
+from statehold.tensors.capture import capture
+from statehold.tensors.captured import Capture
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 
 MiB = 1 << 20
@@ -80,22 +83,26 @@ def test_memory_that_no_save_copies_moves_at_once(run: Path) -> None:
         holdup.release()
 
 
-def test_nothing_moves_while_a_state_is_captured() -> None:
-    asked = threading.Event()
-    memory_moves.put_on(lambda *_: asked.set())
-    try:
-        tensor = torch.randn(10)
-        with memory_moves.steady():
-            thread = threading.Thread(target=tensor.share_memory_)
-            thread.start()
-            address = tensor.untyped_storage().data_ptr()
-            assert not asked.is_set()
-            assert tensor.untyped_storage().data_ptr() == address
+def test_memory_that_goes_during_the_capture_fails_the_save(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.randn(ELEMENTS)
+
+    def captured(*args: object) -> Capture:
+        found = capture(*args)  # type: ignore[arg-type]
+        thread = threading.Thread(target=tensor.share_memory_)
+        thread.start()
         thread.join(DEADLINE_S)
-        assert asked.is_set()
         assert tensor.is_shared()
-    finally:
-        memory_moves.take_off()
+        return found
+
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        with monkeypatch.context() as patched:
+            patched.setattr(trainer, "capture", captured)
+            with pytest.raises(TornSnapshot, match="another thread"):
+                ckpt.save(1, {"w": tensor})
+        ckpt.gate(timeout=0)  # holds nothing
+        ckpt.save(2, {"w": tensor}).wait("committed", DEADLINE_S)
 
 
 def test_the_methods_of_torch_are_its_own_again(run: Path) -> None:

@@ -113,7 +113,9 @@ def test_expanded_tensors_are_saved_whole_and_refused_as_targets(tmp_path: Path)
         pytest.raises(StateMismatchError) as caught,
     ):
         ckpt.restore({"t": torch.zeros(3).expand(4, 3)})
-    assert caught.value.facts["t"] == "expected a tensor that can be written, got an expanded one"
+    assert caught.value.facts["t"] == (
+        "expected a tensor that can be written, got an expanded one: clone() it"
+    )
 
 
 def test_overlapping_views_of_one_storage(tmp_path: Path) -> None:

@@ -55,8 +55,19 @@ def test_cycles_through_objects_and_marks_are_refused() -> None:
 
         def load_state_dict(self, state: Any) -> None: ...
 
-    for value in (by_mark, Node()):
+    by_dict: dict[str, Any] = {"tensors": {"t": torch.ones(1)}}
+    by_dict["self"] = by_dict
+    for value in (by_mark, by_dict, Node()):
         assert "holds itself" in refusal({"v": value}).summary
+
+
+def test_dicts_of_dicts_are_saved_once_if_only_some_hold_tensors() -> None:
+    many: dict[str, Any] = {str(i): {"t": torch.full((1,), float(i))} for i in range(3000)}
+    many["deep"] = {"more": {"t": torch.ones(1)}}
+    step = MemoryStep(many)
+    back = {key: {"t": torch.zeros(1)} for key in many if key != "deep"}
+    step.restore({**back, "deep": {"more": {"t": torch.zeros(1)}}})
+    assert all(back[key]["t"].item() == float(key) for key in back)
 
 
 def test_keys_that_look_like_tags_survive() -> None:

@@ -98,6 +98,7 @@ def test_every_difference_is_listed_and_nothing_changes(tmp_path: Path) -> None:
         "model": nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)),
         "only saved": torch.ones(2),
         "kind": torch.ones(2),
+        "was a module": nn.Linear(1, 1),
         "plain": 3,
         "dict": {"a": 1, "new": torch.ones(1)},
     }
@@ -106,6 +107,7 @@ def test_every_difference_is_listed_and_nothing_changes(tmp_path: Path) -> None:
         "model": nn.Sequential(nn.Linear(2, 4), nn.Linear(3, 1, dtype=torch.float64), nn.ReLU()),
         "only live": live_tensor,
         "kind": "text",
+        "was a module": 3,
         "plain": live_tensor,
         "dict": {"a": 2, "stale": 0},
     }
@@ -125,10 +127,12 @@ def test_every_difference_is_listed_and_nothing_changes(tmp_path: Path) -> None:
         "model.1.bias": "expected F64 [1], got F32 [1] in the step",
         "model.extra": "expected F32 [1], got nothing in the step",
         "kind": "expected a plain value, got a tensor",
+        "was a module": "expected a plain value, got entries with tensors, such as those of a "
+        "module",
         "plain": "expected F32 [2], got a plain value",
         "dict.stale": "expected an entry of the step, got nothing",
     }
-    assert "10 places" in str(caught.value)
+    assert "11 places" in str(caught.value)
     assert live["dict"] == {"a": 2, "stale": 0}
     assert live_tensor.tolist() == [0, 0]
     after = live["model"].state_dict()

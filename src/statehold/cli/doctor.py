@@ -144,7 +144,7 @@ def _storage(path: str) -> Iterator[Check]:
     yield _file_system(path)
     info = os.statvfs(path)
     yield Check("free space", format_bytes(info.f_bavail * info.f_frsize),
-                means="a run needs room for the steps it keeps, and two more")  # fmt: skip
+                means="a run needs room for the steps it keeps, and one more")  # fmt: skip
     yield _profile(path)
     yield from _agents(path)
     try:

@@ -392,14 +392,14 @@ class _Capturer:
             nodes += self._plain_batch((path, begin), flat, paths, one_by_one)
         return nodes
 
-    def _dicts(self, members: Mapping[Any, Any], path: str) -> list[Any]:
+    def _dicts(self, members: Mapping[Any, Any], path: str) -> list[Any] | None:
+        batches = list(in_batches(members, STATES))
+        flats = [flat for _, _, dicts in batches if (flat := Flat.of(dicts)) is not None]
+        if len(flats) < len(batches):  # one holds more dicts, or even itself
+            return None
         nodes: list[Any] = []
-        for begin, keys, dicts in in_batches(members, STATES):
+        for (begin, keys, dicts), flat in zip(batches, flats, strict=True):
             paths = [values.join(path, key) for key in keys]
-            flat = Flat.of(dicts)
-            if flat is None:
-                nodes += map(self.encoded, dicts, paths)
-                continue
 
             def one_by_one(dicts: Any = dicts, paths: Any = paths) -> list[Any]:
                 return [

@@ -224,8 +224,10 @@ class Found:
             return first.spec.name
         if self._is_taken(name) or not name:
             raise UnsupportedValueError(
-                "two tensors of the state have the same name, or one has none",
-                facts={"path": name},
+                "two tensors of the state have the same name"
+                if name
+                else "the path of a tensor consists of empty keys, so the tensor has no name",
+                facts={"path": repr(name)},
                 hint="names are joined with dots: rename a key of the dicts on the way",
             )
         if wrapper is not None:

@@ -5,14 +5,17 @@ as systems that offload parameters do), and when it moves into shared memory (`s
 queue of torch.multiprocessing). It frees the old memory at once. Who still copies from there reads
 what others have written since, or ends the process by a segmentation fault.
 
-Invariants: nothing moves while steady() is held. Nobody is asked about storages without memory.
+A thread may take memory away while another one looks for tensors to copy. So a move is noted first,
+and only then asked about: noted() shows it to a capture that was too early for the question.
+
+Invariants: no lock is held while somebody waits. A forked child asks nobody.
 Not seen: operators that resize in C++, such as Tensor.resize_() to more elements.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,15 +23,15 @@ import torch
 
 from statehold.tensors.wrapping import Wrapping
 
-# Called with the address of memory that is about to go, and its bytes.
-Action = Callable[[int, int], None]
+# Called with a storage whose memory is about to go.
+Action = Callable[[torch.UntypedStorage], None]
 
-_guard = threading.RLock()  # what is done with steady() held may move memory itself
 _action: Action | None = None
+_captures: tuple[list[int], ...] = ()
 
 
 def put_on(action: Action) -> None:
-    """Call `action` before a storage loses its memory."""
+    """Call `action` before a storage loses its memory, on the thread where that happens."""
     global _action
     _action = action
     _wrapping.put_on()
@@ -42,30 +45,33 @@ def take_off() -> None:
 
 
 @contextlib.contextmanager
-def steady() -> Iterator[None]:
-    """No storage loses its memory meanwhile, on any thread but this one."""
-    with _guard:
-        yield
+def noted() -> Iterator[list[int]]:
+    """The storages, by `_cdata`, that lose their memory meanwhile, on any thread. The numbers of
+    storages that nobody keeps may be those of others later."""
+    global _captures
+    moved: list[int] = []
+    _captures = (*_captures, moved)
+    try:
+        yield moved
+    finally:
+        _captures = tuple(each for each in _captures if each is not moved)
 
 
 def _ahead(call: Callable[[], Any], storage: Any) -> Any:
-    if _action is None:
-        return call()
-    with _guard:
-        memory = _memory_of(storage)
-        if memory is not None:
-            _action(*memory)
-        return call()
+    action = _action
+    if action is not None:
+        for moved in _captures:
+            moved.append(storage._cdata)
+        action(storage)
+    return call()
 
 
-def _memory_of(storage: Any) -> tuple[int, int] | None:
-    """None: it has none, or is a stand-in, such as those of torch.compile."""
-    try:
-        address, nbytes = storage.data_ptr(), storage.nbytes()
-    except RuntimeError:
-        return None
-    return (address, nbytes) if address and isinstance(nbytes, int) else None
+def _forget() -> None:
+    global _action, _captures
+    _action, _captures = None, ()
 
+
+os.register_at_fork(after_in_child=_forget)
 
 _NAMES = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 _wrapping = Wrapping(torch.UntypedStorage, dict.fromkeys(_NAMES, _ahead))

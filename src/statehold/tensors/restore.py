@@ -194,6 +194,9 @@ class _Matcher(OptimizerMatching):
         if live is not None and (is_composed(node) or nodes.payload(node, "$tensor") is not None):
             self.problem(path, "a plain value", "a tensor")
             return live
+        if isinstance(live, int | float | str | bytes) and _has_tensors(node):
+            self.problem(path, "a plain value", "entries with tensors, such as those of a module")
+            return live
         return self.rebuild(live, node)
 
     def _new(self, node: Any, path: str) -> Any:
@@ -261,7 +264,7 @@ class _Matcher(OptimizerMatching):
         elif not self._memory.fits(live, name, place):
             self.problem(path, _describe(live), self._described(node))
         elif overlaps_itself(local_of(live)):
-            self.problem(path, "a tensor that can be written", "an expanded one")
+            self.problem(path, "a tensor that can be written", "an expanded one: clone() it")
         elif (other := self._memory.fill(live, name, place)) is not None:
             self.problem(path, "one tensor, as it is tied", f"other values than {other}")
         else:
@@ -323,6 +326,10 @@ def holds_state(value: Any) -> bool:
             seen.add(id(value))
             left += value.values() if isinstance(value, dict) else value
     return False
+
+
+def _has_tensors(node: Any) -> bool:
+    return nodes.members(node) is not None and any(tensors_of(node))
 
 
 def _dtype(value: torch.Tensor) -> str:

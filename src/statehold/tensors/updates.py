@@ -18,6 +18,7 @@ from statehold.tensors import memory_moves, step_hook
 from statehold.tensors.devices import graphs
 
 if TYPE_CHECKING:
+    from torch import UntypedStorage
     from torch.optim import Optimizer
 
 __all__ = ["Watcher", "capture", "come_unseen", "unwatch", "unwatch_later", "watch"]
@@ -34,7 +35,7 @@ class Watcher(Protocol):
     def before_capture(self) -> None:
         """An update is about to be captured. What is enqueued here would be captured, too."""
 
-    def before_memory_goes(self, address: int, nbytes: int) -> None:
+    def before_memory_goes(self, storage: UntypedStorage) -> None:
         """A storage is about to lose its memory. On any thread."""
 
 
@@ -96,6 +97,6 @@ def _ask(optimizers: Iterable[Optimizer]) -> None:
         watcher.before_update(optimizers)
 
 
-def _before_memory_goes(address: int, nbytes: int) -> None:
+def _before_memory_goes(storage: UntypedStorage) -> None:
     for watcher in _living():
-        watcher.before_memory_goes(address, nbytes)
+        watcher.before_memory_goes(storage)

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from statehold.checkpoint.save.gate import Held
 from statehold.checkpoint.save.handle import Save
 from statehold.checkpoint.save.work import Work
 from statehold.checkpoint.save.writes import FileOrder, manifest_bytes, start_write
-from statehold.errors import StorageError
+from statehold.errors import StorageError, TornSnapshot
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.plan import step_of
 from statehold.process.garbage import uncollected
@@ -110,21 +111,21 @@ class Saver:
         """Capture, plan, and hand the save over. A save that fails here has not begun."""
         save = Save(step, time.perf_counter())
         ends = self._wait(save, is_last)
-        with memory_moves.steady():
-            return self._capture(save, number, state, ends=ends)
+        with memory_moves.noted() as moved:
+            captured = self.trainer.capture(save, state, self.rank)
+            held = self.trainer.gate.hold_for(save, captured.tensors.storages)
+            try:
+                if held.copies_from(moved):
+                    raise _moved()
+                return self._begin_with(captured, held, number, is_last=ends), captured
+            except BaseException:
+                self.trainer.gate.let_go(held)
+                captured.release()
+                raise
 
-    def _capture(
-        self, save: Save, number: int, state: Mapping[str, Any], *, ends: bool
-    ) -> tuple[Work, Capture]:
-        captured = self.trainer.capture(save, state, self.rank)
-        try:
-            return self._begin_with(captured, save, number, is_last=ends), captured
-        except BaseException:
-            captured.release()
-            raise
-
-    def _begin_with(self, captured: Capture, save: Save, number: int, *, is_last: bool) -> Work:
+    def _begin_with(self, captured: Capture, held: Held, number: int, *, is_last: bool) -> Work:
         """Plan the save of what was captured, and hand it over."""
+        save = held.save
         with save._stage("plan"):
             specs = captured.structure.specs
             known = self.claims.resolve(specs, self.schedule.turns.settled)
@@ -151,7 +152,7 @@ class Saver:
             is_last=is_last,
             stored=captured.handed_over(),
         )
-        self._start(work, captured, compared)
+        self._start(work, held, captured, compared)
         return work
 
     def _wait(self, save: Save, is_last: Callable[[int], bool]) -> bool:
@@ -170,7 +171,9 @@ class Saver:
         self.levels.check_order(save.step, self.pipeline.newest_step())
         return ends
 
-    def _start(self, work: Work, captured: Capture, compared: Sequence[CapturedTensor]) -> None:
+    def _start(
+        self, work: Work, held: Held, captured: Capture, compared: Sequence[CapturedTensor]
+    ) -> None:
         """Begin to copy the captured tensors, and hand `work` over: wholly, or not at all.
 
         If an error or Ctrl-C interrupts this, the native job stops before the memory that it copies
@@ -190,8 +193,7 @@ class Saver:
                 work.copies = self.runtime.devices.copies(
                     work.job, captured, ordered.tensors, compared
                 )
-            passing = work.copies.passing if work.copies else None
-            self.trainer.gate.hold_for(work.save, captured.tensors.addresses, passing)
+            held.passing = work.copies.passing if work.copies else None
             self.pipeline.submit(work)
         except BaseException as error:
             self.pipeline.take_back(work, error)
@@ -222,3 +224,10 @@ class Saver:
             store.abandon(plan.step)
             return None
         return file
+
+
+def _moved() -> TornSnapshot:
+    return TornSnapshot(
+        "another thread took the memory of a tensor away while save() looked at the state",
+        hint="share or resize tensors on the thread that saves, or not during save()",
+    )

@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from statehold.checkpoint.save.handle import Save
@@ -40,6 +40,7 @@ from statehold.tensors.gradients import Gradients
 from statehold.tensors.stepping import Stepping
 
 if TYPE_CHECKING:
+    from torch import UntypedStorage
     from torch.optim import Optimizer
 
 logger = logging.getLogger("statehold")
@@ -61,32 +62,32 @@ _UNSEEN = (
 
 
 @dataclass(eq=False)
-class _Held:
-    """What updates wait for. addresses: where the save copies from."""
+class Held:
+    """What updates wait for. storages: those from which the save copies, by their `_cdata`, which
+    no other storage has as long as the save keeps them."""
 
     save: Save
-    passing: Pass | None
-    addresses: Sequence[int]
+    storages: Sequence[int]
+    passing: Pass | None = None
 
     @property
     def is_staged(self) -> bool:
         # A fork updates a copy, which nobody saves.
         return not self.save._is_of_this_process or self.save.done("staged")
 
-    def copies_from(self, address: int, nbytes: int) -> bool:
-        first = bisect_left(self._in_order, address)
-        return first < len(self._in_order) and self._in_order[first] < address + nbytes
+    def copies_from(self, storages: Iterable[int]) -> bool:
+        return not self._numbers.isdisjoint(storages)
 
     @cached_property
-    def _in_order(self) -> list[int]:
-        return sorted(self.addresses)
+    def _numbers(self) -> frozenset[int]:
+        return frozenset(self.storages)
 
 
 class Gate:
     """Holds the updates back until the saves under way are staged."""
 
     def __init__(self) -> None:
-        self._held: list[_Held] = []
+        self._held: list[Held] = []
         self._stepping = Stepping()
         self._streams = UpdateStreams()
         self._gradients = Gradients()
@@ -122,16 +123,14 @@ class Gate:
             step,
         )
 
-    def hold_for(
-        self, save: Save, addresses: Sequence[int] = (), passing: Pass | None = None
-    ) -> None:
-        """Hold updates until `save` is staged, or until `passing` lets them through.
-
-        addresses: where the save copies from.
-        """
+    def hold_for(self, save: Save, storages: Sequence[UntypedStorage] = ()) -> Held:
+        """Hold updates until `save` is staged, or until its `passing`, once it is set, lets them
+        through. storages: those from which the save copies, which keep their memory as long."""
         self._forget_staged()
-        self._held.append(_Held(save, passing, addresses))
+        held = Held(save, list(map(attrgetter("_cdata"), storages)))
+        self._held.append(held)
         self.stand()
+        return held
 
     def wait(self, timeout: float | None = None) -> None:
         """Return once no save still has bytes to copy; `timeout` is in seconds."""
@@ -150,10 +149,14 @@ class Gate:
             if not held.is_staged:
                 self._wait_staged(held.save)
 
-    def before_memory_goes(self, address: int, nbytes: int) -> None:
+    def let_go(self, held: Held) -> None:
+        """Hold nothing any more for a save that has not begun."""
+        self._held = [each for each in self._held if each is not held]
+
+    def before_memory_goes(self, storage: UntypedStorage) -> None:
         """Return once no save copies from there any more."""
         for held in list(self._held):
-            if not held.is_staged and held.copies_from(address, nbytes):
+            if not held.is_staged and held.copies_from([storage._cdata]):
                 held.save._wait_ended("staged")
 
     def _wait_staged(
