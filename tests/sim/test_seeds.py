@@ -16,6 +16,11 @@ FOUND = {
     2123: "a step saved again was cleared away when the sync after the exchange had failed",
 }
 SEEDS, FIRST = 24, 100_000
+# Faults that fire many times in so few seeds, whatever the schedules.
+COMMON = {
+    "short", "reordered", "enospc", "lost name", "power", "death", "stall", "kill of all",
+    "power loss", "refused step", "no exchange",
+}  # fmt: skip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -34,6 +39,4 @@ def test_seeds() -> None:
     assert not failed
     assert counts["committed"] > SEEDS
     assert counts["power loss"] > SEEDS / 3
-    # Few seeds cannot have it all; what is common must be there.
-    rare = {each for each in missing(counts) if each.startswith("injected")}
-    assert not set(missing(counts)) - rare - {"torn", "forgotten", "eio", "reordered"}
+    assert COMMON.isdisjoint(missing(counts))  # a campaign has the rare ones, too
