@@ -227,7 +227,7 @@ class Found:
                 "two tensors of the state have the same name"
                 if name
                 else "the path of a tensor consists of empty keys, so the tensor has no name",
-                facts={"path": repr(name)},
+                facts={"path": name or repr(name)},
                 hint="names are joined with dots: rename a key of the dicts on the way",
             )
         if wrapper is not None:

@@ -110,16 +110,25 @@ class Saver:
     ) -> tuple[Work, Capture]:
         """Capture, plan, and hand the save over. A save that fails here has not begun."""
         save = Save(step, time.perf_counter())
-        ends = self._wait(save, is_last)
+        try:
+            ends = self._wait(save, is_last)
+            return self._capture(save, number, state, ends=ends)
+        except BaseException:
+            if not self.pipeline.has(save):
+                self.trainer.gate.let_go(save)
+            raise
+
+    def _capture(
+        self, save: Save, number: int, state: Mapping[str, Any], *, ends: bool
+    ) -> tuple[Work, Capture]:
         with memory_moves.noted() as moved:
             captured = self.trainer.capture(save, state, self.rank)
-            held = self.trainer.gate.hold_for(save, captured.tensors.storages)
             try:
+                held = self.trainer.gate.hold_for(save, captured.tensors.storages)
                 if held.copies_from(moved):
                     raise _moved()
                 return self._begin_with(captured, held, number, is_last=ends), captured
             except BaseException:
-                self.trainer.gate.let_go(held)
                 captured.release()
                 raise
 

@@ -149,9 +149,9 @@ class Gate:
             if not held.is_staged:
                 self._wait_staged(held.save)
 
-    def let_go(self, held: Held) -> None:
+    def let_go(self, save: Save) -> None:
         """Hold nothing any more for a save that has not begun."""
-        self._held = [each for each in self._held if each is not held]
+        self._held = [each for each in self._held if each.save is not save]
 
     def before_memory_goes(self, storage: UntypedStorage) -> None:
         """Return once no save copies from there any more."""

@@ -141,6 +141,10 @@ class Pipeline:
         """Whether a save of this step is under way, or its files are not cleared yet."""
         return step in self._unsettled
 
+    def has(self, save: Save) -> bool:
+        """Whether this save was handed over, wholly or in part."""
+        return any(each is save for _, each in self._saves)
+
     @property
     def is_saving(self) -> bool:
         """Whether a save is under way."""
