@@ -10,15 +10,21 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import statehold
+from statehold.checkpoint.save import call
+from statehold.checkpoint.save.work import Work
+from statehold.checkpoint.save.writes import start_write
 from statehold.errors import TornSnapshot
 from statehold.tensors.captured import Capture
 from support.faults import DEADLINE_S, SMALL, Holdup, must
+from support.inside import inside
 from support.training import Training, bits
 
 WIDE = 1024  # the hidden layer alone is 4 MiB, twice the staging memory
@@ -282,21 +288,50 @@ def test_structure_may_change_between_saves(small_ckpt: statehold.Checkpointer) 
     assert all(map(torch.equal, model.parameters(), expected))
 
 
-def test_an_eager_tensor_that_changed_is_told_also_when_all_is_staged(
-    small_ckpt: statehold.Checkpointer, monkeypatch: pytest.MonkeyPatch
+def test_a_change_before_save_has_looked_is_never_committed(
+    run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copies may be complete before save() has compared the version counters."""
-    holdup = Holdup(small_ckpt)
+    """The background is done before the thread that saves looks whether eager tensors changed."""
+    tensor = torch.zeros(1000)
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        pipeline = inside(ckpt).pipeline
+        wait_eager = pipeline.wait_eager
 
-    def moved(_: Capture, *, eager: bool) -> str | None:
-        if eager:
-            small_ckpt._trainer.watched[-1].wait("staged", DEADLINE_S)
-        return "x" if eager else None
+        def late(work: Work, captured: Capture) -> None:
+            pipeline.drain(DEADLINE_S)
+            wait_eager(work, captured)
 
-    monkeypatch.setattr(Capture, "moved", moved)
-    with pytest.raises(TornSnapshot) as caught:
-        small_ckpt.save(1, {"x": torch.ones(8)})
-    holdup.release()
-    assert caught.value.facts["tensor"] == "x"
-    assert "nothing was published" in caught.value.facts["failed"]
-    assert small_ckpt.steps() == []
+        def changed(*args: Any, **options: Any) -> Any:
+            found = start_write(*args, **options)
+            must(found.wait_copied(DEADLINE_S))
+            tensor.add_(1)
+            return found
+
+        monkeypatch.setattr(pipeline, "wait_eager", late)
+        monkeypatch.setattr(call, "start_write", changed)
+        with pytest.raises(TornSnapshot):
+            ckpt.save(1, {"w": tensor})
+        monkeypatch.undo()
+        assert ckpt.steps() == []
+
+
+def test_a_change_after_everything_was_copied_is_none(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The background has found all unchanged when another thread changes an eager tensor."""
+    tensor = torch.zeros(1000)
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        pipeline = inside(ckpt).pipeline
+        wait_eager = pipeline.wait_eager
+
+        def late(work: Work, captured: Capture) -> None:
+            pipeline.drain(DEADLINE_S)
+            tensor.add_(1)
+            wait_eager(work, captured)
+
+        monkeypatch.setattr(pipeline, "wait_eager", late)
+        ckpt.save(1, {"w": tensor})
+        assert ckpt.steps() == [1]
+        back = torch.ones(1000)
+        ckpt.restore({"w": back})
+    assert torch.equal(back, torch.zeros(1000))

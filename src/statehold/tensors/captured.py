@@ -50,7 +50,7 @@ class Capture:
     doubts: list[str] = field(default_factory=list)
     numbers: list[Number] = field(default_factory=list)
     stored: list[StoredState] = field(default_factory=list)
-    _settled: bool = False
+    _settled: set[bool] = field(default_factory=set)  # True: eager ones; False: lazy ones
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -72,15 +72,17 @@ class Capture:
         stored, self.stored = self.stored, []
         return stored
 
-    def settle(self) -> str | None:
-        """Declare that lazy tensors may change from now on; the name of one that already has.
+    def settle(self, *, eager: bool = False) -> str | None:
+        """Declare that lazy (or eager) tensors may change from now on, because they are copied; the
+        name of one that already has.
 
-        Asked from the gate and from the stage thread: the first to find all unchanged decides,
-        and what changes later is an update that was let through.
+        Asked from the stage thread; for lazy ones from the gate, and for eager ones from save(),
+        too. The first to find all unchanged decides, and what changes later was let through.
         """
         with self._guard:
-            moved = None if self._settled else self.moved(eager=False)
-            self._settled = moved is None
+            moved = None if eager in self._settled else self.moved(eager=eager)
+            if moved is None:
+                self._settled.add(eager)
             return moved
 
     def moved(self, *, eager: bool) -> str | None:

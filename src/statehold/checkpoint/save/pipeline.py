@@ -109,7 +109,7 @@ class Pipeline:
             if work.copies is not None:
                 work.copies.wait_eager()
             work.job.wait_eager(None)
-            _check_unmoved(captured.moved(eager=True))
+            _check_unmoved(captured.settle(eager=True))
         except StateholdError as error:
             self._fail(work, error)
             work.save.wait("staged")  # raises the first cause, with what is still safe
@@ -191,6 +191,7 @@ class Pipeline:
             work.fingerprints = {name: read() for name, read in work.fingerprinting.items()}
             if work.copies is not None:
                 work.fingerprints |= work.copies.fingerprints
+            _check_unmoved(work.capture.settle(eager=True))  # save() may not have asked yet
             _check_unmoved(work.capture.settle())
             work.let_go()
         work.save._reach("staged")
