@@ -51,7 +51,8 @@ class Capture:
     numbers: list[Number] = field(default_factory=list)
     stored: list[StoredState] = field(default_factory=list)
     _settled: set[bool] = field(default_factory=set)  # True: eager ones; False: lazy ones
-    _guard: threading.Lock = field(default_factory=threading.Lock)
+    # Looked up when it is made: a simulation has locks of its own.
+    _guard: threading.Lock = field(default_factory=lambda: threading.Lock())
 
     @property
     def structure(self) -> Structure:
