@@ -50,7 +50,7 @@ campaigns: export STATEHOLD_DEVICE_SCHEDULES = 10000
 campaigns: export STATEHOLD_RECOGNITION = 5000
 campaigns: export STATEHOLD_BENCH = all
 campaigns: setup  ## the tests of which `make test` takes a sample, whole: hours
-	@$(pytest) tests/crash tests/sim tests/ranks tests/agent tests/preemption tests/hostile tests/cli \
+	@$(pytest) -o faulthandler_exit_on_timeout=false tests/crash tests/sim tests/ranks tests/agent tests/preemption tests/hostile tests/cli \
 	  tests/checkpointer tests/devices tests/tensors tests/bench $(ARGS)
 
 sim: setup  ## SEEDS=n seeds of the simulation: faults, crashes, ranks that die
