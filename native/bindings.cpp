@@ -195,6 +195,7 @@ std::optional<std::tuple<uint32_t, uint32_t, uintptr_t>> PyBufferPool::acquire_n
 std::vector<std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>> tuples_of(
     const std::vector<BufferPiece>& pieces) {
   std::vector<std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>> tuples;
+  tuples.reserve(pieces.size());
   for (const BufferPiece& piece : pieces) {
     tuples.emplace_back(piece.segment, piece.segment_offset, piece.buffer_offset, piece.bytes);
   }
@@ -347,7 +348,7 @@ std::vector<uint64_t> next_done(PyRangesJob& job, Timeout timeout) {
   std::vector<uint64_t> done;
   wait(timeout, [&](Deadline deadline) {
     done = job->next_done(deadline);
-    return !done.empty() || job->not_told() == 0;
+    return !done.empty() || job->unreturned() == 0;
   });
   return done;
 }

@@ -51,7 +51,7 @@ class SimDisk {
 
   // Loses what was not synced, at random, and turns the power on again.
   void crash();
-  // The same, as told; returns the arities of the choices (SimChoices).
+  // The same, by these choices. Returns the arities of the choices (SimChoices).
   std::vector<int> crash(std::vector<int> choices);
   // From the next operation on, or `after` more, everything fails until crash().
   void cut_power(uint64_t after);

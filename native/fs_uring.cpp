@@ -179,7 +179,7 @@ int UringFs::submit_entries() {
   }
 }
 
-// What could not be started. Who is told may submit the next one, on this thread.
+// Fails what could not be started. Its callback may submit the next request, on this thread.
 void UringFs::fail_refused() {
   while (true) {
     std::unique_ptr<IoRequest> request;

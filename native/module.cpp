@@ -330,7 +330,7 @@ void declare_ranges_job(nb::module_& m) {
           },
           "timeout"_a.none())
       .def("next_done", &next_done, "timeout"_a.none())
-      .def_prop_ro("not_told", [](PyRangesJob& self) { return self->not_told(); })
+      .def_prop_ro("unreturned", [](PyRangesJob& self) { return self->unreturned(); })
       .def("checksums",
            [](PyRangesJob& self) {
              const std::vector<uint64_t> sums = self->checksums();

@@ -33,7 +33,7 @@ RangesJob::RangesJob(const std::shared_ptr<Shared>& shared, RangesRequest reques
   progress_.resize(ranges_.size());
   sums_.resize(ranges_.size());
   for (uint64_t range = 0; range < ranges_.size(); ++range) make_blocks(range);
-  ranges_left_ = not_told_ = ranges_.size();
+  ranges_left_ = unreturned_ = ranges_.size();
   for (uint64_t range = 0; range < ranges_.size(); ++range) offer_hash(range);
 }
 
@@ -124,16 +124,16 @@ std::vector<uint64_t> RangesJob::next_done(Deadline deadline) {
   wait(deadline, [&]() REQUIRES(engine_mutex) {
     if (done.empty()) {
       done.swap(done_);
-      not_told_ -= done.size();
+      unreturned_ -= done.size();
     }
-    return !done.empty() || not_told_ == 0;
+    return !done.empty() || unreturned_ == 0;
   });
   return done;
 }
 
-uint64_t RangesJob::not_told() {
+uint64_t RangesJob::unreturned() {
   const Lock lock(shared_->mutex());
-  return not_told_;
+  return unreturned_;
 }
 
 std::vector<uint64_t> RangesJob::checksums() {

@@ -66,7 +66,7 @@ class RangesJob final : public Job {
   // The ranges that have become done since the last call, in that order; waits until there is one.
   // Empty: the deadline passed, or all have been returned.
   std::vector<uint64_t> next_done(Deadline deadline);
-  uint64_t not_told();  // ranges that next_done has not returned yet
+  uint64_t unreturned();  // ranges that next_done has not returned yet
   // By range. Throws std::invalid_argument before the job is done.
   std::vector<uint64_t> checksums();
   RangesStats stats() const { return stats_; }
@@ -99,7 +99,7 @@ class RangesJob final : public Job {
 
   bool is_read() const { return kind_ == IoRequest::Kind::read; }
   void check(uint64_t range) const REQUIRES(engine_mutex);
-  void check_overlaps() const;
+  void check_overlaps() const REQUIRES(engine_mutex);
   void make_blocks(uint64_t range) REQUIRES(engine_mutex);
   bool goes_straight(const Block& block) const REQUIRES(engine_mutex);
   std::byte* memory_of(const Block& block) const;
@@ -141,7 +141,7 @@ class RangesJob final : public Job {
   std::deque<uint64_t> hash_queue_ GUARDED_BY(engine_mutex);  // ranges
   std::vector<uint64_t> done_ GUARDED_BY(engine_mutex);       // ranges, for next_done
   uint64_t ranges_left_ GUARDED_BY(engine_mutex) = 0;
-  uint64_t not_told_ GUARDED_BY(engine_mutex) = 0;
+  uint64_t unreturned_ GUARDED_BY(engine_mutex) = 0;
 };
 
 }  // namespace statehold

@@ -8,7 +8,7 @@
 //   changes of one name stay in order: the later one never survives without the earlier one. A
 //   rename or exchange of two names survives for both or for neither.
 // - A file with several names is one file: its sectors survive, or not, for all of them.
-// What happens to each is asked of SimChoices: at random, or as told, so that all can be tried.
+// SimChoices decides what happens to each: at random, or by a list, so that all can be tried.
 // Not synchronised, no faults: that is fs_sim.h.
 #pragma once
 

@@ -320,7 +320,7 @@ class RangesJob:
         """The ranges that are done and were not returned before; waits until there is one. Empty
         when the time is over, or when all were returned."""
     @property
-    def not_told(self) -> int:
+    def unreturned(self) -> int:
         """Ranges that next_done has not returned yet."""
     def checksums(self) -> bytes:
         """After wait(): the XXH3-64 of each range."""

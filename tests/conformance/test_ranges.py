@@ -194,7 +194,7 @@ def test_each_range_is_told_once_when_it_is_done(disk: Disk, engine: _core.Engin
     while done := job.next_done(DEADLINE_S):
         told += done
     assert sorted(told) == list(range(len(ranges)))
-    assert job.not_told == 0
+    assert job.unreturned == 0
     must(job.wait(0))
     assert job.next_done(0) == []
 
@@ -208,7 +208,7 @@ def test_a_range_is_right_when_it_is_told(disk: Disk, engine: _core.Engine) -> N
     while done := job.next_done(DEADLINE_S):
         for index in done:
             assert (back[index].memory == ranges[index].memory).all()
-    must(job.not_told == 0)
+    must(job.unreturned == 0)
 
 
 @pytest.mark.parametrize("shape", [aligned, ragged])
