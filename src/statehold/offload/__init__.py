@@ -8,7 +8,7 @@ optimizer = offload.AdamW(
 """
 
 from statehold.offload.optimizer import SGD, Adam, AdamW
-from statehold.offload.stats import PathStats, Stats
+from statehold.offload.stats import Event, PathStats, Stats
 from statehold.offload.tiers import Host, Path
 
-__all__ = ["SGD", "Adam", "AdamW", "Host", "Path", "PathStats", "Stats"]
+__all__ = ["SGD", "Adam", "AdamW", "Event", "Host", "Path", "PathStats", "Stats"]

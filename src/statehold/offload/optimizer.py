@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 from statehold.errors import UsageError
 from statehold.offload.rules import AdamRule, Rule, SgdRule
 from statehold.offload.state import OffloadedState
-from statehold.offload.stats import Stats
+from statehold.offload.stats import Event, Stats
 from statehold.offload.tiers import Tier
 
 if TYPE_CHECKING:
@@ -91,6 +92,10 @@ class _Offloaded(torch.optim.Optimizer):
     def stats(self) -> Stats:
         """Bytes and seconds by tier, since the optimizer was made."""
         return self._opened.stats
+
+    def recorded(self) -> AbstractContextManager[list[Event]]:
+        """With it, a list gets every read, update and write of a subgroup, with its times."""
+        return self._opened.timeline.recorded()
 
     def close(self) -> None:
         """Remove the state from all tiers. It cannot be used any more. Idempotent."""

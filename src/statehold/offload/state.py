@@ -69,6 +69,7 @@ class OffloadedState:
             for span in subgroup.spans:
                 self._subgroups_of[span.parameter].append(subgroup.index)
         self._store = Store(self._paths, [each.name for each in self.parameters], fs)
+        self.timeline = self._store.timeline
         self._pipeline = self._open()
         self._workers = Workers()
         self._failure: BaseException | None = None
@@ -85,7 +86,8 @@ class OffloadedState:
 
         def use(subgroup: Subgroup, memory: torch.Tensor, is_fresh: bool) -> None:
             begin = time.perf_counter()
-            update.use(subgroup, memory, is_fresh)
+            with self.timeline.during("update", subgroup.index):
+                update.use(subgroup, memory, is_fresh)
             self._compute_s += time.perf_counter() - begin
 
         with self._whole("update"):

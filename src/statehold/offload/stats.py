@@ -11,8 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["Meter", "PathStats", "Stats"]
+__all__ = ["Event", "Kind", "Meter", "PathStats", "Stats", "Timeline"]
+
+Kind = Literal["read", "update", "write"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,46 @@ class Stats:
     cache_bytes: int
     buffer_bytes: int
     paths: Sequence[PathStats]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A subgroup was read from a path, updated in memory, or written to a path.
+
+    begin_s, end_s: of time.perf_counter(). path: None for an update.
+    """
+
+    kind: Kind
+    subgroup: int
+    path: str | None
+    begin_s: float
+    end_s: float
+
+
+class Timeline:
+    """Keeps events while somebody records them, and nothing otherwise. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] | None = None
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Event]]:
+        """A list that takes each event when it ends, until the block is left."""
+        outer, self._events = self._events, []
+        try:
+            yield self._events
+        finally:
+            self._events = outer
+
+    @contextmanager
+    def during(self, kind: Kind, subgroup: int, path: str | None = None) -> Iterator[None]:
+        """Around one event. An event that fails is kept, too, because it has taken its time."""
+        events, begin = self._events, time.perf_counter()
+        try:
+            yield
+        finally:
+            if events is not None:
+                events.append(Event(kind, subgroup, path, begin, time.perf_counter()))
 
 
 class Meter:

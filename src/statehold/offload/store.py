@@ -20,7 +20,7 @@ from statehold import _core
 from statehold.errors import ChecksumError, StorageError
 from statehold.io.clients import Client, open_engine
 from statehold.offload.files import StateFiles
-from statehold.offload.stats import Meter
+from statehold.offload.stats import Kind, Meter, Timeline
 from statehold.offload.tiers import Path
 from statehold.units import MiB
 
@@ -78,6 +78,7 @@ class Store:
             self._owned = owned.pop_all()
         self.meters = [PathMeters() for _ in paths]
         self.all_transfers = Meter()
+        self.timeline = Timeline()
 
     def write(self, subgroup: Subgroup, memory: torch.Tensor, path: int) -> Stored:
         """Write the next generation of a subgroup to a path."""
@@ -116,6 +117,9 @@ class Store:
             measured.callback(file.close)
             for meter in (own, meters.both, self.all_transfers):
                 measured.enter_context(meter.moving(subgroup.nbytes))
+            kind: Kind = "write" if is_write else "read"
+            directory = self.files[path].directory
+            measured.enter_context(self.timeline.during(kind, subgroup.index, directory))
             job = self._engine.ranges(
                 write=is_write,
                 files=[file],
