@@ -54,7 +54,7 @@ def to_the_end(folder: Path, name: str) -> tuple[list[str], list[dict]]:
     with trainer(folder, name) as script:
         out, err = script.communicate(timeout=120)
         assert script.wait() == 0, err
-    assert not list((folder / f"{name}-opt").glob("*.state"))
+    assert not list((folder / f"{name}-opt").rglob("*.state"))
     return (out or "").splitlines(), torch.load(folder / f"{name}.pt")
 
 
@@ -84,7 +84,7 @@ def test_nothing_is_lost_by_a_kill_in_an_update(tmp_path: Path, seed: int) -> No
                     break
             script.kill()
             assert script.wait() == -9
-        assert list((tmp_path / "killed-opt").glob("*.state"))
+        assert list((tmp_path / "killed-opt").rglob("*.state"))
     lines, found = to_the_end(tmp_path, "killed")
     assert lines[0] == f"update {max(killed_at) // 2 * 2}"
     assert_same(found, wanted)

@@ -250,10 +250,10 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_a_closed_optimizer_refuses(tmp_path: Path) -> None:
     twins = Twins([(40_000,)], [BF16], **on(tmp_path))
     twins.train(2)
-    assert list(tmp_path.glob("*.state"))
+    assert list(tmp_path.rglob("*.state"))
     twins.ours.close()
     twins.ours.close()
-    assert not list(tmp_path.glob("*.state"))
+    assert not list(tmp_path.rglob("*.state"))
     with pytest.raises(ClosedError):
         twins.train(1)
     with pytest.raises(ClosedError):

@@ -1,77 +1,97 @@
-"""At most one optimizer uses a directory for its state.
+"""Each optimizer has a folder of its own on a path: `PATH/optimizer-0`, `PATH/optimizer-1`, ...
 
-A POSIX record lock on `DIRECTORY/.offload.lock` keeps other processes out. The kernel drops it when
-its owner dies, and a forked child does not inherit it. Record locks do not exclude within one
-process, so a set of the directories that are held here does that.
+So the ranks of a node, and the optimizers of a process, can share a path. An optimizer has the
+first folder of which no living optimizer has locked `.lock`. The kernel drops that lock when its
+owner dies. Folders and their locks stay when an optimizer goes, and are used again: to remove them
+would race with the next owner.
+
+Invariants: no two living optimizers have one folder, as far as the locks of the file system reach.
+Not here: what is in the folders (files).
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import itertools
 import os
-import threading
+import re
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from statehold.errors import UsageError, storage_error
+from statehold.errors import StorageError, storage_error
+from statehold.process.file_locks import LockFile
 
-__all__ = ["Claim"]
+if TYPE_CHECKING:
+    from statehold._core import Fs
 
-LOCK_NAME = ".offload.lock"
+__all__ = ["Claim", "claim_folder", "dead_folders"]
 
-_held: set[tuple[int, str]] = set()
-_held_guard = threading.RLock()  # the collector may release a claim inside
-os.register_at_fork(after_in_child=_held.clear)
+FOLDER = re.compile(r"optimizer-\d+")
+LOCK_NAME = ".lock"
+_OWNER = 0  # the byte of the lock that the owner has locked
+
+# A simulated disk has no locks, and belongs to one process: its number, and a folder there.
+_simulated: set[tuple[int, str]] = set()
 
 
 class Claim:
-    """The right to use `directory`; taken on construction, given up by release().
+    """The right to use `folder`, until release()."""
 
-    disk: the simulated disk that the directory lies on, which only this process can know; 0: none.
-    """
-
-    def __init__(self, directory: str, disk: int = 0) -> None:
-        self._key = (disk, directory if disk else os.path.realpath(directory))
+    def __init__(self, folder: str, lock: LockFile | None, disk: int) -> None:
+        self.folder, self._lock, self._disk = folder, lock, disk
         self._owner_pid = os.getpid()
-        self._fd = -1
-        with _held_guard:
-            if self._key in _held:
-                raise _busy(directory, f"another optimizer of this process ({os.getpid()})")
-            if not disk:
-                self._lock(directory)
-            _held.add(self._key)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the folder is another one by now: unmounted, replaced or removed."""
+        return self._lock is not None and self._lock.is_lost
 
     def release(self) -> None:
-        """Give the directory up. Does nothing in a forked child, which never had it."""
-        if os.getpid() != self._owner_pid:
-            return
-        with _held_guard:
-            _held.discard(self._key)
-            if self._fd >= 0:
-                fd, self._fd = self._fd, -1
-                os.close(fd)
+        """Give the folder up. Does nothing in a forked child, which never had it."""
+        if os.getpid() == self._owner_pid:
+            _simulated.discard((self._disk, self.folder))
+            if self._lock is not None:
+                self._lock.close()
 
-    def _lock(self, directory: str) -> None:
-        path = os.path.join(directory, LOCK_NAME)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+def claim_folder(fs: Fs, directory: str) -> Claim:
+    """Claim the first folder in `directory` that nobody has; it is made if need be."""
+    claims = (_try_claim(fs, f"{directory}/optimizer-{number}") for number in itertools.count())
+    return next(claim for claim in claims if claim is not None)
+
+
+def dead_folders(fs: Fs, directory: str) -> Iterator[Claim]:
+    """The folders that nobody has any more, each claimed while it is looked at."""
+    for name, is_dir in fs.listdir(directory):
+        if is_dir and FOLDER.fullmatch(name):
+            claim = _try_claim(fs, f"{directory}/{name}")
+            if claim is not None:
+                try:
+                    yield claim
+                finally:
+                    claim.release()
+
+
+def _try_claim(fs: Fs, folder: str) -> Claim | None:
+    if not fs.is_dir(folder):
         try:
-            fd = os.open(path, flags, 0o644)
-        except OSError as error:
-            raise storage_error("open the lock of a path", error.errno or 0, path) from error
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
-            os.close(fd)
-            raise _busy(directory, holder or "another process") from error
-        with contextlib.suppress(OSError):  # only for people who find the lock taken
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"process {os.getpid()}\n".encode(), 0)
-        self._fd = fd
-
-
-def _busy(directory: str, holder: str) -> UsageError:
-    return UsageError(
-        "another optimizer keeps its state on this path",
-        facts={"path": directory, "held by": holder},
-        hint="close() that optimizer, or give each optimizer and each rank a directory of its own",
-    )
+            fs.mkdir(folder)
+        except StorageError:
+            if not fs.is_dir(folder):  # else another optimizer has just made it
+                raise
+    if fs.backend == "sim":
+        key = (id(fs), folder)
+        if key in _simulated:
+            return None
+        _simulated.add(key)
+        return Claim(folder, None, id(fs))
+    path = os.path.join(folder, LOCK_NAME)
+    try:
+        lock = LockFile(path)
+        if not lock.try_take(_OWNER):
+            lock.close()
+            return None
+    except OSError as error:
+        raise storage_error("lock the folder of an optimizer", error.errno or 0, path) from error
+    lock.note(f"process {os.getpid()} on {socket.gethostname()}\n")
+    return Claim(folder, lock, 0)

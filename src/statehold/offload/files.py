@@ -1,7 +1,8 @@
 """The files of an optimizer on one path: each holds one generation of one subgroup.
 
 Invariants:
-- Only the owner of the claim on the directory makes, writes or removes these files.
+- The files are in a folder of the optimizer, and only the owner of the claim on it makes, writes or
+  removes them.
 - A file that holds the newest state of a subgroup is never written. take() gives a file that holds
   no state any more, or a new one.
 - A file with a second name is never written, because the other name may be part of a checkpoint.
@@ -17,7 +18,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from statehold.errors import UsageError
-from statehold.offload.claim import Claim
+from statehold.offload.claim import claim_folder, dead_folders
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
@@ -38,13 +39,14 @@ class StateFiles:
                 hint="make the directory first: it may be missing because nothing is mounted there",
             )
         self._fs, self.directory = fs, directory
-        # A simulated disk has no directory in which a lock could lie.
-        self._claim = Claim(directory, disk=id(fs) if fs.backend == "sim" else 0)
+        self._claim = claim_folder(fs, directory)
         self._guard = threading.Lock()
         self._made = 0
         self._spare: list[str] = []
         try:
-            self._remove_stale()
+            self._remove_all(self._claim.folder)
+            for dead in dead_folders(fs, directory):
+                self._remove_all(dead.folder)
         except BaseException:
             self._claim.release()
             raise
@@ -72,16 +74,16 @@ class StateFiles:
             self._spare.append(path)
 
     def close(self) -> None:
-        """Remove all files, and let others use the directory."""
+        """Remove all files, and let others use the folder."""
         try:
-            self._remove_stale()
+            self._remove_all(self._claim.folder)
         finally:
             self._claim.release()
 
-    def _remove_stale(self) -> None:
-        for name, is_dir in self._fs.listdir(self.directory):
+    def _remove_all(self, folder: str) -> None:
+        for name, is_dir in self._fs.listdir(folder):
             if NAME.fullmatch(name) and not is_dir:
-                self._fs.unlink(f"{self.directory}/{name}")
+                self._fs.unlink(f"{folder}/{name}")
 
     def _pop(self) -> str | None:
         with self._guard:
@@ -90,4 +92,4 @@ class StateFiles:
     def _new_name(self) -> str:
         with self._guard:
             self._made += 1
-            return f"{self.directory}/subgroup-{self._made:08d}.state"
+            return f"{self._claim.folder}/subgroup-{self._made:08d}.state"

@@ -40,7 +40,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A directory that exists, on any file system. One optimizer at a time uses it.
+    """A directory that exists, on any file system. Optimizers and ranks may share it.
 
     bytes_per_s: limit of reads and writes together; an int or "500MB". None sets no limit.
     """

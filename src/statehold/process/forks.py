@@ -1,7 +1,7 @@
-"""What a forked child closes: the sockets that threads of its parent serve.
+"""What a forked child closes: its parent's sockets that threads serve, and its files with locks.
 
 A child has copies of the sockets, but not the threads. While a data loader's worker lived, a port
-would stay taken, and connections half open.
+would stay taken, and connections half open. What its parent had locked would outlive the parent.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Protocol
 
 
 class Forgets(Protocol):
-    """Something with sockets."""
+    """Something with descriptors."""
 
     def forget(self) -> None:
-        """Close the sockets in a child; the parent keeps its own."""
+        """Close them in a child; the parent keeps its own."""
 
 
 _open: weakref.WeakSet[Forgets] = weakref.WeakSet()
