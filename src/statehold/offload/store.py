@@ -2,7 +2,8 @@
 
 Invariants: every byte that is written is hashed, and every byte that is read is verified before the
 call returns. Transfers go straight between a file and the caller's memory. A limit of a path holds
-for its reads and writes together.
+for its reads and writes together. A transfer has the turn of its path and direction; its seconds
+include the wait for that, so other optimizers on a path make it slower for the placement, too.
 Not here: when which subgroup moves (pipeline), which path it goes to (planners/placement).
 """
 
@@ -22,6 +23,7 @@ from statehold.io.clients import Client, open_engine
 from statehold.offload.files import StateFiles
 from statehold.offload.stats import Kind, Meter, Timeline
 from statehold.offload.tiers import Path
+from statehold.offload.turns import Turns
 from statehold.units import MiB
 
 if TYPE_CHECKING:
@@ -71,9 +73,12 @@ class Store:
             )
             owned.callback(self._engine.close)
             self.files: list[StateFiles] = []
+            self._turns: list[Turns] = []
             for number, path in enumerate(paths):
                 self.files.append(StateFiles(fs, path.directory))
                 owned.callback(self.files[-1].close)
+                self._turns.append(Turns(path.directory, is_simulated=fs.backend == "sim"))
+                owned.callback(self._turns[-1].close)
                 self._engine.set_limit(number, None, path.rate or 0)
             self._owned = owned.pop_all()
         self.meters = [PathMeters() for _ in paths]
@@ -113,10 +118,12 @@ class Store:
         sizes = [min(PIECE_BYTES, subgroup.nbytes - begin) for begin in begins]
         meters, is_write = self.meters[path], sums is None
         own = meters.written if is_write else meters.read
+        turn = self._turns[path].write if is_write else self._turns[path].read
         with contextlib.ExitStack() as measured:
             measured.callback(file.close)
             for meter in (own, meters.both, self.all_transfers):
                 measured.enter_context(meter.moving(subgroup.nbytes))
+            measured.enter_context(turn.taken())
             kind: Kind = "write" if is_write else "read"
             directory = self.files[path].directory
             measured.enter_context(self.timeline.during(kind, subgroup.index, directory))
