@@ -52,7 +52,7 @@ def test_nothing_is_kept_outside_of_the_block(tmp_path: Path) -> None:
 def test_a_read_that_fails_is_recorded(tmp_path: Path) -> None:
     twins = twins_on([tmp_path / "one"])
     twins.train(2)
-    for path in (tmp_path / "one").glob("*.state"):
+    for path in (tmp_path / "one").rglob("*.state"):
         path.write_bytes(bytes(SUBGROUP))
     with twins.ours.recorded() as events, pytest.raises(ChecksumError):
         twins.train(1)
