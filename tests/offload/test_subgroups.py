@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from statehold.errors import UsageError
-from statehold.offload.subgroups import CUT, Extent, Subgroup, cut, strips
+from statehold.offload.subgroups import CUT, Extent, Span, Subgroup, cut, strips
 
 FIELDS = [("master", "exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)]
 PAGE = 4096
@@ -54,16 +54,27 @@ def test_parts_do_not_overlap(parameters: list[Extent], size: int) -> None:
         )
 
 
-@given(st.lists(extents, max_size=8), sizes, st.integers(1, 20))
-def test_strips_cover_the_same_elements(parameters: list[Extent], size: int, units: int) -> None:
+@given(st.lists(extents, max_size=8), sizes, st.integers(1, 20), st.integers(1, 9))
+def test_strips_cover_the_same_elements(
+    parameters: list[Extent], size: int, units: int, threads: int
+) -> None:
     for subgroup in cut(parameters, size):
-        found = list(strips(subgroup.spans, units * CUT))
+        found = list(strips(subgroup.spans, units * CUT, threads))
         assert all(found)
         assert all(sum(span.numel for span in strip) <= units * CUT for strip in found)
         joined = [span for strip in found for span in strip]
         assert all(span.begin % CUT == 0 for span in joined)
         merged = [list(elements(joined, span.parameter)) for span in subgroup.spans]
         assert merged == [[(span.begin, span.end)] for span in subgroup.spans]
+
+
+@given(st.integers(1, 10_000_000), st.integers(1, 64))
+def test_strips_give_each_thread_as_much_to_do(numel: int, threads: int) -> None:
+    found = list(strips([Span(0, 0, numel)], 1 << 20, threads))
+    sizes = [sum(span.numel for span in strip) for strip in found]
+    assert max(sizes[:-1], default=0) == min(sizes[:-1], default=0)
+    if numel >= threads * threads * CUT * 2:  # else the cuts are coarser than the shares
+        assert len(found) % threads == 0
 
 
 def elements(spans: list, parameter: int) -> list[tuple[int, int]]:

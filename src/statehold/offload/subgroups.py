@@ -16,7 +16,7 @@ Pure: no tensor, no storage.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -127,11 +127,15 @@ def cut(parameters: Sequence[Extent], subgroup_bytes: int) -> list[Subgroup]:
     ]
 
 
-def strips(spans: Iterable[Span], numel: int) -> Iterator[list[Span]]:
-    """The same elements as lists of spans with at most `numel` elements, a multiple of CUT.
+def strips(spans: Sequence[Span], most: int, threads: int) -> Iterator[list[Span]]:
+    """The same elements as lists of spans with at most `most` elements, a multiple of CUT.
 
-    The new cuts are at multiples of CUT, too.
+    There are as many for each of `threads`, of about the same size. The new cuts are at multiples
+    of CUT, too.
     """
+    total = sum(span.numel for span in spans)
+    count = -(-total // (most * threads)) * threads
+    numel = max(CUT, min(most, -(-total // (max(1, count) * CUT)) * CUT))
     strip: list[Span] = []
     left = numel
     for span in spans:

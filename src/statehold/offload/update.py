@@ -66,8 +66,9 @@ class Update:
             shift = begins[span.parameter, name]
             return memory[span.begin + shift : span.end + shift]
 
-        active = (span for span in subgroup.spans if span.parameter in self._grads)
-        self._workers.run(lambda strip: self._use_strip(strip, field), strips(active, STRIP))
+        active = [span for span in subgroup.spans if span.parameter in self._grads]
+        cut = strips(active, STRIP, self._workers.count)
+        self._workers.run(lambda strip: self._use_strip(strip, field), cut)
 
     def _use_strip(self, strip: Sequence[Span], field: Any) -> None:
         batches: dict[int, Batch] = {}
