@@ -1,7 +1,9 @@
-"""The benchmark of offloaded optimizers runs, and compares parameters with torch's."""
+"""The benchmark of offloaded optimizers runs every group, and compares parameters with torch's."""
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,44 @@ from support import benches
 pytest.importorskip("torch")
 
 
-def test_every_case_runs(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    benches.run("bench.offload", "--params", "3e6", "--updates", "1", "--rounds", "1",
-                one, f"{other}=1GB")  # fmt: skip
-    assert not list(one.rglob("*.state"))
-    assert not list(other.rglob("*.state"))
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from bench.offload.run import main
+
+    def on_two_paths(groups: str) -> tuple[dict[str, list[dict]], str]:
+        words = ["--only", groups, "--params", "1e6", "--updates", "2", "--rounds", "1"]
+        one, other = tmp_path / "one=4GB", tmp_path / "other=2GB"
+        with benches.forked_processes():
+            assert main([str(one), str(other), *words, "--out", str(tmp_path / "out")]) == 0
+        assert not list(tmp_path.rglob("*.state"))
+        found = {
+            group: json.loads((tmp_path / f"out/offload-{group}.json").read_text())
+            for group in groups.split(",")
+        }
+        return found, capsys.readouterr().out
+
+    return on_two_paths
+
+
+def test_the_ideas_are_measured_and_the_bits_compared(run) -> None:
+    found, text = run("host,ideas")
+    assert [len(records) for records in found.values()] == [3, 5]
+    moved, kept, *_ = found["ideas"]
+    assert sum(moved["moved_bytes"]) > 1.2 * sum(kept["moved_bytes"])
+    assert "all three" in text
+
+
+@pytest.mark.skipif(os.environ.get("STATEHOLD_BENCH") != "all", reason="STATEHOLD_BENCH=all")
+def test_the_other_groups_run(run) -> None:
+    found, _ = run("paths,sharing,saving")
+    assert [len(records) for records in found.values()] == [3, 2, 3]
+
+
+def test_deepspeed_is_skipped_with_a_reason(run) -> None:
+    found, text = run("peers")
+    assert [record["name"] for record in found["peers"]] == [
+        "statehold, path, no Host",
+        "statehold, path, Host for the memory of their buffers",
+        "statehold, Host",
+    ]
+    assert "skipped: DeepSpeed ZeRO-3, NVMe: no --deepspeed PYTHON" in text

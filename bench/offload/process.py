@@ -1,0 +1,250 @@
+"""One case in a process of its own: `python -m bench.offload.process JSON`.
+
+The process prints "ready" after its first updates and waits for a line. Then it does the updates
+that count, and prints what they took as JSON. All cases of a run have the same parameters in
+bfloat16, and the same gradients unless they train.
+
+Facts: DeepSpeed 0.19.8 moves 16 bytes of a parameter each way: its gradient in float32, too. The
+library never does. A fourth field of the state (amsgrad's) is moved in just this way, so it stands
+for the gradient in "storage" cases.
+Invariants: a bench process measures only itself. Bytes are those of /proc/self/io, which does not
+count file systems in memory; the optimizer's own count is beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import statehold
+from bench.offload.cases import Case, directory_of, rate_of, width_of
+from statehold import offload
+
+WARM_UP = 2  # updates until every file is there and every path has been measured
+LR = 1e-4
+TORCH, TORCH_CAST = "torch, float32 masters", "torch, float32 masters, and casts"
+
+Record = dict[str, Any]
+
+
+class Model(torch.nn.Sequential):
+    """Square matrices, one after the other; the same each time."""
+
+    def __init__(self, numel: int) -> None:
+        width = width_of(numel)
+        torch.manual_seed(1)
+        linears = (torch.nn.Linear(width, width, bias=False) for _ in range(numel // width**2))
+        super().__init__(*linears)
+        self.bfloat16()
+        self._batch = torch.randn(8, width).bfloat16()
+
+    def give_gradients(self) -> None:
+        for param in self.parameters():
+            param.grad = torch.randn(param.shape).bfloat16()
+
+    def backward(self) -> None:
+        self.zero_grad()
+        self(self._batch).float().square().mean().backward()
+
+
+def digest(params: Iterable[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for param in params:
+        found.update(param.detach().view(torch.int16).numpy())
+    return found.hexdigest()
+
+
+class Clock:
+    """What each update takes: seconds, processor seconds, bytes of devices."""
+
+    def __init__(self) -> None:
+        self.updates: list[Record] = []
+
+    def timed(self, step: Callable[[], object]) -> None:
+        device, cpu, begin = device_bytes(), time.process_time(), time.perf_counter()
+        step()
+        end = time.perf_counter()
+        self.updates.append(
+            {"begin": begin, "end": end, "wall_s": end - begin,
+             "cpu_s": time.process_time() - cpu, "io_bytes": device_bytes() - device}
+        )  # fmt: skip
+
+
+def device_bytes() -> int:
+    """What this process has read from devices and written to them."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    numbers = dict(line.split(": ") for line in lines)
+    return int(numbers["read_bytes"]) + int(numbers["write_bytes"])
+
+
+def memory_bytes(name: str) -> int:
+    """VmRSS, or VmHWM, its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def run_offload(case: Case, numel: int, updates: int, ready: Callable[[], None]) -> list[Record]:
+    """An offloaded optimizer, and, if the case saves, a run beside its first path."""
+    model, clock, trained = Model(numel), Clock(), Clock()
+    model.give_gradients()
+    with contextlib.ExitStack() as stack:
+        if not case.takes_turns:
+            stack.enter_context(_without_turns())
+        forget_peak()
+        before = memory_bytes("VmRSS")
+        optimizer = stack.enter_context(contextlib.closing(_optimizer(case, model)))
+        after_update = _saving(case, model, optimizer, stack)
+        for update in range(WARM_UP + updates):
+            if update == WARM_UP:
+                ready()
+                figures = optimizer.stats
+            if case.trains:
+                trained.timed(model.backward)
+            clock.timed(lambda: (optimizer.step(), after_update()))
+        found = _figures(figures, optimizer.stats)
+        peak = memory_bytes("VmHWM") - before
+    return [
+        {
+            "name": case.name,
+            "updates": clock.updates[WARM_UP:],
+            "backward": trained.updates[WARM_UP:],
+            "digest": digest(model.parameters()),
+            "peak_bytes": peak,
+            **found,
+        }
+    ]
+
+
+def _optimizer(case: Case, model: Model) -> offload.AdamW:
+    tiers = [offload.Path(directory_of(path), rate_of(path)) for path in case.paths]
+    return offload.AdamW(
+        model.parameters(),
+        lr=LR,
+        amsgrad=case.gradients == "storage",
+        tiers=[offload.Host(case.host), *tiers],
+        subgroup_bytes=case.subgroup_bytes,
+    )
+
+
+@contextlib.contextmanager
+def _without_turns() -> Iterator[None]:
+    """As on a node where turns cannot be taken."""
+    from statehold.offload import turns
+
+    opened, turns._open = turns._open, lambda: None
+    try:
+        yield
+    finally:
+        turns._open = opened
+
+
+def _saving(
+    case: Case, model: Model, optimizer: offload.AdamW, stack: contextlib.ExitStack
+) -> Callable[[], object]:
+    if not case.saves:
+        return lambda: None
+    folder = stack.enter_context(tempfile.TemporaryDirectory(dir=directory_of(case.paths[0])))
+    run = stack.enter_context(statehold.Checkpointer(folder, keep=1))
+    steps = iter(range(1, 1 << 30))
+
+    def save() -> None:
+        handle = run.save(next(steps), {"model": model, "optimizer": optimizer})
+        if case.saves == "waits":
+            handle.wait("committed")
+
+    return save
+
+
+def _figures(before: offload.Stats, after: offload.Stats) -> Record:
+    """What the optimizer itself says about the updates that count."""
+    count = after.updates - before.updates
+    moved = [
+        now.read_bytes + now.written_bytes - then.read_bytes - then.written_bytes
+        for now, then in zip(after.paths, before.paths, strict=True)
+    ]
+    return {
+        "moved_bytes": [each / count for each in moved],
+        "waited_s": (after.waited_s - before.waited_s) / count,
+        "hidden_s": (after.hidden_s - before.hidden_s) / count,
+        "compute_s": (after.compute_s - before.compute_s) / count,
+        "announced_bytes": after.cache_bytes + after.buffer_bytes,
+    }
+
+
+def run_beside_torch(
+    case: Case, numel: int, updates: int, ready: Callable[[], None]
+) -> list[Record]:
+    """State in Host, in turns with torch's optimizer on float32 masters, update by update.
+
+    torch's update of masters is timed alone, and with the casts that training in 16 bit needs:
+    gradients from it, parameters to it.
+    """
+    model = Model(numel)
+    model.give_gradients()
+    params = list(model.parameters())
+    masters = [torch.nn.Parameter(param.detach().float()) for param in params]
+    grads = [torch.empty_like(master) for master in masters]
+    for master, grad, param in zip(masters, grads, params, strict=True):
+        master.grad = grad.copy_(param.grad)  # type: ignore[arg-type]
+    rounded = [torch.empty_like(param) for param in params]
+    plain = torch.optim.AdamW(masters, lr=LR, fused=True)
+
+    @torch.no_grad()
+    def with_casts() -> None:
+        for grad, param in zip(grads, params, strict=True):
+            grad.copy_(param.grad)  # type: ignore[arg-type]
+        plain.step()
+        for into, master in zip(rounded, masters, strict=True):
+            into.copy_(master)
+
+    alone, cast, ours = Clock(), Clock(), Clock()
+    with contextlib.closing(_optimizer(case, model)) as optimizer:
+        for update in range(0, WARM_UP + updates, 2):
+            if update == WARM_UP:
+                ready()
+                for clock in (alone, cast, ours):
+                    clock.updates.clear()
+            alone.timed(plain.step)
+            ours.timed(optimizer.step)
+            cast.timed(with_casts)
+            ours.timed(optimizer.step)
+    return [
+        {"name": TORCH, "updates": alone.updates, "digest": digest(rounded)},
+        {"name": TORCH_CAST, "updates": cast.updates, "digest": digest(rounded)},
+        {"name": case.name, "updates": ours.updates, "digest": digest(params)},
+    ]
+
+
+RUNNERS: dict[str, Callable[[Case, int, int, Callable[[], None]], list[Record]]] = {
+    "offload": run_offload,
+    "beside_torch": run_beside_torch,
+}
+
+
+def main(words: list[str]) -> int:
+    given = json.loads(words[0])
+    case = Case(**{**given["case"], "paths": tuple(given["case"]["paths"])})
+
+    def ready() -> None:
+        print("ready", flush=True)
+        sys.stdin.readline()
+
+    print(json.dumps(RUNNERS[case.kind](case, given["numel"], given["updates"], ready)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
