@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from statehold.errors import (
 from statehold.testing import SimFs
 from support import scripts
 from support.faults import DEADLINE_S, must
-from support.twins import Twins
+from support.twins import Twins, snapshot
 
 BF16 = torch.bfloat16
 SHAPES = [(40_000,), (129, 65)]
@@ -39,26 +38,6 @@ def simulated(**faults: Any) -> SimFs:
 
 def twins_on(fs: SimFs) -> Twins:
     return Twins(SHAPES, [BF16], tiers=[offload.Path("opt")], subgroup_bytes=SMALL, fs=fs)
-
-
-def snapshot(twins: Twins) -> Callable[[], None]:
-    """What puts both optimizers and their parameters back to where they are now."""
-    states = [each.state_dict() for each in (twins.ours, twins.torchs)]
-    states[1] = {**states[1], "state": {
-        index: {name: value.clone() for name, value in fields.items()}
-        for index, fields in states[1]["state"].items()
-    }}  # fmt: skip
-    values = [tensor.detach().clone() for tensor in (*twins.params, *twins.masters)]
-
-    def restore() -> None:
-        with torch.no_grad():
-            for tensor, value in zip((*twins.params, *twins.masters), values, strict=True):
-                tensor.copy_(value)
-                tensor.grad = None
-        twins.ours.load_state_dict(states[0])
-        twins.torchs.load_state_dict(states[1])
-
-    return restore
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -180,6 +159,27 @@ def test_a_file_with_a_second_name_is_never_written(tmp_path: Path) -> None:
     assert {file.name: file.read_bytes() for file in step.iterdir()} == kept
     twins.ours.close()
     assert {file.name: file.read_bytes() for file in step.iterdir()} == kept
+
+
+def test_a_directory_that_is_replaced_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "opt"
+    path.mkdir()
+    twins = Twins(SHAPES, [BF16], tiers=[offload.Path(path)], subgroup_bytes=SMALL)
+    twins.train(2)
+    restore = snapshot(twins)
+    path.rename(tmp_path / "moved")
+    (path / "optimizer-0").mkdir(parents=True)
+    with pytest.raises(StorageError, match="unmounted, replaced or removed") as caught:
+        twins.train(1)
+    assert caught.value.errno == errno.ESTALE
+    assert not list(path.rglob("*.state"))
+    (path / "optimizer-0").rmdir()
+    path.rmdir()
+    (tmp_path / "moved").rename(path)
+    restore()
+    twins.train(1)
+    twins.check()
+    twins.ours.close()
 
 
 def test_an_interrupt_leaves_a_state_that_refuses(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,3 +94,23 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     kind = ints[one.element_size()]
     return torch.equal(one.detach().view(kind), other.detach().view(kind))
+
+
+def snapshot(twins: Twins) -> Callable[[], None]:
+    """What puts both optimizers and their parameters back to where they are now."""
+    states = [each.state_dict() for each in (twins.ours, twins.torchs)]
+    states[1] = {**states[1], "state": {
+        index: {name: value.clone() for name, value in fields.items()}
+        for index, fields in states[1]["state"].items()
+    }}  # fmt: skip
+    values = [tensor.detach().clone() for tensor in (*twins.params, *twins.masters)]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for tensor, value in zip((*twins.params, *twins.masters), values, strict=True):
+                tensor.copy_(value)
+                tensor.grad = None
+        twins.ours.load_state_dict(states[0])
+        twins.torchs.load_state_dict(states[1])
+
+    return restore

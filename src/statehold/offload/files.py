@@ -13,17 +13,21 @@ Not here: which file holds what (pipeline), moving the bytes (store).
 
 from __future__ import annotations
 
+import errno
+import logging
 import re
 import threading
 from typing import TYPE_CHECKING
 
-from statehold.errors import UsageError
+from statehold.errors import StateholdError, StorageError, UsageError
 from statehold.offload.claim import claim_folder, dead_folders
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
 
 __all__ = ["StateFiles"]
+
+logger = logging.getLogger("statehold")
 
 NAME = re.compile(r"subgroup-\d{8}\.state")
 
@@ -51,8 +55,18 @@ class StateFiles:
             self._claim.release()
             raise
 
+    def check(self) -> None:
+        """Raises StorageError if the folder is another one by now, or none."""
+        if self._claim.is_lost:
+            raise StorageError(
+                "the folder of an optimizer was unmounted, replaced or removed while it was in use",
+                errno=errno.ESTALE,
+                path=self._claim.folder,
+            )
+
     def reserve(self, sizes: list[int]) -> None:
         """Make a file of each size, so that the space is there when an update needs it."""
+        self.check()
         for nbytes in sizes:
             path = self._new_name()
             self._fs.open_write(path, nbytes).close()
@@ -60,6 +74,7 @@ class StateFiles:
 
     def take(self, nbytes: int) -> tuple[str, File]:
         """A file that may be overwritten, and its path."""
+        self.check()
         while (path := self._pop()) is not None:
             if self._fs.can_reuse(path):
                 return path, self._fs.open_write(path, nbytes, reuse=True)
@@ -74,9 +89,12 @@ class StateFiles:
             self._spare.append(path)
 
     def close(self) -> None:
-        """Remove all files, and let others use the folder."""
+        """Remove all files, and let others use the folder. A path that fails gets a warning."""
         try:
+            self.check()
             self._remove_all(self._claim.folder)
+        except StateholdError as error:
+            logger.warning("cannot remove state files of an optimizer: %s", error)
         finally:
             self._claim.release()
 

@@ -97,6 +97,7 @@ class Store:
 
     def read(self, subgroup: Subgroup, stored: Stored, memory: torch.Tensor) -> None:
         """Read a subgroup. Raises ChecksumError, with its parameters, for a damaged one."""
+        self.files[stored.path].check()
         file = self._open_read(stored.file)
         try:
             self._move(file, subgroup, memory, stored.path, stored.sums)
