@@ -110,6 +110,27 @@ def test_state_goes_to_torch_and_back(tmp_path: Path, dtype: torch.dtype) -> Non
     twins.check()
 
 
+def test_a_state_brings_its_hyper_parameters(tmp_path: Path) -> None:
+    """As with torch: the groups are those of the state, whatever the optimizer was made with."""
+    shapes = [(129, 65), (40_000,)]
+    old = Twins(shapes, [BF16], groups=[{}, {"weight_decay": 0.3}], tiers=[offload.Host("8MiB")])
+    old.train(2)
+    groups = [{"lr": 0.5, "betas": (0.1, 0.2)}, {"lr": 0.7, "maximize": True}]
+    new = Twins(shapes, [BF16], seed=1, groups=groups, **on(tmp_path))
+    new.train(1)
+    with torch.no_grad():
+        for tensors, values in ((new.params, old.params), (new.masters, old.masters)):
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+    new.ours.load_state_dict(old.ours.state_dict())
+    new.torchs.load_state_dict(copy.deepcopy(old.torchs.state_dict()))
+    for ours, torchs in zip(new.ours.param_groups, new.torchs.param_groups, strict=True):
+        for name in ("lr", "betas", "weight_decay", "maximize"):
+            assert ours[name] == torchs[name] != groups[0].get(name)
+    new.train(2)
+    new.check()
+
+
 def test_a_state_dict_is_a_copy(tmp_path: Path) -> None:
     twins = Twins([(40_000,)], [BF16], **on(tmp_path))
     twins.train(1)

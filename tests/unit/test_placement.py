@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from statehold.planners.placement import (
+    Moved,
+    averaged,
+    bandwidth,
     choose_subgroup_bytes,
     in_turns,
+    is_worth_measuring,
     replaced,
     shares,
     slowest_s,
+    with_one_on,
 )
 from statehold.units import MiB
 
@@ -63,3 +69,48 @@ def test_subgroups_are_neither_tiny_nor_huge() -> None:
     assert choose_subgroup_bytes(1000) == 4 * MiB
     assert choose_subgroup_bytes(6400 * MiB) == 100 * MiB
     assert choose_subgroup_bytes(1 << 50) == 256 * MiB
+
+
+@given(st.floats(1, 100), st.floats(1, 100), st.integers(1, 10**12))
+def test_half_and_full_duplex_need_no_telling_apart(read: float, write: float, size: int) -> None:
+    half = Moved(size, size, size / read + size / write)
+    full = Moved(size, size, max(size / read, size / write))
+    assert bandwidth(half) == pytest.approx(1 / (1 / read + 1 / write))
+    assert bandwidth(full) == pytest.approx(min(read, write))
+
+
+def test_only_what_was_read_and_written_alike_says_a_bandwidth() -> None:
+    assert bandwidth(Moved(0, 100, 1.0)) is None
+    assert bandwidth(Moved(100, 0, 1.0)) is None
+    assert bandwidth(Moved(49, 100, 1.0)) is None
+    assert bandwidth(Moved(50, 100, 1.0)) == 75.0
+    assert bandwidth(Moved()) is None
+    assert Moved(5, 7, 2.0) - Moved(1, 2, 0.5) == Moved(4, 5, 1.5)
+    assert averaged(None, 8.0) == 8.0
+    assert averaged(4.0, 8.0) == 6.0
+
+
+def test_a_path_that_gets_slower_gets_less() -> None:
+    """Another job loads the second of two equal paths, and ends again."""
+    counts, rates = [32, 32], [100.0, 100.0]
+    seen = []
+    for late in [50.0] * 6 + [100.0] * 6:
+        rates[1] = averaged(rates[1], late)
+        counts = replaced(counts, rates)
+        seen.append(counts[1])
+    assert seen[5] == 23
+    assert seen[-1] == 31
+
+
+def test_a_path_without_bandwidth_gets_nothing() -> None:
+    assert shares(10, [2.0, 0.0, 3.0]) == [4, 0, 6]
+    assert slowest_s([4, 0, 6], [2.0, 0.0, 3.0]) == 2.0
+    assert replaced([10, 0], [1.0, 0.0]) == [10, 0]
+    assert replaced([0, 0], [1.0, 1.0]) == [0, 0]
+
+
+def test_measuring_a_path_again_costs_little() -> None:
+    assert is_worth_measuring(None, 10**9, 0.0)
+    assert not is_worth_measuring(1e6, 10**9, 99_000.0)
+    assert is_worth_measuring(1e6, 10**9, 100_000.0)
+    assert with_one_on(1, [5, 0, 9]) == [5, 1, 8]

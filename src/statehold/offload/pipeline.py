@@ -26,13 +26,12 @@ from dataclasses import dataclass
 
 import torch
 
+from statehold.errors import StateholdError
 from statehold.offload.memory import Buffers
 from statehold.offload.store import Store, Stored
 from statehold.offload.subgroups import Subgroup
+from statehold.offload.targets import Targets
 from statehold.planners import placement
-
-# How much the last visit counts in the bandwidth of a path.
-NEWEST = 0.5
 
 # Of a subgroup, its buffer, and whether it is fresh: then the buffer has any content.
 Use = Callable[[Subgroup, torch.Tensor, bool], None]
@@ -48,10 +47,7 @@ class _Place:
 
 
 class Pipeline:
-    """Subgroups, and the buffers and paths that hold them.
-
-    bandwidths: of each path, in any unit; they decide the first placement.
-    """
+    """Subgroups, and the buffers and paths that hold them. bandwidths: see Targets."""
 
     def __init__(
         self,
@@ -67,17 +63,14 @@ class Pipeline:
         self._exchanges = max(1, placement.EXCHANGES_PER_PATH * len(store.files))
         self._threads = ThreadPoolExecutor(self._exchanges, "statehold-offload")
         self.waited_s, self.hits, self.misses = 0.0, 0, 0
-        self.counts = placement.shares(len(subgroups), bandwidths) if bandwidths else []
-        self._targets = placement.in_turns(self.counts)
-        self._metered = [(0, 0.0) for _ in bandwidths]  # of each path, when it was last looked at
-        self._measured = [0.0 for _ in bandwidths]  # bytes a second; 0: nothing was moved yet
+        self.targets = Targets([each.nbytes for each in subgroups], store, bandwidths)
         if buffers.count < len(subgroups):
-            self._reserve()
+            self.targets.reserve(self._exchanges)
 
     def visit(self, wanted: Iterable[int], use: Use, *, changes: bool) -> None:
         """Call `use` once with each of the subgroups; `changes` says that it changes them."""
         wanted = list(wanted)
-        self._replace()
+        self.targets.renew()
         ready = deque(index for index in wanted if self._places[index].buffer is not None)
         absent = deque(index for index in wanted if self._places[index].buffer is None)
         self.hits += len(ready)
@@ -98,6 +91,8 @@ class Pipeline:
                 spare.append(self._use(index, use, changes=changes))
         finally:
             wait(moving)
+            if not changes:
+                self.targets.skip()
             self._free = deque(i for i, owner in enumerate(self._owners) if owner is None)
 
     def reset(self) -> None:
@@ -142,40 +137,33 @@ class Pipeline:
         self._owners[buffer] = None
         place = self._places[coming]
         if place.stored is not None:
-            self._store.read(self._subgroups[coming], place.stored, memory)
+            self._read(coming, place.stored, memory)
         place.buffer, self._owners[buffer] = buffer, coming
 
     def _leave(self, index: int, memory: torch.Tensor) -> None:
         place = self._places[index]
         if place.is_changed:
-            old, subgroup = place.stored, self._subgroups[index]
-            place.stored = self._store.write(subgroup, memory, self._targets[index])
+            old, place.stored = place.stored, self._write(index, memory)
             place.is_changed = False
             if old is not None:
                 self._store.drop(old)
         place.buffer = None
 
-    def _replace(self) -> None:
-        """Place subgroups by the bandwidths of late, if that pays. What is written next moves."""
-        for path, each in enumerate(self._store.meters):
-            nbytes, busy_s = each.both.nbytes, each.both.busy_s
-            before_bytes, before_s = self._metered[path]
-            if nbytes > before_bytes and busy_s > before_s:
-                late = (nbytes - before_bytes) / (busy_s - before_s)
-                self._measured[path] = (self._measured[path] or late) * (1 - NEWEST) + late * NEWEST
-                self._metered[path] = nbytes, busy_s
-        if len(self.counts) > 1 and all(self._measured):
-            counts = placement.replaced(self.counts, self._measured)
-            if counts != self.counts:
-                self.counts, self._targets = counts, placement.in_turns(counts)
+    def _read(self, index: int, stored: Stored, memory: torch.Tensor) -> None:
+        what = f"reading subgroup {index} from {self._store.files[stored.path].directory}"
+        try:
+            self._store.read(self._subgroups[index], stored, memory)
+        except StateholdError as error:
+            self.targets.give_up(stored.path, error, what)
+            raise
 
-    def _reserve(self) -> None:
-        """Make the files of the first placement, and those that exchanges write meanwhile."""
-        for path, files in enumerate(self._store.files):
-            sizes = [
-                subgroup.nbytes
-                for subgroup, target in zip(self._subgroups, self._targets, strict=True)
-                if target == path
-            ]
-            more = min(self._exchanges, len(sizes))
-            files.reserve(sizes + sizes[:more])
+    def _write(self, index: int, memory: torch.Tensor) -> Stored:
+        """Write a subgroup to its path, or to another one if that fails: it is still in memory."""
+        while True:
+            path = self.targets[index]
+            what = f"writing subgroup {index} to {self._store.files[path].directory}"
+            try:
+                return self._store.write(self._subgroups[index], memory, path)
+            except StateholdError as error:
+                if not self.targets.give_up(path, error, what):
+                    raise

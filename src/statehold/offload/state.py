@@ -148,7 +148,8 @@ class OffloadedState:
     def stats(self) -> Stats:
         """The figures so far."""
         pipeline, store = self._pipeline, self._store
-        placed = zip(self._paths, pipeline.counts, store.meters, strict=True)
+        targets = pipeline.targets
+        placed = zip(self._paths, targets.counts, store.meters, strict=True)
         return Stats(
             updates=self._updates,
             update_s=self._update_s,
@@ -168,8 +169,10 @@ class OffloadedState:
                     read_s=meters.read.busy_s,
                     written_bytes=meters.written.nbytes,
                     write_s=meters.written.busy_s,
+                    busy_s=meters.both.busy_s,
+                    given_up=targets.given_up.get(number),
                 )
-                for path, count, meters in placed
+                for number, (path, count, meters) in enumerate(placed)
             ),
         )
 

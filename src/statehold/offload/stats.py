@@ -1,7 +1,8 @@
 """What an offloaded optimizer has moved and waited for, since it was made.
 
 Invariants: a `Stats` is a value, and later updates do not change it. The seconds of a direction are
-those in which at least one of its transfers was under way, however many there were.
+those in which at least one of its transfers was under way, or waited for the turn of its path,
+however many there were.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ Kind = Literal["read", "update", "write"]
 
 @dataclass(frozen=True, slots=True)
 class PathStats:
-    """One path. `subgroups`: those that it gets now, by the bandwidths so far."""
+    """One path. `subgroups`: those that it gets now, by the bandwidths so far.
+
+    busy_s: seconds with a read, a write, or both under way. given_up: None, or why the path gets no
+    more writes.
+    """
 
     path: str
     subgroups: int
@@ -28,6 +33,8 @@ class PathStats:
     read_s: float
     written_bytes: int
     write_s: float
+    busy_s: float
+    given_up: str | None
 
 
 @dataclass(frozen=True, slots=True)

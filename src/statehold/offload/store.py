@@ -24,6 +24,7 @@ from statehold.offload.files import StateFiles
 from statehold.offload.stats import Kind, Meter, Timeline
 from statehold.offload.tiers import Path
 from statehold.offload.turns import Turns
+from statehold.planners.placement import Moved
 from statehold.units import MiB
 
 if TYPE_CHECKING:
@@ -103,6 +104,11 @@ class Store:
             self._move(file, subgroup, memory, stored.path, stored.sums)
         except _core.Mismatch as found:
             raise self._damaged(subgroup, found) from None
+
+    def moved(self, path: int) -> Moved:
+        """What a path has moved so far."""
+        meters = self.meters[path]
+        return Moved(meters.read.nbytes, meters.written.nbytes, meters.both.busy_s)
 
     def drop(self, stored: Stored) -> None:
         """Nobody needs this generation any more."""

@@ -1,0 +1,169 @@
+"""A path that fails is given up: what is in memory goes elsewhere, what is lost needs a load."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from statehold import offload
+from statehold.errors import MissingFileError, StorageError
+from statehold.testing import SimFs
+from support.faults import must
+from support.mounts import nearly_full, tmpfs, why_no_tmpfs
+from support.twins import Twins, snapshot
+
+BF16 = torch.bfloat16
+SHAPES = [(40_000,), (129, 65)]
+SMALL = 49_152
+needs_tmpfs = pytest.mark.skipif(why_no_tmpfs() is not None, reason=str(why_no_tmpfs()))
+
+
+def simulated() -> SimFs:
+    fs = SimFs(seed=1)
+    fs.mkdir("one")
+    fs.mkdir("two")
+    return fs
+
+
+def twins_on(*paths: str | Path, fs: SimFs | None = None) -> Twins:
+    tiers = [offload.Path(path) for path in paths]
+    return Twins(SHAPES, [BF16], tiers=tiers, subgroup_bytes=SMALL, fs=fs)
+
+
+def given_up(twins: Twins) -> dict[str, str]:
+    return {each.path: each.given_up for each in twins.ours.stats.paths if each.given_up}
+
+
+def written(twins: Twins) -> dict[str, int]:
+    return {each.path: each.written_bytes for each in twins.ours.stats.paths}
+
+
+@pytest.mark.parametrize("operation", ["write", "open_write"])
+@pytest.mark.parametrize(
+    "code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ENODEV, errno.ESTALE, errno.EDQUOT]
+)
+def test_a_write_that_fails_goes_to_another_path(
+    operation: str, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    fs = simulated()
+    twins = twins_on("one", "two", fs=fs)
+    twins.train(2)
+    fs.fail_next(operation, code, skip=3)
+    with caplog.at_level(logging.WARNING, "statehold"):
+        twins.train(1)
+    must(fs.fired[f"injected {operation}"] == 1)
+    ((path, why),) = given_up(twins).items()
+    (record,) = caplog.records
+    assert f"gives up its path {path}" in record.getMessage()
+    assert f" to {path} failed: " in why
+    assert errno.errorcode[code] in why
+    before = written(twins)
+    twins.train(3)
+    twins.check()
+    assert written(twins)[path] == before[path]
+    assert {each.path for each in twins.ours.stats.paths if each.subgroups == 0} == {path}
+    twins.ours.close()
+    assert not [name for each in ("one", "two") for name, _ in fs.listdir(f"{each}/optimizer-0")]
+
+
+@pytest.mark.parametrize("skip", range(0, 6, 2))
+def test_a_read_that_fails_needs_a_load_and_then_goes_on(skip: int) -> None:
+    fs = simulated()
+    twins = twins_on("one", "two", fs=fs)
+    twins.train(2)
+    restore = snapshot(twins)
+    fs.fail_next("read", errno.EIO, skip=skip)
+    with pytest.raises(StorageError) as caught:
+        twins.train(1)
+    must(fs.fired["injected read"] == 1)
+    assert caught.value.errno == errno.EIO
+    ((path, why),) = given_up(twins).items()
+    assert f" from {path} failed: " in why
+    restore()
+    before = written(twins)
+    twins.train(3)
+    twins.check()
+    assert written(twins)[path] == before[path]
+
+
+def test_a_path_that_has_lost_its_files_is_given_up(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    twins = twins_on(tmp_path / "one", tmp_path / "two")
+    twins.train(2)
+    restore = snapshot(twins)
+    lost = list((tmp_path / "two").rglob("*.state"))
+    for file in lost:
+        file.unlink()
+    must(lost)
+    with pytest.raises(MissingFileError):
+        twins.train(1)
+    assert list(given_up(twins)) == [str(tmp_path / "two")]
+    restore()
+    twins.train(2)
+    twins.check()
+    twins.ours.close()
+
+
+def test_the_last_path_is_not_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    fs = simulated()
+    twins = twins_on("one", "two", fs=fs)
+    twins.train(2)
+    restore = snapshot(twins)
+    fs.fail_next("write", errno.EIO)
+    twins.train(1)
+    fs.fail_next("write", errno.ENOSPC)
+    with pytest.raises(StorageError, match="none is left, so this one is not given up"):
+        twins.train(1)
+    must(fs.fired["injected write"] == 2)
+    assert len(given_up(twins)) == 1
+    restore()
+    twins.train(2)  # the path works again
+    twins.check()
+
+
+@needs_tmpfs
+def test_a_file_system_that_fills_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps may hold its files by second names, so every update needs space for new ones."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with tmpfs(tmp_path, 64 << 20) as memory:
+        (memory / "opt").mkdir()
+        (memory / "step").mkdir()
+        twins = twins_on(memory / "opt", disk)
+        twins.train(2)
+        for file in (memory / "opt").rglob("*.state"):
+            os.link(file, memory / "step" / file.name)
+        with nearly_full(memory, 2 * SMALL):
+            twins.train(3)
+        twins.check()
+        assert errno.errorcode[errno.ENOSPC] in given_up(twins)[str(memory / "opt")]
+        assert "Committed steps are safe" in caplog.text
+        twins.ours.close()
+
+
+@needs_tmpfs
+def test_a_path_that_is_unmounted_is_found(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with tmpfs(tmp_path, 64 << 20) as memory:
+        twins = twins_on(disk, memory)
+        twins.train(2)
+        restore = snapshot(twins)
+        subprocess.run(["umount", "-l", str(memory)], check=True)
+        (memory / "optimizer-0").mkdir()  # what is below looks alike
+        with pytest.raises(StorageError, match="unmounted, replaced or removed"):
+            twins.train(1)
+        assert list(given_up(twins)) == [str(memory)]
+        restore()
+        twins.train(2)
+        twins.check()
+        twins.ours.close()
+        assert not list(memory.rglob("*.state"))
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(memory)], check=True)
