@@ -5,16 +5,20 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import subprocess
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from statehold import offload
 from statehold.errors import MissingFileError, StorageError
+from statehold.offload import stalls
 from statehold.testing import SimFs
-from support.faults import must
+from support.faults import DEADLINE_S, must
 from support.mounts import nearly_full, tmpfs, why_no_tmpfs
 from support.twins import Twins, snapshot
 
@@ -167,3 +171,29 @@ def test_a_path_that_is_unmounted_is_found(tmp_path: Path) -> None:
         twins.ours.close()
         assert not list(memory.rglob("*.state"))
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(memory)], check=True)
+
+
+def test_a_stalled_path_is_named_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fs = simulated()
+    twins = twins_on("one", "two", fs=fs)
+    twins.train(2)
+    warned, said = threading.Event(), []
+
+    def warning(*words: Any) -> None:
+        said.append(words)
+        warned.set()
+
+    monkeypatch.setattr(stalls, "STALL_S", 0.01)
+    monkeypatch.setattr(stalls.logger, "warning", warning)
+    fs.hold()
+    update = threading.Thread(target=twins.train, args=(1,))
+    update.start()
+    must(warned.wait(DEADLINE_S))
+    while update.is_alive():
+        if fs.waiting:
+            fs.complete(0)
+        update.join(0.001)
+    text, what, seconds = said[0]
+    assert re.fullmatch(r"(reading subgroup \d+ from|writing subgroup \d+ to) (one|two)", what)
+    assert (text % (what, seconds)).startswith(f"an update waits: {what} takes ")
+    assert seconds > 0

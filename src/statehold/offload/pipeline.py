@@ -21,13 +21,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from statehold.errors import StateholdError
 from statehold.offload.memory import Buffers
+from statehold.offload.stalls import Watch
 from statehold.offload.store import Store, Stored
 from statehold.offload.subgroups import Subgroup
 from statehold.offload.targets import Targets
@@ -64,6 +65,7 @@ class Pipeline:
         self._threads = ThreadPoolExecutor(self._exchanges, "statehold-offload")
         self.waited_s, self.hits, self.misses = 0.0, 0, 0
         self.targets = Targets([each.nbytes for each in subgroups], store, bandwidths)
+        self._watch = Watch()
         if buffers.count < len(subgroups):
             self.targets.reserve(self._exchanges)
 
@@ -90,7 +92,7 @@ class Pipeline:
                 index = ready.popleft()
                 spare.append(self._use(index, use, changes=changes))
         finally:
-            wait(moving)
+            self._watch.wait_for_all(moving)
             if not changes:
                 self.targets.skip()
             self._free = deque(i for i, owner in enumerate(self._owners) if owner is None)
@@ -121,7 +123,7 @@ class Pipeline:
     def _arrived(self, moving: dict[Future[None], int]) -> list[int]:
         """Wait for exchanges; returns the subgroups that are in memory now."""
         begin = time.perf_counter()
-        done, _ = wait(moving, return_when=FIRST_COMPLETED)
+        done = self._watch.wait_for_one(moving)
         self.waited_s += time.perf_counter() - begin
         arrived = [moving.pop(each) for each in done]
         for each in done:
@@ -152,7 +154,8 @@ class Pipeline:
     def _read(self, index: int, stored: Stored, memory: torch.Tensor) -> None:
         what = f"reading subgroup {index} from {self._store.files[stored.path].directory}"
         try:
-            self._store.read(self._subgroups[index], stored, memory)
+            with self._watch.doing(what):
+                self._store.read(self._subgroups[index], stored, memory)
         except StateholdError as error:
             self.targets.give_up(stored.path, error, what)
             raise
@@ -163,7 +166,8 @@ class Pipeline:
             path = self.targets[index]
             what = f"writing subgroup {index} to {self._store.files[path].directory}"
             try:
-                return self._store.write(self._subgroups[index], memory, path)
+                with self._watch.doing(what):
+                    return self._store.write(self._subgroups[index], memory, path)
             except StateholdError as error:
                 if not self.targets.give_up(path, error, what):
                     raise
