@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 
 from statehold import offload
 from statehold.errors import ClosedError, StateMismatchError, UsageError
+from statehold.offload.state import OffloadedState
+from support.faults import DEADLINE_S, must
 from support.twins import Twins, same_bits
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -279,6 +283,32 @@ def test_a_closed_optimizer_refuses(tmp_path: Path) -> None:
         twins.train(1)
     with pytest.raises(ClosedError):
         twins.ours.state_dict()
+
+
+def test_dropping_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may do it in a thread that holds locks of others. A later optimizer waits."""
+    ended = OffloadedState.close
+    order: list[str] = []
+    go_on = threading.Event()
+
+    def close(state: OffloadedState) -> None:
+        must(go_on.wait(DEADLINE_S))
+        ended(state)
+        order.append("ended")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OffloadedState, "close", close)
+        optimizer = offload.AdamW([param(10)], **on(tmp_path))
+        optimizer.cycle = optimizer
+        del optimizer
+        gc.collect()
+        order.append("collected")
+        go_on.set()
+        later = offload.AdamW([param(10)], **on(tmp_path))
+        order.append("made another")
+    assert order == ["collected", "ended", "made another"]
+    assert [each.name for each in tmp_path.iterdir()] == ["optimizer-0"]
+    later.close()
 
 
 def test_threads_of_torch_stay_as_they_were(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ Not here: the state itself (state).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -20,6 +19,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from statehold.errors import UsageError
+from statehold.offload.keeper import Keeper, wait_for_dropped
 from statehold.offload.rules import AdamRule, Rule, SgdRule
 from statehold.offload.state import OffloadedState
 from statehold.offload.stats import Event, Stats
@@ -48,8 +48,9 @@ class _Offloaded(torch.optim.Optimizer):
     ) -> None:
         self._offloaded: OffloadedState | None = None
         super().__init__(params, defaults)
+        wait_for_dropped()
         self._offloaded = OffloadedState(self.param_groups, rule, tiers, subgroup_bytes, fs)
-        self._finalizer = weakref.finalize(self, self._offloaded.close)
+        self._keeper = Keeper(self, self._offloaded.close)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -99,7 +100,7 @@ class _Offloaded(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Remove the state from all tiers. It cannot be used any more. Idempotent."""
-        self._finalizer()
+        self._keeper.close()
 
     @property
     def _opened(self) -> OffloadedState:
