@@ -48,10 +48,12 @@ campaigns: export STATEHOLD_FLIPS = all
 campaigns: export STATEHOLD_ALL_BYTES = 1
 campaigns: export STATEHOLD_DEVICE_SCHEDULES = 10000
 campaigns: export STATEHOLD_RECOGNITION = 5000
+campaigns: export STATEHOLD_OFFLOAD = 1000
+campaigns: export STATEHOLD_OFFLOAD_KILLS = 500
 campaigns: export STATEHOLD_BENCH = all
 campaigns: setup  ## the tests of which `make test` takes a sample, whole: hours
 	@$(pytest) -o faulthandler_exit_on_timeout=false tests/crash tests/sim tests/ranks tests/agent tests/preemption tests/hostile tests/cli \
-	  tests/checkpointer tests/devices tests/tensors tests/bench $(ARGS)
+	  tests/checkpointer tests/devices tests/tensors tests/bench tests/offload $(ARGS)
 
 sim: setup  ## SEEDS=n seeds of the simulation: faults, crashes, ranks that die
 	@$(bin)/python tests/sim/campaign.py --seeds $(SEEDS) $(ARGS)
