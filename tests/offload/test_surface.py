@@ -266,9 +266,9 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     state = {**optimizer.state_dict(), "state": other.state_dict()["state"]}
     with pytest.raises(StateMismatchError, match="does not fit") as caught:
         optimizer.load_state_dict(state)
-    assert caught.value.facts["got"] == "no exp_avg"
+    assert caught.value.facts["got"] == "nothing"
     state["state"][0] = {"step": 1, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(10)}
-    with pytest.raises(StateMismatchError, match=r"expected +exp_avg of shape \(10,\)"):
+    with pytest.raises(StateMismatchError, match=r"exp_avg in a tensor of shape \(10,\)"):
         optimizer.load_state_dict(state)
 
 

@@ -5,6 +5,9 @@ Invariants:
   in float32 among its fields, and is rounded from it after each update.
 - If somebody else has changed elements of a parameter in 16 bit since its last update, its master
   takes these elements. So loading or averaging weights between updates works as with torch.
+- A DTensor is a box of a parameter: this rank offloads its local tensor, as if there was no more.
+  Values in another placement are redistributed to the parameter's, which is what torch's fused
+  kernels do with gradients. All ranks of the mesh take part in that, in the order of parameters.
 Not here: the update (state).
 """
 
@@ -20,9 +23,11 @@ import torch
 from statehold.errors import UsageError
 from statehold.offload.rules import Rule
 from statehold.offload.subgroups import Extent
-from statehold.tensors.storable import is_storable, local_of
+from statehold.tensors import placements
+from statehold.tensors.placements import Placed
+from statehold.tensors.storable import is_dtensor, is_storable, local_of, version_of
 
-__all__ = ["MASTER", "Parameter", "flat", "flat_as", "flat_grad", "parameters_of"]
+__all__ = ["MASTER", "Parameter", "flat", "parameters_of"]
 
 MASTER = "master"
 HALF = (torch.bfloat16, torch.float16)
@@ -32,8 +37,8 @@ HALF = (torch.bfloat16, torch.float16)
 class Parameter:
     """A parameter, the index of its group, and the fields that the rule keeps of it.
 
-    step: how many updates it has had, in the form that the kernels take. version: of the tensor,
-    after the last update; None: unknown.
+    tensor: as the program has it. step: how many updates it has had, in the form that the kernels
+    take. version: of the tensor, after the last update; None: unknown.
     """
 
     tensor: torch.Tensor
@@ -42,6 +47,11 @@ class Parameter:
     kept: tuple[str, ...]
     step: torch.Tensor
     version: int | None = None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The elements that this rank updates: of a DTensor its local tensor."""
+        return local_of(self.tensor)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -56,7 +66,7 @@ class Parameter:
     @property
     def was_changed(self) -> bool:
         """Whether somebody else may have changed it since its last update, beside its master."""
-        return self.has_master and self.version != self.tensor._version
+        return self.has_master and self.version != self._version
 
     @property
     def is_started(self) -> bool:
@@ -66,9 +76,58 @@ class Parameter:
     @property
     def extent(self) -> Extent:
         """Its elements, for cutting. Rows are those of a tensor in the usual order."""
-        shape = self.tensor.shape
-        row = self.tensor.numel() // shape[0] if len(shape) > 1 and shape[0] else 1
-        return Extent(self.tensor.numel(), row, self.fields)
+        shape, numel = self.local.shape, self.local.numel()
+        row = numel // shape[0] if len(shape) > 1 and shape[0] else 1
+        return Extent(numel, row, self.fields)
+
+    def place(self, rank: int | None) -> Placed:
+        """Which box of which global tensor the local one is, and in which layout.
+
+        rank: this one in a job of several, None in a job of one. The optimizer does not know which
+        plain tensors DistributedDataParallel replicates; they are this rank's own here.
+        """
+        return placements.placed(self.tensor, self.name, rank)
+
+    def note_update(self) -> None:
+        """It was updated just now: changes from here on are somebody else's."""
+        self.version = self._version
+
+    def empty_field(self) -> torch.Tensor:
+        """Memory for a field, in the kind of tensor that torch keeps beside this parameter."""
+        return torch.empty_like(self.tensor, dtype=torch.float32, requires_grad=False)
+
+    def gradient(self) -> torch.Tensor:
+        """The gradient in the order of the local tensor's memory. Refuses a sparse one."""
+        grad = self.tensor.grad
+        if grad is None:
+            raise AssertionError("a parameter without a gradient is updated")
+        if grad.layout != torch.strided:
+            raise UsageError(
+                "a gradient is sparse, and this optimizer takes dense ones",
+                facts={"parameter": self.name, "got": str(grad.layout)},
+                hint="make the embedding with sparse=False, or give it to torch.optim.SparseAdam",
+            )
+        return self.flat_of(grad)
+
+    def flat_of(self, values: torch.Tensor) -> torch.Tensor:
+        """The elements of `values`, which fit(), in the order of the local tensor's memory."""
+        if is_dtensor(self.tensor) and _spec(values).placements != _spec(self.tensor).placements:
+            spec = _spec(self.tensor)
+            values = values.redistribute(spec.mesh, spec.placements)  # type: ignore[attr-defined]
+        like, values = self.local, local_of(values)
+        if values.stride() != like.stride():
+            values = torch.empty_like(like, dtype=values.dtype, requires_grad=False).copy_(values)
+        return flat(values)
+
+    def fits(self, values: torch.Tensor) -> bool:
+        """Whether `values` has an element for each of the parameter, on the same ranks."""
+        if values.shape != self.tensor.shape or is_dtensor(values) != is_dtensor(self.tensor):
+            return False
+        return not is_dtensor(values) or _spec(values).mesh == _spec(self.tensor).mesh
+
+    @property
+    def _version(self) -> int:
+        return version_of(self.local, self.tensor if is_dtensor(self.tensor) else None)
 
 
 def parameters_of(groups: Sequence[Mapping[str, Any]], rule: Rule) -> list[Parameter]:
@@ -103,46 +162,27 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def flat_grad(parameter: Parameter) -> torch.Tensor:
-    """The gradient in the order of the parameter's memory. Raises UsageError for a sparse one."""
-    grad, tensor = parameter.tensor.grad, parameter.tensor
-    if grad is None:
-        raise AssertionError("a parameter without a gradient is updated")
-    if grad.layout != torch.strided:
-        raise UsageError(
-            "a gradient is sparse, and this optimizer takes dense ones",
-            facts={"parameter": parameter.name, "got": str(grad.layout)},
-            hint="make the embedding with sparse=False, or give it to torch.optim.SparseAdam",
-        )
-    return flat_as(grad, tensor)
-
-
-def flat_as(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The elements of `values` in the order of the memory of `like`, which has the same shape."""
-    if values.stride() != like.stride():
-        values = torch.empty_like(like, dtype=values.dtype, requires_grad=False).copy_(values)
-    return flat(values)
-
-
-def _check(tensor: torch.Tensor, name: str) -> None:
-    if local_of(tensor) is not tensor:
-        raise _refused(name, "a parameter that is sharded", f"{type(tensor).__name__}")
+def _check(parameter: torch.Tensor, name: str) -> None:
+    if is_dtensor(parameter) and any(each.is_partial() for each in _spec(parameter).placements):
+        got = ", ".join(map(repr, _spec(parameter).placements))
+        raise _refused(name, "a parameter that is a sum over ranks", got)
+    tensor = local_of(parameter)
     if tensor.device.type != "cpu":
         raise _refused(name, "a parameter on a device", str(tensor.device))
     if not is_storable(tensor) or tensor.layout != torch.strided:
         raise _refused(name, "a parameter of this kind", f"{tensor.layout} {type(tensor).__name__}")
     if tensor.dtype not in (torch.float32, *HALF):
         raise _refused(name, "a parameter of this dtype", str(tensor.dtype))
-    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+    if tensor.numel() and torch.empty_like(tensor, device="meta").stride() != tensor.stride():
         raise _refused(name, "a parameter with gaps or overlaps", f"strides {tensor.stride()}")
 
 
 def _check_memory(found: Sequence[Parameter]) -> None:
     """Refuse parameters that share memory: each would be updated from a state of its own."""
     ranges = sorted(
-        (each.tensor.data_ptr(), each.tensor.data_ptr() + each.tensor.nbytes, each.name)
+        (local.data_ptr(), local.data_ptr() + local.nbytes, each.name)
         for each in found
-        if each.tensor.nbytes
+        if (local := each.local).nbytes
     )
     for (_, end, first), (begin, _, second) in itertools.pairwise(ranges):
         if begin < end:
@@ -151,6 +191,11 @@ def _check_memory(found: Sequence[Parameter]) -> None:
                 facts={"parameters": f"{first}, {second}"},
                 hint="give tied weights to the optimizer once; model.parameters() does",
             )
+
+
+def _spec(tensor: torch.Tensor) -> Any:
+    """The mesh and the placements of a DTensor."""
+    return tensor._spec  # type: ignore[attr-defined]
 
 
 def _refused(name: str, what: str, got: str) -> UsageError:

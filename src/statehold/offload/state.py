@@ -20,7 +20,7 @@ import torch
 
 from statehold.errors import ClosedError, StateMismatchError, UsageError
 from statehold.offload.memory import Buffers
-from statehold.offload.parameters import Parameter, flat, flat_as, parameters_of
+from statehold.offload.parameters import MASTER, Parameter, flat, parameters_of
 from statehold.offload.pipeline import Pipeline
 from statehold.offload.rules import Rule
 from statehold.offload.sizes import Sizes
@@ -30,6 +30,7 @@ from statehold.offload.subgroups import Subgroup
 from statehold.offload.tiers import Tier, check_tiers
 from statehold.offload.update import Update, make, parts
 from statehold.offload.workers import Workers
+from statehold.tensors.storable import is_dtensor, local_of
 from statehold.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class OffloadedState:
                 parameter.step += 1
             self._pipeline.visit(self._touched(update.active), use, changes=True)
             for parameter in active:
-                parameter.version = parameter.tensor._version
+                parameter.note_update()
         self._updates += 1
         self._update_s += time.perf_counter() - begin
 
@@ -109,7 +110,8 @@ class OffloadedState:
             for part, values in parts(subgroup, memory):
                 span = part.span
                 if span.parameter in found:
-                    flat(found[span.parameter][part.field])[span.begin : span.end] = values
+                    elements = flat(local_of(found[span.parameter][part.field]))
+                    elements[span.begin : span.end] = values
 
         self._pipeline.visit(self._touched(started), use, changes=False)
         return found
@@ -118,21 +120,24 @@ class OffloadedState:
         """Replace the state by `entries`, one for each parameter; None: it was never updated."""
         self._check_open()
         self._check_entries(entries)
-        started = [index for index, entry in enumerate(entries) if entry]
+        flats = [
+            {name: parameter.flat_of(entry[name]) for name in parameter.fields if name in entry}
+            for parameter, entry in zip(self.parameters, map(_known, entries), strict=True)
+        ]
 
         def use(subgroup: Subgroup, memory: torch.Tensor, _: bool) -> None:
             make(subgroup, memory, self.parameters)
             for part, values in parts(subgroup, memory):
-                span, entry = part.span, entries[part.span.parameter]
-                if entry and part.field in entry:
-                    like = self.parameters[span.parameter].tensor
-                    values.copy_(flat_as(entry[part.field], like)[span.begin : span.end])
+                span, given = part.span, flats[part.span.parameter]
+                if part.field in given:
+                    values.copy_(given[part.field][span.begin : span.end])
 
         with self._whole("load_state_dict()"):
             self._pipeline.reset()
             for parameter, entry in zip(self.parameters, entries, strict=True):
                 parameter.version = None
                 parameter.step.fill_(float(entry.get("step", 1)) if entry else 0)
+            started = [index for index, given in enumerate(flats) if given]
             self._pipeline.visit(self._touched(started), use, changes=True)
         self._failure = None
 
@@ -193,10 +198,7 @@ class OffloadedState:
 
     def _empty_fields(self, parameter: Parameter) -> dict[str, torch.Tensor]:
         """Tensors for the fields of a parameter, and its step if torch keeps one."""
-        found = {
-            name: torch.empty_like(parameter.tensor, dtype=torch.float32, requires_grad=False)
-            for name in parameter.fields
-        }
+        found = {name: parameter.empty_field() for name in parameter.fields}
         return {"step": parameter.step.clone(), **found} if self._rule.keeps_step else found
 
     def _check_open(self) -> None:
@@ -229,17 +231,17 @@ class OffloadedState:
                 )
 
     def _check_entries(self, entries: Sequence[Mapping[str, Any] | None]) -> None:
-        for parameter, entry in zip(self.parameters, entries, strict=True):
-            for name in parameter.kept if entry else ():
-                value = entry.get(name) if entry else None
-                shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-                if shape != tuple(parameter.tensor.shape):
+        for parameter, entry in zip(self.parameters, map(_known, entries), strict=True):
+            needed = parameter.kept if entry else ()
+            for name in (*needed, *({MASTER} & entry.keys())):
+                value = entry.get(name)
+                if not isinstance(value, torch.Tensor) or not parameter.fits(value):
                     raise StateMismatchError(
                         "the state of a parameter does not fit this optimizer",
                         facts={
                             "parameter": parameter.name,
-                            "expected": f"{name} of shape {tuple(parameter.tensor.shape)}",
-                            "got": f"no {name}" if shape is None else f"shape {shape}",
+                            "expected": f"{name} in {_described(parameter.tensor)}",
+                            "got": _described(value),
                         },
                     )
 
@@ -253,3 +255,15 @@ class OffloadedState:
             if hasattr(error, "add_note"):
                 error.add_note(f"statehold: this {what} of an optimizer is incomplete")
             raise
+
+
+def _known(entry: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    return entry or {}
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return "nothing" if value is None else f"a {type(value).__name__}"
+    kind = "DTensor" if is_dtensor(value) else "tensor"
+    mesh = f" on {getattr(value, 'device_mesh', None)}" if is_dtensor(value) else ""
+    return f"a {kind} of shape {tuple(value.shape)}{mesh}"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from statehold.offload.parameters import MASTER, Parameter, flat, flat_grad
+from statehold.offload.parameters import MASTER, Parameter, flat
 from statehold.offload.rules import Batch, Rule
 from statehold.offload.subgroups import Part, Span, Subgroup, strips
 from statehold.offload.workers import STRIP, Workers
@@ -35,7 +35,7 @@ def make(subgroup: Subgroup, memory: torch.Tensor, parameters: Sequence[Paramete
     memory.zero_()
     for part, values in parts(subgroup, memory):
         if part.field == MASTER:
-            values.copy_(_cut(flat(parameters[part.span.parameter].tensor), part.span))
+            values.copy_(_cut(flat(parameters[part.span.parameter].local), part.span))
 
 
 class Update:
@@ -52,7 +52,7 @@ class Update:
         self._rule, self._parameters, self._groups = rule, parameters, groups
         self._grad_scale, self._workers = grad_scale, workers
         self.active = [i for i, each in enumerate(parameters) if each.tensor.grad is not None]
-        self._grads = {index: flat_grad(parameters[index]) for index in self.active}
+        self._grads = {index: parameters[index].gradient() for index in self.active}
         self._changed = {index for index in self.active if parameters[index].was_changed}
 
     def use(self, subgroup: Subgroup, memory: torch.Tensor, is_fresh: bool) -> None:
@@ -87,12 +87,12 @@ class Update:
         for span in strip:
             parameter = self._parameters[span.parameter]
             if parameter.has_master:
-                _cut(flat(parameter.tensor), span).copy_(field(span, MASTER))
+                _cut(flat(parameter.local), span).copy_(field(span, MASTER))
 
     def _master(self, span: Span, field: Any) -> torch.Tensor:
         """What the kernel updates of a span: the master, or the parameter itself."""
         parameter = self._parameters[span.parameter]
-        own = _cut(flat(parameter.tensor), span)
+        own = _cut(flat(parameter.local), span)
         if not parameter.has_master:
             return own
         master: torch.Tensor = field(span, MASTER)

@@ -1,0 +1,17 @@
+"""Offloaded optimizers in a job of four ranks; the checks themselves are in support."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.jobs import OK, checks_of, run_job
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_job("support.offload_checks", 4)
+
+
+@pytest.mark.parametrize("check", checks_of("support.offload_checks"))
+def test_on_four_ranks(check: str, outcomes: dict[str, str]) -> None:
+    assert outcomes[check] == OK, outcomes[check]
