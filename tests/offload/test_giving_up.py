@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from statehold import offload
-from statehold.errors import MissingFileError, StorageError
+from statehold.errors import MissingFileError, StorageError, UsageError
 from statehold.offload import stalls
-from statehold.testing import SimFs
+from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, must
 from support.mounts import nearly_full, tmpfs, why_no_tmpfs
 from support.twins import Twins, snapshot
@@ -94,6 +94,34 @@ def test_a_read_that_fails_needs_a_load_and_then_goes_on(skip: int) -> None:
     twins.train(3)
     twins.check()
     assert written(twins)[path] == before[path]
+
+
+def test_a_restart_sees_an_update_of_all_subgroups_or_of_none(tmp_path: Path) -> None:
+    """An update that a read has ended belongs to no step. The committed one is whole."""
+    fs = simulated()
+    twins = twins_on("one", "two", fs=fs)
+    fs.mkdir("run")
+    state = {"weights": list(twins.params), "optimizer": twins.ours}
+    with checkpointer_on(fs, "run") as ckpt:
+        twins.train(2)
+        ckpt.save(2, state).wait("committed")
+        back = snapshot(twins)
+        twins.train(1)
+        fs.fail_next("read", errno.EIO, skip=2)
+        with pytest.raises(StorageError):
+            twins.train(1)
+        must(fs.fired["injected read"] == 1)
+        with pytest.raises(UsageError, match="belongs to no step"):
+            ckpt.save(4, state)
+        back()  # both of the twins; and now ours from storage
+        for weight in twins.params:
+            torch.nn.init.zeros_(weight)
+        assert ckpt.restore(state) == 2
+        twins.check()
+        twins.train(3)
+        twins.check()
+        ckpt.save(5, state).wait("committed")
+    assert len(given_up(twins)) == 1
 
 
 def test_a_path_that_has_lost_its_files_is_given_up(tmp_path: Path) -> None:
