@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from statehold import offload
 from statehold.offload.turns import Turn, Turns
 from support.faults import DEADLINE_S, must
 from support.forked import forked
@@ -113,3 +115,28 @@ def test_a_killed_holder_frees_its_turn(tmp_path: Path, processes: list[Any]) ->
     with turns.read.taken():
         pass
     turns.close()
+
+
+def test_optimizers_take_turns_unless_a_path_is_not_exclusive(tmp_path: Path) -> None:
+    def train(exclusive: bool) -> None:
+        weight = torch.nn.Parameter(torch.zeros(100_000))
+        tiers = [offload.Path(tmp_path, exclusive=exclusive)]
+        optimizer = offload.AdamW([weight], tiers=tiers, subgroup_bytes=49_152)
+        weight.grad = torch.ones(100_000)
+        optimizer.step()
+        optimizer.step()
+        optimizer.close()
+
+    for name in ("read", "write"):
+        turns = Turns(str(tmp_path))
+        turn: Turn = getattr(turns, name)
+        with turn.taken():
+            train(exclusive=False)
+            other = threading.Thread(target=train, args=(True,))
+            other.start()
+            until = time.monotonic() + DEADLINE_S
+            while not turn.is_wanted:
+                must(time.monotonic() < until)
+            assert other.is_alive()
+        other.join()
+        turns.close()

@@ -2,7 +2,7 @@
 
 Invariants: every byte that is written is hashed, and every byte that is read is verified before the
 call returns. Transfers go straight between a file and the caller's memory. A limit of a path holds
-for its reads and writes together. A transfer has the turn of its path and direction; its seconds
+for its reads and writes together. A transfer has the turn of its path and direction. Its seconds
 include the wait for that, so other optimizers on a path make it slower for the placement, too.
 Not here: when which subgroup moves (pipeline), which path it goes to (planners/placement).
 """
@@ -78,7 +78,8 @@ class Store:
             for number, path in enumerate(paths):
                 self.files.append(StateFiles(fs, path.directory))
                 owned.callback(self.files[-1].close)
-                self._turns.append(Turns(path.directory, is_simulated=fs.backend == "sim"))
+                takes_turns = path.exclusive and fs.backend != "sim"
+                self._turns.append(Turns(path.directory if takes_turns else None))
                 owned.callback(self._turns[-1].close)
                 self._engine.set_limit(number, None, path.rate or 0)
             self._owned = owned.pop_all()

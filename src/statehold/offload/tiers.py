@@ -43,10 +43,13 @@ class Path:
     """A directory that exists, on any file system. Optimizers and ranks may share it.
 
     bytes_per_s: limit of reads and writes together; an int or "500MB". None sets no limit.
+    exclusive: the optimizers of this node use it one at a time, in each direction. False is faster
+    on storage that serves many at once without loss.
     """
 
     path: str | os.PathLike[str]
     bytes_per_s: int | str | None = None
+    exclusive: bool = True
 
     def __post_init__(self) -> None:
         check_path(self.path, "a path of an optimizer")

@@ -88,11 +88,14 @@ class Turn:
 
 
 class Turns:
-    """The turns of the optimizer that makes this, on the path `directory`: `read` and `write`."""
+    """The turns of the optimizer that makes this, on the path `directory`: `read` and `write`.
 
-    def __init__(self, directory: str, *, is_simulated: bool = False) -> None:
-        self._lock = None if is_simulated else _open()
-        byte = 0 if is_simulated else _first_byte(directory)
+    directory: None waits for nobody.
+    """
+
+    def __init__(self, directory: str | None) -> None:
+        self._lock = None if directory is None else _open()
+        byte = 0 if directory is None else _first_byte(directory)
         self.read, self.write = Turn(self._lock, byte), Turn(self._lock, byte + 2)
 
     def close(self) -> None:
