@@ -50,6 +50,7 @@ campaigns: export STATEHOLD_DEVICE_SCHEDULES = 10000
 campaigns: export STATEHOLD_RECOGNITION = 5000
 campaigns: export STATEHOLD_OFFLOAD = 1000
 campaigns: export STATEHOLD_OFFLOAD_KILLS = 500
+campaigns: export STATEHOLD_OFFLOAD_FAULTS = 1000
 campaigns: export STATEHOLD_BENCH = all
 campaigns: setup  ## the tests of which `make test` takes a sample, whole: hours
 	@$(pytest) -o faulthandler_exit_on_timeout=false tests/crash tests/sim tests/ranks tests/agent tests/preemption tests/hostile tests/cli \

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import logging
 import os
+import random
 import re
+import struct
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -19,12 +24,16 @@ from statehold.errors import MissingFileError, StorageError, UsageError
 from statehold.offload import stalls
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, must
-from support.mounts import nearly_full, tmpfs, why_no_tmpfs
+from support.mounts import ext4, nearly_full, tmpfs, why_no_ext4, why_no_tmpfs
+from support.seeds import seed_of_today
 from support.twins import Twins, snapshot
 
 BF16 = torch.bfloat16
 SHAPES = [(40_000,), (129, 65)]
 SMALL = 49_152
+FAULTS = int(os.environ.get("STATEHOLD_OFFLOAD_FAULTS", "4"))
+EXT4_SHUTDOWN, EXT4_SHUTDOWN_NO_LOG = 0x8004587D, 2  # EXT4_IOC_SHUTDOWN
+T = TypeVar("T")
 needs_tmpfs = pytest.mark.skipif(why_no_tmpfs() is not None, reason=str(why_no_tmpfs()))
 
 
@@ -225,3 +234,63 @@ def test_a_stalled_path_is_named_and_waited_for(monkeypatch: pytest.MonkeyPatch)
     assert re.fullmatch(r"(reading subgroup \d+ from|writing subgroup \d+ to) (one|two)", what)
     assert (text % (what, seconds)).startswith(f"an update waits: {what} takes ")
     assert seconds > 0
+
+
+@pytest.mark.parametrize("seed", range(seed_of_today(), seed_of_today() + FAULTS))
+def test_whatever_fails_no_bit_is_wrong(seed: int) -> None:
+    """Random errors on three paths: each call succeeds, or can be repeated after a load."""
+    chance = random.Random(seed)
+    fs = SimFs(seed=seed, short_io=0.1, slow=0.1)
+    names = ("one", "two", "three")
+    for name in names:
+        fs.mkdir(name)
+    tiers = [offload.Path(name) for name in names]
+    twins = Twins([(200_000,)], [BF16], tiers=tiers, subgroup_bytes=SMALL, fs=fs)
+    twins.train(2)
+    restore = snapshot(twins)
+    for _ in range(8):
+        operation = chance.choice(["read", "write", "open_read", "open_write"])
+        code = chance.choice([errno.EIO, errno.ENOSPC, errno.ESTALE])
+        count = chance.choice([1, 1, 3])
+        fs.fail_next(operation, code, count=count, skip=chance.randrange(30))
+        try:
+            twins.train(1)
+        except StorageError:
+            again(restore)
+        if chance.random() < 0.5:
+            restore = again(lambda: snapshot(twins))
+    fs.set_faults()
+    twins.train(1)
+    twins.check()
+    must(sum(count for name, count in fs.fired.items() if name.startswith("injected")) >= 4)
+    assert 1 <= len(given_up(twins)) <= 2
+    twins.ours.close()
+
+
+def again(call: Callable[[], T]) -> T:
+    """What a call returns, once no error comes in between."""
+    while True:
+        with contextlib.suppress(StorageError):
+            return call()
+
+
+@pytest.mark.skipif(why_no_ext4() is not None, reason=str(why_no_ext4()))
+def test_a_file_system_that_the_kernel_shuts_down(tmp_path: Path) -> None:
+    """As after an error of its device: from then on, all that it is asked gets EIO."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with ext4(tmp_path, 32 << 20) as broken:
+        twins = twins_on(disk, broken)
+        twins.train(2)
+        restore = snapshot(twins)
+        fd = os.open(broken, os.O_RDONLY)
+        fcntl.ioctl(fd, EXT4_SHUTDOWN, struct.pack("I", EXT4_SHUTDOWN_NO_LOG))
+        os.close(fd)
+        with pytest.raises(StorageError) as caught:
+            twins.train(1)
+        assert caught.value.errno == errno.EIO
+        assert "EIO" in given_up(twins)[str(broken)]
+        restore()
+        twins.train(2)
+        twins.check()
+        twins.ours.close()
