@@ -117,11 +117,11 @@ def test_space_is_taken_at_construction() -> None:
     assert not state_files(fs)
     fs.set_faults(capacity=None)
     twins = twins_on(fs)  # the refused one holds nothing
-    files = len(state_files(fs))
-    fs.set_faults(capacity=files * SMALL)
+    files = state_files(fs)
+    fs.set_faults(capacity=sum(fs.stat_bytes(path) or 0 for path in files))
     twins.train(5)
     twins.check()
-    assert len(state_files(fs)) == files
+    assert len(state_files(fs)) == len(files)
 
 
 def test_a_fork_that_ends_leaves_the_state_of_its_parent(tmp_path: Path) -> None:

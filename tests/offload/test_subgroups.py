@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from statehold.errors import UsageError
+from statehold.offload.file_form import are_boxes
 from statehold.offload.subgroups import CUT, Extent, Span, Subgroup, cut, strips
 
 FIELDS = [("master", "exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)]
 PAGE = 4096
 
 extents = st.builds(
-    lambda rows, row, fields: Extent(rows * row, row, fields),
+    lambda rows, row, fields: Extent((rows, row), fields),
     st.integers(0, 3000),
     st.integers(1, 300),
     st.sampled_from(FIELDS),
@@ -43,7 +44,7 @@ def test_parts_do_not_overlap(parameters: list[Extent], size: int) -> None:
         end = 0
         for part in subgroup.parts:
             assert part.begin >= end
-            assert part.begin % 16 == 0
+            assert part.begin_bytes % PAGE == 0
             end = part.begin + part.span.numel
         assert end * 4 <= subgroup.nbytes
         assert subgroup.nbytes % PAGE == 0
@@ -90,20 +91,30 @@ def elements(spans: list, parameter: int) -> list[tuple[int, int]]:
 
 
 def test_cuts_are_at_whole_rows() -> None:
-    parameters = [Extent(1000 * 768, 768, FIELDS[0])]
+    parameters = [Extent((1000, 768), FIELDS[0])]
     cuts = [span.begin for each in cut(parameters, 2 << 20) for span in each.spans]
     assert len(cuts) > 4
     assert all(begin % 768 == 0 for begin in cuts)
 
 
+def test_rows_of_rows_are_cut_where_a_row_is_too_long() -> None:
+    """Each span is one box, as the files of a step want it."""
+    shape = (3, 64, 2048)
+    spans = [s for each in cut([Extent(shape, FIELDS[0])], 1 << 20) for s in each.spans]
+    assert len(spans) > 3
+    assert are_boxes(shape, spans)
+    assert not are_boxes((3, 10_001), [Span(0, 4096, 12_288)])
+
+
 def test_parts_are_found_by_their_bytes() -> None:
-    (subgroup,) = cut([Extent(100, 1, FIELDS[1]), Extent(10, 1, FIELDS[1])], 1 << 20)
+    (subgroup,) = cut([Extent((100,), FIELDS[1]), Extent((10,), FIELDS[1])], 1 << 20)
     assert isinstance(subgroup, Subgroup)
-    found = [(part.field, part.span.parameter) for part in subgroup.parts_in(400, 460)]
+    found = [(part.field, part.span.parameter) for part in subgroup.parts_in(PAGE + 30, PAGE + 60)]
     assert found == [("exp_avg", 1)]
-    assert len(subgroup.parts_in(0, 4096)) == 4
+    assert subgroup.parts_in(PAGE + 40, PAGE + 60) == []  # padding
+    assert len(subgroup.parts_in(0, 4 * PAGE)) == 4
 
 
 def test_less_than_a_cut_is_refused() -> None:
     with pytest.raises(UsageError, match="subgroup_bytes is too small"):
-        cut([Extent(10, 1, FIELDS[0])], 3 * CUT * 4 - 1)
+        cut([Extent((10,), FIELDS[0])], 3 * CUT * 4 - 1)

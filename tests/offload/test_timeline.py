@@ -53,7 +53,7 @@ def test_a_read_that_fails_is_recorded(tmp_path: Path) -> None:
     twins = twins_on([tmp_path / "one"])
     twins.train(2)
     for path in (tmp_path / "one").rglob("*.state"):
-        path.write_bytes(bytes(SUBGROUP))
+        path.write_bytes(bytes(path.stat().st_size))
     with twins.ours.recorded() as events, pytest.raises(ChecksumError):
         twins.train(1)
     assert any(each.kind == "read" for each in events)

@@ -130,7 +130,7 @@ def plan_save(
     for spec in placed:
         entries.append(header.Entry(spec.name, spec.dtype, spec.shape, at, at + spec.nbytes))
         at += spec.nbytes
-    raw = header.encode(entries, _metadata(placed, step, world_size))
+    raw = header.encode(entries, metadata_of(placed, step, world_size))
     return SavePlan(
         step=step,
         world_size=world_size,
@@ -183,7 +183,7 @@ def _digits(step: int) -> str:
     return f"{step:0{STEP_DIGITS}d}"
 
 
-def _metadata(specs: Sequence[TensorSpec], step: int, world_size: int) -> dict[str, str]:
+def metadata_of(specs: Sequence[TensorSpec], step: int, world_size: int) -> dict[str, str]:
     """The strings of `__metadata__`: ours, and those that the stock DCP reader needs.
 
     DCP takes the box of a chunk from `saved_offsets` and from the shape in the header. It guesses

@@ -4,7 +4,7 @@ Invariants:
 - The files are in a folder of the optimizer, and only the owner of the claim on it makes, writes or
   removes them.
 - A file that holds the newest state of a subgroup is never written. take() gives a file that holds
-  no state any more, or a new one.
+  no state any more, or a new one. A file that a save holds is neither written nor removed.
 - A file with a second name is never written, because the other name may be part of a checkpoint.
 - The files are working memory. Nothing reads them after their process has ended: a restart begins
   from a committed step, and open() removes what a dead job has left.
@@ -17,6 +17,7 @@ import errno
 import logging
 import re
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from statehold.errors import StateholdError, StorageError, UsageError
@@ -44,9 +45,12 @@ class StateFiles:
             )
         self._fs, self.directory = fs, directory
         self._claim = claim_folder(fs, directory)
-        self._guard = threading.Lock()
+        self._guard = threading.Condition()
         self._made = 0
+        self._sizes: dict[str, int] = {}  # of all files
         self._spare: list[str] = []
+        self._held = Counter[str]()
+        self._retired: set[str] = set()  # held, and of no other use
         try:
             self._remove_all(self._claim.folder)
             for dead in dead_folders(fs, directory):
@@ -70,26 +74,58 @@ class StateFiles:
         for nbytes in sizes:
             path = self._new_name()
             self._fs.open_write(path, nbytes).close()
+            self._sizes[path] = nbytes
             self._spare.append(path)
 
     def take(self, nbytes: int) -> tuple[str, File]:
         """A file that may be overwritten, and its path."""
         self.check()
-        while (path := self._pop()) is not None:
+        while (path := self._pop(nbytes)) is not None:
             if self._fs.can_reuse(path):
-                return path, self._fs.open_write(path, nbytes, reuse=True)
+                return path, self._opened(path, nbytes, reuse=True)
             if self._fs.stat_bytes(path) is not None:
                 self._fs.unlink(path)  # under the other name the bytes stay
+            del self._sizes[path]
         path = self._new_name()
-        return path, self._fs.open_write(path, nbytes)
+        return path, self._opened(path, nbytes, reuse=False)
+
+    def _opened(self, path: str, nbytes: int, *, reuse: bool) -> File:
+        file = self._fs.open_write(path, nbytes, reuse=reuse)
+        self._sizes[path] = nbytes
+        return file
 
     def give_back(self, path: str) -> None:
-        """Nobody needs the bytes of this file any more."""
+        """The state does not need the bytes of this file any more."""
         with self._guard:
-            self._spare.append(path)
+            if path in self._held:
+                self._retired.add(path)
+            else:
+                self._spare.append(path)
+
+    def hold(self, path: str) -> None:
+        """Keep this file until release(), also when it is given back."""
+        with self._guard:
+            self._held[path] += 1
+
+    def release(self, path: str) -> None:
+        """The end of one hold()."""
+        with self._guard:
+            self._held[path] -= 1
+            if self._held[path]:
+                return
+            del self._held[path]
+            self._guard.notify_all()
+            if path in self._retired:
+                self._retired.remove(path)
+                self._spare.append(path)
 
     def close(self) -> None:
-        """Remove all files, and let others use the folder. A path that fails gets a warning."""
+        """Remove all files, and let others use the folder. A path that fails gets a warning.
+
+        Waits for the saves that hold files.
+        """
+        with self._guard:
+            self._guard.wait_for(lambda: not self._held)
         try:
             self.check()
             self._remove_all(self._claim.folder)
@@ -103,9 +139,15 @@ class StateFiles:
             if NAME.fullmatch(name) and not is_dir:
                 self._fs.unlink(f"{folder}/{name}")
 
-    def _pop(self) -> str | None:
+    def _pop(self, nbytes: int) -> str | None:
+        """The spare file that fits best. So all files together do not take more than reserved."""
         with self._guard:
-            return self._spare.pop() if self._spare else None
+            sizes = {path: self._sizes.get(path, 0) for path in self._spare}
+            if not sizes:
+                return None
+            path = min(sizes, key=lambda path: (sizes[path] < nbytes, abs(sizes[path] - nbytes)))
+            self._spare.remove(path)
+            return path
 
     def _new_name(self) -> str:
         with self._guard:

@@ -24,6 +24,7 @@ from statehold.offload.rules import AdamRule, Rule, SgdRule
 from statehold.offload.state import OffloadedState
 from statehold.offload.stats import Event, Stats
 from statehold.offload.tiers import Tier
+from statehold.tensors.stored import StoredState
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -73,6 +74,23 @@ class _Offloaded(torch.optim.Optimizer):
             return super().state_dict()
         finally:
             self.state.clear()
+
+    def stored_state(self) -> StoredState | None:
+        """state_dict() for a save that takes files as they are; None if it has to be state_dict().
+
+        That is so without a Path, and with a parameter of which a subgroup has no whole rows.
+        """
+        stored = self._opened.stored()
+        if stored is None:
+            return None
+        for index, fields in stored.items():
+            self.state[self._opened.parameters[index].tensor] = fields
+        try:
+            tree = super().state_dict()
+        finally:
+            self.state.clear()
+        held = self._opened.hold()
+        return StoredState(tree, held.files, held.release)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the groups and the state of any optimizer of this kind, offloaded or torch's."""

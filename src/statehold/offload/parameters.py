@@ -75,10 +75,14 @@ class Parameter:
 
     @property
     def extent(self) -> Extent:
-        """Its elements, for cutting. Rows are those of a tensor in the usual order."""
-        shape, numel = self.local.shape, self.local.numel()
-        row = numel // shape[0] if len(shape) > 1 and shape[0] else 1
-        return Extent(numel, row, self.fields)
+        """Its shape, for cutting. In another order of memory it has no rows."""
+        shape = tuple(self.local.shape) if self.is_in_order else (self.local.numel(),)
+        return Extent(shape, self.fields)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether its elements lie in memory in the order of their indices."""
+        return self.local.is_contiguous()
 
     def place(self, rank: int | None) -> Placed:
         """Which box of which global tensor the local one is, and in which layout.

@@ -12,6 +12,7 @@ Invariants:
   changed in its buffer, the generation on the path is old. It is kept until a newer one is written.
 - Each buffer has one owner at a time: a subgroup, an exchange, or nobody.
 - When visit() returns or raises, no exchange is under way.
+- A subgroup that is being written for hold() is not used, moved or forgotten before that has ended.
 - After an error, some subgroups have changed and others have not. Only reset() goes on from there.
 Not here: the meaning of the bytes (state), files (store).
 """
@@ -21,12 +22,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
 
 from statehold.errors import StateholdError
+from statehold.offload.held import Held
 from statehold.offload.memory import Buffers
 from statehold.offload.stalls import Watch
 from statehold.offload.store import Store, Stored
@@ -64,8 +66,9 @@ class Pipeline:
         self._exchanges = max(1, placement.EXCHANGES_PER_PATH * len(store.files))
         self._threads = ThreadPoolExecutor(self._exchanges, "statehold-offload")
         self.waited_s, self.hits, self.misses = 0.0, 0, 0
-        self.targets = Targets([each.nbytes for each in subgroups], store, bandwidths)
+        self.targets = Targets([each.nbytes for each in store.forms], store, bandwidths)
         self._watch = Watch()
+        self._writes: dict[int, Future[Stored]] = {}  # for hold()
         if buffers.count < len(subgroups):
             self.targets.reserve(self._exchanges)
 
@@ -97,8 +100,14 @@ class Pipeline:
                 self.targets.skip()
             self._free = deque(i for i, owner in enumerate(self._owners) if owner is None)
 
+    def hold(self, wanted: Iterable[int]) -> Held:
+        """The generations of these subgroups as they are now. Writes those that only memory has."""
+        wanted = list(wanted)
+        return Held(self._store, wanted, [self._held(index) for index in wanted])
+
     def reset(self) -> None:
         """Forget all content: every subgroup is fresh again."""
+        self._settle(list(self._writes))
         for place in self._places:
             if place.stored is not None:
                 self._store.drop(place.stored)
@@ -110,8 +119,37 @@ class Pipeline:
         """End the threads. No visit is under way."""
         self._threads.shutdown()
 
+    def _held(self, index: int) -> Future[Stored]:
+        self._settle([index])
+        place, found = self._places[index], Future[Stored]()
+        if place.is_changed:
+            found = self._threads.submit(self._write_back, index)
+            self._writes[index] = found
+        elif place.stored is None:
+            raise AssertionError("a subgroup is held that is fresh")
+        else:
+            self._store.hold(place.stored)
+            found.set_result(place.stored)
+        return found
+
+    def _write_back(self, index: int) -> Stored:
+        """Write a subgroup that stays in its buffer. On a thread of the pool."""
+        place = self._places[index]
+        if place.buffer is None:
+            raise AssertionError("a subgroup is written back that is not in memory")
+        stored = self._store_changed(place, index, self._buffers[place.buffer])
+        self._store.hold(stored)
+        return stored
+
+    def _settle(self, subgroups: Iterable[int]) -> None:
+        """Return once none of these is being written for hold(). Held raises what fails there."""
+        wait([self._writes.pop(index) for index in subgroups if index in self._writes])
+
     def _use(self, index: int, use: Use, *, changes: bool) -> int:
         """Use a subgroup that is in memory; returns its buffer."""
+        begin = time.perf_counter()
+        self._settle([index])
+        self.waited_s += time.perf_counter() - begin
         place = self._places[index]
         if place.buffer is None:
             raise AssertionError("a subgroup is used that is not in memory")
@@ -135,6 +173,7 @@ class Pipeline:
         memory = self._buffers[buffer]
         leaving = self._owners[buffer]
         if leaving is not None:
+            self._settle([leaving])
             self._leave(leaving, memory)
         self._owners[buffer] = None
         place = self._places[coming]
@@ -145,11 +184,15 @@ class Pipeline:
     def _leave(self, index: int, memory: torch.Tensor) -> None:
         place = self._places[index]
         if place.is_changed:
-            old, place.stored = place.stored, self._write(index, memory)
-            place.is_changed = False
-            if old is not None:
-                self._store.drop(old)
+            self._store_changed(place, index, memory)
         place.buffer = None
+
+    def _store_changed(self, place: _Place, index: int, memory: torch.Tensor) -> Stored:
+        old, stored = place.stored, self._write(index, memory)
+        place.stored, place.is_changed = stored, False
+        if old is not None:
+            self._store.drop(old)
+        return stored
 
     def _read(self, index: int, stored: Stored, memory: torch.Tensor) -> None:
         what = f"reading subgroup {index} from {self._store.files[stored.path].directory}"

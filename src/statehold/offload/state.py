@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statehold.errors import ClosedError, StateMismatchError, UsageError
+from statehold.offload.file_form import FileForm, are_boxes, tensor_name
+from statehold.offload.held import Held
 from statehold.offload.memory import Buffers
+from statehold.offload.naming import Name
 from statehold.offload.parameters import MASTER, Parameter, flat, parameters_of
 from statehold.offload.pipeline import Pipeline
 from statehold.offload.rules import Rule
@@ -31,6 +34,7 @@ from statehold.offload.tiers import Tier, check_tiers
 from statehold.offload.update import Update, make, parts
 from statehold.offload.workers import Workers
 from statehold.tensors.storable import is_dtensor, local_of
+from statehold.tensors.stored import InFiles
 from statehold.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -69,7 +73,8 @@ class OffloadedState:
         for subgroup in self._sizes.subgroups:
             for span in subgroup.spans:
                 self._subgroups_of[span.parameter].append(subgroup.index)
-        self._store = Store(self._paths, [each.name for each in self.parameters], fs)
+        self._name = Name()
+        self._store = Store(self._paths, self._forms(), fs)
         self.timeline = self._store.timeline
         self._pipeline = self._open()
         self._workers = Workers()
@@ -116,6 +121,26 @@ class OffloadedState:
         self._pipeline.visit(self._touched(started), use, changes=False)
         return found
 
+    def stored(self) -> dict[int, dict[str, Any]] | None:
+        """What gather() gives, with InFiles for what lies in files; None if not all of it does.
+
+        hold() has these files.
+        """
+        self._check_usable()
+        if not self._paths or not all(map(self._is_in_boxes, range(len(self.parameters)))):
+            return None
+        return {
+            index: self._stored_fields(index, each)
+            for index, each in enumerate(self.parameters)
+            if each.is_started
+        }
+
+    def hold(self) -> Held:
+        """Keep the files of the state as it is now, however often it is updated."""
+        self._check_usable()
+        started = [i for i, each in enumerate(self.parameters) if each.is_started]
+        return self._pipeline.hold(self._touched(started))
+
     def load(self, entries: Sequence[Mapping[str, Any] | None]) -> None:
         """Replace the state by `entries`, one for each parameter; None: it was never updated."""
         self._check_open()
@@ -145,6 +170,7 @@ class OffloadedState:
         """Remove the state from all tiers. A forked child leaves its parent's state alone."""
         if not self._is_closed and os.getpid() == self._owner_pid:
             self._is_closed = True
+            self._name.free()
             self._pipeline.close()
             self._workers.close()
             self._store.close()
@@ -191,6 +217,37 @@ class OffloadedState:
         except BaseException:
             self._store.close()
             raise
+
+    def _forms(self) -> list[FileForm]:
+        names = [each.name for each in self.parameters]
+        shapes = [each.extent.shape for each in self.parameters]
+        return [FileForm(each, str(self._name), names, shapes) for each in self._sizes.subgroups]
+
+    def _is_in_boxes(self, index: int) -> bool:
+        """Whether a step can take the files of a parameter."""
+        parameter = self.parameters[index]
+        spans = [
+            span
+            for each in self._subgroups_of[index]
+            for span in self._sizes.subgroups[each].spans
+            if span.parameter == index
+        ]
+        if is_dtensor(parameter.tensor) or not parameter.is_in_order:
+            return False
+        return are_boxes(parameter.extent.shape, spans)
+
+    def _stored_fields(self, index: int, parameter: Parameter) -> dict[str, Any]:
+        found: dict[str, Any] = (
+            self._empty_fields(parameter)
+            if not parameter.local.numel()
+            else {
+                field: InFiles(tensor_name(str(self._name), field, parameter.name))
+                for field in parameter.fields
+            }
+        )
+        if self._rule.keeps_step:
+            found = {"step": parameter.step.clone(), **found}
+        return found
 
     def _touched(self, parameters: Sequence[int]) -> list[int]:
         """The subgroups with spans of these parameters, in order."""

@@ -1,8 +1,9 @@
 """Subgroups on paths: one call writes or reads a subgroup, and returns when it is done.
 
 Invariants: every byte that is written is hashed, and every byte that is read is verified before the
-call returns. Transfers go straight between a file and the caller's memory. A limit of a path holds
-for its reads and writes together. A transfer has the turn of its path and direction. Its seconds
+call returns. Transfers go straight between a file and the caller's memory, but for the last bytes
+of a part, which fill no page. A limit of a path holds for its reads and writes together. A transfer
+has the turn of its path and direction. Its seconds
 include the wait for that, so other optimizers on a path make it slower for the placement, too.
 Not here: when which subgroup moves (pipeline), which path it goes to (planners/placement).
 """
@@ -13,33 +14,38 @@ import contextlib
 import errno
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 from statehold import _core
 from statehold.errors import ChecksumError, StorageError
 from statehold.io.clients import Client, open_engine
+from statehold.layout.plan import BLOCK_BYTES
+from statehold.layout.stored import SUM_BYTES
+from statehold.offload.file_form import Content, FileForm, Piece
 from statehold.offload.files import StateFiles
 from statehold.offload.stats import Kind, Meter, Timeline
+from statehold.offload.subgroups import PAGE_BYTES
 from statehold.offload.tiers import Path
 from statehold.offload.turns import Turns
 from statehold.planners.placement import Moved
 from statehold.units import MiB
 
 if TYPE_CHECKING:
-    import torch
-
     from statehold._core import File, Fs
     from statehold.offload.subgroups import Subgroup
 
 __all__ = ["Store", "Stored"]
 
 QUEUE_DEPTH = 32
-# A transfer, and what a checksum covers.
-PIECE_BYTES = 8 * MiB
+STAGING_BYTES = 16 * MiB
 COPY_THREADS_MAX = 4
 PARTS_NAMED = 4
+
+_zeros = torch.zeros(PAGE_BYTES, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +65,15 @@ class PathMeters:
 
 
 class Store:
-    """All paths of an optimizer. `fs`: a file system from the caller, which stays open."""
+    """All paths of an optimizer. forms: of the files of all subgroups.
 
-    def __init__(self, paths: Sequence[Path], names: Sequence[str], fs: Fs | None = None) -> None:
-        self._names = names  # of the parameters
+    fs: a file system from the caller, which stays open.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], forms: Sequence[FileForm], fs: Fs | None = None
+    ) -> None:
+        self.forms = forms
         self._owned = contextlib.ExitStack()
         with contextlib.ExitStack() as owned:
             if fs is None:
@@ -70,7 +81,7 @@ class Store:
                 owned.callback(fs.close)
             self._fs = fs
             self._engine = open_engine(
-                fs, 2 * PIECE_BYTES, PIECE_BYTES, min(COPY_THREADS_MAX, os.cpu_count() or 1)
+                fs, STAGING_BYTES, BLOCK_BYTES, min(COPY_THREADS_MAX, os.cpu_count() or 1)
             )
             owned.callback(self._engine.close)
             self.files: list[StateFiles] = []
@@ -89,65 +100,95 @@ class Store:
 
     def write(self, subgroup: Subgroup, memory: torch.Tensor, path: int) -> Stored:
         """Write the next generation of a subgroup to a path."""
-        name, file = self.files[path].take(subgroup.nbytes)
+        form = self.forms[subgroup.index]
+        name, file = self.files[path].take(form.nbytes)
         try:
-            sums = self._move(file, subgroup, memory, path, None)
+            parts = form.pieces(Content.PART)
+            with self._moving(file, "write", subgroup, path):
+                ranges = [(piece, memory.data_ptr() - form.data_begin) for piece in parts]
+                ranges += [(piece, form.header.data_ptr()) for piece in form.pieces(Content.HEADER)]
+                if not file.direct:  # else the last page of each part is filled with zeros
+                    padding = form.pieces(Content.PADDING)
+                    ranges += [(piece, _zeros.data_ptr() - piece.begin) for piece in padding]
+                sums = self._transfer(file, ranges, memory, path, None)
         except BaseException:
             self.files[path].give_back(name)
             raise
-        return Stored(path, name, sums)
+        return Stored(path, name, form.with_fixed_sums(sums[: SUM_BYTES * len(parts)]))
 
     def read(self, subgroup: Subgroup, stored: Stored, memory: torch.Tensor) -> None:
         """Read a subgroup. Raises ChecksumError, with its parameters, for a damaged one."""
         self.files[stored.path].check()
+        form = self.forms[subgroup.index]
         file = self._open_read(stored.file)
         try:
-            self._move(file, subgroup, memory, stored.path, stored.sums)
+            with self._moving(file, "read", subgroup, stored.path):
+                at = memory.data_ptr() - form.data_begin
+                ranges = [(piece, at) for piece in form.pieces(Content.PART)]
+                sums = form.without_fixed_sums(stored.sums)
+                self._transfer(file, ranges, memory, stored.path, sums)
         except _core.Mismatch as found:
-            raise self._damaged(subgroup, found) from None
+            raise self._damaged(form, found) from None
 
     def moved(self, path: int) -> Moved:
         """What a path has moved so far."""
         meters = self.meters[path]
         return Moved(meters.read.nbytes, meters.written.nbytes, meters.both.busy_s)
 
+    def hold(self, stored: Stored) -> None:
+        """Keep this generation until release(), also when it was dropped."""
+        self.files[stored.path].hold(stored.file)
+
+    def release(self, stored: Stored) -> None:
+        """The end of one hold()."""
+        self.files[stored.path].release(stored.file)
+
     def drop(self, stored: Stored) -> None:
-        """Nobody needs this generation any more."""
+        """The state does not need this generation any more."""
         self.files[stored.path].give_back(stored.file)
 
     def close(self) -> None:
         """Remove all state files, and release everything. No transfer is under way."""
         self._owned.close()
 
-    def _move(
-        self, file: File, subgroup: Subgroup, memory: torch.Tensor, path: int, sums: bytes | None
-    ) -> bytes:
-        begins = range(0, subgroup.nbytes, PIECE_BYTES)
-        sizes = [min(PIECE_BYTES, subgroup.nbytes - begin) for begin in begins]
-        meters, is_write = self.meters[path], sums is None
-        own = meters.written if is_write else meters.read
-        turn = self._turns[path].write if is_write else self._turns[path].read
+    @contextlib.contextmanager
+    def _moving(self, file: File, kind: Kind, subgroup: Subgroup, path: int) -> Iterator[None]:
+        """Measure the transfer of a subgroup, when it has its turn, and close the file then."""
+        meters, turns = self.meters[path], self._turns[path]
+        is_write = kind == "write"
         with contextlib.ExitStack() as measured:
             measured.callback(file.close)
-            for meter in (own, meters.both, self.all_transfers):
+            for meter in (meters.written if is_write else meters.read, meters.both,
+                          self.all_transfers):  # fmt: skip
                 measured.enter_context(meter.moving(subgroup.nbytes))
-            measured.enter_context(turn.taken())
-            kind: Kind = "write" if is_write else "read"
+            measured.enter_context((turns.write if is_write else turns.read).taken())
             directory = self.files[path].directory
             measured.enter_context(self.timeline.during(kind, subgroup.index, directory))
-            job = self._engine.ranges(
-                write=is_write,
-                files=[file],
-                file_index=array("Q", [0] * len(sizes)),
-                offsets=array("Q", begins),
-                sizes=array("Q", sizes),
-                addresses=array("Q", [memory.data_ptr() + begin for begin in begins]),
-                sums=sums or b"",
-                owner=memory,
-                client=Client.OFFLOAD_WRITE if is_write else Client.OFFLOAD_READ,
-                paths=[path],
-            )
-            job.wait(None)
+            yield
+
+    def _transfer(
+        self,
+        file: File,
+        ranges: Sequence[tuple[Piece, int]],
+        owner: torch.Tensor,
+        path: int,
+        sums: bytes | None,
+    ) -> bytes:
+        """Move pieces, each with the address that byte 0 of the file would have; sums: to read."""
+        is_write = sums is None
+        job = self._engine.ranges(
+            write=is_write,
+            files=[file],
+            file_index=array("Q", bytes(8 * len(ranges))),
+            offsets=array("Q", [piece.begin for piece, _ in ranges]),
+            sizes=array("Q", [piece.end - piece.begin for piece, _ in ranges]),
+            addresses=array("Q", [at + piece.begin for piece, at in ranges]),
+            sums=sums or b"",
+            owner=owner,
+            client=Client.OFFLOAD_WRITE if is_write else Client.OFFLOAD_READ,
+            paths=[path],
+        )
+        job.wait(None)
         return job.checksums() if is_write else b""
 
     def _open_read(self, path: str) -> File:
@@ -158,10 +199,11 @@ class Store:
                 raise
             return self._fs.open_read(path)
 
-    def _damaged(self, subgroup: Subgroup, found: _core.Mismatch) -> ChecksumError:
-        parts = subgroup.parts_in(found.begin, found.end)
+    def _damaged(self, form: FileForm, found: _core.Mismatch) -> ChecksumError:
+        begin, end = (at - form.data_begin for at in (found.begin, found.end))
+        parts = form.subgroup.parts_in(begin, end)
         shown = [
-            f"{part.field} of {self._names[part.span.parameter]} "
+            f"{part.field} of {form.names[part.span.parameter]} "
             f"[{part.span.begin}, {part.span.end})"
             for part in parts[:PARTS_NAMED]
         ]

@@ -9,7 +9,8 @@ Invariants:
 - A cut inside a parameter is at a multiple of CUT elements. torch's vector kernel handles the last
   elements of a tensor otherwise than the rest, and such a cut does not change which these are.
 - A cut is also at a whole row, unless rows are so long that this would leave subgroups half empty.
-- Each span begins at a multiple of 64 bytes, and a subgroup has whole pages.
+  Then it is at a whole row of the rows, and so on, and a span ends where such a row of rows ends.
+- Each part begins on a page, so it is written straight from memory. A subgroup has whole pages.
 Pure: no tensor, no storage.
 """
 
@@ -27,19 +28,27 @@ __all__ = ["CUT", "Extent", "Part", "Span", "Subgroup", "cut", "strips"]
 
 CUT = 4096
 ITEM_BYTES = 4
-ALIGNED_ITEMS = 16
 PAGE_BYTES = 4096
+PAGE_ITEMS = PAGE_BYTES // ITEM_BYTES
 # Rows decide where to cut if a subgroup holds at least so many of their multiples.
-ROW_CUTS_MIN = 4
+ROW_CUTS_MIN = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A parameter, as far as its cuts need it: elements in all, elements of a row, fields."""
+    """A parameter, as far as its cuts need it: its shape and fields."""
 
-    numel: int
-    row: int
+    shape: tuple[int, ...]
     fields: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def rows(self) -> list[int]:
+        """The elements of a row, of a row of that, and so on; 1 for a vector."""
+        return [math.prod(self.shape[dim:]) for dim in range(1, max(2, len(self.shape)))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,14 @@ class Part:
     field: str
     span: Span
     begin: int
+
+    @property
+    def begin_bytes(self) -> int:
+        return self.begin * ITEM_BYTES
+
+    @property
+    def end_bytes(self) -> int:
+        return (self.begin + self.span.numel) * ITEM_BYTES
 
 
 @dataclass(frozen=True)
@@ -110,10 +127,10 @@ def cut(parameters: Sequence[Extent], subgroup_bytes: int) -> list[Subgroup]:
     found: list[list[Span]] = []
     left = 0
     for index, extent in enumerate(parameters):
-        unit = _unit(extent, subgroup_bytes)
+        unit, block = _unit(extent, subgroup_bytes)
         begin = 0
         while begin < extent.numel:
-            span = _next(index, extent, begin, unit, left)
+            span = _next(Span(index, begin, _end_of(begin, extent, block)), extent, unit, left)
             if span is None:
                 found.append([])
                 left = subgroup_bytes
@@ -152,17 +169,31 @@ def strips(spans: Sequence[Span], most: int, threads: int) -> Iterator[list[Span
         yield strip
 
 
-def _next(index: int, extent: Extent, begin: int, unit: int, left: int) -> Span | None:
-    """The next span that fits into `left` bytes of a subgroup; None: not even one unit fits."""
-    if _bytes(extent.numel - begin, extent) <= left:
-        return Span(index, begin, extent.numel)
-    fits = left // (ITEM_BYTES * len(extent.fields)) // unit * unit
-    return Span(index, begin, begin + fits) if fits > 0 else None
+def _end_of(begin: int, extent: Extent, block: int) -> int:
+    """Where a span from `begin` ends at last."""
+    return min(extent.numel, (begin // block + 1) * block)
 
 
-def _unit(extent: Extent, subgroup_bytes: int) -> int:
-    rows = math.lcm(max(1, extent.row), CUT)
-    return rows if _bytes(rows, extent) * ROW_CUTS_MIN <= subgroup_bytes else CUT
+def _next(rest: Span, extent: Extent, unit: int, left: int) -> Span | None:
+    """As much of `rest` as fits into `left` bytes of a subgroup; None: not even one unit fits."""
+    if _bytes(rest.numel, extent) <= left:
+        return rest
+    each = ITEM_BYTES * len(extent.fields)
+    fits = left // (PAGE_ITEMS * each) * PAGE_ITEMS // unit * unit
+    return Span(rest.parameter, rest.begin, rest.begin + fits) if fits > 0 else None
+
+
+def _unit(extent: Extent, subgroup_bytes: int) -> tuple[int, int]:
+    """(the elements of which each cut is a multiple, the elements of which no span crosses one)."""
+    block = max(1, extent.numel)
+    for row in extent.rows:
+        unit = math.lcm(max(1, row), CUT)
+        if _bytes(unit, extent) * ROW_CUTS_MIN <= subgroup_bytes:
+            return unit, block
+        if row % CUT:
+            break
+        block = row
+    return CUT, max(1, extent.numel)
 
 
 def _bytes(numel: int, extent: Extent) -> int:
@@ -170,4 +201,5 @@ def _bytes(numel: int, extent: Extent) -> int:
 
 
 def _aligned(numel: int) -> int:
-    return -(-numel // ALIGNED_ITEMS) * ALIGNED_ITEMS
+    """Its elements in whole pages."""
+    return -(-numel // PAGE_ITEMS) * PAGE_ITEMS

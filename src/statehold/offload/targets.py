@@ -64,12 +64,15 @@ class Targets:
         return self._paths[subgroup]
 
     def reserve(self, more: int) -> None:
-        """Make the files of this placement, and `more` on each path for what is under way."""
+        """Make the files of this placement, and `more` on each path for what is under way.
+
+        These are of the largest size, so a file may take any subgroup and no space is lacking.
+        """
         for path, files in enumerate(self._store.files):
             sizes = [
                 size for size, each in zip(self._sizes, self._paths, strict=True) if each == path
             ]
-            files.reserve(sizes + sizes[:more])
+            files.reserve(sizes + [max(self._sizes)] * min(more, len(sizes)))
 
     def renew(self) -> None:
         """Place subgroups by the bandwidths of late, if that pays. No transfer is under way."""

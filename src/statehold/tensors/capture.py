@@ -67,7 +67,7 @@ from statehold.tensors.storable import (
     local_of,
     storage_of,
 )
-from statehold.tensors.stored import InFiles, StoredObject, StoredState
+from statehold.tensors.stored import InFiles, StoredState, stored_by
 from statehold.units import format_bytes
 
 # Parameters handed over without their module are worth a line in the log from here on.
@@ -165,8 +165,8 @@ class _Capturer:
             return self._module(value, path)
         if isinstance(value, InFiles):
             return {"$tensor": value.name}
-        if isinstance(value, StoredObject):
-            return self._stored(value, path)
+        if (stored := self._stored(value, path)) is not None:
+            return stored
         optimizer = optimizers.behind(value)
         if optimizer is not None and optimizers.is_standard(optimizer):
             return self._optimizer(optimizer, path)
@@ -180,8 +180,11 @@ class _Capturer:
             return self._inside(value, lambda: loaders.state_of(value, self._tell(path)), path)
         return self._foreign(value, path)
 
-    def _stored(self, value: StoredObject, path: str) -> Any:
-        stored = value.stored_state()
+    def _stored(self, value: Any, path: str) -> Any | None:
+        """The node of an object of which a part lies in files; None for any other."""
+        stored = stored_by(value, self._names, self._rank)
+        if stored is None:
+            return None
         self.stored.append(stored)
         return self._inside(value, lambda: stored.tree, path)
 

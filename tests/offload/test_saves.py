@@ -1,0 +1,338 @@
+"""A save takes the files of an offloaded optimizer as they are, and a step of them is as any other.
+
+`Twins.torchs` is torch's optimizer with the same gradients: what a step holds is compared with it.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import statehold
+from sim.crash_states import Sample
+from statehold import offload
+from statehold.errors import ChecksumError, StorageError, TruncatedFileError
+from statehold.offload.files import StateFiles
+from statehold.offload.held import Held
+from statehold.offload.store import Store, Stored
+from statehold.testing import SimFs, checkpointer_on
+from support import scripts
+from support.faults import DEADLINE_S, SMALL, must
+from support.twins import Twins, same_bits
+
+BF16, F32 = torch.bfloat16, torch.float32
+SHAPES = [(129, 64), (90_000,), (7,), (0, 4), (), (3, 64, 64)]
+SUBGROUP = 98_304
+
+
+def twins_at(folder: str | Path, dtypes: Any = (BF16,), seed: int = 0, **offloading: Any) -> Twins:
+    tiers = offloading.pop("tiers", [offload.Path(folder)])
+    offloading.setdefault("subgroup_bytes", SUBGROUP)
+    return Twins(SHAPES, list(dtypes), seed=seed, tiers=tiers, **offloading)
+
+
+def state_of(twins: Twins) -> dict[str, Any]:
+    return {"params": {str(i): each for i, each in enumerate(twins.params)}, "opt": twins.ours}
+
+
+def check_equal(ours: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """The same groups and the same bits."""
+    one, two = ours.state_dict(), other.state_dict()
+    assert one["state"].keys() == two["state"].keys()
+    for index, fields in one["state"].items():
+        assert fields.keys() == two["state"][index].keys()
+        assert all(same_bits(value, two["state"][index][name]) for name, value in fields.items())
+
+
+def plain(twins: Twins) -> torch.optim.AdamW:
+    return torch.optim.AdamW(twins.params, lr=1e-2)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Callable[[str], Path]:
+    def made(name: str) -> Path:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return tmp_path / name
+
+    return made
+
+
+# -- what a save writes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_a_save_links_what_is_on_storage(folders: Callable[[str], Path], dtype: Any) -> None:
+    """It writes the weights, the buffers that have changed, and little else."""
+    twins = twins_at(folders("opt"), [dtype])
+    stats = twins.ours.stats
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        for step in range(1, 4):
+            twins.train(1)
+            before = twins.ours.stats.paths[0].written_bytes
+            done = ckpt.save(step, state_of(twins)).wait("committed", DEADLINE_S)
+            in_memory = twins.ours.stats.paths[0].written_bytes - before
+            weights = sum(each.nbytes for each in twins.params)
+            assert done.stats.linked_bytes >= stats.state_bytes
+            assert 0 < in_memory <= stats.cache_bytes + stats.buffer_bytes
+            assert done.stats.written_bytes <= weights + 16_384  # its header
+        twins.check()
+        other = twins_at(folders("opt2"), [dtype], seed=1)
+        assert ckpt.restore(state_of(other)) == 3
+    check_equal(twins.ours, other.ours)
+    assert all(map(same_bits, twins.params, other.params))
+
+
+def test_another_file_system_gets_a_copy(folders: Callable[[str], Path], memory: Path) -> None:
+    memory.mkdir(parents=True)
+    twins = twins_at(memory)
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        twins.train(2)
+        done = ckpt.save(1, state_of(twins)).wait("committed", DEADLINE_S)
+        assert done.stats.linked_bytes == 0
+        assert done.stats.written_bytes > twins.ours.stats.state_bytes
+        twins.train(2)
+        other = twins_at(folders("opt2"), seed=1)
+        ckpt.restore(state_of(other))
+    twins.ours.close()
+    other.train(1)
+
+
+@pytest.mark.parametrize(
+    "tiers", [[offload.Host("4MiB")], [offload.Host("1MiB"), offload.Path("far")]], ids=str
+)
+def test_other_tiers_and_cuts_take_a_step(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tiers: list[Any]
+) -> None:
+    twins = twins_at(folders("opt"))
+    monkeypatch.chdir(folders("far").parent)
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        twins.train(3)
+        ckpt.save(3, state_of(twins)).wait("committed", DEADLINE_S)
+        other = twins_at(".", seed=1, tiers=tiers, subgroup_bytes=3 * 49_152)
+        ckpt.restore(state_of(other))
+        check_equal(twins.ours, other.ours)
+        ckpt.save(4, state_of(other)).wait("committed", DEADLINE_S)
+        ckpt.restore(state_of(twins), step=4)
+    check_equal(twins.ours, other.ours)
+
+
+def test_torchs_optimizer_takes_a_step_and_gives_one(folders: Callable[[str], Path]) -> None:
+    twins = twins_at(folders("opt"), [F32])
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        twins.train(3)
+        ckpt.save(3, state_of(twins)).wait("committed", DEADLINE_S)
+        found = plain(twins)
+        ckpt.restore({**state_of(twins), "opt": found})
+        check_equal(twins.ours, found)
+        ckpt.save(4, {**state_of(twins), "opt": found}).wait("committed", DEADLINE_S)
+        other = twins_at(folders("opt2"), [F32], seed=1)
+        ckpt.restore(state_of(other))
+    check_equal(twins.ours, other.ours)
+
+
+def test_two_optimizers_of_a_state_have_their_own_files(folders: Callable[[str], Path]) -> None:
+    one, two = twins_at(folders("opt")), twins_at(folders("opt"), seed=5)
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        one.train(1)
+        two.train(2)
+        ckpt.save(1, {"one": state_of(one), "two": state_of(two)}).wait("committed", DEADLINE_S)
+        three, four = twins_at(folders("opt2"), seed=1), twins_at(folders("opt2"), seed=2)
+        ckpt.restore({"one": state_of(three), "two": state_of(four)})
+    check_equal(one.ours, three.ours)
+    check_equal(two.ours, four.ours)
+
+
+def test_memory_in_another_order_is_saved_as_ever(folders: Callable[[str], Path]) -> None:
+    weight = torch.nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last))
+    optimizer = offload.AdamW([weight], tiers=[offload.Path(folders("opt"))])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        done = ckpt.save(1, {"opt": optimizer}).wait("committed", DEADLINE_S)
+        assert done.stats.linked_bytes == 0
+        before = optimizer.state_dict()["state"][0]
+        optimizer.step()
+        ckpt.restore({"opt": optimizer})
+    after = optimizer.state_dict()["state"][0]
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_the_command_line_sees_an_ordinary_step(folders: Callable[[str], Path]) -> None:
+    twins = twins_at(folders("opt"))
+    run = folders("run")
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        for step in (1, 2):
+            twins.train(1)
+            ckpt.save(step, state_of(twins)).wait("committed", DEADLINE_S)
+    one, two = (str(run / f"step-{step:012d}") for step in (1, 2))
+    for words, status in ((["verify", two], 0), (["show", one], 0), (["diff", one, two], 1)):
+        done = scripts.run(["-m", "statehold", *words], timeout=DEADLINE_S)
+        assert (done.returncode, done.stderr) == (status, ""), words
+        assert words[0] == "verify" or ".exp_avg.parameter 0" in done.stdout
+        assert "padding" not in done.stdout
+
+
+# -- updates during a save -------------------------------------------------------------------------
+
+
+def test_files_of_a_save_stay_as_they_were(folders: Callable[[str], Path]) -> None:
+    """However many updates come before the save has them."""
+    twins = twins_at(folders("opt"), tiers=[offload.Host("200KiB"), offload.Path(folders("opt"))])
+    twins.train(2)
+    stored = twins.ours.stored_state()
+    assert stored is not None
+    twins.train(4)
+    twins.check()
+    content = {each.path: Path(each.path).read_bytes() for each in stored.files()}
+    twins.train(4)
+    assert content == {each.path: Path(each.path).read_bytes() for each in stored.files()}
+    stored.release()
+    twins.train(4)
+    assert content != {path: Path(path).read_bytes() for path in content if Path(path).exists()}
+    twins.check()
+
+
+def saved_late(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save takes its files only after updates that have changed everything."""
+    twins = twins_at(folders("opt"))
+    may_go, files = threading.Event(), Held.files
+
+    def late(held: Held) -> Any:
+        assert may_go.wait(DEADLINE_S)
+        return files(held)
+
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        twins.train(2)
+        expected = twins.ours.state_dict()["state"]
+        weights = [each.detach().clone() for each in twins.params]
+        monkeypatch.setattr(Held, "files", late)
+        save = ckpt.save(1, state_of(twins))
+        twins.train(3)
+        may_go.set()
+        save.wait("committed", DEADLINE_S)
+        other = twins_at(folders("opt2"), seed=1)
+        ckpt.restore(state_of(other))
+    assert all(map(same_bits, weights, other.params))
+    for index, fields in other.ours.state_dict()["state"].items():
+        assert all(same_bits(value, expected[index][name]) for name, value in fields.items())
+
+
+def test_a_save_sees_no_later_update(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_late(folders, monkeypatch)
+
+
+def test_files_that_nobody_holds_are_found(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test before can fail: the updates write into what the save is about to take."""
+    monkeypatch.setattr(StateFiles, "hold", lambda self, path: None)
+    monkeypatch.setattr(StateFiles, "release", lambda self, path: None)
+    with pytest.raises((ChecksumError, TruncatedFileError)):
+        saved_late(folders, monkeypatch)
+
+
+def test_a_write_that_fails_fails_the_save_and_no_update(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = twins_at(folders("opt"))
+
+    def failing(*_: Any) -> Stored:
+        raise StorageError("write", errno=errno.EIO, path=str(folders("opt")))
+
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        twins.train(2)
+        with monkeypatch.context() as patched:
+            patched.setattr(Store, "write", failing)
+            save = ckpt.save(1, state_of(twins))
+            with pytest.raises(StorageError):
+                save.wait("committed", DEADLINE_S)
+        twins.train(2)
+        twins.check()
+        ckpt.save(3, state_of(twins)).wait("committed", DEADLINE_S)
+        assert ckpt.steps() == [3]
+    twins.ours.close()
+
+
+def test_close_waits_for_a_save_that_has_the_files(folders: Callable[[str], Path]) -> None:
+    twins = twins_at(folders("opt"))
+    twins.train(1)
+    stored = twins.ours.stored_state()
+    assert stored is not None
+    paths = [Path(each.path) for each in stored.files()]
+    closing = threading.Thread(target=twins.ours.close)
+    closing.start()
+    assert all(path.exists() for path in paths)
+    stored.release()
+    closing.join(DEADLINE_S)
+    must(not closing.is_alive())
+    assert not any(path.exists() for path in paths)
+
+
+# -- loss of power ---------------------------------------------------------------------------------
+
+TINY = [(1024,), (40, 30)]
+STEPS = 4
+
+
+def tiny(fs: SimFs, path: str) -> Twins:
+    if not fs.is_dir(path):
+        fs.mkdir(path)
+    return Twins(TINY, [BF16], tiers=[offload.Path(path)], subgroup_bytes=49_152, fs=fs)
+
+
+def play(fs: SimFs) -> tuple[list[tuple[int, int]], dict[int, dict[int, Any]]]:
+    """(number of changes, newest step then) after each commit, and the state of each step."""
+    fs.record()
+    twins, committed, states = tiny(fs, "/opt"), [(0, 0)], {}
+    with checkpointer_on(fs, "/run", keep=1, **SMALL) as ckpt:
+        for step in range(1, STEPS + 1):
+            twins.train(1)
+            states[step] = twins.ours.state_dict()["state"]
+            save = ckpt.save(step, state_of(twins))
+            twins.train(1)
+            save.wait("committed", DEADLINE_S)
+            committed.append((len(fs.recorded), step))
+    twins.ours.close()
+    return committed, states
+
+
+def check_all(sample: Sample) -> int:
+    fs = SimFs(seed=1)
+    committed, states = play(fs)
+    count = 0
+    for moment, operation in enumerate(fs.recorded):
+        safe = max(step for begun, step in committed if begun <= moment)
+        for disk in sample.of(fs, moment):
+            count += 1
+            found = steps_of(disk, states, f"power off before {moment}: {operation}")
+            assert max(found, default=0) in (safe, safe + 1), f"{found}, and not {safe}"
+    return count
+
+
+def steps_of(disk: SimFs, states: dict[int, dict[int, Any]], when: str) -> list[int]:
+    """The steps that a reader finds; AssertionError for one that is not whole."""
+    other = tiny(disk, "/other")
+    with checkpointer_on(disk, "/run", **SMALL) as ckpt:
+        steps = ckpt.steps()
+        for step in steps:
+            try:
+                ckpt.restore(state_of(other), step=step)
+            except Exception as error:
+                raise AssertionError(f"{when}: step {step} is not whole: {error}") from error
+            for index, fields in other.ours.state_dict()["state"].items():
+                for name, value in fields.items():
+                    assert same_bits(value, states[step][index][name]), (when, step, index, name)
+    other.ours.close()
+    return steps
+
+
+def test_every_step_that_a_crash_leaves_is_whole() -> None:
+    assert check_all(Sample(2, whole=False)) > 100
