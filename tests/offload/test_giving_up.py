@@ -133,6 +133,20 @@ def test_a_restart_sees_an_update_of_all_subgroups_or_of_none(tmp_path: Path) ->
     assert len(given_up(twins)) == 1
 
 
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_state_dict_that_fails_changes_nothing(operation: str) -> None:
+    fs = simulated()
+    twins = twins_on("one", fs=fs)
+    twins.train(2)
+    fs.fail_next(operation, errno.EIO)
+    with pytest.raises(StorageError):
+        twins.ours.state_dict()
+    must(fs.fired[f"injected {operation}"] == 1)
+    twins.check()
+    twins.train(2)
+    twins.check()
+
+
 def test_a_path_that_has_lost_its_files_is_given_up(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

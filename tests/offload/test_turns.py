@@ -105,15 +105,26 @@ def test_a_killed_holder_frees_its_turn(tmp_path: Path, processes: list[Any]) ->
     processes[-1].start()
     must(held.wait(DEADLINE_S))
     turns = Turns(str(tmp_path))
-    assert turns.read.is_taken
     with turns.write.taken():  # another direction, another turn
         pass
     with Turns(str(tmp_path.parent)).read.taken():  # another path
         pass
+    order: list[str] = []
+
+    def take() -> None:
+        with turns.read.taken():
+            order.append("taken")
+
+    waiter, onlooker = threading.Thread(target=take), Turns(str(tmp_path))
+    waiter.start()
+    until = time.monotonic() + DEADLINE_S
+    while not onlooker.read.is_wanted:
+        must(time.monotonic() < until)
+    order.append("killed")
     processes[-1].kill()
-    processes[-1].join()
-    with turns.read.taken():
-        pass
+    waiter.join()
+    assert order == ["killed", "taken"]
+    onlooker.close()
     turns.close()
 
 

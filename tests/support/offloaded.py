@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from support.faults import must
+
 FIELDS = ("master", "exp_avg", "exp_avg_sq")
 
 
@@ -53,7 +55,7 @@ class Plain:
     def _step(self, number: int) -> None:
         gradients(self.model, number)
         for master, parameter in zip(self.masters, self.model.parameters(), strict=True):
-            assert parameter.grad is not None
+            must(parameter.grad is not None)
             master.grad, parameter.grad = parameter.grad.float(), None
         self.optimizer.step()
         with torch.no_grad():

@@ -42,11 +42,6 @@ class Turn:
         self._is_held = False
 
     @property
-    def is_taken(self) -> bool:
-        """Whether another optimizer has the turn."""
-        return self._lock is not None and self._lock.is_taken(self._turn)
-
-    @property
     def is_wanted(self) -> bool:
         """Whether another optimizer waits for the turn."""
         return self._lock is not None and self._lock.is_taken(self._next)

@@ -66,8 +66,10 @@ class LockFile:
         """Whether another file, or none, has its name by now."""
         try:
             named = os.lstat(self.path)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return True
+        except OSError:
+            return False  # unknown; the next use of the storage finds out
         mine = os.fstat(self._fd)
         return (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino)
 
