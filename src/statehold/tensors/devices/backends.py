@@ -12,10 +12,12 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["BlockingBackend", "Event", "Stream", "StreamBackend"]
+__all__ = ["CHECKPOINTS", "BlockingBackend", "Event", "Stream", "StreamBackend"]
 
 Event = Any
 Stream = Any
+
+CHECKPOINTS = "checkpoints"  # the lane of saves and restores
 
 
 class StreamBackend(Protocol):
@@ -31,8 +33,9 @@ class StreamBackend(Protocol):
         """Inside, the calling thread works for this device, and takes no part in a graph that
         another thread captures; after it, all is as before."""
 
-    def fork(self, device: torch.device) -> Stream:
-        """A side stream whose work follows what the device's current stream has been given."""
+    def fork(self, device: torch.device, lane: str = CHECKPOINTS) -> Stream:
+        """The side stream of a lane, whose work from now on follows what the device's current
+        stream has been given. Lanes do not wait for one another."""
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
         """Inside, what the calling thread does on the device is work of the stream, and the memory
@@ -65,7 +68,7 @@ class BlockingBackend:
     def using(self, device: torch.device) -> Iterator[None]:
         yield
 
-    def fork(self, device: torch.device) -> torch.device:
+    def fork(self, device: torch.device, lane: str = CHECKPOINTS) -> torch.device:
         torch.accelerator.synchronize(device)
         return device
 

@@ -1,9 +1,9 @@
-"""CUDA and ROCm: one side stream a device, and copies by its copy engine.
+"""CUDA and ROCm: a side stream for each device and lane, and copies by the copy engines.
 
 Torch has 32 streams a device, and hands each of them out again and again: its pool is what graphs
 are captured on and what collectives run on. A side stream is not of that pool. Copies on the stream
 of a capture would be captured, and collectives behind copies would wait for them. All of a process
-share the side stream of a device: torch's allocator keeps scratch for the stream that took it.
+share the side streams of a device: torch's allocator keeps scratch for the stream that took it.
 Invariants: no side stream is destroyed, because the allocator knows its memory by it. No call makes
 a context on a device that the calling thread was not asked to work for. The runtime makes one,
 which takes half a gigabyte, on whatever device is current: for a new thread that is device 0.
@@ -19,10 +19,11 @@ import torch
 from torch import cuda
 
 from statehold.tensors.devices import cuda_runtime, numa
+from statehold.tensors.devices.backends import CHECKPOINTS
 
 __all__ = ["CudaBackend"]
 
-_SIDE_STREAMS: dict[torch.device, cuda.Stream] = {}
+_SIDE_STREAMS: dict[tuple[torch.device, str], cuda.Stream] = {}
 
 
 class CudaBackend:
@@ -55,10 +56,10 @@ class CudaBackend:
         with cuda.device(device), cuda_runtime.relaxed_captures():
             yield
 
-    def fork(self, device: torch.device) -> cuda.Stream:
-        stream = _SIDE_STREAMS.get(device)
+    def fork(self, device: torch.device, lane: str = CHECKPOINTS) -> cuda.Stream:
+        stream = _SIDE_STREAMS.get((device, lane))
         if stream is None:
-            stream = _SIDE_STREAMS.setdefault(device, _new_stream(device))
+            stream = _SIDE_STREAMS.setdefault((device, lane), _new_stream(device))
         stream.wait_stream(cuda.current_stream(device))
         return stream
 
