@@ -14,11 +14,15 @@ KINDS = {
     "Adam": (offload.Adam, torch.optim.Adam),
     "SGD": (offload.SGD, torch.optim.SGD),
 }
+Move = Callable[[torch.Tensor], torch.Tensor]
 Shapes = Sequence[tuple[int, ...]]
 
 
 class Twins:
-    """Two optimizers that get the same gradients. `params` are offloaded, `masters` are not."""
+    """Two optimizers that get the same gradients. `params` are offloaded, `masters` are not.
+
+    place, read: bring values to where parameters are, and back.
+    """
 
     def __init__(
         self,
@@ -29,14 +33,14 @@ class Twins:
         seed: int = 0,
         groups: Sequence[dict[str, Any]] = ({},),
         options: dict[str, Any] | None = None,
+        place: Move = torch.Tensor.detach,
+        read: Move = torch.Tensor.detach,
         **offloading: Any,
     ) -> None:
-        self.random = torch.Generator().manual_seed(seed)
-        self.params = [
-            torch.nn.Parameter(self._noise(shape).to(dtypes[i % len(dtypes)]))
-            for i, shape in enumerate(shapes)
-        ]
-        self.masters = [torch.nn.Parameter(p.detach().float().clone()) for p in self.params]
+        self.random, self._read = torch.Generator().manual_seed(seed), read
+        values = [self._noise(shape).to(dtypes[i % len(dtypes)]) for i, shape in enumerate(shapes)]
+        self.params = [torch.nn.Parameter(place(each)) for each in values]
+        self.masters = [torch.nn.Parameter(each.float().clone()) for each in values]
         ours, torchs = KINDS[kind]
         given = {"lr": 1e-2, **(options or {})}
         self.ours = ours(_grouped(self.params, groups), **given, **offloading)
@@ -67,7 +71,7 @@ class Twins:
     def check(self) -> None:
         """The same bits, in parameters and state."""
         for param, master in zip(self.params, self.masters, strict=True):
-            assert same_bits(param, master.detach().to(param.dtype))
+            assert same_bits(self._read(param), master.detach().to(param.dtype))
         ours, torchs = self.ours.state_dict()["state"], self.torchs.state_dict()["state"]
         assert ours.keys() == torchs.keys()
         masters = [each for group in self.torchs.param_groups for each in group["params"]]

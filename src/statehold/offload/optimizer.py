@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SGD", "Adam", "AdamW"]
 
+EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
+
 
 class _Offloaded(torch.optim.Optimizer):
     """What the optimizers have in common. defaults: those of torch's optimizer with the rule."""
@@ -45,12 +47,17 @@ class _Offloaded(torch.optim.Optimizer):
         rule: Rule,
         tiers: Sequence[Tier],
         subgroup_bytes: int | str | None,
+        drain_gradients: bool,
         fs: Fs | None,
     ) -> None:
         self._offloaded: OffloadedState | None = None
         super().__init__(params, defaults)
+        self._drains = drain_gradients
+        self._clipped: torch.Tensor | None = None  # what drained gradients are divided by
         wait_for_dropped()
-        self._offloaded = OffloadedState(self.param_groups, rule, tiers, subgroup_bytes, fs)
+        self._offloaded = OffloadedState(
+            self.param_groups, rule, tiers, subgroup_bytes, drain_gradients, fs
+        )
         self._keeper = Keeper(self, self._offloaded.close)
 
     @torch.no_grad()
@@ -61,9 +68,38 @@ class _Offloaded(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
+        if self._drains and found_inf is not None:
+            raise UsageError(
+                "GradScaler looks for gradients in .grad, where drain_gradients leaves none",
+                hint="leave drain_gradients off, or train in bfloat16 without a scaler",
+            )
         if found_inf is None or not found_inf.item():
-            self._opened.update(self.param_groups, getattr(self, "grad_scale", None))
+            scale = getattr(self, "grad_scale", None) if self._clipped is None else self._clipped
+            self._opened.update(self.param_groups, scale)
+        self._clipped = None
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, also those that drain_gradients has taken from `.grad`."""
+        super().zero_grad(set_to_none)
+        self._opened.discard()
+        self._clipped = None
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip as torch.nn.utils.clip_grad_norm_ does, and return the norm of all gradients.
+
+        That function does not see what drain_gradients has taken from `.grad`. This one does: the
+        next step() divides those by norm / max_norm, in float32.
+        """
+        if not self._drains:
+            every = [each.tensor for each in self._opened.parameters]
+            return torch.nn.utils.clip_grad_norm_(every, max_norm)
+        found = self._opened.gradients().values()
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in found]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        self._clipped = ((norm + EPSILON) / max_norm).clamp(min=1)
+        return norm
 
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's shape, all of it in host memory: 12 bytes for each parameter."""
@@ -137,7 +173,9 @@ class AdamW(_Offloaded):
     """torch.optim.AdamW on tiers.
 
     tiers: `Host` and `Path`, nearest first. subgroup_bytes: the state that is moved and updated at
-    once; None: chosen from the size of the state. fs: a file system from the caller, for tests.
+    once; None: chosen from the size of the state. drain_gradients: gradients of parameters on a
+    device leave it in backward, and `.grad` is None then; step() uses them up, and zero_grad() of
+    the optimizer forgets them. fs: a file system from the caller, for tests.
     """
 
     def __init__(
@@ -152,13 +190,14 @@ class AdamW(_Offloaded):
         maximize: bool = False,
         tiers: Sequence[Tier],
         subgroup_bytes: int | str | None = None,
+        drain_gradients: bool = False,
         fs: Fs | None = None,
     ) -> None:
         like = torch.optim.AdamW(
             _ANY, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )
         rule = AdamRule(decoupled=True)
-        super().__init__(params, like.defaults, rule, tiers, subgroup_bytes, fs)
+        super().__init__(params, like.defaults, rule, tiers, subgroup_bytes, drain_gradients, fs)
 
 
 class Adam(_Offloaded):
@@ -176,13 +215,14 @@ class Adam(_Offloaded):
         maximize: bool = False,
         tiers: Sequence[Tier],
         subgroup_bytes: int | str | None = None,
+        drain_gradients: bool = False,
         fs: Fs | None = None,
     ) -> None:
         like = torch.optim.Adam(
             _ANY, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )
         rule = AdamRule(decoupled=False)
-        super().__init__(params, like.defaults, rule, tiers, subgroup_bytes, fs)
+        super().__init__(params, like.defaults, rule, tiers, subgroup_bytes, drain_gradients, fs)
 
 
 class SGD(_Offloaded):
@@ -200,12 +240,14 @@ class SGD(_Offloaded):
         maximize: bool = False,
         tiers: Sequence[Tier],
         subgroup_bytes: int | str | None = None,
+        drain_gradients: bool = False,
         fs: Fs | None = None,
     ) -> None:
         like = torch.optim.SGD(
             _ANY, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True
         )
-        super().__init__(params, like.defaults, SgdRule(), tiers, subgroup_bytes, fs)
+        rule = SgdRule()
+        super().__init__(params, like.defaults, rule, tiers, subgroup_bytes, drain_gradients, fs)
 
 
 # torch's optimizers check the options, and say their defaults. They want a parameter for that.

@@ -25,7 +25,13 @@ from statehold.offload.rules import Rule
 from statehold.offload.subgroups import Extent
 from statehold.tensors import placements
 from statehold.tensors.placements import Placed
-from statehold.tensors.storable import is_dtensor, is_storable, local_of, version_of
+from statehold.tensors.storable import (
+    empty_on,
+    is_dtensor,
+    is_storable,
+    local_of,
+    version_of,
+)
 
 __all__ = ["MASTER", "Parameter", "flat", "parameters_of"]
 
@@ -38,7 +44,8 @@ class Parameter:
     """A parameter, the index of its group, and the fields that the rule keeps of it.
 
     tensor: as the program has it. step: how many updates it has had, in the form that the kernels
-    take. version: of the tensor, after the last update; None: unknown.
+    take. version: of the tensor, after the last update; None: unknown. mirrored: the weights of one
+    on a device, on the host.
     """
 
     tensor: torch.Tensor
@@ -47,6 +54,12 @@ class Parameter:
     kept: tuple[str, ...]
     step: torch.Tensor
     version: int | None = None
+    mirrored: torch.Tensor | None = None
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """Its elements where the host updates them, in the order of memory."""
+        return flat(self.local) if self.mirrored is None else self.mirrored
 
     @property
     def local(self) -> torch.Tensor:
@@ -66,7 +79,7 @@ class Parameter:
     @property
     def was_changed(self) -> bool:
         """Whether somebody else may have changed it since its last update, beside its master."""
-        return self.has_master and self.version != self._version
+        return self.has_master and self.version != self.version_now
 
     @property
     def is_started(self) -> bool:
@@ -94,10 +107,14 @@ class Parameter:
 
     def note_update(self) -> None:
         """It was updated just now: changes from here on are somebody else's."""
-        self.version = self._version
+        self.version = self.version_now
 
     def empty_field(self) -> torch.Tensor:
-        """Memory for a field, in the kind of tensor that torch keeps beside this parameter."""
+        """Memory for a field, in the kind of tensor that torch keeps beside this parameter: on the
+        host, unless it is sharded."""
+        if self.mirrored is not None and not is_dtensor(self.tensor):
+            like = self.tensor
+            return empty_on(torch.device("cpu"), like.shape, torch.float32, like.stride())
         return torch.empty_like(self.tensor, dtype=torch.float32, requires_grad=False)
 
     def gradient(self) -> torch.Tensor:
@@ -120,7 +137,7 @@ class Parameter:
             values = values.redistribute(spec.mesh, spec.placements)  # type: ignore[attr-defined]
         like, values = self.local, local_of(values)
         if values.stride() != like.stride():
-            values = torch.empty_like(like, dtype=values.dtype, requires_grad=False).copy_(values)
+            values = values.new_empty_strided(like.shape, like.stride()).copy_(values.detach())
         return flat(values)
 
     def fits(self, values: torch.Tensor) -> bool:
@@ -130,7 +147,8 @@ class Parameter:
         return not is_dtensor(values) or _spec(values).mesh == _spec(self.tensor).mesh
 
     @property
-    def _version(self) -> int:
+    def version_now(self) -> int:
+        """The version of the tensor."""
         return version_of(self.local, self.tensor if is_dtensor(self.tensor) else None)
 
 
@@ -171,10 +189,12 @@ def _check(parameter: torch.Tensor, name: str) -> None:
         got = ", ".join(map(repr, _spec(parameter).placements))
         raise _refused(name, "a parameter that is a sum over ranks", got)
     tensor = local_of(parameter)
-    if tensor.device.type != "cpu":
-        raise _refused(name, "a parameter on a device", str(tensor.device))
     if not is_storable(tensor) or tensor.layout != torch.strided:
-        raise _refused(name, "a parameter of this kind", f"{tensor.layout} {type(tensor).__name__}")
+        raise _refused(
+            name,
+            "a parameter of this kind",
+            f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}",
+        )
     if tensor.dtype not in (torch.float32, *HALF):
         raise _refused(name, "a parameter of this dtype", str(tensor.dtype))
     if tensor.numel() and torch.empty_like(tensor, device="meta").stride() != tensor.stride():
@@ -207,7 +227,7 @@ def _refused(name: str, what: str, got: str) -> UsageError:
         f"{what} cannot be offloaded",
         facts={
             "parameter": name,
-            "expected": "a dense tensor on the host in float32, bfloat16 or float16",
+            "expected": "a dense tensor in float32, bfloat16 or float16",
             "got": got,
         },
     )

@@ -24,6 +24,7 @@ class Sizes:
     """subgroups: the cut. each_bytes: of a buffer, which holds the largest subgroup.
 
     cached: buffers that Host pays for. buffers: with those of the pipeline. threads: that update.
+    pinned_bytes: for weights and gradients of parameters on devices.
     """
 
     subgroups: Sequence[Subgroup]
@@ -31,6 +32,7 @@ class Sizes:
     cached: int
     buffers: int
     threads: int
+    pinned_bytes: int
 
     @classmethod
     def of(
@@ -40,6 +42,7 @@ class Sizes:
         paths: int,
         subgroup_bytes: int | None,
         threads: int,
+        pinned_bytes: int = 0,
     ) -> Sizes:
         """The sizes for these parameters and tiers. subgroup_bytes: None chooses it."""
         state_bytes = sum(each.numel * ITEM_BYTES * len(each.fields) for each in extents)
@@ -59,7 +62,7 @@ class Sizes:
                 hint="add a Path to tiers, or give Host more bytes",
             )
         buffers = min(count, cached + buffers_in_transit(paths))
-        found = cls(subgroups, each_bytes, cached, buffers, threads)
+        found = cls(subgroups, each_bytes, cached, buffers, threads, pinned_bytes)
         found._check_room()
         return found
 
@@ -79,14 +82,15 @@ class Sizes:
         return (self.buffers - self.cached) * self.each_bytes + self.threads * STRIP * ITEM_BYTES
 
     def _check_room(self) -> None:
-        room, needed = available(), self.cache_bytes + self.pipeline_bytes
+        room, needed = available(), self.cache_bytes + self.pipeline_bytes + self.pinned_bytes
         if needed > room.nbytes:
             raise UsageError(
                 "there is not enough memory for the buffers of this optimizer",
                 facts={
                     "needed": f"{format_bytes(needed)}: {self.cached} buffers of Host and "
                     f"{self.buffers - self.cached} of the pipeline, "
-                    f"{format_bytes(self.each_bytes)} each",
+                    f"{format_bytes(self.each_bytes)} each, and "
+                    f"{format_bytes(self.pinned_bytes)} for parameters on devices",
                     "available": f"{format_bytes(room.nbytes)} {room.limit}",
                 },
                 hint="give Host fewer bytes, or lower subgroup_bytes",

@@ -22,6 +22,7 @@ from statehold.errors import ClosedError, StateMismatchError, UsageError
 from statehold.offload.file_form import FileForm, are_boxes, tensor_name
 from statehold.offload.held import Held
 from statehold.offload.memory import Buffers
+from statehold.offload.mirror import Mirror, pinned_bytes
 from statehold.offload.naming import Name
 from statehold.offload.parameters import MASTER, Parameter, flat, parameters_of
 from statehold.offload.pipeline import Pipeline
@@ -33,7 +34,7 @@ from statehold.offload.subgroups import Subgroup
 from statehold.offload.tiers import Tier, check_tiers
 from statehold.offload.update import Update, make, parts
 from statehold.offload.workers import Workers
-from statehold.tensors.storable import is_dtensor, local_of
+from statehold.tensors.storable import is_dtensor, is_external, local_of
 from statehold.tensors.stored import InFiles
 from statehold.units import parse_bytes
 
@@ -48,7 +49,8 @@ Groups = Sequence[Mapping[str, Any]]
 class OffloadedState:
     """The fields of all parameters of `groups` on `tiers`.
 
-    fs: a file system from the caller, which stays open.
+    drains: whether gradients leave devices in backward. fs: a file system from the caller, which
+    stays open.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class OffloadedState:
         rule: Rule,
         tiers: Sequence[Tier],
         subgroup_bytes: int | str | None,
+        drains: bool,
         fs: Fs | None,
     ) -> None:
         host_bytes, self._paths = check_tiers(tiers)
@@ -68,6 +71,7 @@ class OffloadedState:
             len(self._paths),
             None if subgroup_bytes is None else parse_bytes(subgroup_bytes),
             torch.get_num_threads(),
+            pinned_bytes(self.parameters),
         )
         self._subgroups_of: list[list[int]] = [[] for _ in self.parameters]
         for subgroup in self._sizes.subgroups:
@@ -76,34 +80,54 @@ class OffloadedState:
         self._name = Name()
         self._store = Store(self._paths, self._forms(), fs)
         self.timeline = self._store.timeline
-        self._pipeline = self._open()
+        self._pipeline, self._mirror = self._open(drains=drains)
         self._workers = Workers()
         self._failure: BaseException | None = None
         self._is_closed, self._owner_pid = False, os.getpid()
         self._updates, self._update_s, self._compute_s = 0, 0.0, 0.0
 
     def update(self, groups: Groups, grad_scale: torch.Tensor | None) -> None:
-        """Update every parameter that has a gradient."""
-        self._check_usable()
-        self._check_options(groups)
+        """Update every parameter that has a gradient. Uses drained gradients up."""
         begin = time.perf_counter()
-        update = Update(self._rule, self.parameters, groups, grad_scale, self._workers)
+        grads = self.gradients()
+        self._check_options(groups)
+        groups = [{**group, "lr": _on_host(group["lr"])} for group in groups]
+        scale = _on_host(grad_scale)
+        update = Update(self._rule, self.parameters, groups, grads, scale, self._workers)
         active = [self.parameters[index] for index in update.active]
 
         def use(subgroup: Subgroup, memory: torch.Tensor, is_fresh: bool) -> None:
             begin = time.perf_counter()
             with self.timeline.during("update", subgroup.index):
-                update.use(subgroup, memory, is_fresh)
+                spans = update.use(subgroup, memory, is_fresh)
+            self._mirror.send(spans)
             self._compute_s += time.perf_counter() - begin
 
         with self._whole("update"):
             for parameter in active:
                 parameter.step += 1
-            self._pipeline.visit(self._touched(update.active), use, changes=True)
+            try:
+                self._pipeline.visit(self._touched(update.active), use, changes=True)
+            finally:
+                self._mirror.discard()
+                self._mirror.sent(update.active)
             for parameter in active:
                 parameter.note_update()
         self._updates += 1
         self._update_s += time.perf_counter() - begin
+
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """The gradients that there are, flat and on the host, by parameter."""
+        self._check_usable()
+        found = self._mirror.collect()
+        for index, parameter in enumerate(self.parameters):
+            if parameter.mirrored is None and parameter.tensor.grad is not None:
+                found[index] = parameter.gradient()
+        return found
+
+    def discard(self) -> None:
+        """Forget drained gradients."""
+        self._mirror.discard()
 
     def gather(self) -> dict[int, dict[str, torch.Tensor]]:
         """Copies of the fields of all parameters that were ever updated, in their shapes."""
@@ -159,11 +183,14 @@ class OffloadedState:
 
         with self._whole("load_state_dict()"):
             self._pipeline.reset()
+            self._mirror.forget()
+            self._mirror.bring_weights()
             for parameter, entry in zip(self.parameters, entries, strict=True):
                 parameter.version = None
                 parameter.step.fill_(float(entry.get("step", 1)) if entry else 0)
             started = [index for index, given in enumerate(flats) if given]
             self._pipeline.visit(self._touched(started), use, changes=True)
+        self._mirror.forget()
         self._failure = None
 
     def close(self) -> None:
@@ -173,6 +200,7 @@ class OffloadedState:
             self._name.free()
             self._pipeline.close()
             self._workers.close()
+            self._mirror.close()
             self._store.close()
 
     @property
@@ -192,6 +220,7 @@ class OffloadedState:
             state_bytes=self._sizes.state_bytes,
             cache_bytes=self._sizes.cache_bytes,
             buffer_bytes=self._sizes.pipeline_bytes,
+            pinned_bytes=self._sizes.pinned_bytes,
             paths=tuple(
                 PathStats(
                     path=path.directory,
@@ -207,16 +236,18 @@ class OffloadedState:
             ),
         )
 
-    def _open(self) -> Pipeline:
+    def _open(self, *, drains: bool) -> tuple[Pipeline, Mirror]:
         rates = [path.rate for path in self._paths]
         known = [float(rate) for rate in rates if rate is not None]
         bandwidths = known if len(known) == len(rates) else [1.0] * len(rates)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._store.close)
+            mirror = Mirror(self.parameters, drains=drains)
+            undo.callback(mirror.close)
             buffers = Buffers(self._sizes.buffers, self._sizes.each_bytes)
-            return Pipeline(self._sizes.subgroups, buffers, self._store, bandwidths)
-        except BaseException:
-            self._store.close()
-            raise
+            pipeline = Pipeline(self._sizes.subgroups, buffers, self._store, bandwidths)
+            undo.pop_all()
+        return pipeline, mirror
 
     def _forms(self) -> list[FileForm]:
         names = [each.name for each in self.parameters]
@@ -324,3 +355,9 @@ def _described(value: Any) -> str:
     kind = "DTensor" if is_dtensor(value) else "tensor"
     mesh = f" on {getattr(value, 'device_mesh', None)}" if is_dtensor(value) else ""
     return f"a {kind} of shape {tuple(value.shape)}{mesh}"
+
+
+def _on_host(value: Any) -> Any:
+    """The same number, where the host's kernel can read it."""
+    is_there = isinstance(value, torch.Tensor) and is_external(value)
+    return torch.tensor(value.item(), dtype=torch.float32, device="cpu") if is_there else value

@@ -46,7 +46,7 @@ class Stats:
     hidden_s: seconds with a transfer under way in which nothing waited for it.
     hits: subgroups that an update has found in memory; misses: those that it has read.
     state_bytes: the whole state; cache_bytes: what Host keeps of it; buffer_bytes: memory that the
-        pipeline has in addition.
+        pipeline has in addition; pinned_bytes: copies of what parameters on devices have.
     """
 
     updates: int
@@ -59,6 +59,7 @@ class Stats:
     state_bytes: int
     cache_bytes: int
     buffer_bytes: int
+    pinned_bytes: int
     paths: Sequence[PathStats]
 
 

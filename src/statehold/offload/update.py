@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from statehold.offload.parameters import MASTER, Parameter, flat
+from statehold.offload.parameters import MASTER, Parameter
 from statehold.offload.rules import Batch, Rule
 from statehold.offload.subgroups import Part, Span, Subgroup, strips
 from statehold.offload.workers import STRIP, Workers
@@ -35,28 +35,31 @@ def make(subgroup: Subgroup, memory: torch.Tensor, parameters: Sequence[Paramete
     memory.zero_()
     for part, values in parts(subgroup, memory):
         if part.field == MASTER:
-            values.copy_(_cut(flat(parameters[part.span.parameter].local), part.span))
+            values.copy_(_cut(parameters[part.span.parameter].weights, part.span))
 
 
 class Update:
-    """An update of the parameters that have a gradient now."""
+    """An update of the parameters that have a gradient now.
+
+    grads: by parameter, flat, on the host. grad_scale: on the host, too.
+    """
 
     def __init__(
         self,
         rule: Rule,
         parameters: Sequence[Parameter],
         groups: Sequence[Mapping[str, Any]],
+        grads: Mapping[int, torch.Tensor],
         grad_scale: torch.Tensor | None,
         workers: Workers,
     ) -> None:
         self._rule, self._parameters, self._groups = rule, parameters, groups
         self._grad_scale, self._workers = grad_scale, workers
-        self.active = [i for i, each in enumerate(parameters) if each.tensor.grad is not None]
-        self._grads = {index: parameters[index].gradient() for index in self.active}
+        self.active, self._grads = sorted(grads), grads
         self._changed = {index for index in self.active if parameters[index].was_changed}
 
-    def use(self, subgroup: Subgroup, memory: torch.Tensor, is_fresh: bool) -> None:
-        """Update a subgroup in its buffer, and the parameters of its spans."""
+    def use(self, subgroup: Subgroup, memory: torch.Tensor, is_fresh: bool) -> list[Span]:
+        """Update a subgroup in its buffer, and the parameters of its spans. Returns these."""
         if is_fresh:
             make(subgroup, memory, self._parameters)
         begins = {(part.span.parameter, part.field): part.begin - part.span.begin
@@ -69,6 +72,7 @@ class Update:
         active = [span for span in subgroup.spans if span.parameter in self._grads]
         cut = strips(active, STRIP, self._workers.count)
         self._workers.run(lambda strip: self._use_strip(strip, field), cut)
+        return active
 
     def _use_strip(self, strip: Sequence[Span], field: Any) -> None:
         batches: dict[int, Batch] = {}
@@ -87,12 +91,12 @@ class Update:
         for span in strip:
             parameter = self._parameters[span.parameter]
             if parameter.has_master:
-                _cut(flat(parameter.local), span).copy_(field(span, MASTER))
+                _cut(parameter.weights, span).copy_(field(span, MASTER))
 
     def _master(self, span: Span, field: Any) -> torch.Tensor:
         """What the kernel updates of a span: the master, or the parameter itself."""
         parameter = self._parameters[span.parameter]
-        own = _cut(flat(parameter.local), span)
+        own = _cut(parameter.weights, span)
         if not parameter.has_master:
             return own
         master: torch.Tensor = field(span, MASTER)

@@ -239,7 +239,7 @@ def install(patch: pytest.MonkeyPatch, count: int = 1, seed: int | None = None) 
     patch.setattr(cuda, "_SIDE_STREAMS", {})
     patch.setattr(cuda.numa, "node_of", lambda _: None)
     patch.setattr(cuda_runtime, "library", lambda: Runtime(machine))
-    patch.setattr(devices, "backend_for", lambda _: cuda.CudaBackend())
+    _replace(patch, devices.backend_for, lambda _: cuda.CudaBackend())
     patch.setattr(
         pipeline, "ThreadPoolExecutor", partial(ThreadPoolExecutor, initializer=machine.enter)
     )

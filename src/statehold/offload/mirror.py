@@ -1,0 +1,263 @@
+"""Parameters on devices, as the host has them: pinned copies of their weights and gradients.
+
+The update runs on the host. Gradients go there on a stream of their own: in step(), or with
+`drains` as backward makes them, and then the device gets their memory back. New weights go to the
+device on another stream, and the current stream waits for them.
+
+Invariants:
+- The host reads what a device copies only after the event of the copy (collect). It writes what a
+  device copies only after the event of that copy: collect() waits for weights on their way back.
+- The host never waits for the new weights of an update, unless a next update begins.
+- A gradient that was taken from its parameter is kept until its copy has completed. At most
+  DRAINING_BYTES_MAX wait for that: then backward waits for the oldest.
+- Gradients of several backwards are added on the device, in the order of one stream. So the sum has
+  the bits that torch would have left in `.grad`.
+Not here: what is updated (update), streams and pinning (tensors/devices).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from statehold.errors import DeviceError, UsageError
+from statehold.offload.memory import Buffers
+from statehold.offload.parameters import Parameter, flat
+from statehold.offload.subgroups import PAGE_BYTES, Span
+from statehold.tensors.devices.backends import Event
+from statehold.tensors.devices.devices import backend_for
+from statehold.tensors.devices.pinning import Pinning
+from statehold.tensors.devices.relay import named_failures
+from statehold.tensors.storable import device_of, empty_on, is_external, local_of
+from statehold.units import MiB
+
+__all__ = ["Mirror", "pinned_bytes"]
+
+DRAINING_BYTES_MAX = 512 * MiB
+ALIGNED_BYTES = 64
+TO_HOST, TO_DEVICE = "offload to host", "offload to device"  # lanes of tensors/devices
+
+
+@dataclass
+class _Copy:
+    """weights, grad: the elements on the host. version: of the parameter that `weights` has."""
+
+    weights: torch.Tensor
+    grad: torch.Tensor
+    version: int | None = None
+
+
+def pinned_bytes(parameters: Iterable[Parameter]) -> int:
+    """The memory for weights and gradients of those that are on a device."""
+    nbytes = sum(2 * _aligned(each.local.nbytes) for each in parameters if _is_mirrored(each))
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class Mirror:
+    """The copies of those of `parameters` that are on a device."""
+
+    def __init__(self, parameters: Sequence[Parameter], *, drains: bool) -> None:
+        self._parameters = {i: each for i, each in enumerate(parameters) if _is_mirrored(each)}
+        self._copies: dict[int, _Copy] = {}
+        self._drains = drains
+        self._drained: set[int] = set()
+        self._moving: deque[tuple[torch.Tensor, Event]] = deque()
+        self._moving_bytes = 0
+        self._newest: dict[tuple[torch.device, str], Event] = {}
+        self._guard = threading.RLock()  # autograd has a thread for each device
+        self._hooks: list[RemovableHandle] = []
+        for parameter in self._parameters.values() if drains else ():
+            _check_alone(parameter)
+        if self._parameters:
+            device = device_of(next(iter(self._parameters.values())).local)
+            self._backend = backend_for(device)
+            self._pinning = Pinning(self._backend, device)
+            self._map()
+        for index, parameter in self._parameters.items() if drains else ():
+            if parameter.tensor.requires_grad:
+                drain = partial(self._drain, index)
+                self._hooks.append(_hooked(parameter.tensor, drain))
+
+    def bring_weights(self) -> None:
+        """Have the weights on the host that somebody else has changed."""
+        with self._guard:
+            self._wait(TO_DEVICE)
+            try:
+                for index, parameter in self._parameters.items():
+                    copy, local = self._copies[index], parameter.local
+                    if copy.version != parameter.version_now:
+                        with self._on(device_of(local), TO_HOST):
+                            copy.weights.copy_(flat(local), non_blocking=True)
+                        copy.version = parameter.version_now
+            finally:
+                self._wait(TO_HOST)
+
+    def collect(self) -> dict[int, torch.Tensor]:
+        """Have weights and gradients on the host. Returns the gradients."""
+        with self._guard:
+            self.bring_weights()
+            found = set()
+            try:
+                for index, parameter in self._parameters.items():
+                    if self._drains:
+                        self._drain(index, parameter.tensor)  # what a program has put into .grad
+                    elif parameter.tensor.grad is not None:
+                        self._bring_grad(index)
+                        found.add(index)
+            finally:
+                self._wait(TO_HOST)
+                self._moving.clear()
+                self._moving_bytes = 0
+            return {index: self._copies[index].grad for index in found | self._drained}
+
+    def send(self, spans: Iterable[Span]) -> None:
+        """Have the new weights of these spans copied to their devices."""
+        for span in spans:
+            if span.parameter in self._copies:
+                new = self._copies[span.parameter].weights[span.begin : span.end]
+                local = self._parameters[span.parameter].local
+                with self._on(device_of(local), TO_DEVICE):
+                    flat(local)[span.begin : span.end].copy_(new, non_blocking=True)
+
+    def sent(self, updated: Iterable[int]) -> None:
+        """Order what the current streams are given next after all that was sent."""
+        for index in updated:
+            if index in self._copies:
+                self._copies[index].version = self._parameters[index].version_now
+        for (device, lane), event in self._newest.items():
+            if lane == TO_DEVICE:
+                with named_failures(), self._backend.using(device):
+                    self._backend.make_current_wait(event)
+
+    def discard(self) -> None:
+        """Forget the drained gradients: the next backward makes others."""
+        with self._guard:
+            self._drained.clear()
+
+    def forget(self) -> None:
+        """Forget the weights: somebody may have changed them by any means."""
+        for each in self._copies.values():
+            each.version = None
+
+    def close(self) -> None:
+        """Unpin, once no copy is under way. The gradients that follow stay on the device."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._parameters:
+            with suppress(
+                DeviceError, RuntimeError
+            ):  # a device that has failed reaches no memory any more
+                self._wait(TO_HOST)
+                self._wait(TO_DEVICE)
+            self._pinning.close()
+
+    def _map(self) -> None:
+        memory = Buffers(1, pinned_bytes(self._parameters.values()))[0].view(torch.uint8)
+        self._pinning.pin(memory)
+        begin = 0
+        for index, parameter in self._parameters.items():
+            step, nbytes = _aligned(parameter.local.nbytes), parameter.local.nbytes
+            weights, grad = (memory[at : at + nbytes].view(parameter.tensor.dtype)
+                             for at in (begin, begin + step))  # fmt: skip
+            self._copies[index] = _Copy(weights, grad)
+            parameter.mirrored = weights
+            begin += 2 * step
+
+    def _drain(self, index: int, tensor: torch.Tensor) -> None:
+        """A hook of autograd: take the gradient away from its parameter."""
+        if tensor.grad is None:
+            return
+        _check_alone(self._parameters[index])
+        grad = local_of(tensor.grad)
+        with self._guard:
+            try:
+                self._bring_grad(index)
+                self._drained.add(index)
+            finally:
+                tensor.grad = None
+                if event := self._newest.get((device_of(grad), TO_HOST)):
+                    self._moving.append((grad, event))
+                    self._moving_bytes += grad.nbytes
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Give memory of gradients back whose copies have completed."""
+        while self._moving:
+            grad, event = self._moving[0]
+            with named_failures(), self._backend.using(device_of(grad)):
+                if self._moving_bytes > DRAINING_BYTES_MAX:
+                    self._backend.synchronize(event)
+                elif not self._backend.is_complete(event):
+                    return
+            self._moving.popleft()
+            self._moving_bytes -= grad.nbytes
+
+    @torch.no_grad()
+    def _bring_grad(self, index: int) -> None:
+        """Copy a gradient, and with it what was drained before."""
+        copy, parameter = self._copies[index], self._parameters[index]
+        device = device_of(parameter.local)
+        with self._on(device, TO_HOST):
+            elements = parameter.gradient()
+            if elements.dtype != copy.grad.dtype:
+                raise UsageError(
+                    "a gradient on a device has another dtype than its parameter",
+                    facts={"parameter": parameter.name, "expected": str(copy.grad.dtype),
+                           "got": str(elements.dtype)},
+                )  # fmt: skip
+            if index in self._drained:
+                total = empty_on(device, elements.shape, elements.dtype)
+                elements = total.copy_(copy.grad, non_blocking=True).add_(elements)
+            copy.grad.copy_(elements, non_blocking=True)
+
+    @contextmanager
+    def _on(self, device: torch.device, lane: str) -> Iterator[None]:
+        """Inside, work of this thread on the device is the lane's, after what the current stream
+        has been given."""
+        with named_failures(), self._backend.using(device):
+            stream = self._backend.fork(device, lane)
+            try:
+                with self._backend.on(stream):
+                    yield
+            finally:  # part of it may be under way
+                self._newest[device, lane] = self._backend.record(stream)
+
+    def _wait(self, lane: str) -> None:
+        """Return when all copies of a lane have completed."""
+        for (device, its_lane), event in self._newest.items():
+            if its_lane == lane:
+                with named_failures(), self._backend.using(device):
+                    self._backend.synchronize(event)
+
+
+def _hooked(tensor: Any, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Have autograd call this whenever the gradient has been added to `.grad`."""
+    handle: RemovableHandle = tensor.register_post_accumulate_grad_hook(call)
+    return handle
+
+
+def _is_mirrored(parameter: Parameter) -> bool:
+    return is_external(parameter.local)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+def _check_alone(parameter: Parameter) -> None:
+    """Refuse to take gradients that other ranks still have to add theirs to."""
+    ranks = torch.distributed
+    if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
+        raise UsageError(
+            "drain_gradients takes gradients before DistributedDataParallel has reduced them",
+            facts={"parameter": parameter.name, "ranks": ranks.get_world_size()},
+            hint="leave drain_gradients off: step() copies the reduced gradients",
+        )
