@@ -1,90 +1,58 @@
 """Checks that run on every rank of a job of four: offloaded optimizers of sharded parameters.
 
-Each one trains beside torch's fused optimizer on the same shards, with the same gradients.
+They train as torch's fused optimizer does on the same shards, with the same gradients; and a step
+of any layout restores into any other. Smaller jobs are the first ranks of this one, on a board of
+their own; the others look on.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import statehold
 from statehold import offload
+from statehold.errors import StateMismatchError, UsageError
 from statehold.tensors.storable import local_of
-from support.faults import must
-from support.jobs import Job
+from support.faults import DEADLINE_S, SMALL, must
+from support.jobs import Job, captured
+from support.sharded import (
+    ROWS,
+    WIDE,
+    Make,
+    Net,
+    both,
+    even,
+    first,
+    fsdp,
+    groups_of,
+    replicated,
+    same_local_bits,
+    square,
+    tensor_parallel,
+    whole_of,
+)
 from support.twins import same_bits
 
 F32, BF16 = torch.float32, torch.bfloat16
 OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 STEPS = 3
-# Larger than CUT on each rank, with rows that end within it; and 3 rows, so the last of 4 has none.
-WIDE, ROWS, FEW = 300, 173, 3
+PLACED = [Shard(0), Shard(1), Replicate()]
 
-Make = Callable[[torch.dtype], nn.Module]
+# -- beside torch's optimizer ------------------------------------------------------------------
 
-
-class Net(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDE, ROWS, dtype=dtype)
-        self.down = nn.Linear(ROWS, FEW, dtype=dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
-
-
-class EvenNet(Net):
-    """Sizes that tensor parallel layers can compute with."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
-        self.up = nn.Linear(WIDE, 184, dtype=dtype)
-        self.down = nn.Linear(184, 4, dtype=dtype)
-
-
-def fsdp(mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
-    model = Net(dtype)
-    fully_shard(model.up, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def tensor_parallel(mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    return parallelize_module(EvenNet(dtype), mesh, plan)
-
-
-def both(dtype: torch.dtype) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return fully_shard(tensor_parallel(mesh["tp"], dtype), mesh=mesh["dp"])
-
-
-def replicated(dtype: torch.dtype) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(Net(dtype))
-
-
-def shards(ranks: int) -> DeviceMesh:
-    """This rank's mesh, where the job falls into meshes of so many ranks."""
-    mesh = init_device_mesh("cpu", (4 // ranks, ranks), mesh_dim_names=("others", "shards"))
-    return mesh["shards"]
-
-
-LAYOUTS: dict[str, Make] = {
-    "fsdp on 4": lambda dtype: fsdp(shards(4), dtype),
-    "fsdp on 2": lambda dtype: fsdp(shards(2), dtype),
-    "fsdp on 1": lambda dtype: fsdp(shards(1), dtype),
-    "tp": lambda dtype: tensor_parallel(shards(4), dtype),
-    "fsdp x tp": both,
+TRAINED: dict[str, Make] = {
+    "fsdp on 4": lambda dtype: fsdp(groups_of(4), dtype),
+    "fsdp on 2": lambda dtype: fsdp(groups_of(2), dtype),
+    "fsdp on 1": lambda dtype: fsdp(groups_of(1), dtype),
+    "tp": lambda dtype: tensor_parallel(even(dtype), groups_of(4)),
+    "fsdp x tp": lambda dtype: both(even(dtype)),
     "ddp": replicated,
 }
 
@@ -117,9 +85,9 @@ class Twins:
             loss.backward()
             losses.append(loss.detach())
             norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        must(same_bits(*map(_plain, losses)))
-        must(same_bits(*map(_plain, norms)))
-        must(bool(_plain(norms[0]) > 0.1), "nothing is clipped")
+        must(same_bits(*map(whole_of, losses)))
+        must(same_bits(*map(whole_of, norms)))
+        must(bool(whole_of(norms[0]) > 0.1), "nothing is clipped")
 
     def step(self) -> None:
         self.ours.step()
@@ -151,19 +119,8 @@ class Twins:
                 must(same_local_bits(ours[index]["master"], master), index)
 
 
-def same_local_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    placed = [getattr(each, "_spec", None) for each in (one, other)]
-    if any(placed) and placed[0].placements != placed[1].placements:
-        return False
-    return same_bits(local_of(one), local_of(other)) and one.shape == other.shape
-
-
-def _plain(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def check_loss_and_weights_are_those_of_torch(job: Job) -> None:
-    for name, make in LAYOUTS.items():
+    for name, make in TRAINED.items():
         for dtype in (F32, BF16):
             twins = Twins(job, make, dtype)
             twins.train(STEPS)
@@ -174,10 +131,304 @@ def check_loss_and_weights_are_those_of_torch(job: Job) -> None:
 
 
 def check_places_are_those_of_the_layout(job: Job) -> None:
-    twins = Twins(job, LAYOUTS["fsdp x tp"], F32)
+    twins = Twins(job, TRAINED["fsdp x tp"], F32)
     for parameter in twins.ours._opened.parameters:
         place = parameter.place(job.rank)
         must(place.shape == tuple(parameter.tensor.shape))
         must(place.box == place.layout.box(place.shape, job.rank))
         must(place.box.shape == tuple(parameter.local.shape))
     twins.ours.close()
+
+
+def sharded(job: Job, values: torch.Tensor, mesh: Any, placements: Any) -> DTensor:
+    """A DTensor in any placement; a sum has a part of its own on each rank."""
+    if any(each.is_partial() for each in placements):
+        return DTensor.from_local(values * (job.rank + 0.3), mesh, placements, run_check=False)
+    return distribute_tensor(values.clone(), mesh, placements, src_data_rank=None)
+
+
+def pairs(job: Job, tensors: Callable[[], list[torch.Tensor]]) -> tuple[Any, Any, Any, Any]:
+    """An offloaded optimizer and torch's, and the parameters of both."""
+    ours, theirs = ([nn.Parameter(each) for each in tensors()] for _ in range(2))
+    optimizer = offload.AdamW(ours, **OPTIONS, tiers=[offload.Host("4MiB")])
+    return optimizer, ours, torch.optim.AdamW(theirs, **OPTIONS, fused=True), theirs
+
+
+def check_gradients_in_other_placements(job: Job) -> None:
+    """They are redistributed as torch's kernels do it. But these read the memory of a gradient as
+    if it had no gaps, which it has where one Shard was made of another."""
+    line, grid, values = groups_of(4), square(), torch.randn(9, 11)
+    given_on_line = (*PLACED, Partial(), Partial("avg"))
+    cases = [
+        *((line, [one], [other]) for one in PLACED for other in given_on_line),
+        (grid, [Shard(0), Shard(1)], [Partial(), Replicate()]),
+        (grid, [Shard(0), Shard(0)], [Replicate(), Partial("avg")]),
+        (grid, [Replicate(), Shard(0)], [Shard(1), Replicate()]),
+    ]
+    optimizer, ours, torchs, theirs = pairs(
+        job, lambda: [sharded(job, values, mesh, placed) for mesh, placed, _ in cases]
+    )
+    for _ in range(2):
+        grads = [sharded(job, torch.randn(9, 11), mesh, given) for mesh, _, given in cases]
+        for one, other, grad in zip(ours, theirs, grads, strict=True):
+            one.grad, other.grad = grad.clone(), _without_gaps(grad, other)
+        optimizer.step()
+        torchs.step()
+    for case, one, other in zip(cases, ours, theirs, strict=True):
+        must(same_local_bits(one, other), case)
+
+
+def _without_gaps(grad: DTensor, param: DTensor) -> DTensor:
+    """A gradient that torch's fused kernel reads right."""
+    if not any(isinstance(each, Shard) for each in grad.placements):
+        return grad.clone()
+    placed = grad.redistribute(param.device_mesh, param.placements)
+    local = torch.empty_like(local_of(param), requires_grad=False).copy_(local_of(placed))
+    return DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=grad.shape,
+        stride=grad.stride(),
+    )
+
+
+def check_local_tensors_in_any_order_of_memory(job: Job) -> None:
+    """Transposed ones, pieces of a larger storage, and none at all; gaps are refused."""
+    mesh, grads = groups_of(4), [torch.randn(70, 90), torch.randn(70, 90), torch.randn(0, 5)]
+
+    def locals_of() -> list[torch.Tensor]:
+        torch.manual_seed(job.rank)
+        storage = torch.randn(100, 90)
+        found = [torch.randn(90, 70).t(), storage[30:], torch.randn(0, 5)]
+        return [DTensor.from_local(each, mesh, [Shard(0)], run_check=False) for each in found]
+
+    optimizer, ours, torchs, theirs = pairs(job, locals_of)
+    for _ in range(2):
+        for one, other, grad in zip(ours, theirs, grads, strict=True):
+            one.grad = DTensor.from_local(grad, mesh, [Shard(0)], run_check=False)
+            in_order = torch.empty_like(local_of(other), requires_grad=False).copy_(grad)
+            other.grad = DTensor.from_local(in_order, mesh, [Shard(0)], run_check=False)
+        optimizer.step()
+        torchs.step()
+    must(all(map(same_local_bits, ours, theirs)))
+    gaps = DTensor.from_local(torch.randn(8, 8)[:, :4], mesh, [Shard(0)], run_check=False)
+    refused = [gaps, sharded(job, torch.ones(3), mesh, [Partial()])]
+    for each, what in zip(refused, ("gaps or overlaps", "a sum over ranks"), strict=True):
+        with pytest.raises(UsageError, match=what):
+            offload.AdamW([nn.Parameter(each)], tiers=[offload.Host("4MiB")])
+
+
+def check_loaded_state_in_other_placements(job: Job) -> None:
+    twins = Twins(job, TRAINED["fsdp on 4"], BF16)
+    twins.train(1)
+    state = twins.ours.state_dict()
+    state["state"] = {
+        index: {name: _replicated(value) for name, value in fields.items()}
+        for index, fields in state["state"].items()
+    }
+    twins.train(1)
+    twins.ours.load_state_dict(state)
+    found = twins.ours.state_dict()["state"]
+    for index, fields in state["state"].items():
+        for name, value in fields.items():
+            must(same_bits(whole_of(found[index][name]), whole_of(value)), (index, name))
+    zeros = torch.zeros(ROWS, WIDE)
+    for wrong in (zeros, sharded(job, zeros, square(), [Shard(0), Shard(1)])):
+        state["state"][0]["exp_avg"] = wrong
+        with pytest.raises(StateMismatchError, match="exp_avg in a DTensor"):
+            twins.ours.load_state_dict(state)
+    twins.ours.close()
+
+
+def _replicated(value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return value
+    return value.redistribute(value.device_mesh, [Replicate()])
+
+
+def check_a_scaler_skips_the_update_on_all_ranks(job: Job) -> None:
+    """One rank has an infinite gradient."""
+    twins = Twins(job, TRAINED["fsdp on 4"], F32)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+    for is_bad in (False, True, False):
+        x = torch.randn(8, WIDE)
+        optimizers = (twins.ours, twins.torchs)
+        for model, optimizer, scaler in zip(twins.models, optimizers, scalers, strict=True):
+            scaler.scale(model(x).square().mean()).backward()
+            if is_bad and job.rank == 2:
+                local_of(next(model.parameters()).grad)[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    must(twins.ours.stats.updates == 2)
+    must(scalers[0].get_scale() == scalers[1].get_scale() == 512.0)
+    twins.check()
+    twins.ours.close()
+
+
+# -- steps --------------------------------------------------------------------------------
+
+Wholes = dict[str, torch.Tensor]
+# How many ranks a job has, and the layout of what it trains.
+LAYOUTS: dict[str, tuple[int, Make]] = {
+    "fsdp on 4": (4, lambda dtype: fsdp(first(4), dtype)),
+    "fsdp on 2": (2, lambda dtype: fsdp(first(2), dtype)),
+    "one rank": (1, Net),
+    "fsdp x tp": (4, lambda dtype: both(Net(dtype))),
+    "ddp": (4, replicated),
+}
+# Bytes of Host, paths, and subgroup_bytes; None: torch's optimizer.
+Tiers = tuple[str | None, list[str], int | None] | None
+HOST: Tiers = ("8MiB", [], None)
+MIXED: Tiers = ("150KB", ["near"], 65_536)
+PATHS: Tiers = (None, ["near", "far"], 120_000)
+
+
+class Training:
+    """A model and its optimizer, on the ranks of a layout."""
+
+    def __init__(self, job: Job, layout: str, tiers: Tiers, dtype: torch.dtype, seed: int) -> None:
+        self.job, (self.size, make) = job, LAYOUTS[layout]
+        torch.manual_seed(seed)
+        self.model = make(dtype)
+        self.optimizer = self._optimizer(tiers)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+    def train(self, seed: int) -> None:
+        """One update, from gradients that are the same in any layout."""
+        for index, parameter in enumerate(self.model.parameters()):
+            noise = torch.Generator().manual_seed(100 * seed + index)
+            grad = torch.randn(parameter.shape, generator=noise).to(parameter.dtype)
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                grad = distribute_tensor(grad, mesh, parameter.placements, src_data_rank=None)
+            parameter.grad = grad
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def wholes(self) -> Wholes:
+        """Every tensor as one rank would have it, by name."""
+        inner = getattr(self.model, "module", self.model)
+        named = dict(inner.named_parameters())
+        found = {name: whole_of(value.detach()).clone() for name, value in named.items()}
+        states = self.optimizer.state_dict()["state"]
+        for index, name in enumerate(named):
+            fields = states.get(index, {})
+            found |= {f"{name}.{field}": whole_of(value) for field, value in fields.items()}
+        return found
+
+    def save(self, run: str) -> None:
+        with self._opened(run) as ckpt:
+            ckpt.save(1, self.state).wait("committed", DEADLINE_S)
+
+    def restore(self, run: str) -> None:
+        with self._opened(run) as ckpt:
+            must(ckpt.restore(self.state) == 1)
+
+    def _opened(self, run: str) -> statehold.Checkpointer:
+        os.environ |= {"RANK": str(self.job.rank), "WORLD_SIZE": str(self.size)}
+        where = self.job.folder / run
+        return statehold.Checkpointer(
+            where, **SMALL, coordination="directory", peer_timeout_s=DEADLINE_S
+        )
+
+    def _optimizer(self, tiers: Tiers) -> Any:
+        named = self.model.named_parameters()
+        if tiers is None:
+            return torch.optim.AdamW(named, **OPTIONS, fused=True)
+        host, paths, subgroup_bytes = tiers
+        folders = [self.job.folder / path for path in paths]
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+        used = [*([offload.Host(host)] if host else []), *map(offload.Path, folders)]
+        return offload.AdamW(named, **OPTIONS, tiers=used, subgroup_bytes=subgroup_bytes)
+
+
+def same(one: Wholes, other: Wholes) -> bool:
+    return one.keys() == other.keys() and all(same_bits(one[n], other[n]) for n in one)
+
+
+def takes_part(job: Job, layout: str) -> bool:
+    """Whether this rank is one of the job's that trains. All ranks call this."""
+    size, _ = LAYOUTS[layout]
+    first(size)
+    return job.rank < size
+
+
+def saved(job: Job, layout: str, tiers: Tiers, dtype: torch.dtype = F32) -> str:
+    """A step of a training; returns its run. Its tensors lie beside it."""
+    run = f"{layout} {tiers} {dtype}".replace("/", "")
+    if takes_part(job, layout):
+        training = Training(job, layout, tiers, dtype, seed=1)
+        for seed in range(2):
+            training.train(seed)
+        training.save(run)
+        wholes = training.wholes()
+        if job.rank == 0:
+            torch.save(wholes, job.folder / f"{run}.wholes")
+        if tiers is not None:
+            training.optimizer.close()
+    distributed.barrier()
+    return run
+
+
+def goes_on_from(job: Job, run: str, layout: str, tiers: Tiers) -> None:
+    """A run restores into an offloaded optimizer and torch's own, and both go on alike."""
+    if takes_part(job, layout):
+        expected = torch.load(job.folder / f"{run}.wholes")
+        ours = Training(job, layout, tiers, F32, seed=2)
+        torchs = Training(job, layout, None, F32, seed=3)
+        for each in (ours, torchs):
+            each.restore(run)
+            must(same(each.wholes(), expected), (run, layout, each.optimizer))
+            each.train(5)
+        must(same(ours.wholes(), torchs.wholes()), (run, layout))
+        must(not same(ours.wholes(), expected))
+        ours.optimizer.close()
+    distributed.barrier()
+
+
+def check_fewer_and_more_ranks(job: Job) -> None:
+    four = saved(job, "fsdp on 4", MIXED)
+    goes_on_from(job, four, "fsdp on 2", PATHS)
+    goes_on_from(job, four, "one rank", HOST)
+    goes_on_from(job, saved(job, "fsdp on 2", PATHS), "fsdp on 4", MIXED)
+    goes_on_from(job, saved(job, "one rank", HOST), "fsdp on 4", PATHS)
+
+
+def check_from_torchs_optimizer(job: Job) -> None:
+    plain = saved(job, "fsdp on 4", None)
+    goes_on_from(job, plain, "fsdp on 4", MIXED)
+    goes_on_from(job, plain, "fsdp on 2", MIXED)
+
+
+def check_meshes_of_two_dimensions_and_replicas(job: Job) -> None:
+    goes_on_from(job, saved(job, "fsdp x tp", MIXED), "ddp", HOST)
+    goes_on_from(job, saved(job, "ddp", PATHS), "fsdp x tp", MIXED)
+
+
+def check_masters(job: Job) -> None:
+    run = saved(job, "fsdp on 4", MIXED, BF16)
+    for layout in ("fsdp on 2", "fsdp on 4", "fsdp x tp"):
+        if takes_part(job, layout):
+            training = Training(job, layout, PATHS, BF16, seed=2)
+            training.restore(run)
+            expected = torch.load(job.folder / f"{run}.wholes")
+            must("up.weight.master" in expected)
+            must(same(training.wholes(), expected), layout)
+            training.optimizer.close()
+        distributed.barrier()
+
+
+def check_a_save_is_that_of_torchs_optimizer(job: Job) -> None:
+    """The same names, places and kinds, so nothing that restores a step knows a difference."""
+    for layout in ("fsdp on 4", "fsdp x tp", "ddp"):
+        found = []
+        for tiers in (HOST, None):
+            training = Training(job, layout, tiers, F32, seed=1)
+            training.train(1)
+            capture = captured(training.state)
+            found.append(({each.spec for each in capture.tensors}, capture.tree))
+        must(found[0] == found[1], layout)

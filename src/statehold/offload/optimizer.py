@@ -103,9 +103,7 @@ class _Offloaded(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's shape, all of it in host memory: 12 bytes for each parameter."""
-        gathered = self._opened.gather()
-        for index, fields in gathered.items():
-            self.state[self._opened.parameters[index].tensor] = fields
+        self.state.update(self.gathered_state())
         try:
             return super().state_dict()
         finally:
@@ -127,6 +125,12 @@ class _Offloaded(torch.optim.Optimizer):
             self.state.clear()
         held = self._opened.hold()
         return StoredState(tree, held.files, held.release)
+
+    def gathered_state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """What `state` of torch's optimizer has, by parameter. A save takes it by their names."""
+        parameters = self._opened.parameters
+        gathered = self._opened.gather()
+        return {parameters[index].tensor: fields for index, fields in gathered.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the groups and the state of any optimizer of this kind, offloaded or torch's."""

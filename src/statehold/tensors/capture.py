@@ -168,7 +168,7 @@ class _Capturer:
         if (stored := self._stored(value, path)) is not None:
             return stored
         optimizer = optimizers.behind(value)
-        if optimizer is not None and optimizers.is_standard(optimizer):
+        if optimizer is not None and optimizers.is_known_by_name(optimizer):
             return self._optimizer(optimizer, path)
         if isinstance(value, Rng):
             return self._later(value, path)

@@ -6,7 +6,8 @@ memory nor the index that Optimizer.state_dict() would give matters to a restore
      "other": {key: value}}
 "other" is what the optimizer keeps in its state under keys that are no parameters, if anything.
 A parameter that no module in the state holds is named by its running index, as torch does.
-An optimizer whose class or hooks change what state_dict() means is saved through that instead.
+An optimizer whose class or hooks change what state_dict() means is saved through that instead,
+unless it has gathered_state(), because its state lies elsewhere than in `state`.
 A wrapper around an optimizer, such as those of Accelerate and Lightning Fabric, is looked through:
 names are the same with and without it.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -30,6 +31,14 @@ _HOOKS = tuple(
     for action in ("state_dict", "load_state_dict")
     for when in ("pre", "post")
 )
+
+
+@runtime_checkable
+class GathersState(Protocol):
+    """An optimizer whose `state` is empty, because it keeps its state elsewhere."""
+
+    def gathered_state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
+        """Copies of all that `state` would have, by parameter."""
 
 
 def behind(value: Any) -> torch.optim.Optimizer | None:
@@ -114,6 +123,11 @@ def is_standard(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def is_known_by_name(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its state can be saved by the names of parameters, without its state_dict()."""
+    return is_standard(optimizer) or isinstance(optimizer, GathersState)
+
+
 def parameters(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
@@ -155,7 +169,9 @@ def states_of(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
 ) -> list[Any | None]:
     """What the optimizer keeps for each of its parameters; None where it keeps nothing."""
-    state = optimizer.state
+    state: Mapping[torch.Tensor, Any] = optimizer.state
+    if isinstance(optimizer, GathersState):
+        state = optimizer.gathered_state()
     if list(map(id, state)) == list(map(id, parameters)):  # hashing a tensor takes long
         return list(state.values())
     return [state.get(parameter) for parameter in parameters]
