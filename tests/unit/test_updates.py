@@ -7,8 +7,9 @@ import random
 import pytest
 
 from statehold.errors import UsageError
-from statehold.planners import placement, updates
-from statehold.planners.updates import Device, PathRates, Work, best_period, period, plan
+from statehold.planners import placement
+from statehold.planners.interleaving import Device, best_period
+from statehold.planners.updates import PathRates, Work, plan
 from statehold.units import GiB, MiB
 
 GB = 1e9
@@ -115,35 +116,8 @@ def test_too_little_memory_is_refused_with_the_figures() -> None:
 # -- a device --------------------------------------------------------------------------------------
 
 
-def test_the_period_that_h100_nodes_measured() -> None:
-    """k = 2 was the best of every sweep; 55.2 GB/s of link, 2.2e9 parameters a second."""
-    found = best_period(2.2e9, Device(link=55.2 * GB, rate=1e11))
-    assert found is not None
-    assert found.length == 2
-
-
-def test_the_period_balances_host_and_link() -> None:
-    """k* = 1 + 12 / (B/U - 2): at it both lanes are equally long."""
-    rate, link = 1e9, 14e9  # k* = 2
-    lanes = period(2, rate, Device(link, 1e12))
-    assert lanes.host_s == pytest.approx(lanes.to_device_s)
-
-
 def test_a_slow_link_leaves_the_device_out() -> None:
     assert best_period(2e9, Device(link=2 * GB, rate=1e12)) is None
     work = adamw(1e9, rate=2e9)
     found = plan(work, memory_for(work, 1), [], Device(2 * GB, 1e12))
     assert (found.period, found.bound) == (None, "host")
-
-
-def test_the_best_period_is_the_best_of_all() -> None:
-    rng = random.Random(3)
-    for _ in range(100):
-        rate = 10 ** rng.uniform(7, 10)
-        device = Device(10 ** rng.uniform(9, 11), 10 ** rng.uniform(8, 12))
-        found = best_period(rate, device)
-        every = [period(k, rate, device).parameter_s for k in range(2, updates.PERIOD_MAX + 1)]
-        if found is not None:
-            assert found.parameter_s == min(every)
-        else:
-            assert min(every) >= 1 / rate or min(every) >= updates.HALF_BYTES / device.link

@@ -16,7 +16,7 @@ from statehold.cli import codes
 from statehold.cli.output import emit, table
 from statehold.errors import UsageError
 from statehold.io import profile
-from statehold.planners import updates
+from statehold.planners import interleaving, updates
 from statehold.units import MiB, format_bytes, format_seconds, parse_bytes
 
 # Fields of a parameter on the tiers, by the type of the parameter: the master if it has 16 bits,
@@ -59,7 +59,7 @@ def _path(text: str, *, is_full_duplex: bool) -> updates.PathRates:
     return updates.PathRates(name, read, write, is_full_duplex)
 
 
-def _device(args: argparse.Namespace) -> updates.Device | None:
+def _device(args: argparse.Namespace) -> interleaving.Device | None:
     if (args.device_link is None) is not (args.device_rate is None):
         raise UsageError("a device needs both --device-link and --device-rate")
     if args.device_link is None:
@@ -67,7 +67,7 @@ def _device(args: argparse.Namespace) -> updates.Device | None:
     link = parse_bytes(args.device_link)
     if not link:
         raise UsageError("--device-link must be at least one byte a second")
-    return updates.Device(float(link), _number(args.device_rate, "--device-rate"))
+    return interleaving.Device(float(link), _number(args.device_rate, "--device-rate"))
 
 
 def _number(text: str, option: str) -> float:
@@ -149,7 +149,7 @@ def _times(work: updates.Work, found: updates.Update, document: dict[str, Any]) 
     return "\n".join(lines)
 
 
-def _lanes(period: updates.Period) -> str:
+def _lanes(period: interleaving.Period) -> str:
     billion = {
         "host": period.host_s, "device": period.device_s, "to the device": period.to_device_s,
         "from the device": period.from_device_s,

@@ -1,0 +1,44 @@
+"""The model of updates on host and device in turn."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from statehold.planners.interleaving import (
+    HALF_BYTES,
+    PERIOD_MAX,
+    Device,
+    best_period,
+    period,
+)
+
+GB = 1e9
+
+
+def test_the_period_that_h100_nodes_measured() -> None:
+    """k = 2 was the best of every sweep; 55.2 GB/s of link, 2.2e9 parameters a second."""
+    found = best_period(2.2e9, Device(link=55.2 * GB, rate=1e11))
+    assert found is not None
+    assert found.length == 2
+
+
+def test_the_period_balances_host_and_link() -> None:
+    """k* = 1 + 12 / (B/U - 2): at it both lanes are equally long."""
+    rate, link = 1e9, 14e9  # k* = 2
+    lanes = period(2, rate, Device(link, 1e12))
+    assert lanes.host_s == pytest.approx(lanes.to_device_s)
+
+
+def test_the_best_period_is_the_best_of_all() -> None:
+    rng = random.Random(3)
+    for _ in range(100):
+        rate = 10 ** rng.uniform(7, 10)
+        device = Device(10 ** rng.uniform(9, 11), 10 ** rng.uniform(8, 12))
+        found = best_period(rate, device)
+        every = [period(k, rate, device).parameter_s for k in range(2, PERIOD_MAX + 1)]
+        if found is not None:
+            assert found.parameter_s == min(every)
+        else:
+            assert min(every) >= 1 / rate or min(every) >= HALF_BYTES / device.link
