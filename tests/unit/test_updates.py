@@ -117,7 +117,7 @@ def test_too_little_memory_is_refused_with_the_figures() -> None:
 
 
 def test_a_slow_link_leaves_the_device_out() -> None:
-    assert best_period(2e9, Device(link=2 * GB, rate=1e12)) is None
+    assert best_period(2e9, Device.full_duplex(2 * GB, 1e12)) is None
     work = adamw(1e9, rate=2e9)
-    found = plan(work, memory_for(work, 1), [], Device(2 * GB, 1e12))
+    found = plan(work, memory_for(work, 1), [], Device.full_duplex(2 * GB, 1e12))
     assert (found.period, found.bound) == (None, "host")

@@ -67,7 +67,7 @@ def _device(args: argparse.Namespace) -> interleaving.Device | None:
     link = parse_bytes(args.device_link)
     if not link:
         raise UsageError("--device-link must be at least one byte a second")
-    return interleaving.Device(float(link), _number(args.device_rate, "--device-rate"))
+    return interleaving.Device.full_duplex(float(link), _number(args.device_rate, "--device-rate"))
 
 
 def _number(text: str, option: str) -> float:

@@ -1,14 +1,18 @@
 """How many subgroups a device should update, and how many the host.
 
 With a device, every k-th subgroup is updated there (Deep Optimizer States, arXiv 2410.21316). A
-period of k subgroups of S parameters has four lanes at once. Of a link with B bytes/s one way, and
-V parameters a second on the device:
+period of k subgroups of S parameters has these lanes at once. U and V are the parameters a second
+that host and device update. B_in and B_out are the bytes a second to the device and from it, each
+alone. B_both is the sum of both directions at once. It is less than B_in + B_out where the memory
+of the host, or the link, is the limit.
 
-    host    (k - 1) S / U            to the device    (12 + 2 (k - 1)) S / B
-    device  S / V                    from the device  12 S / B
+    host    (k - 1) S / U            to the device    (12 + 2 (k - 1)) S / B_in
+    device  S / V                    from the device  12 S / B_out
+                                     both             (24 + 2 (k - 1)) S / B_both
 
 The period takes as long as its longest lane; k is the one with the least time for each subgroup.
-The lanes are derived from the published code and agree with its logs (k = 2 on H100 nodes).
+The lanes are derived from the published code, not from the equations of the paper, and agree with
+its logs (k = 2 on H100 nodes). B_both is added here.
 
 Invariants: sizes are in bytes, times in seconds, rates per second. Pure.
 """
@@ -24,10 +28,18 @@ PERIOD_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """link: bytes a second one way; rate: parameters a second that the device updates."""
+    """to_device, from_device, both: bytes a second of its link in one direction, and the sum of
+    both at once. rate: parameters a second that the device updates."""
 
-    link: float
+    to_device: float
+    from_device: float
+    both: float
     rate: float
+
+    @classmethod
+    def full_duplex(cls, link: float, rate: float) -> Device:
+        """With so many bytes a second in each direction, also at once."""
+        return cls(link, link, 2 * link, rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +51,25 @@ class Period:
     device_s: float
     to_device_s: float
     from_device_s: float
+    both_s: float
 
     @property
     def parameter_s(self) -> float:
-        lanes = (self.host_s, self.device_s, self.to_device_s, self.from_device_s)
-        return max(lanes) / self.length
+        link = (self.to_device_s, self.from_device_s, self.both_s)
+        return max(self.host_s, self.device_s, *link) / self.length
 
 
 def period(length: int, rate: float, device: Device) -> Period:
     """The lanes of one period, for a parameter of each of its subgroups."""
     on_host = length - 1
+    sent = EXCHANGED_BYTES + HALF_BYTES * on_host
     return Period(
         length,
         host_s=on_host / rate,
         device_s=1 / device.rate,
-        to_device_s=(EXCHANGED_BYTES + HALF_BYTES * on_host) / device.link,
-        from_device_s=EXCHANGED_BYTES / device.link,
+        to_device_s=sent / device.to_device,
+        from_device_s=EXCHANGED_BYTES / device.from_device,
+        both_s=(sent + EXCHANGED_BYTES) / device.both,
     )
 
 
@@ -64,5 +79,5 @@ def best_period(rate: float, device: Device) -> Period | None:
         (period(length, rate, device) for length in range(2, PERIOD_MAX + 1)),
         key=lambda each: each.parameter_s,
     )
-    host_only_s = max(1 / rate, HALF_BYTES / device.link)
+    host_only_s = max(1 / rate, HALF_BYTES / device.to_device)
     return found if found.parameter_s < host_only_s else None
