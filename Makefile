@@ -29,8 +29,8 @@ setup:  ## .venv, system packages where you may install them, native module
 
 build: setup  ## the same; after a change in native/ it takes seconds
 
-demo: setup  ## train a small Llama, kill it during a save, resume, compare; RANKS=4: on ranks
-	@$(bin)/python examples/llama/demo.py --ranks $(RANKS) $(ARGS)
+demo: setup  ## train a small Llama, kill it during a save, resume, compare; RANKS=4: on ranks; OFFLOAD=1: state on paths
+	@$(bin)/python examples/llama/demo.py --ranks $(RANKS) $(if $(OFFLOAD),--offload) $(ARGS)
 
 test:  ## the C++ and the Python tests
 	@tools/setup_env.sh --tests
@@ -52,6 +52,7 @@ campaigns: export STATEHOLD_OFFLOAD = 1000
 campaigns: export STATEHOLD_OFFLOAD_KILLS = 500
 campaigns: export STATEHOLD_OFFLOAD_FAULTS = 1000
 campaigns: export STATEHOLD_BENCH = all
+campaigns: export STATEHOLD_OFFLOAD_DEMO = 1
 campaigns: setup  ## the tests of which `make test` takes a sample, whole: hours
 	@$(pytest) -o faulthandler_exit_on_timeout=false tests/crash tests/sim tests/ranks tests/agent tests/preemption tests/hostile tests/cli \
 	  tests/checkpointer tests/devices tests/tensors tests/bench tests/offload $(ARGS)

@@ -19,7 +19,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,6 @@ def run_offload(case: Case, numel: int, updates: int, ready: Callable[[], None])
     model, clock, trained = Model(numel), Clock(), Clock()
     model.give_gradients()
     with contextlib.ExitStack() as stack:
-        if not case.takes_turns:
-            stack.enter_context(_without_turns())
         forget_peak()
         before = memory_bytes("VmRSS")
         optimizer = stack.enter_context(contextlib.closing(_optimizer(case, model)))
@@ -129,7 +127,10 @@ def run_offload(case: Case, numel: int, updates: int, ready: Callable[[], None])
 
 
 def _optimizer(case: Case, model: Model) -> offload.AdamW:
-    tiers = [offload.Path(directory_of(path), rate_of(path)) for path in case.paths]
+    tiers = [
+        offload.Path(directory_of(path), rate_of(path), exclusive=case.takes_turns)
+        for path in case.paths
+    ]
     return offload.AdamW(
         model.parameters(),
         lr=LR,
@@ -137,18 +138,6 @@ def _optimizer(case: Case, model: Model) -> offload.AdamW:
         tiers=[offload.Host(case.host), *tiers],
         subgroup_bytes=case.subgroup_bytes,
     )
-
-
-@contextlib.contextmanager
-def _without_turns() -> Iterator[None]:
-    """As on a node where turns cannot be taken."""
-    from statehold.offload import turns
-
-    opened, turns._open = turns._open, lambda: None
-    try:
-        yield
-    finally:
-        turns._open = opened
 
 
 def _saving(

@@ -23,6 +23,7 @@ from model import ModelConfig
 # `tp`, as the number of ranks, changes the order of sums, and with it their last bits.)
 ADJUSTABLE = frozenset(
     {"steps", "save_every", "keep", "staging", "peer_timeout_s", "validate_every", "tp"}
+    | {"offload", "host", "subgroup", "memory"}
 )
 
 
@@ -55,6 +56,11 @@ class RunConfig:
     validate_every: int = _option(100, "steps between two validations")
     seed: int = _option(0, "of the initial parameters and the order of the data")
     device: str = _option("cpu", "torch device")
+    dtype: str = _option("float32", "of the weights; others have float32 masters in the optimizer")
+    offload: str = _option("", "DIR[=RATE],...: paths that keep the state of the optimizer")
+    host: str = _option("0B", "memory that keeps it, too")
+    subgroup: str = _option("", "state that is read, updated and written at once (chosen)")
+    memory: int = _option(0, "MiB that a run may take beyond weights and gradients (no limit)")
     threads: int = _option(0, "of torch on the CPU (all processors, divided among the ranks)")
     tp: int = _option(1, "ranks that share each matrix, under torchrun; the others are FSDP2's")
 
@@ -141,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
             options.add_argument(f"--un{name}", dest=name, action="store_false", help="do not")
             continue
         kind = str if default is None else type(default)
-        shown = "" if default in (None, 0) else f" ({default})"
+        shown = "" if default in (None, 0, "") else f" ({default})"
         options.add_argument(
             f"--{name}", type=kind, metavar=kind.__name__.upper(), help=text + shown
         )

@@ -6,6 +6,8 @@ Records, by "event":
     step        step, loss, step_s (the whole iteration, save() included), blocked_s (save() alone)
     save        step, bytes, blocked_s, gate_s, staged_s, written_s, committed_s   (once committed)
     validation  step, loss
+    limit       nbytes that the process may take (0: no limit), taken_bytes when it began
+    update      step, and what an update of an offloaded optimizer took (optimizers.recorded_step)
 A loss is the hexadecimal form of its float: equal text means equal bits. A run that was killed has
 the steps after its newest committed one twice, once from either side of the kill.
 """

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -38,6 +39,8 @@ class Demo:
     kill_at: int
     options: tuple[str, ...]
     ranks: int = 1
+    offload: Sequence[str] | None = None
+    memory_mib: int = 0
 
     @property
     def reference(self) -> Path:

@@ -24,6 +24,7 @@ import config as settings
 import statehold
 from display import Display
 from journal import Journal
+from memory import data_bytes, limit_memory
 from ranks import Ranks, joined
 from trainer import Trainer, make_deterministic
 
@@ -122,6 +123,7 @@ class Run:
             if begin:
                 seconds = time.perf_counter() - began
                 self._display.note(f"restored step {begin}, verified, in {seconds:.3f} s")
+        self._limit_memory()  # a restore makes the whole state of an optimizer in memory
         parameters = self._trainer.model.num_parameters()
         config = self._config
         self._journal.write(
@@ -141,11 +143,21 @@ class Run:
         )
         return begin
 
+    def _limit_memory(self) -> None:
+        """From here on, at most --memory beyond what weights and gradients take."""
+        more = self._config.memory << 20
+        gradients = sum(each.nbytes for each in self._trainer.model.parameters())
+        limit = self._trainer.bytes_before_optimizer + gradients + more if more else 0
+        self._journal.write("limit", nbytes=limit, taken_bytes=data_bytes())
+        if limit:
+            limit_memory(limit)
+
     def _step(self, step: int) -> None:
         began = time.perf_counter()
         loss = self._trainer.step()
         step_s = time.perf_counter() - began
         self._log_checksum(step)
+        self._log_update(step)
         saving = time.perf_counter()
         save = self._save(step)
         blocked_s = time.perf_counter() - saving
@@ -174,6 +186,11 @@ class Run:
     def _log_checksum(self, step: int) -> None:
         if self._checksums:
             self._journal.write("state", step=step, sha256=self._trainer.checksum())
+
+    def _log_update(self, step: int) -> None:
+        """What the update has moved, and when; of an offloaded optimizer."""
+        if update := self._trainer.last_update:
+            self._journal.write("update", step=step, **update)
 
     def _validate(self, step: int) -> None:
         loss = self._trainer.validate()

@@ -19,8 +19,11 @@ from torch.optim.lr_scheduler import LambdaLR
 import statehold
 from config import RunConfig
 from data import TextLoader, read_corpus
+from memory import data_bytes
 from model import Llama
+from optimizers import adamw, recorded_step, state_of
 from ranks import Ranks, whole
+from statehold import offload
 
 VALIDATION_BATCHES = 8
 
@@ -33,16 +36,6 @@ def make_deterministic(config: RunConfig) -> None:
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(config.seed)
-
-
-def adamw(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
-    """AdamW; matrices decay, gains of norms do not."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
 
 
 def warmup_cosine(step: int, warmup: int, steps: int) -> float:
@@ -63,11 +56,14 @@ class Trainer:
         self._ranks = ranks
         corpus = read_corpus(config.data)
         self.loader = TextLoader(corpus, seq=config.seq, batch=config.batch, seed=config.seed)
-        self.model = ranks.shard(Llama(config.model).to(config.device))
+        dtype = getattr(torch, config.dtype)
+        self.model = ranks.shard(Llama(config.model).to(config.device, dtype))
+        self.bytes_before_optimizer = data_bytes()
         self.optimizer = adamw(self.model, config)
         self.scheduler = LambdaLR(
             self.optimizer, lambda step: warmup_cosine(step, config.warmup, config.steps)
         )
+        self.last_update: dict[str, Any] = {}  # of an offloaded optimizer: recorded_step()
         self.tokens_per_step = config.batch * config.seq * config.accumulate
 
     @property
@@ -92,9 +88,15 @@ class Trainer:
             loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip)
-        self.optimizer.step()
+        self._update()
         self.scheduler.step()
         return self._ranks.mean(total)
+
+    def _update(self) -> None:
+        if isinstance(self.optimizer, offload.AdamW):
+            self.last_update = recorded_step(self.optimizer)
+        else:
+            self.optimizer.step()
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -107,13 +109,18 @@ class Trainer:
     def checksum(self) -> str:
         """Of every tensor of the model and its optimizer, whole: the same on however many ranks."""
         found = hashlib.sha256()
+        kept = state_of(self.optimizer)
         for name, parameter in self.model.named_parameters():
-            of_optimizer = self.optimizer.state.get(parameter, {})
+            of_optimizer = kept.get(parameter, {})
             for key, tensor in [("", parameter), *sorted(of_optimizer.items())]:
                 found.update(f"{name} {key}\n".encode())
-                found.update(whole(tensor).contiguous().cpu().numpy().tobytes())
+                found.update(_bytes(whole(tensor)))
         return found.hexdigest()
 
     def _loss(self, tokens_BL: torch.Tensor, targets_BL: torch.Tensor) -> torch.Tensor:
         device = self._config.device
         return self.model.loss(tokens_BL.to(device), targets_BL.to(device))
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
