@@ -152,9 +152,8 @@ class Mirror:
         for hook in self._hooks:
             hook.remove()
         if self._parameters:
-            with suppress(
-                DeviceError, RuntimeError
-            ):  # a device that has failed reaches no memory any more
+            # A device that has failed reaches no memory any more.
+            with suppress(DeviceError, RuntimeError):
                 self._wait(TO_HOST)
                 self._wait(TO_DEVICE)
             self._pinning.close()
