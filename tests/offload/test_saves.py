@@ -178,6 +178,57 @@ def test_the_command_line_sees_an_ordinary_step(folders: Callable[[str], Path]) 
         assert "padding" not in done.stdout
 
 
+# -- what a restore reads --------------------------------------------------------------------------
+
+
+def test_a_restore_reads_a_subgroup_at_a_time(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins, other = twins_at(folders("opt")), twins_at(folders("opt2"), seed=1)
+    reads: list[int] = []
+    load = offload.AdamW.load_stored
+
+    def noted(optimizer: Any, state: Any, fill: Any) -> None:
+        def counted(wanted: Any) -> None:
+            reads.append(sum(each.memory.nbytes for each in wanted))
+            fill(wanted)
+
+        load(optimizer, state, counted)
+
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        twins.train(2)
+        ckpt.save(1, state_of(twins)).wait("committed", DEADLINE_S)
+        with monkeypatch.context() as patched:
+            for name in ("state_dict", "load_state_dict"):
+                patched.setattr(offload.AdamW, name, None)
+            patched.setattr(offload.AdamW, "load_stored", noted)
+            ckpt.restore(state_of(other))
+    check_equal(twins.ours, other.ours)
+    assert len(reads) > 10
+    assert max(reads) <= SUBGROUP
+
+
+def test_a_damaged_file_gives_way_to_the_step_before(folders: Callable[[str], Path]) -> None:
+    """The optimizer has taken a part of the damaged step by then."""
+    twins, other = twins_at(folders("opt")), twins_at(folders("opt2"), seed=1)
+    run = folders("run")
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        twins.train(1)
+        ckpt.save(1, state_of(twins)).wait("committed", DEADLINE_S)
+        expected = twins.ours.state_dict()["state"]
+        twins.train(1)
+        ckpt.save(2, state_of(twins)).wait("committed", DEADLINE_S)
+    twins.ours.close()
+    file = run / f"step-{2:012d}" / "rank-00000-of-00001-9.safetensors"
+    content = bytearray(file.read_bytes())
+    content[5000] ^= 1
+    file.write_bytes(content)
+    with statehold.Checkpointer(run, **SMALL) as ckpt, pytest.warns(RuntimeWarning, match="step 2"):
+        assert ckpt.restore(state_of(other)) == 1
+    for index, fields in other.ours.state_dict()["state"].items():
+        assert all(same_bits(value, expected[index][name]) for name, value in fields.items())
+
+
 # -- updates during a save -------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from statehold.offload.rules import AdamRule, Rule, SgdRule
 from statehold.offload.state import OffloadedState
 from statehold.offload.stats import Event, Stats
 from statehold.offload.tiers import Tier
-from statehold.tensors.stored import StoredState
+from statehold.tensors.stored import Fill, StoredState
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -137,6 +137,11 @@ class _Offloaded(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         self._opened.load([state_dict["state"].get(name) for name in names])
+
+    def load_stored(self, state: Mapping[int, Mapping[str, Any]], fill: Fill) -> None:
+        """load_state_dict() without the groups, from a step that is read a subgroup at a time."""
+        indices = range(len(self._opened.parameters))
+        self._opened.load([state.get(index) for index in indices], fill)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made, because its state is cut and placed then."""

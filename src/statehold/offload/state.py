@@ -35,7 +35,7 @@ from statehold.offload.tiers import Tier, check_tiers
 from statehold.offload.update import Update, make, parts
 from statehold.offload.workers import Workers
 from statehold.tensors.storable import is_dtensor, is_external, local_of
-from statehold.tensors.stored import InFiles
+from statehold.tensors.stored import Fill, InFiles, InStep, Wanted
 from statehold.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -165,21 +165,30 @@ class OffloadedState:
         started = [i for i, each in enumerate(self.parameters) if each.is_started]
         return self._pipeline.hold(self._touched(started))
 
-    def load(self, entries: Sequence[Mapping[str, Any] | None]) -> None:
-        """Replace the state by `entries`, one for each parameter; None: it was never updated."""
+    @torch.no_grad()
+    def load(self, entries: Sequence[Mapping[str, Any] | None], fill: Fill | None = None) -> None:
+        """Replace the state by `entries`, one for each parameter; None: it was never updated.
+
+        fill: reads what is InStep there.
+        """
         self._check_open()
         self._check_entries(entries)
-        flats = [
-            {name: parameter.flat_of(entry[name]) for name in parameter.fields if name in entry}
+        given = [
+            {name: _flat_of(parameter, entry[name]) for name in parameter.fields if name in entry}
             for parameter, entry in zip(self.parameters, map(_known, entries), strict=True)
         ]
 
         def use(subgroup: Subgroup, memory: torch.Tensor, _: bool) -> None:
             make(subgroup, memory, self.parameters)
+            wanted: list[Wanted] = []
             for part, values in parts(subgroup, memory):
-                span, given = part.span, flats[part.span.parameter]
-                if part.field in given:
-                    values.copy_(given[part.field][span.begin : span.end])
+                span, value = part.span, given[part.span.parameter].get(part.field)
+                if isinstance(value, InStep):
+                    wanted += value.run(span.begin, span.end, values)
+                elif value is not None:
+                    values.copy_(value[span.begin : span.end])
+            if wanted and fill is not None:
+                fill(wanted)
 
         with self._whole("load_state_dict()"):
             self._pipeline.reset()
@@ -188,7 +197,7 @@ class OffloadedState:
             for parameter, entry in zip(self.parameters, entries, strict=True):
                 parameter.version = None
                 parameter.step.fill_(float(entry.get("step", 1)) if entry else 0)
-            started = [index for index, given in enumerate(flats) if given]
+            started = [index for index, fields in enumerate(given) if fields]
             self._pipeline.visit(self._touched(started), use, changes=True)
         self._mirror.forget()
         self._failure = None
@@ -323,6 +332,8 @@ class OffloadedState:
             needed = parameter.kept if entry else ()
             for name in (*needed, *({MASTER} & entry.keys())):
                 value = entry.get(name)
+                if isinstance(value, InStep):
+                    continue  # the restore has compared it
                 if not isinstance(value, torch.Tensor) or not parameter.fits(value):
                     raise StateMismatchError(
                         "the state of a parameter does not fit this optimizer",
@@ -343,6 +354,10 @@ class OffloadedState:
             if hasattr(error, "add_note"):
                 error.add_note(f"statehold: this {what} of an optimizer is incomplete")
             raise
+
+
+def _flat_of(parameter: Parameter, value: torch.Tensor | InStep) -> torch.Tensor | InStep:
+    return value if isinstance(value, InStep) else parameter.flat_of(value)
 
 
 def _known(entry: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ from statehold.format.selection import Answer, RestoreReport, suggested
 from statehold.tensors import loaders
 from statehold.tensors.destinations import Destination
 from statehold.tensors.rng import unchanged
+from statehold.tensors.stored import Fill
 
 PROBLEMS_SHOWN = 20
 # A parameter that no module in the state has.
@@ -35,7 +36,8 @@ class Restoration:
     `used`: the saved tensors that this rank takes. `patterns`: see Answer. `has_own`: whether a
     generator goes on, because every rank had its own. `plain`: which of the missing and unexpected
     entries hold values only. `stateful`: the objects that take their
-    state themselves, by path. The other lists are of a RestoreReport.
+    state themselves, by path. `streams`: what reads more of the step once the destinations are
+    filled; `streamed` are these tensors. The other lists are of a RestoreReport.
     """
 
     step: int = 0
@@ -46,6 +48,8 @@ class Restoration:
     objects: list[Callable[[], Any]] = field(default_factory=list)
     generators: list[Callable[[], Any]] = field(default_factory=list)
     stateful: list[tuple[str, Any]] = field(default_factory=list)
+    streams: list[Callable[[Fill], None]] = field(default_factory=list)
+    streamed: set[str] = field(default_factory=set)
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from statehold.layout.layout import Box
 from statehold.tensors import groups, nodes, optimizers, placements
 from statehold.tensors.composed import is_composed
 from statehold.tensors.groups import Group, Owners
@@ -26,6 +27,7 @@ from statehold.tensors.matching import ABSENT, HOST, Matching, missing_of, repla
 from statehold.tensors.optimizers import GROUPS, PARAMS, STATE
 from statehold.tensors.placements import Placed
 from statehold.tensors.storable import device_of, is_dtensor, local_of
+from statehold.tensors.stored import InStep, StreamedOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class OptimizerMatching(Matching):
 
     def _optimizer(self, live: torch.optim.Optimizer, node: Any, path: str) -> None:
         saved = self._named(node)
+        if saved is not None and self._streamed(live, saved, path):
+            return
         if not optimizers.is_standard(live):
             shown = live.state_dict()
             if saved is not None and not optimizers.is_by_name(shown):
@@ -69,13 +73,77 @@ class OptimizerMatching(Matching):
 
     def _in_place(self, live: torch.optim.Optimizer, saved: _Named, path: str) -> None:
         """Fill the tensors of a live optimizer, and put what is missing beside them."""
+        options = self._take_options(live, saved, path)
+        content = self._content(live, live.state, saved, options, path)
+        others = self._others(optimizers.other_state(live), saved, path)
+        self.restoration.containers.append(lambda: _set_optimizer_state(live, content, others))
+
+    def _take_options(
+        self, live: torch.optim.Optimizer, saved: _Named, path: str
+    ) -> list[Mapping[str, Any]]:
+        """Have each live group take its saved options, which are returned."""
         options = self._options(live, saved, path)
         for index, group in enumerate(live.param_groups):
             values = self._group(group, options[index], f"{path}.{GROUPS}.{index}")
             self.restoration.containers.append(partial(group.update, values))
-        content = self._content(live, live.state, saved, options, path)
-        others = self._others(optimizers.other_state(live), saved, path)
-        self.restoration.containers.append(lambda: _set_optimizer_state(live, content, others))
+        return options
+
+    # -- piece by piece ----------------------------------------------------------------------
+
+    def _streamed(self, live: torch.optim.Optimizer, saved: _Named, path: str) -> bool:
+        """Have a live optimizer read its state by itself; False if it cannot read all of it."""
+        if not isinstance(live, StreamedOptimizer) or not self._selection.is_everything:
+            return False
+        found = list(optimizers.parameters(live, self._names))
+        if saved.other or {name for _, name, _ in found} != set(saved.owners):
+            return False
+        states = {
+            index: self._pieces(saved.states[name], parameter, f"{path}.{STATE}.{name}")
+            for index, (_, name, parameter) in enumerate(found)
+            if name in saved.states
+        }
+        if None in states.values():
+            return False
+        self._take_options(live, saved, path)
+        memory, restoration = self._memory, self.restoration
+        for _, name, _ in found:
+            members = nodes.members(saved.states.get(name)) or {}
+            restoration.loaded += [f"{path}.{STATE}.{name}.{key}" for key in members]
+        content: dict[int, dict[str, Any]] = {
+            index: {
+                key: memory.make(each, HOST) if isinstance(each, str) else each
+                for key, each in (state or {}).items()
+            }
+            for index, state in states.items()
+        }
+        pieces = (each for state in content.values() for each in state.values())
+        names = {each.name for each in pieces if isinstance(each, InStep)}
+        restoration.streamed |= names
+        memory.used |= names
+        restoration.streams.append(lambda fill: live.load_stored(content, fill))
+        return True
+
+    def _pieces(
+        self, node: Any, parameter: torch.Tensor, path: str
+    ) -> dict[str, InStep | str] | None:
+        """The fields of a parameter in the step, and the names of its numbers; None if the state
+        is of another kind."""
+        found: dict[str, InStep | str] = {}
+        place = self._memory.place(parameter, path)
+        if not local_of(parameter).is_contiguous():
+            return None  # a step has its tensors in another order
+        for key, each in (nodes.members(node) or {}).items():
+            name = nodes.payload(each, "$tensor")
+            if name is None or self._memory.dtype_of(name) != torch.float32:
+                return None
+            shape = self._memory.shape_of(name)
+            if shape == tuple(parameter.shape) and key != "step":
+                found[key] = InStep(name, place.box or Box.whole(shape))
+            elif shape == ():
+                found[key] = name
+            else:
+                return None
+        return found
 
     # -- by name -----------------------------------------------------------------------------
 

@@ -4,6 +4,9 @@ An object whose tensors are on storage already has no memory to copy from. It ha
 `stored_state()`, and a save takes its files into the step as they are. An optimizer of torch gives
 the tree of its state_dict(), with numbers for parameters.
 
+The way back is `load_stored()`: an optimizer reads a step piece by piece, so its state is never in
+memory as a whole.
+
 Invariants: from stored_state() until release() the object neither writes nor removes the files that
 it hands over. release() is called once, when the save has ended, whether it was committed or not.
 Not here: what a file must be (layout/stored), its second name in the step (checkpoint/store).
@@ -11,12 +14,15 @@ Not here: what a file must be (layout/stored), its second name in the step (chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from operator import add
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from statehold.layout.flat import boxes_of_run
+from statehold.layout.layout import Box
 from statehold.layout.stored import StoredFile
 from statehold.tensors import optimizers
 
@@ -40,6 +46,43 @@ class StoredState:
     tree: Any
     files: Callable[[], Sequence[StoredFile]]
     release: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class InStep:
+    """A tensor of a step that is being restored: `box` of the one that the step calls `name`."""
+
+    name: str
+    box: Box
+
+    def run(self, begin: int, end: int, memory: torch.Tensor) -> Iterator[Wanted]:
+        """What fills `memory` with the elements [begin, end) of the box, in C order."""
+        at = 0
+        for inner in boxes_of_run(self.box.shape, begin, end):
+            offsets = tuple(map(add, self.box.offsets, inner.offsets))
+            values = memory[at : at + inner.numel].view(inner.shape)
+            yield Wanted(self.name, Box(offsets, inner.shape), values)
+            at += inner.numel
+
+
+class Wanted(NamedTuple):
+    """The elements `box` (global coordinates) of a tensor of the step, and memory for them."""
+
+    name: str
+    box: Box
+    memory: torch.Tensor
+
+
+# Returns when all of it is filled and verified. Raises for bytes that are damaged or missing.
+Fill = Callable[[Sequence[Wanted]], None]
+
+
+@runtime_checkable
+class StreamedOptimizer(Protocol):
+    """An optimizer of torch that reads its state from a step by itself."""
+
+    def load_stored(self, state: Mapping[int, Mapping[str, Any]], fill: Fill) -> None:
+        """Take the state of parameters, by their running index: values, or InStep."""
 
 
 @runtime_checkable

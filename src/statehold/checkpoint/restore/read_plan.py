@@ -11,7 +11,7 @@ its errors (segments), the live state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,7 @@ class ReadPlan:
     complete: also verify everything else of the step that this rank has to verify. If several of
         the `ranks` of this job read a file, it goes through the page cache, so the device is read
         once a node. Each rank begins at another place, so that all of them are busy.
+    streamed: tensors that other plans read.
     hint: of the error for a bad piece.
     """
 
@@ -51,6 +52,7 @@ class ReadPlan:
         destinations: Iterable[Destination] = (),
         *,
         complete: bool = False,
+        streamed: Collection[str] = (),
         rank: int = 0,
         ranks: int = 1,
         hint: str = _HINT,
@@ -67,7 +69,7 @@ class ReadPlan:
             names.add(destination.name)
             asked += self._fill(destination)
         if complete:
-            self._verify_rest(asked, names)
+            self._verify_rest(asked, names.union(streamed))
 
     def place(
         self,

@@ -48,8 +48,10 @@ from statehold.errors import (
 from statehold.format.selection import Answer, RestoreReport, Selection, check_answers
 from statehold.process.warn import warn_caller
 from statehold.ranks.rounds import USUAL, MismatchElsewhere, everyone, led, pooled, together
+from statehold.tensors.destinations import Destination
 from statehold.tensors.restoration import Restoration, mismatch
 from statehold.tensors.restore import prepare
+from statehold.tensors.stored import Wanted
 
 if TYPE_CHECKING:
     from statehold._core import Engine
@@ -72,6 +74,7 @@ class _Changed(Exception):
 class Matched:
     """A step that fits the live state, with the actions to do after its bytes were read."""
 
+    saved: SavedStep
     restoration: Restoration
     reading: ReadPlan
     unexpected: tuple[str, ...]
@@ -270,10 +273,11 @@ class Restorer:
             saved,
             restoration.destinations,
             complete=self._selection.is_everything,
+            streamed=restoration.streamed,
             rank=self._rank,
             ranks=self._ranks,
         )
-        return Matched(restoration, reading, tuple(restoration.unexpected))
+        return Matched(saved, restoration, reading, tuple(restoration.unexpected))
 
     def _judged(self, matched: Matched, saved: SavedStep | None) -> Matched:
         """The entries of the step that no rank takes, which no rank can tell alone."""
@@ -303,8 +307,21 @@ class Restorer:
 
     def _read_here(self, step: int, matched: Matched) -> None:
         self._has_begun_to_read = True
-        locate = partial(self._saved.locate, step)
-        reading = matched.reading.start(self._engine, locate)
+        self._read_all(step, matched.reading)
+
+        def fill(wanted: Sequence[Wanted]) -> None:
+            found = [
+                Destination(each.name, each.memory, external=False, box=each.box, shared=False)
+                for each in wanted
+            ]
+            plan = ReadPlan(matched.saved, found, rank=self._rank, ranks=self._ranks)
+            self._read_all(step, plan)
+
+        for stream in matched.restoration.streams:
+            stream(fill)
+
+    def _read_all(self, step: int, plan: ReadPlan) -> None:
+        reading = plan.start(self._engine, partial(self._saved.locate, step))
         try:
             with self._watch.reading(step, reading.job):  # each piece is verified and placed
                 reading.finish(self._devices.load)
