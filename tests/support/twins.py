@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,11 +103,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def snapshot(twins: Twins) -> Callable[[], None]:
     """What puts both optimizers and their parameters back to where they are now."""
-    states = [each.state_dict() for each in (twins.ours, twins.torchs)]
-    states[1] = {**states[1], "state": {
-        index: {name: value.clone() for name, value in fields.items()}
-        for index, fields in states[1]["state"].items()
-    }}  # fmt: skip
+    states = [copy.deepcopy(each.state_dict()) for each in (twins.ours, twins.torchs)]
     values = [tensor.detach().clone() for tensor in (*twins.params, *twins.masters)]
 
     def restore() -> None:
@@ -115,6 +112,6 @@ def snapshot(twins: Twins) -> Callable[[], None]:
                 tensor.copy_(value)
                 tensor.grad = None
         twins.ours.load_state_dict(states[0])
-        twins.torchs.load_state_dict(states[1])
+        twins.torchs.load_state_dict(copy.deepcopy(states[1]))  # it keeps what it gets
 
     return restore
