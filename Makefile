@@ -51,6 +51,7 @@ campaigns: export STATEHOLD_RECOGNITION = 5000
 campaigns: export STATEHOLD_OFFLOAD = 1000
 campaigns: export STATEHOLD_OFFLOAD_KILLS = 500
 campaigns: export STATEHOLD_OFFLOAD_FAULTS = 1000
+campaigns: export STATEHOLD_OFFLOAD_STEPS = 200
 campaigns: export STATEHOLD_BENCH = all
 campaigns: export STATEHOLD_OFFLOAD_DEMO = 1
 campaigns: setup  ## the tests of which `make test` takes a sample, whole: hours
