@@ -115,11 +115,12 @@ def carry_out(demo: Demo) -> None:
           f"equal bit for bit; {time.monotonic() - began:.0f} s")  # fmt: skip
 
 
-def call(program: str, arguments: Sequence[str]) -> int:
-    """Run a program of this example to its end; its exit status.
+def call(program: str, arguments: Sequence[str], errors: int | None = None) -> int:
+    """Run a program of this example to its end; its exit status. errors: a file for its stderr.
 
     By default torch's threads spin while they wait for each other. On a machine with other work
     that makes a step ten times as long and hides what saving costs; sleeping changes no number.
     """
     environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
-    return subprocess.call([sys.executable, str(HERE / program), *arguments], env=environment)
+    words = [sys.executable, str(HERE / program), *arguments]
+    return subprocess.call(words, env=environment, stderr=errors)
