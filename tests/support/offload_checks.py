@@ -195,6 +195,11 @@ def check_gradients_in_other_placements(job: Job) -> None:
         torchs.step()
     for case, one, other in zip(cases, ours, theirs, strict=True):
         must(same_local_bits(one, other), case)
+    ours[0].grad = sharded(job, torch.ones(9, 11), grid, [Replicate(), Replicate()])
+    with pytest.raises(UsageError, match="does not lie on the ranks"):
+        optimizer.step()
+    ours[0].grad = ours[1].grad
+    optimizer.step()
 
 
 def _without_gaps(grad: DTensor, param: DTensor) -> DTensor:

@@ -33,7 +33,7 @@ from statehold.tensors.storable import (
     version_of,
 )
 
-__all__ = ["MASTER", "Parameter", "flat", "parameters_of"]
+__all__ = ["MASTER", "Parameter", "described", "flat", "parameters_of"]
 
 MASTER = "master"
 HALF = (torch.bfloat16, torch.float16)
@@ -118,7 +118,7 @@ class Parameter:
         return torch.empty_like(self.tensor, dtype=torch.float32, requires_grad=False)
 
     def gradient(self) -> torch.Tensor:
-        """The gradient in the order of the local tensor's memory. Refuses a sparse one."""
+        """The gradient in the order of the local tensor's memory. Refuses what does not fit()."""
         grad = self.tensor.grad
         if grad is None:
             raise AssertionError("a parameter without a gradient is updated")
@@ -127,6 +127,16 @@ class Parameter:
                 "a gradient is sparse, and this optimizer takes dense ones",
                 facts={"parameter": self.name, "got": str(grad.layout)},
                 hint="make the embedding with sparse=False, or give it to torch.optim.SparseAdam",
+            )
+        if not self.fits(grad):
+            raise UsageError(
+                "a gradient does not lie on the ranks of its parameter",
+                facts={
+                    "parameter": self.name,
+                    "expected": described(self.tensor),
+                    "got": described(grad),
+                },
+                hint="make it a DTensor on the parameter's mesh; any placement will do",
             )
         return self.flat_of(grad)
 
@@ -182,6 +192,15 @@ def parameters_of(groups: Sequence[Mapping[str, Any]], rule: Rule) -> list[Param
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a dense tensor in the order of memory. Shares memory and version counter."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def described(value: Any) -> str:
+    """What a value is, for an error about one that fits() no parameter."""
+    if not isinstance(value, torch.Tensor):
+        return "nothing" if value is None else f"a {type(value).__name__}"
+    kind = "DTensor" if is_dtensor(value) else "tensor"
+    mesh = f" on {getattr(value, 'device_mesh', None)}" if is_dtensor(value) else ""
+    return f"a {kind} of shape {tuple(value.shape)}{mesh}"
 
 
 def _check(parameter: torch.Tensor, name: str) -> None:

@@ -24,7 +24,7 @@ from statehold.offload.held import Held
 from statehold.offload.memory import Buffers
 from statehold.offload.mirror import Mirror, pinned_bytes
 from statehold.offload.naming import Name
-from statehold.offload.parameters import MASTER, Parameter, flat, parameters_of
+from statehold.offload.parameters import MASTER, Parameter, described, flat, parameters_of
 from statehold.offload.pipeline import Pipeline
 from statehold.offload.rules import Rule
 from statehold.offload.sizes import Sizes
@@ -339,8 +339,8 @@ class OffloadedState:
                         "the state of a parameter does not fit this optimizer",
                         facts={
                             "parameter": parameter.name,
-                            "expected": f"{name} in {_described(parameter.tensor)}",
-                            "got": _described(value),
+                            "expected": f"{name} in {described(parameter.tensor)}",
+                            "got": described(value),
                         },
                     )
 
@@ -362,14 +362,6 @@ def _flat_of(parameter: Parameter, value: torch.Tensor | InStep) -> torch.Tensor
 
 def _known(entry: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return entry or {}
-
-
-def _described(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return "nothing" if value is None else f"a {type(value).__name__}"
-    kind = "DTensor" if is_dtensor(value) else "tensor"
-    mesh = f" on {getattr(value, 'device_mesh', None)}" if is_dtensor(value) else ""
-    return f"a {kind} of shape {tuple(value.shape)}{mesh}"
 
 
 def _on_host(value: Any) -> Any:
