@@ -1,8 +1,7 @@
 """The demo of offloading: state that does not fit into memory trains on paths, dies, and resumes.
 
     1  a reference: torch's fused AdamW on float32 masters, all in memory, uninterrupted
-    2  the same under a limit of memory that the kernel enforces, which it must hit. A
-       restore comes before the limit, because it makes the whole state in memory
+    2  the same under a limit of memory that the kernel enforces, which it must hit
     3  under this limit with the state on two paths, in a process that kills itself with SIGKILL in
        the middle of an update
     4  the same command again: it resumes from the newest committed step and finishes

@@ -117,13 +117,13 @@ class Run:
 
     def _resume(self) -> int:
         begin = 0
+        self._limit_memory()
         if self._checkpointer is not None:
             began = time.perf_counter()
             begin = self._checkpointer.restore(self._trainer.state) or 0
             if begin:
                 seconds = time.perf_counter() - began
                 self._display.note(f"restored step {begin}, verified, in {seconds:.3f} s")
-        self._limit_memory()  # a restore makes the whole state of an optimizer in memory
         parameters = self._trainer.model.num_parameters()
         config = self._config
         self._journal.write(

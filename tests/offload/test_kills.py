@@ -63,8 +63,10 @@ def trainer(folder: Path, steps: int) -> scripts.Script:
 
 
 def lines_of(script: scripts.Script) -> Iterator[list[str]]:
+    """The whole lines: a kill may cut the last one."""
     for line in script.stdout:
-        yield line.split()
+        if line.endswith("\n"):
+            yield line.split()
 
 
 def kill_soon(script: scripts.Script, chance: random.Random) -> None:
