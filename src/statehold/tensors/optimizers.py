@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
+from operator import is_
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -146,8 +147,12 @@ def names_of(
     found: list[torch.Tensor] = []
     by_group: list[list[str]] = []
     for group in optimizer.param_groups:
-        known = map(names.get, map(id, group[PARAMS]), map(str, count(len(found))))
-        by_group.append(list(known))
+        ids = list(map(id, group[PARAMS]))
+        try:
+            known = list(map(names.__getitem__, ids))
+        except KeyError:  # no module in the state has it
+            known = list(map(names.get, ids, map(str, count(len(found)))))
+        by_group.append(known)
         found += group[PARAMS]
     return by_group, found
 
@@ -172,8 +177,8 @@ def states_of(
     state: Mapping[torch.Tensor, Any] = optimizer.state
     if isinstance(optimizer, GathersState):
         state = optimizer.gathered_state()
-    if list(map(id, state)) == list(map(id, parameters)):  # hashing a tensor takes long
-        return list(state.values())
+    if len(state) == len(parameters) and all(map(is_, state, parameters)):
+        return list(state.values())  # hashing a tensor takes long
     return [state.get(parameter) for parameter in parameters]
 
 

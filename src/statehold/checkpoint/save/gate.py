@@ -75,8 +75,8 @@ class Held:
         # A fork updates a copy, which nobody saves.
         return not self.save._is_of_this_process or self.save.done("staged")
 
-    def copies_from(self, storages: Iterable[int]) -> bool:
-        return not self._numbers.isdisjoint(storages)
+    def copies_from(self, storages: Sequence[int]) -> bool:
+        return bool(storages) and not self._numbers.isdisjoint(storages)
 
     @cached_property
     def _numbers(self) -> frozenset[int]:
