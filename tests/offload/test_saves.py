@@ -148,7 +148,22 @@ def test_two_optimizers_of_a_state_have_their_own_files(folders: Callable[[str],
     check_equal(two.ours, four.ours)
 
 
-def test_memory_in_another_order_is_saved_as_ever(folders: Callable[[str], Path]) -> None:
+def test_rows_of_any_length_are_linked(folders: Callable[[str], Path]) -> None:
+    model = torch.nn.Linear(1000, 70, bias=False)
+    optimizer = offload.AdamW(
+        model.parameters(), tiers=[offload.Path(folders("opt"))], subgroup_bytes=SUBGROUP * 2
+    )
+    model(torch.ones(1, 1000)).sum().backward()
+    optimizer.step()
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        done = ckpt.save(1, {"model": model, "opt": optimizer}).wait("committed", DEADLINE_S)
+    assert optimizer.stats.paths[0].subgroups > 2
+    assert done.stats.linked_bytes >= 2 * 4 * 70_000
+
+
+def test_memory_in_another_order_is_saved_as_ever(
+    folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
     weight = torch.nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last))
     optimizer = offload.AdamW([weight], tiers=[offload.Path(folders("opt"))])
     weight.grad = torch.ones_like(weight)
@@ -156,6 +171,7 @@ def test_memory_in_another_order_is_saved_as_ever(folders: Callable[[str], Path]
     with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
         done = ckpt.save(1, {"opt": optimizer}).wait("committed", DEADLINE_S)
         assert done.stats.linked_bytes == 0
+        assert "the files of parameter 0 as they are" in caplog.text
         before = optimizer.state_dict()["state"][0]
         optimizer.step()
         ckpt.restore({"opt": optimizer})

@@ -13,12 +13,11 @@ from statehold.offload.subgroups import CUT, Extent, Span, Subgroup, cut, strips
 FIELDS = [("master", "exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)]
 PAGE = 4096
 
-extents = st.builds(
-    lambda rows, row, fields: Extent((rows, row), fields),
-    st.integers(0, 3000),
-    st.integers(1, 300),
-    st.sampled_from(FIELDS),
+shapes = st.one_of(
+    st.tuples(st.integers(0, 3000), st.integers(1, 300)),
+    st.tuples(st.integers(1, 5), st.sampled_from([64, 65, 640]), st.sampled_from([1, 64, 100])),
 )
+extents = st.builds(Extent, shapes, st.sampled_from(FIELDS))
 sizes = st.integers(12, 500).map(lambda pages: pages * PAGE)
 
 
@@ -29,6 +28,7 @@ def test_a_cut_covers_each_element_once(parameters: list[Extent], size: int) -> 
     for subgroup in subgroups:
         assert subgroup.spans
         assert subgroup.nbytes <= size
+        assert len({span.parameter for span in subgroup.spans}) == len(subgroup.spans)
         for span, fields in zip(subgroup.spans, subgroup.fields, strict=True):
             assert fields == parameters[span.parameter].fields
             assert span.begin == ends[span.parameter]

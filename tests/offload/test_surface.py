@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_refused_with_the_figures(tmp_path: Path) -> None:
     error = refused("does not fit into Host", weights, [offload.Host("1MiB")])
     assert "2 subgroups of 4 MiB" in error.facts["needed"]
     error = refused("too small", weights, [offload.Path(tmp_path)], subgroup_bytes=4096)
-    assert error.facts == {"expected": "at least 32 KiB", "got": "4 KiB"}
+    assert error.facts == {"expected": "at least 8 KiB", "got": "4 KiB"}
 
 
 def test_too_little_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

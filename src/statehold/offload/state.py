@@ -14,11 +14,13 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from statehold.errors import ClosedError, StateMismatchError, UsageError
+from statehold.observe.once import log_once
 from statehold.offload.file_form import FileForm, are_boxes, tensor_name
 from statehold.offload.held import Held
 from statehold.offload.memory import Buffers
@@ -151,7 +153,14 @@ class OffloadedState:
         hold() has these files.
         """
         self._check_usable()
-        if not self._paths or not all(map(self._is_in_boxes, range(len(self.parameters)))):
+        if not self._paths:
+            return None
+        if self._without_boxes is not None:
+            log_once(
+                "a save of an offloaded optimizer writes its whole state, because no step can have "
+                f"the files of {self._without_boxes} as they are: make it contiguous, or raise "
+                "subgroup_bytes if its rows are long"
+            )
             return None
         return {
             index: self._stored_fields(index, each)
@@ -262,6 +271,12 @@ class OffloadedState:
         names = [each.name for each in self.parameters]
         shapes = [each.extent.shape for each in self.parameters]
         return [FileForm(each, str(self._name), names, shapes) for each in self._sizes.subgroups]
+
+    @cached_property
+    def _without_boxes(self) -> str | None:
+        """The first parameter of which a step cannot take the files."""
+        names = (each.name for i, each in enumerate(self.parameters) if not self._is_in_boxes(i))
+        return next(names, None)
 
     def _is_in_boxes(self, index: int) -> bool:
         """Whether a step can take the files of a parameter."""

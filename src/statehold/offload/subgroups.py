@@ -5,7 +5,8 @@ A parameter has fields, such as its two moments: float32 arrays with as many ele
 lie together, in memory as on storage: field after field, and in a field span after span.
 
 Invariants:
-- Every element of every parameter is in one span. All its fields are in the same subgroup.
+- Every element of every parameter is in one span. All its fields are in the same subgroup, and a
+  subgroup has at most one span of a parameter.
 - A cut inside a parameter is at a multiple of CUT elements. torch's vector kernel handles the last
   elements of a tensor otherwise than the rest, and such a cut does not change which these are.
 - A cut is also at a whole row, unless rows are so long that this would leave subgroups half empty.
@@ -26,7 +27,7 @@ from statehold.units import format_bytes
 
 __all__ = ["CUT", "Extent", "Part", "Span", "Subgroup", "cut", "strips"]
 
-CUT = 4096
+CUT = 64
 ITEM_BYTES = 4
 PAGE_BYTES = 4096
 PAGE_ITEMS = PAGE_BYTES // ITEM_BYTES
@@ -120,7 +121,7 @@ def cut(parameters: Sequence[Extent], subgroup_bytes: int) -> list[Subgroup]:
     least = max((_bytes(CUT, each) for each in parameters), default=0)
     if subgroup_bytes < least:
         raise UsageError(
-            "subgroup_bytes is too small: a subgroup holds at least 4096 elements of a parameter",
+            "subgroup_bytes is too small: a subgroup holds at least a page of each field",
             facts={"expected": f"at least {format_bytes(least)}",
                    "got": format_bytes(subgroup_bytes)},
         )  # fmt: skip
@@ -138,6 +139,8 @@ def cut(parameters: Sequence[Extent], subgroup_bytes: int) -> list[Subgroup]:
             found[-1].append(span)
             left -= _bytes(span.numel, extent)
             begin = span.end
+            if begin < extent.numel:
+                left = 0  # the rest goes into other subgroups
     return [
         Subgroup(index, tuple(spans), tuple(parameters[span.parameter].fields for span in spans))
         for index, spans in enumerate(found)
