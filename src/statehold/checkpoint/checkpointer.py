@@ -178,7 +178,8 @@ class Checkpointer:
     ) -> int | None:
         """Load a committed step into `state` in place; returns its number.
 
-        Without `step`, loads the newest intact step, or returns None if the run has no step. Logs a
+        Does not wait for a save that is under way: Save.wait("committed") does. Without `step`,
+        loads the newest intact step, or returns None if the run has no step. Logs a
         warning for a damaged step and sets it aside. Verifies every byte that it reads. Tensors
         keep their storage. Any number of ranks may have saved the step, in any layout. All of
         several ranks call this.
@@ -245,8 +246,8 @@ class Checkpointer:
         return self._opened().watch.write_trace(path)
 
     def close(self) -> None:
-        """Wait until every save has ended, copy the newest step to all levels, and release
-        everything. Safe to call twice.
+        """Wait until every save has ended, copy the newest step to all levels if any was saved,
+        and release everything. Safe to call twice.
 
         Raises the error of a save that failed since the last call.
         """
