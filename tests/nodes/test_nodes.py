@@ -67,7 +67,8 @@ class Cluster:
             ours.settimeout(ANSWER_S)
         for node in self.nodes.values():
             must("node" in json.loads(node.recv(1 << 16)))
-        self.events: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []  # of this job
+        self.before: list[dict[str, Any]] = []  # and of the one before
         self.safe = self.restored = 0
 
     def start(
@@ -81,7 +82,7 @@ class Cluster:
             "is_first": self.safe == 0, "shared": shared,
         }  # fmt: skip
         self._on = {number: range(at * each, (at + 1) * each) for at, number in enumerate(numbers)}
-        self.events = []
+        self.before, self.events = self.events, []
         for number, ranks in self._on.items():
             self._tell(number, {"job": job, "ranks": list(ranks)})
 
@@ -89,7 +90,7 @@ class Cluster:
         """Follow the job until then."""
         while not is_over(self.events):
             ready, _, _ = select.select([self.nodes[each] for each in self._on], [], [], ANSWER_S)
-            must(ready, (self.events[-8:], (self._folder / "stderr").read_text()[-2000:]))
+            must(ready, (self.events[-8:], self._log[-2000:]))
             for node in ready:
                 self._take(json.loads(node.recv(1 << 16)))
 
@@ -97,7 +98,8 @@ class Cluster:
         must("wrong" not in event, event.get("wrong"))
         self.events.append(event)
         if "restored" in event:
-            must((event["restored"] or 0) >= self.safe, (event, self.safe))
+            is_kept = (event["restored"] or 0) >= self.safe
+            must(is_kept, (event, self.safe, self.before[-12:], self._log[-3000:]))
             self.restored = event["restored"] or 0
         if event.get("rank") == 0:
             self.safe = max(self.safe, event.get("copied", 0), event.get("flushed", 0))
@@ -119,6 +121,10 @@ class Cluster:
                 must(answer["lost"]["before"] > 4, answer)
                 must(answer["lost"]["after"] == 0, answer)
         self.nodes.pop(lost).close()
+
+    @property
+    def _log(self) -> str:
+        return (self._folder / "stderr").read_text()
 
     def _tell(self, number: int, order: dict[str, Any]) -> None:
         self.nodes[number].send(json.dumps(order).encode())
