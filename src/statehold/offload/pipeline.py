@@ -5,13 +5,14 @@ of a subgroup that was used goes to the next one that is still to be read: what 
 if it has changed, and then the other one is read into it. This is an **exchange**. Some exchanges
 are under way while another subgroup is used. What was used last stays in memory, and the next visit
 begins with it. So with B buffers each visit of N subgroups reads N - B of them and writes N - B,
-which is the least that any order can do.
+which is the least that any order can do. A subgroup may also be used elsewhere, by a device, while
+this thread goes on with others. Its buffer is free again when that has ended.
 
 Invariants:
 - A subgroup is fresh (nothing has been kept of it yet), in a buffer, or on a path. If it has
   changed in its buffer, the generation on the path is old. It is kept until a newer one is written.
 - Each buffer has one owner at a time: a subgroup, an exchange, or nobody.
-- When visit() returns or raises, no exchange is under way.
+- When visit() returns or raises, no exchange is under way, and no subgroup is used elsewhere.
 - A subgroup that is being written for hold() is not used, moved or forgotten before that has ended.
 - After an error, some subgroups have changed and others have not. Only reset() goes on from there.
 Not here: the meaning of the bytes (state), files (store).
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -36,8 +37,9 @@ from statehold.offload.subgroups import Subgroup
 from statehold.offload.targets import Targets
 from statehold.planners import placement
 
-# Of a subgroup, its buffer, and whether it is fresh: then the buffer has any content.
-Use = Callable[[Subgroup, torch.Tensor, bool], None]
+# Of a subgroup, its buffer, and whether it is fresh: then the buffer has any content. Returns what
+# waits for the end of a use elsewhere, on a thread of the pipeline; None: the use has ended.
+Use = Callable[[Subgroup, torch.Tensor, bool], Callable[[], None] | None]
 
 
 @dataclass
@@ -65,6 +67,7 @@ class Pipeline:
         self._owners: list[int | None] = [None] * buffers.count
         self._exchanges = max(1, placement.EXCHANGES_PER_PATH * len(store.files))
         self._threads = ThreadPoolExecutor(self._exchanges, "statehold-offload")
+        self._elsewhere = ThreadPoolExecutor(1, "statehold-elsewhere")  # begins when it is needed
         self.waited_s, self.hits, self.misses = 0.0, 0, 0
         self.targets = Targets([each.nbytes for each in store.forms], store, bandwidths)
         self._watch = Watch()
@@ -83,19 +86,25 @@ class Pipeline:
         idle = [buffer for buffer, owner in enumerate(self._owners) if owner not in {None, *kept}]
         spare = deque([*self._free, *idle])
         moving: dict[Future[None], int] = {}
+        away: dict[Future[None], int] = {}  # the buffers of what is used elsewhere
         try:
-            while ready or absent or moving:
+            while ready or absent or moving or away:
                 while absent and spare and len(moving) < self._exchanges:
                     index = absent.popleft()
                     exchange = self._threads.submit(self._exchange, spare.popleft(), index)
                     moving[exchange] = index
                     self.misses += self._places[index].stored is not None
-                if not ready:
-                    ready.extend(self._arrived(moving))
-                index = ready.popleft()
-                spare.append(self._use(index, use, changes=changes))
+                ended = self._ended([*moving, *away], must_wait=not ready)
+                ready.extend(moving.pop(each) for each in ended if each in moving)
+                spare.extend(away.pop(each) for each in ended if each in away)
+                if ready:
+                    buffer, end = self._use(ready.popleft(), use, changes=changes)
+                    if end is None:
+                        spare.append(buffer)
+                    else:
+                        away[self._elsewhere.submit(end)] = buffer
         finally:
-            self._watch.wait_for_all(moving)
+            self._watch.wait_for_all([*moving, *away])
             if not changes:
                 self.targets.skip()
             self._free = deque(i for i, owner in enumerate(self._owners) if owner is None)
@@ -118,6 +127,7 @@ class Pipeline:
     def close(self) -> None:
         """End the threads. No visit is under way."""
         self._threads.shutdown()
+        self._elsewhere.shutdown()
 
     def _held(self, index: int) -> Future[Stored]:
         self._settle([index])
@@ -145,8 +155,8 @@ class Pipeline:
         """Return once none of these is being written for hold(). Held raises what fails there."""
         wait([self._writes.pop(index) for index in subgroups if index in self._writes])
 
-    def _use(self, index: int, use: Use, *, changes: bool) -> int:
-        """Use a subgroup that is in memory; returns its buffer."""
+    def _use(self, index: int, use: Use, *, changes: bool) -> tuple[int, Callable[[], None] | None]:
+        """Use a subgroup that is in memory. Returns its buffer, and what `use` has returned."""
         begin = time.perf_counter()
         self._settle([index])
         self.waited_s += time.perf_counter() - begin
@@ -154,19 +164,20 @@ class Pipeline:
         if place.buffer is None:
             raise AssertionError("a subgroup is used that is not in memory")
         is_fresh = place.stored is None and not place.is_changed
-        use(self._subgroups[index], self._buffers[place.buffer], is_fresh)
+        end = use(self._subgroups[index], self._buffers[place.buffer], is_fresh)
         place.is_changed |= changes
-        return place.buffer
+        return place.buffer, end
 
-    def _arrived(self, moving: dict[Future[None], int]) -> list[int]:
-        """Wait for exchanges; returns the subgroups that are in memory now."""
-        begin = time.perf_counter()
-        done = self._watch.wait_for_one(moving)
-        self.waited_s += time.perf_counter() - begin
-        arrived = [moving.pop(each) for each in done]
-        for each in done:
+    def _ended(self, under_way: Collection[Future[None]], *, must_wait: bool) -> list[Future[None]]:
+        """The futures that have ended. Raises their errors. must_wait: until there is one."""
+        if must_wait:
+            begin = time.perf_counter()
+            self._watch.wait_for_one(under_way)
+            self.waited_s += time.perf_counter() - begin
+        ended = [each for each in under_way if each.done()]
+        for each in ended:
             each.result()
-        return arrived
+        return ended
 
     def _exchange(self, buffer: int, coming: int) -> None:
         """Give a buffer to another subgroup. On a thread of the pool."""

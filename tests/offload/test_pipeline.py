@@ -1,0 +1,119 @@
+"""In which order a visit reads and uses subgroups, and what of them may be used elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from statehold import offload
+from statehold.offload.pipeline import Pipeline
+from statehold.offload.subgroups import Subgroup
+from support.faults import DEADLINE_S, must
+
+SUBGROUPS, CACHED = 20, 5
+
+
+class Inline:
+    """An executor whose calls have ended when submit() returns."""
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        found: Future[Any] = Future()
+        try:
+            found.set_result(call(*arguments))
+        except BaseException as error:
+            found.set_exception(error)
+        return found
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path):
+    """Of an optimizer whose state has been updated once."""
+    param = torch.nn.Parameter(torch.ones(SUBGROUPS * 4096))
+    tiers = [offload.Host(CACHED * 32_768), offload.Path(tmp_path)]
+    with closing(offload.AdamW([param], tiers=tiers, subgroup_bytes=32_768)) as optimizer:
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        yield optimizer._opened._pipeline
+
+
+def test_others_are_read_while_those_in_memory_are_used(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_threads", Inline())
+    in_memory = {i for i, place in enumerate(pipeline._places) if place.buffer is not None}
+    order: list[tuple[str, int]] = []
+    read = pipeline._store.read
+    monkeypatch.setattr(
+        pipeline._store,
+        "read",
+        lambda group, *rest: (order.append(("read", group.index)), read(group, *rest)),
+    )
+    pipeline.visit(
+        range(SUBGROUPS), lambda group, *_: order.append(("use", group.index)), changes=False
+    )
+    last = max(order.index(("use", index)) for index in in_memory)
+    before = sum(kind == "read" for kind, _ in order[:last])
+    assert before == len(in_memory) - 1 > pipeline._exchanges
+
+
+def test_others_are_used_while_one_is_used_elsewhere(pipeline: Pipeline) -> None:
+    """Every fourth one ends when all others have been used; nothing is read into its buffer."""
+    used, ended, may_end = set(), [], threading.Event()
+
+    def use(group: Subgroup, memory: torch.Tensor, is_fresh: bool) -> Callable[[], None] | None:
+        used.add(group.index)
+        if group.index % 4:
+            if len(used) == SUBGROUPS:
+                may_end.set()
+            return None
+        memory.fill_(group.index)
+
+        def end() -> None:
+            must(may_end.wait(DEADLINE_S))
+            must(bool((memory == group.index).all()))
+            memory.fill_(-group.index)
+            ended.append(group.index)
+
+        if len(used) == SUBGROUPS:
+            may_end.set()
+        return end
+
+    pipeline.visit(range(SUBGROUPS), use, changes=True)
+    assert used == set(range(SUBGROUPS))
+    assert sorted(ended) == list(range(0, SUBGROUPS, 4))
+    found: dict[int, float] = {}
+    pipeline.visit(
+        range(0, SUBGROUPS, 4),
+        lambda group, memory, _: found.update({group.index: float(memory[0])}),
+        changes=False,
+    )
+    assert found == {index: -index for index in range(0, SUBGROUPS, 4)}
+
+
+def test_what_fails_elsewhere_is_raised_when_all_has_ended(pipeline: Pipeline) -> None:
+    ended = []
+
+    def use(group: Subgroup, *_: Any) -> Callable[[], None]:
+        def end() -> None:
+            ended.append(group.index)
+            if len(ended) == 2:
+                raise OSError("elsewhere")
+
+        return end
+
+    with pytest.raises(OSError, match="elsewhere"):
+        pipeline.visit(range(SUBGROUPS), use, changes=False)
+    count = len(ended)
+    assert count >= 2
+    pipeline.visit(range(SUBGROUPS), lambda *_: None, changes=False)
+    assert len(ended) == count
