@@ -13,10 +13,12 @@ Not here: the meeting (meeting), which steps are whole (census), commits in two 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +87,7 @@ class HostPlace(DirectoryPlace):
         self._knowing = threading.Lock()
         self._placed: dict[int, Placed] = {}  # what is whole, as far as this rank knows
         self._committed: set[int] = set()  # of it, by this job
+        self._copying: Counter[int] = Counter()  # how many copies from here are under way
         self._seen: dict[int, Placed] = {}  # what was whole at the last census, the same on all
         self._logged: set[int] = set()
 
@@ -213,6 +216,19 @@ class HostPlace(DirectoryPlace):
 
     # -- copies from here ------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def protect(self, step: int) -> Iterator[None]:
+        """Keep a step, and what is known of it, while it is copied from here."""
+        with self._knowing:
+            self._copying[step] += 1
+        try:
+            with super().protect(step):
+                yield
+        finally:
+            with self._knowing:
+                self._copying -= Counter((step,))
+                self._forget_retired()
+
     def carriers(self, step: int, saved: int, ranks: int) -> list[int]:
         placed = self.placed(step) if self.is_apart else None
         if placed is None:
@@ -239,15 +255,23 @@ class HostPlace(DirectoryPlace):
             writers[at[rank]].append(writer)
         own = [Holder(host, False, Ranks.of(each)) for host, each in enumerate(writers)]
         with self._knowing:
-            # A step older than the newest `keep`, and than the newest copied one, is retired
-            # everywhere, now or soon. A newer one was whole nowhere.
-            known = sorted(each for each in self._placed if each < step)
-            kept = set(known[-(self.store.keep - 1) :] if self.store.keep else known)
-            safe = self.copies.newest_of(self._placed)
-            self._placed = {each: self._placed[each] for each in known if each in {*kept, safe}}
+            # A newer step was whole nowhere.
+            self._placed = {each: at for each, at in self._placed.items() if each < step}
             self._placed[step] = Placed(len(carriers), tuple(own))
-            self._committed = self._committed.intersection(self._placed) | {step}
+            self._committed.add(step)
+            self._forget_retired()
         self._remove_halves(lambda each: each > step)
+
+    def _forget_retired(self) -> None:
+        """Forget the steps that every host retires, now or soon.
+
+        A step that is being copied stays known until the copy has ended. It then is the newest one
+        that survives the loss of a host, however many younger steps there are.
+        """
+        newest = sorted(self._placed)[-(self.store.keep or 0) :]
+        kept = {*newest, *self._copying, self.copies.newest_of(self._placed)}
+        self._placed = {step: at for step, at in self._placed.items() if step in kept}
+        self._committed.intersection_update(self._placed)
 
     def copied(self, step: int, copies: Mapping[int, Sequence[int]]) -> None:
         """Hosts hold these copies now."""
