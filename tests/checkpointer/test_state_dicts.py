@@ -114,7 +114,7 @@ def test_handing_over_parameters_by_their_state_dict_is_told_once(
     run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(once, "_logged", set())
-    monkeypatch.setattr("statehold.tensors.capture.TOLD_BYTES_MIN", MATRIX_BYTES)
+    monkeypatch.setattr("statehold.tensors.captured.TOLD_BYTES_MIN", MATRIX_BYTES)
     training = Run()
     with caplog.at_level(logging.INFO, "statehold"), statehold.Checkpointer(run, **SMALL) as ckpt:
         for step in range(1, 4):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import statehold
 from sim.crash_states import Sample
@@ -21,6 +22,8 @@ from statehold.errors import ChecksumError, StorageError, TruncatedFileError
 from statehold.offload.files import StateFiles
 from statehold.offload.held import Held
 from statehold.offload.store import Store, Stored
+from statehold.tensors.placements import OWN
+from statehold.tensors.stored import Role, SavedParameter, StoredState
 from statehold.testing import SimFs, checkpointer_on
 from support import scripts
 from support.faults import DEADLINE_S, SMALL, must
@@ -39,6 +42,14 @@ def twins_at(folder: str | Path, dtypes: Any = (BF16,), seed: int = 0, **offload
 
 def state_of(twins: Twins) -> dict[str, Any]:
     return {"params": {str(i): each for i, each in enumerate(twins.params)}, "opt": twins.ours}
+
+
+def stored_of(twins: Twins) -> StoredState:
+    """What a save takes from the paths."""
+    saved = [SavedParameter(f"opt.state.{i}", OWN, Role.WRITES) for i in range(len(twins.params))]
+    stored = twins.ours.stored_parameters(saved)
+    assert stored is not None
+    return stored
 
 
 def check_equal(ours: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
@@ -171,7 +182,7 @@ def test_memory_in_another_order_is_saved_as_ever(
     with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
         done = ckpt.save(1, {"opt": optimizer}).wait("committed", DEADLINE_S)
         assert done.stats.linked_bytes == 0
-        assert "the files of parameter 0 as they are" in caplog.text
+        assert "no step can have that of parameter 0 as it is" in caplog.text
         before = optimizer.state_dict()["state"][0]
         optimizer.step()
         ckpt.restore({"opt": optimizer})
@@ -190,8 +201,96 @@ def test_the_command_line_sees_an_ordinary_step(folders: Callable[[str], Path]) 
     for words, status in ((["verify", two], 0), (["show", one], 0), (["diff", one, two], 1)):
         done = scripts.run(["-m", "statehold", *words], timeout=DEADLINE_S)
         assert (done.returncode, done.stderr) == (status, ""), words
-        assert words[0] == "verify" or ".exp_avg.parameter 0" in done.stdout
+        assert words[0] == "verify" or "opt.state.0.exp_avg" in done.stdout
         assert "padding" not in done.stdout
+
+
+def test_a_step_has_the_same_names_and_bits_as_one_of_torchs_optimizer(
+    folders: Callable[[str], Path],
+) -> None:
+    twins, run = twins_at(folders("opt"), [F32]), folders("run")
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        twins.train(2)
+        done = ckpt.save(1, state_of(twins)).wait("committed", DEADLINE_S)
+        assert done.stats.linked_bytes > 0
+        torchs = plain(twins)
+        ckpt.restore({**state_of(twins), "opt": torchs})
+        ckpt.save(2, {**state_of(twins), "opt": torchs}).wait("committed", DEADLINE_S)
+    one, two = (run / f"step-{step:012d}" for step in (1, 2))
+    diff = scripts.run(["-m", "statehold", "diff", str(one), str(two)], timeout=DEADLINE_S)
+    lines = diff.stdout.splitlines()
+    assert not [line for line in lines if "exp_avg" in line], diff.stdout
+    named = {name for file in two.glob("*.safetensors") for name in names_in(file)}
+    linked = {name for file in one.glob("*-*-of-*-*.safetensors") for name in names_in(file)}
+    moments = {name for name in named if ".exp_avg" in name and twins_numel(twins, name)}
+    assert {name for name in linked if "padding" not in name} == moments
+
+
+def names_in(file: Path) -> list[str]:
+    with safe_open(file, "pt") as opened:
+        return list(opened.keys())
+
+
+def twins_numel(twins: Twins, name: str) -> int:
+    """The elements of the parameter of "opt.state.<index>.<field>"."""
+    return twins.params[int(name.split(".")[2])].numel()
+
+
+def test_a_parameter_that_was_never_updated_has_no_state(folders: Callable[[str], Path]) -> None:
+    """A part of it lies in a subgroup of others, and the rest in subgroups that were never made."""
+    params = [torch.nn.Parameter(torch.randn(size)) for size in (5000, 50_000, 5000)]
+    given: dict[str, Any] = {"subgroup_bytes": 98_304}
+    optimizer = offload.AdamW(params, tiers=[offload.Path(folders("opt"))], **given)
+    run, state = folders("run"), {"params": dict(zip("abc", params, strict=True)), "opt": optimizer}
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        for step, active in ((1, [0, 2]), (2, [0, 1, 2]), (3, [1])):
+            for index in active:
+                params[index].grad = torch.randn_like(params[index])
+            optimizer.step()
+            optimizer.zero_grad()
+            done = ckpt.save(step, state).wait("committed", DEADLINE_S)
+            assert done.stats.linked_bytes > 0
+            expected = optimizer.state_dict()["state"]
+            assert set(expected) == ({0, 2} if step == 1 else {0, 1, 2})
+            torchs = torch.optim.AdamW(params)
+            ckpt.restore({"params": state["params"], "opt": torchs}, step=step)
+            found = torchs.state_dict()["state"]
+            assert found.keys() == expected.keys()
+            for index, fields in expected.items():
+                assert all(same_bits(value, found[index][name]) for name, value in fields.items())
+
+
+def test_another_name_for_a_saved_optimizer_is_saved_from_memory(
+    folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    twins = twins_at(folders("opt"))
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        twins.train(1)
+        state = {**state_of(twins), "again": twins.ours}
+        done = ckpt.save(1, state).wait("committed", DEADLINE_S)
+        assert 0 < done.stats.linked_bytes < twins.ours.stats.state_bytes + done.stats.written_bytes
+        assert done.stats.written_bytes > twins.ours.stats.state_bytes
+        assert "called it opt.state.0, and this one again.state.0" in caplog.text
+        for name in ("opt", "again"):
+            other = twins_at(folders("opt2"), seed=1)
+            ckpt.restore({"params": state_of(other)["params"], name: other.ours}, strict=False)
+            check_equal(twins.ours, other.ours)
+            other.ours.close()
+
+
+def test_a_header_that_has_no_room_is_saved_from_memory(
+    folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    twins = twins_at(folders("opt"), subgroup_bytes=49_152)
+    name = "a" * 2000
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        twins.train(1)
+        done = ckpt.save(1, {name: twins.ours}).wait("committed", DEADLINE_S)
+        assert done.stats.linked_bytes == 0
+        assert "make it from model.named_parameters()" in caplog.text
+        other = twins_at(folders("opt2"), seed=1)
+        ckpt.restore({name: other.ours})
+        check_equal(twins.ours, other.ours)
 
 
 # -- what a restore reads --------------------------------------------------------------------------
@@ -252,8 +351,7 @@ def test_files_of_a_save_stay_as_they_were(folders: Callable[[str], Path]) -> No
     """However many updates come before the save has them."""
     twins = twins_at(folders("opt"), tiers=[offload.Host("200KiB"), offload.Path(folders("opt"))])
     twins.train(2)
-    stored = twins.ours.stored_state()
-    assert stored is not None
+    stored = stored_of(twins)
     twins.train(4)
     twins.check()
     content = {each.path: Path(each.path).read_bytes() for each in stored.files()}
@@ -270,9 +368,9 @@ def saved_late(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) 
     twins = twins_at(folders("opt"))
     may_go, files = threading.Event(), Held.files
 
-    def late(held: Held) -> Any:
+    def late(held: Held, heads: Any) -> Any:
         assert may_go.wait(DEADLINE_S)
-        return files(held)
+        return files(held, heads)
 
     with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
         twins.train(2)
@@ -331,8 +429,7 @@ def test_a_write_that_fails_fails_the_save_and_no_update(
 def test_close_waits_for_a_save_that_has_the_files(folders: Callable[[str], Path]) -> None:
     twins = twins_at(folders("opt"))
     twins.train(1)
-    stored = twins.ours.stored_state()
-    assert stored is not None
+    stored = stored_of(twins)
     paths = [Path(each.path) for each in stored.files()]
     closing = threading.Thread(target=twins.ours.close)
     closing.start()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from statehold.errors import UsageError
-from statehold.offload.file_form import are_boxes
+from statehold.offload.saving import are_boxes
 from statehold.offload.subgroups import CUT, Extent, Span, Subgroup, cut, strips
 
 FIELDS = [("master", "exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)]
@@ -88,6 +88,12 @@ def elements(spans: list, parameter: int) -> list[tuple[int, int]]:
             else:
                 found.append((span.begin, span.end))
     return found
+
+
+def test_parameters_are_cut_in_the_order_that_is_asked_for() -> None:
+    extents = [Extent((1024 * pages,), ("a",)) for pages in (3, 5, 3)]
+    found = cut(extents, 6 * 4096, [0, 2, 1])
+    assert [[span.parameter for span in each.spans] for each in found] == [[0, 2], [1]]
 
 
 def test_cuts_are_at_whole_rows() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import statehold
 from statehold import offload
 from statehold.errors import StateMismatchError, UsageError
+from statehold.layout.layout import Layout, Mesh
+from statehold.tensors import placements
 from statehold.tensors.storable import local_of
+from statehold.tensors.stored import Role, role_of
 from support.faults import DEADLINE_S, SMALL, must
 from support.jobs import Job, captured
 from support.sharded import (
@@ -32,6 +36,7 @@ from support.sharded import (
     first,
     fsdp,
     groups_of,
+    partly,
     replicated,
     same_local_bits,
     square,
@@ -43,6 +48,7 @@ from support.twins import same_bits
 F32, BF16 = torch.float32, torch.bfloat16
 OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 STEPS = int(os.environ.get("STATEHOLD_OFFLOAD_STEPS", "2"))
+ALL = Layout(Mesh((4,), (0, 1, 2, 3)))
 PLACED = [Shard(0), Shard(1), Replicate()]
 
 # -- beside torch's optimizer ------------------------------------------------------------------
@@ -302,6 +308,8 @@ LAYOUTS: dict[str, tuple[int, Make]] = {
     "one rank": (1, Net),
     "fsdp x tp": (4, lambda dtype: both(Net(dtype))),
     "ddp": (4, replicated),
+    "replicas": (4, lambda dtype: fsdp(square(), dtype)),
+    "tp and fsdp of the rest": (4, lambda dtype: partly(Net(dtype))),
 }
 # Bytes of Host, paths, and subgroup_bytes; None: torch's optimizer.
 Tiers = tuple[str | None, list[str], int | None] | None
@@ -343,9 +351,9 @@ class Training:
             found |= {f"{name}.{field}": whole_of(value) for field, value in fields.items()}
         return found
 
-    def save(self, run: str) -> None:
+    def save(self, run: str) -> statehold.Save:
         with self._opened(run) as ckpt:
-            ckpt.save(1, self.state).wait("committed", DEADLINE_S)
+            return ckpt.save(1, self.state).wait("committed", DEADLINE_S)
 
     def restore(self, run: str) -> None:
         with self._opened(run) as ckpt:
@@ -381,9 +389,11 @@ def takes_part(job: Job, layout: str) -> bool:
     return job.rank < size
 
 
-def saved(job: Job, layout: str, tiers: Tiers, dtype: torch.dtype = F32) -> str:
+def saved(
+    job: Job, layout: str, tiers: Tiers, dtype: torch.dtype = F32, run: str | None = None
+) -> str:
     """A step of a training; returns its run. Its tensors lie beside it."""
-    run = f"{layout} {tiers} {dtype}".replace("/", "")
+    run = run or f"{layout} {tiers} {dtype}".replace("/", "")
     if takes_part(job, layout):
         training = Training(job, layout, tiers, dtype, seed=1)
         for seed in range(2):
@@ -446,6 +456,39 @@ def check_masters(job: Job) -> None:
         distributed.barrier()
 
 
+def check_a_rank_links_what_it_alone_writes(job: Job) -> None:
+    """The state of parameters whose mesh is the whole job, and of these the first replica."""
+    for layout in LAYOUTS:
+        if takes_part(job, layout):
+            training = Training(job, layout, PATHS, F32, seed=1)
+            training.train(1)
+            expected = 0
+            for parameter in training.optimizer._opened.parameters:
+                place = parameter.place(job.rank)
+                if layout == "ddp":
+                    place = placements.replicated(parameter.tensor.shape, ALL)
+                world = LAYOUTS[layout][0]
+                if role_of(place, job.rank if world > 1 else None, world) is Role.WRITES:
+                    expected += 8 * parameter.local.numel()
+            linked = training.save(f"linked {layout}").stats.linked_bytes
+            must(linked >= expected, (layout, linked, expected))
+            must((linked > 0) == (expected > 0), (layout, linked, expected))
+            training.optimizer.close()
+        distributed.barrier()
+    goes_on_from(job, saved(job, "replicas", PATHS), "fsdp on 2", MIXED)
+    goes_on_from(job, saved(job, "fsdp on 4", MIXED), "replicas", PATHS)
+    goes_on_from(job, saved(job, "tp and fsdp of the rest", PATHS), "fsdp on 2", MIXED)
+
+
+def check_a_rank_that_cannot_link_writes_the_same_tensors(job: Job) -> None:
+    """Its subgroups are too small for the rows of a parameter, or it has no path."""
+    small: Tiers = (None, ["near"], 24_576)
+    for layout, odd, its in (("fsdp on 4", 1, small), ("replicas", 0, small), ("ddp", 1, HOST)):
+        tiers = its if job.rank == odd else (None, ["near"], 240_000)
+        run = saved(job, layout, tiers, run=f"{layout}, rank {odd} writes")
+        goes_on_from(job, run, "fsdp on 2", MIXED)
+
+
 def check_a_save_is_that_of_torchs_optimizer(job: Job) -> None:
     """The same names, places and kinds, so nothing that restores a step knows a difference."""
     for layout in ("fsdp on 4", "fsdp x tp", "ddp"):
@@ -454,5 +497,6 @@ def check_a_save_is_that_of_torchs_optimizer(job: Job) -> None:
             training = Training(job, layout, tiers, F32, seed=1)
             training.train(1)
             capture = captured(training.state)
-            found.append(({each.spec for each in capture.tensors}, capture.tree))
+            specs = {replace(each.spec, eager=False) for each in capture.tensors}
+            found.append((specs, capture.tree))
         must(found[0] == found[1], layout)

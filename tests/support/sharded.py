@@ -75,6 +75,12 @@ def both(model: nn.Module) -> nn.Module:
     return fully_shard(tensor_parallel(model, square()["tp"]), mesh=square()["dp"])
 
 
+def partly(model: nn.Module) -> nn.Module:
+    """One layer under both, and the other under fully_shard alone, once for each tensor rank."""
+    model = parallelize_module(model, square()["tp"], {"up": ColwiseParallel()})
+    return fully_shard(model, mesh=square()["dp"])
+
+
 def replicated(dtype: torch.dtype) -> nn.Module:
     return nn.parallel.DistributedDataParallel(Net(dtype))
 

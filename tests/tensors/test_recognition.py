@@ -142,7 +142,7 @@ def batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(capture_module, "BATCH", 2)
         monkeypatch.setattr(capture_module, "STATES", 1)
     # Every parameter of another optimizer is worth a note.
-    monkeypatch.setattr(capture_module, "TOLD_BYTES_MIN", 1)
+    monkeypatch.setattr(captured_module, "TOLD_BYTES_MIN", 1)
 
 
 @pytest.mark.usefixtures("batches")
@@ -181,7 +181,7 @@ def test_each_condition_of_recognition_is_needed(
         monkeypatch.setattr(Found, "recognised", lambda *_: None)
     if "devices_of" in condition:
         on_device(monkeypatch, lambda tensor: tensor.untyped_storage().nbytes() > 24)
-    monkeypatch.setattr(capture_module, "TOLD_BYTES_MIN", 1)
+    monkeypatch.setattr(captured_module, "TOLD_BYTES_MIN", 1)
     # Capture without memory raises no such error.
     with suppress(TypeError, ValueError, LookupError, RuntimeError):
         assert first_difference(range(1000), mesh) is not None

@@ -27,21 +27,18 @@ def file_of(*specs: TensorSpec) -> StoredFile:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_rank_writes_its_shard_and_the_first_one_what_all_hold(rank: int) -> None:
-    own = file_of(spec("own", None), spec("shard", SHARDED, rank))
-    shared = file_of(spec("all", REPLICATED), spec("padding", None))
-    check([own, shared], rank, ())
-    assert own.is_written_by(rank)
-    assert shared.is_written_by(rank) is (rank == 0)
-    names = [held.name for held in held_in([own, shared], rank)]
-    assert names == ["own", "shard", "all", *["padding"] * (rank == 0)]
-    assert held_in([shared], rank)[0] == Held("all", "U8", (2,), REPLICATED)
+def test_a_rank_names_the_tensors_of_its_files_each_once(rank: int) -> None:
+    files = [file_of(spec("own", None), spec("shard", SHARDED, rank)), file_of(spec("pad", None))]
+    check(files, rank, ())
+    assert [held.name for held in held_in(files)] == ["own", "shard", "pad"]
+    assert held_in(files)[1] == Held("shard", "U8", (4,), SHARDED)
 
 
-def test_a_file_that_two_ranks_would_have_to_write_is_refused() -> None:
-    mixed = file_of(spec("shard", SHARDED, 1), spec("all", REPLICATED))
-    with pytest.raises(InvariantError):
-        mixed.is_written_by(1)
+def test_a_tensor_that_all_hold_is_in_a_file_of_the_first_rank() -> None:
+    shared = file_of(spec("all", REPLICATED))
+    check([shared], 0, ())
+    with pytest.raises(InvariantError, match="cannot be part of a step"):
+        check([shared], 1, ())
 
 
 def test_parts_of_different_tensors_of_one_name_are_refused() -> None:

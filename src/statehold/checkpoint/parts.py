@@ -56,6 +56,7 @@ class Parts:
         """The parts that a call of save() uses. prepare: makes the run directory ready."""
         return Saver(
             rank=self.rank,
+            world=self.membership.world,
             runtime=self.runtime,
             levels=self.levels,
             claims=self.claims,

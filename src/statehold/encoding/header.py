@@ -78,10 +78,11 @@ def bytes_of(dtype: str, shape: Sequence[int]) -> int | None:
     return None if bits % 8 else bits // 8
 
 
-def encode(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+def encode(entries: Sequence[Entry], metadata: Mapping[str, str], least: int = 0) -> bytes:
     """The whole header: length, JSON, and the spaces that make its size a multiple of PAGE.
 
-    `entries` are written in the order given, which must be the order of their bytes.
+    `entries` are written in the order given, which must be the order of their bytes. least: the
+    bytes that it has at least, a multiple of PAGE.
     """
     document: dict[str, Any] = {METADATA: dict(metadata)}
     for entry in entries:
@@ -97,7 +98,7 @@ def encode(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     except UnicodeEncodeError as fault:
         facts = {"got": ascii(fault)[:200]}
         raise InvariantError("a tensor name is not Unicode text", facts=facts) from fault
-    size = -(-(LENGTH_BYTES + len(text)) // PAGE) * PAGE - LENGTH_BYTES
+    size = max(least, -(-(LENGTH_BYTES + len(text)) // PAGE) * PAGE) - LENGTH_BYTES
     if size > HEADER_BYTES_MAX:
         facts = {"expected": f"at most {HEADER_BYTES_MAX} bytes", "got": f"{size} bytes"}
         hint = f"the {len(entries)} names and shapes fill it: save fewer, larger tensors"

@@ -3,7 +3,8 @@
 Owns: the description of such a file, its validation, and its place among the files of a rank.
 Invariants: a file that passed `check` is one that a step can list. Its tensors tile it, aligned to
 their dtypes, and every piece has a checksum. The parts of a tensor in several files are runs of the
-box that the rank writes, and together they are that box.
+box that the rank writes, and together they are that box. A rank hands over only files that it
+writes: of what several ranks hold, the first one has the files, and the others name the tensors.
 Not here: who has such files (tensors/stored), the second names that a step gives them (store), what
 the step says of them (format).
 """
@@ -54,23 +55,23 @@ class StoredFile:
             part=part,
         )
 
-    def is_written_by(self, rank: int) -> bool:
-        """Whether `rank` is the one that has this file in the step: the first of its replicas."""
-        layouts = [spec.layout for spec in self.specs if spec.layout is not None]
-        firsts = {layout.replica_index(rank) == 0 for layout in layouts}
-        if len(firsts) > 1:
-            raise _invalid(self, "tensors that one rank writes", "some that another rank writes")
-        return firsts != {False}
+
+@dataclass(frozen=True)
+class StoredPart:
+    """The part of a rank's state that lies in files.
+
+    elsewhere: the tensors that this rank holds, too, and another rank writes.
+    """
+
+    files: Sequence[StoredFile] = ()
+    elsewhere: Sequence[Held] = ()
 
 
-def held_in(files: Sequence[StoredFile], rank: int) -> list[Held]:
-    """What the record of `rank` says of the tensors in its `files`, each once."""
+def held_in(files: Sequence[StoredFile]) -> list[Held]:
+    """What the record of their rank says of the tensors in `files`, each once."""
     found: dict[str, Held] = {}
     for file in files:
-        is_written = file.is_written_by(rank)
         for spec in file.specs:
-            if spec.layout is None and not is_written:
-                continue  # padding, of which no other rank has to know
             held = Held(spec.name, spec.dtype, global_shape(spec), spec.layout)
             if found.setdefault(spec.name, held) != held:
                 raise _invalid(file, f"{spec.name}: {found[spec.name]}", f"{held}")
@@ -88,9 +89,11 @@ def check(files: Sequence[StoredFile], rank: int, others: Collection[str]) -> No
         for spec in file.specs:
             if spec.name in others:
                 raise _invalid(file, "tensors that are in this file only", spec.name)
+            if spec.layout is not None and spec.layout.replica_index(rank):
+                raise _invalid(file, f"tensors that rank {rank} writes", spec.name)
             offsets = (0,) * len(spec.shape) if spec.offsets is None else spec.offsets
             parts[spec.name].append(Box(offsets, spec.shape))
-    for held in held_in(files, rank):
+    for held in held_in(files):
         outer = Box.whole(held.shape)
         if isinstance(held.layout, Layout):
             outer = held.layout.box(held.shape, rank)

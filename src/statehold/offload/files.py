@@ -89,6 +89,11 @@ class StateFiles:
         path = self._new_name()
         return path, self._opened(path, nbytes, reuse=False)
 
+    def open_held(self, path: str, nbytes: int) -> File:
+        """A file that a save holds: to write its header."""
+        self.check()
+        return self._fs.open_write(path, nbytes, reuse=True)
+
     def _opened(self, path: str, nbytes: int, *, reuse: bool) -> File:
         file = self._fs.open_write(path, nbytes, reuse=reuse)
         self._sizes[path] = nbytes

@@ -24,7 +24,7 @@ from statehold.offload.rules import AdamRule, Rule, SgdRule
 from statehold.offload.state import OffloadedState
 from statehold.offload.stats import Event, Stats
 from statehold.offload.tiers import Tier
-from statehold.tensors.stored import Fill, StoredState
+from statehold.tensors.stored import Fill, SavedParameter, StoredState
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -109,22 +109,9 @@ class _Offloaded(torch.optim.Optimizer):
         finally:
             self.state.clear()
 
-    def stored_state(self) -> StoredState | None:
-        """state_dict() for a save that takes files as they are; None if it has to be state_dict().
-
-        That is so without a Path, and with a parameter of which a subgroup has no whole rows.
-        """
-        stored = self._opened.stored()
-        if stored is None:
-            return None
-        for index, fields in stored.items():
-            self.state[self._opened.parameters[index].tensor] = fields
-        try:
-            tree = super().state_dict()
-        finally:
-            self.state.clear()
-        held = self._opened.hold()
-        return StoredState(tree, held.files, held.release)
+    def stored_parameters(self, saved: Sequence[SavedParameter]) -> StoredState | None:
+        """The state for a save that takes files as they are; None without a Path."""
+        return self._opened.stored(saved)
 
     def gathered_state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """What `state` of torch's optimizer has, by parameter. A save takes it by their names."""

@@ -33,7 +33,7 @@ from statehold.tensors.storable import (
     version_of,
 )
 
-__all__ = ["MASTER", "Parameter", "described", "flat", "parameters_of"]
+__all__ = ["MASTER", "Parameter", "by_kind", "described", "flat", "parameters_of"]
 
 MASTER = "master"
 HALF = (torch.bfloat16, torch.float16)
@@ -91,6 +91,12 @@ class Parameter:
         """Its shape, for cutting. In another order of memory it has no rows."""
         shape = tuple(self.local.shape) if self.is_in_order else (self.local.numel(),)
         return Extent(shape, self.fields)
+
+    @property
+    def kind(self) -> str:
+        """Parameters of one kind lie on the same ranks in the same way."""
+        spec = _spec(self.tensor) if is_dtensor(self.tensor) else None
+        return "" if spec is None else f"{spec.mesh} {spec.placements}"
 
     @property
     def is_in_order(self) -> bool:
@@ -187,6 +193,14 @@ def parameters_of(groups: Sequence[Mapping[str, Any]], rule: Rule) -> list[Param
                 )
     _check_memory(found)
     return found
+
+
+def by_kind(parameters: Sequence[Parameter]) -> list[int]:
+    """Their indices, those of one kind together. Else a save that has to gather some of them would
+    read the subgroups of all."""
+    kinds = [each.kind for each in parameters]
+    first = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
+    return sorted(range(len(parameters)), key=lambda index: first[kinds[index]])
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

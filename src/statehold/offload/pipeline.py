@@ -111,8 +111,7 @@ class Pipeline:
 
     def hold(self, wanted: Iterable[int]) -> Held:
         """The generations of these subgroups as they are now. Writes those that only memory has."""
-        wanted = list(wanted)
-        return Held(self._store, wanted, [self._held(index) for index in wanted])
+        return Held(self._store, {index: self._held(index) for index in wanted})
 
     def reset(self) -> None:
         """Forget all content: every subgroup is fresh again."""

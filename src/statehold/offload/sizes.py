@@ -6,7 +6,7 @@ refused there. Nothing grows later. Pure, but for the look at the memory of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from statehold.errors import UsageError
@@ -43,11 +43,15 @@ class Sizes:
         subgroup_bytes: int | None,
         threads: int,
         pinned_bytes: int = 0,
+        order: Iterable[int] | None = None,
     ) -> Sizes:
-        """The sizes for these parameters and tiers. subgroup_bytes: None chooses it."""
+        """The sizes for these parameters and tiers.
+
+        subgroup_bytes: None chooses it. order: in which the parameters are cut.
+        """
         state_bytes = sum(each.numel * ITEM_BYTES * len(each.fields) for each in extents)
         wanted = subgroup_bytes or choose_subgroup_bytes(state_bytes)
-        subgroups = cut(extents, wanted // PAGE_BYTES * PAGE_BYTES)
+        subgroups = cut(extents, wanted // PAGE_BYTES * PAGE_BYTES, order)
         each_bytes = max((each.nbytes for each in subgroups), default=0)
         count = len(subgroups)
         cached = min(count, host_bytes // each_bytes) if each_bytes else 0

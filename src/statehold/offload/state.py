@@ -14,21 +14,29 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from statehold.errors import ClosedError, StateMismatchError, UsageError
 from statehold.observe.once import log_once
-from statehold.offload.file_form import FileForm, are_boxes, tensor_name
-from statehold.offload.held import Held
+from statehold.offload.file_form import FileForm
+from statehold.offload.head import room_for
 from statehold.offload.memory import Buffers
 from statehold.offload.mirror import Mirror, pinned_bytes
 from statehold.offload.naming import Name
-from statehold.offload.parameters import MASTER, Parameter, described, flat, parameters_of
+from statehold.offload.parameters import (
+    MASTER,
+    Parameter,
+    by_kind,
+    described,
+    flat,
+    parameters_of,
+)
 from statehold.offload.pipeline import Pipeline
 from statehold.offload.rules import Rule
+from statehold.offload.saving import Naming
 from statehold.offload.sizes import Sizes
 from statehold.offload.stats import PathStats, Stats
 from statehold.offload.store import Store
@@ -36,8 +44,15 @@ from statehold.offload.subgroups import Subgroup
 from statehold.offload.tiers import Tier, check_tiers
 from statehold.offload.update import Update, make, parts
 from statehold.offload.workers import Workers
-from statehold.tensors.storable import is_dtensor, is_external, local_of
-from statehold.tensors.stored import Fill, InFiles, InStep, Wanted
+from statehold.tensors.storable import is_external, local_of
+from statehold.tensors.stored import (
+    Fill,
+    InFiles,
+    InStep,
+    SavedParameter,
+    StoredState,
+    Wanted,
+)
 from statehold.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -74,13 +89,19 @@ class OffloadedState:
             None if subgroup_bytes is None else parse_bytes(subgroup_bytes),
             torch.get_num_threads(),
             pinned_bytes(self.parameters),
+            by_kind(self.parameters),
         )
         self._subgroups_of: list[list[int]] = [[] for _ in self.parameters]
         for subgroup in self._sizes.subgroups:
             for span in subgroup.spans:
                 self._subgroups_of[span.parameter].append(subgroup.index)
         self._name = Name()
-        self._store = Store(self._paths, self._forms(), fs)
+        names = [each.name for each in self.parameters]
+        forms = [
+            FileForm(each, room_for(each, names, str(self._name))) for each in self._sizes.subgroups
+        ]
+        self._naming: Naming | None = None  # of the first save
+        self._store = Store(self._paths, forms, names, fs)
         self.timeline = self._store.timeline
         self._pipeline, self._mirror = self._open(drains=drains)
         self._workers = Workers()
@@ -131,10 +152,13 @@ class OffloadedState:
         """Forget drained gradients."""
         self._mirror.discard()
 
-    def gather(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Copies of the fields of all parameters that were ever updated, in their shapes."""
+    def gather(self, among: Sequence[int] | None = None) -> dict[int, dict[str, torch.Tensor]]:
+        """Copies of the fields of the parameters that were ever updated, in their shapes.
+
+        among: only of these.
+        """
         self._check_usable()
-        started = [i for i, each in enumerate(self.parameters) if each.is_started]
+        started = self._started if among is None else among
         found = {index: self._empty_fields(self.parameters[index]) for index in started}
 
         def use(subgroup: Subgroup, memory: torch.Tensor, _: bool) -> None:
@@ -147,32 +171,24 @@ class OffloadedState:
         self._pipeline.visit(self._touched(started), use, changes=False)
         return found
 
-    def stored(self) -> dict[int, dict[str, Any]] | None:
-        """What gather() gives, with InFiles for what lies in files; None if not all of it does.
+    def stored(self, saved: Sequence[SavedParameter]) -> StoredState | None:
+        """What gather() gives by parameter, with InFiles for what lies in files.
 
-        hold() has these files.
+        None if nothing can be taken from files.
         """
         self._check_usable()
-        if not self._paths:
+        naming, started = self._naming_of(saved), self._started
+        heads = None if naming is None else naming.heads(started)
+        if naming is None or heads is None:
             return None
-        if self._without_boxes is not None:
-            log_once(
-                "a save of an offloaded optimizer writes its whole state, because no step can have "
-                f"the files of {self._without_boxes} as they are: make it contiguous, or raise "
-                "subgroup_bytes if its rows are long"
-            )
-            return None
-        return {
-            index: self._stored_fields(index, each)
-            for index, each in enumerate(self.parameters)
-            if each.is_started
-        }
-
-    def hold(self) -> Held:
-        """Keep the files of the state as it is now, however often it is updated."""
-        self._check_usable()
-        started = [i for i, each in enumerate(self.parameters) if each.is_started]
-        return self._pipeline.hold(self._touched(started))
+        fields = self.gather([index for index in started if not naming.in_files[index]])
+        for index in started:
+            if naming.in_files[index]:
+                fields[index] = self._fields_in_files(self.parameters[index], saved[index])
+        elsewhere = tuple(naming.elsewhere(started))
+        held = self._pipeline.hold(heads)
+        tree = [fields.get(index) for index in range(len(self.parameters))]
+        return StoredState(tree, partial(held.files, heads), held.release, elsewhere)
 
     @torch.no_grad()
     def load(self, entries: Sequence[Mapping[str, Any] | None], fill: Fill | None = None) -> None:
@@ -267,42 +283,29 @@ class OffloadedState:
             undo.pop_all()
         return pipeline, mirror
 
-    def _forms(self) -> list[FileForm]:
-        names = [each.name for each in self.parameters]
-        shapes = [each.extent.shape for each in self.parameters]
-        return [FileForm(each, str(self._name), names, shapes) for each in self._sizes.subgroups]
+    def _naming_of(self, saved: Sequence[SavedParameter]) -> Naming | None:
+        """What the files of a save say; None if it cannot have these files."""
+        if not self._paths:
+            return None
+        if self._naming is None:
+            self._naming = Naming(self.parameters, self._store.forms, saved, str(self._name))
+        if self._naming.saved != list(saved):
+            log_once(
+                "a save of an offloaded optimizer writes its whole state, because the save before "
+                f"has called it {self._naming.saved[0].name}, and this one {saved[0].name}: save "
+                "it under the same name, by the same ranks"
+            )
+            return None
+        return self._naming
 
-    @cached_property
-    def _without_boxes(self) -> str | None:
-        """The first parameter of which a step cannot take the files."""
-        names = (each.name for i, each in enumerate(self.parameters) if not self._is_in_boxes(i))
-        return next(names, None)
+    def _fields_in_files(self, parameter: Parameter, saved: SavedParameter) -> dict[str, Any]:
+        found = {field: InFiles(saved.field(field)) for field in parameter.fields}
+        return {"step": parameter.step.clone(), **found} if self._rule.keeps_step else found
 
-    def _is_in_boxes(self, index: int) -> bool:
-        """Whether a step can take the files of a parameter."""
-        parameter = self.parameters[index]
-        spans = [
-            span
-            for each in self._subgroups_of[index]
-            for span in self._sizes.subgroups[each].spans
-            if span.parameter == index
-        ]
-        if is_dtensor(parameter.tensor) or not parameter.is_in_order:
-            return False
-        return are_boxes(parameter.extent.shape, spans)
-
-    def _stored_fields(self, index: int, parameter: Parameter) -> dict[str, Any]:
-        found: dict[str, Any] = (
-            self._empty_fields(parameter)
-            if not parameter.local.numel()
-            else {
-                field: InFiles(tensor_name(str(self._name), field, parameter.name))
-                for field in parameter.fields
-            }
-        )
-        if self._rule.keeps_step:
-            found = {"step": parameter.step.clone(), **found}
-        return found
+    @property
+    def _started(self) -> list[int]:
+        """The parameters that were ever updated."""
+        return [index for index, each in enumerate(self.parameters) if each.is_started]
 
     def _touched(self, parameters: Sequence[int]) -> list[int]:
         """The subgroups with spans of these parameters, in order."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ from statehold.errors import ChecksumError, StorageError
 from statehold.io.clients import Client, open_engine
 from statehold.layout.plan import BLOCK_BYTES
 from statehold.layout.stored import SUM_BYTES
-from statehold.offload.file_form import Content, FileForm, Piece
+from statehold.offload.file_form import FileForm, Piece
 from statehold.offload.files import StateFiles
+from statehold.offload.head import Head
 from statehold.offload.stats import Kind, Meter, Timeline
 from statehold.offload.subgroups import PAGE_BYTES
 from statehold.offload.tiers import Path
@@ -50,7 +52,7 @@ _zeros = torch.zeros(PAGE_BYTES, dtype=torch.uint8, device="cpu")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The newest generation of a subgroup: the path's number, the file, the checksums."""
+    """A generation of a subgroup: the path's number, the file, the checksums of its parts."""
 
     path: int
     file: str
@@ -65,15 +67,21 @@ class PathMeters:
 
 
 class Store:
-    """All paths of an optimizer. forms: of the files of all subgroups.
+    """All paths of an optimizer. forms: of the files of all subgroups. names: of all parameters.
 
     fs: a file system from the caller, which stays open.
     """
 
     def __init__(
-        self, paths: Sequence[Path], forms: Sequence[FileForm], fs: Fs | None = None
+        self,
+        paths: Sequence[Path],
+        forms: Sequence[FileForm],
+        names: Sequence[str],
+        fs: Fs | None = None,
     ) -> None:
-        self.forms = forms
+        self.forms, self._names = forms, names
+        self._headed = set[str]()  # the files that have their header
+        self._head_guard = threading.Lock()
         self._owned = contextlib.ExitStack()
         with contextlib.ExitStack() as owned:
             if fs is None:
@@ -102,19 +110,30 @@ class Store:
         """Write the next generation of a subgroup to a path."""
         form = self.forms[subgroup.index]
         name, file = self.files[path].take(form.nbytes)
+        self._headed.discard(name)
         try:
-            parts = form.pieces(Content.PART)
             with self._moving(file, "write", subgroup, path):
-                ranges = [(piece, memory.data_ptr() - form.data_begin) for piece in parts]
-                ranges += [(piece, form.header.data_ptr()) for piece in form.pieces(Content.HEADER)]
+                ranges = [(piece, memory.data_ptr() - form.data_begin) for piece in form.parts]
                 if not file.direct:  # else the last page of each part is filled with zeros
-                    padding = form.pieces(Content.PADDING)
-                    ranges += [(piece, _zeros.data_ptr() - piece.begin) for piece in padding]
+                    ranges += [(piece, _zeros.data_ptr() - piece[0]) for piece in form.padding]
                 sums = self._transfer(file, ranges, memory, path, None)
         except BaseException:
             self.files[path].give_back(name)
             raise
-        return Stored(path, name, form.with_fixed_sums(sums[: SUM_BYTES * len(parts)]))
+        return Stored(path, name, sums[: SUM_BYTES * len(form.parts)])
+
+    def write_head(self, stored: Stored, head: Head) -> None:
+        """Write the header of a file that is held, unless it is there. A subgroup has only one."""
+        with self._head_guard:  # a file that has its header may have a second name
+            if stored.file in self._headed:
+                return
+            file = self.files[stored.path].open_held(stored.file, head.form.nbytes)
+            try:
+                ranges = [(piece, head.memory.data_ptr()) for piece in head.form.head]
+                self._transfer(file, ranges, head.memory, stored.path, None)
+            finally:
+                file.close()
+            self._headed.add(stored.file)
 
     def read(self, subgroup: Subgroup, stored: Stored, memory: torch.Tensor) -> None:
         """Read a subgroup. Raises ChecksumError, with its parameters, for a damaged one."""
@@ -124,9 +143,8 @@ class Store:
         try:
             with self._moving(file, "read", subgroup, stored.path):
                 at = memory.data_ptr() - form.data_begin
-                ranges = [(piece, at) for piece in form.pieces(Content.PART)]
-                sums = form.without_fixed_sums(stored.sums)
-                self._transfer(file, ranges, memory, stored.path, sums)
+                ranges = [(piece, at) for piece in form.parts]
+                self._transfer(file, ranges, memory, stored.path, stored.sums)
         except _core.Mismatch as found:
             raise self._damaged(form, found) from None
 
@@ -180,9 +198,9 @@ class Store:
             write=is_write,
             files=[file],
             file_index=array("Q", bytes(8 * len(ranges))),
-            offsets=array("Q", [piece.begin for piece, _ in ranges]),
-            sizes=array("Q", [piece.end - piece.begin for piece, _ in ranges]),
-            addresses=array("Q", [at + piece.begin for piece, at in ranges]),
+            offsets=array("Q", [begin for (begin, _), _ in ranges]),
+            sizes=array("Q", [end - begin for (begin, end), _ in ranges]),
+            addresses=array("Q", [at + begin for (begin, _), at in ranges]),
             sums=sums or b"",
             owner=owner,
             client=Client.OFFLOAD_WRITE if is_write else Client.OFFLOAD_READ,
@@ -203,7 +221,7 @@ class Store:
         begin, end = (at - form.data_begin for at in (found.begin, found.end))
         parts = form.subgroup.parts_in(begin, end)
         shown = [
-            f"{part.field} of {form.names[part.span.parameter]} "
+            f"{part.field} of {self._names[part.span.parameter]} "
             f"[{part.span.begin}, {part.span.end})"
             for part in parts[:PARTS_NAMED]
         ]

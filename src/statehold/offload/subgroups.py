@@ -18,7 +18,7 @@ Pure: no tensor, no storage.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -116,8 +116,10 @@ class Subgroup:
         ]
 
 
-def cut(parameters: Sequence[Extent], subgroup_bytes: int) -> list[Subgroup]:
-    """Subgroups of at most `subgroup_bytes`, filled in the order of the parameters."""
+def cut(
+    parameters: Sequence[Extent], subgroup_bytes: int, order: Iterable[int] | None = None
+) -> list[Subgroup]:
+    """Subgroups of at most `subgroup_bytes`, filled in this order of the parameters."""
     least = max((_bytes(CUT, each) for each in parameters), default=0)
     if subgroup_bytes < least:
         raise UsageError(
@@ -127,7 +129,8 @@ def cut(parameters: Sequence[Extent], subgroup_bytes: int) -> list[Subgroup]:
         )  # fmt: skip
     found: list[list[Span]] = []
     left = 0
-    for index, extent in enumerate(parameters):
+    for index in range(len(parameters)) if order is None else order:
+        extent = parameters[index]
         unit, block = _unit(extent, subgroup_bytes)
         begin = 0
         while begin < extent.numel:

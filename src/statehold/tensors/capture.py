@@ -34,7 +34,6 @@ from statehold.errors import UnsupportedValueError, UsageError, noting
 from statehold.layout.plan import TensorSpec
 from statehold.tensors import (
     adapters,
-    dtypes,
     foreign,
     loaders,
     modules,
@@ -48,6 +47,7 @@ from statehold.tensors.captured import (
     Capture,
     Tensors,
     clone_what_waits_for_no_device,
+    note_of,
 )
 from statehold.tensors.columns import BATCH
 from statehold.tensors.composed import COMPLEX, SUBCLASS, as_real
@@ -67,11 +67,13 @@ from statehold.tensors.storable import (
     local_of,
     storage_of,
 )
-from statehold.tensors.stored import InFiles, StoredState, stored_by
-from statehold.units import format_bytes
-
-# Parameters handed over without their module are worth a line in the log from here on.
-TOLD_BYTES_MIN = 64 << 20
+from statehold.tensors.stored import (
+    InFiles,
+    StoredObject,
+    StoredOptimizer,
+    StoredState,
+    saved_parameters,
+)
 
 
 def capture(
@@ -79,8 +81,10 @@ def capture(
     rank: int | None = None,
     stepping: Iterable[torch.optim.Optimizer] = (),
     seen: Seen | None = None,
+    *,
+    world: int = 1,
 ) -> Capture:
-    """Capture a state, or `rank`'s part of one that several ranks save (None: it is alone).
+    """Capture a state, or `rank`'s part of one that `world` ranks save (None: it is alone).
 
     stepping: optimizers whose every step() waits at the gate, whether the state has them or not.
     seen: what the capture before saw; it makes this one faster, and changes nothing else.
@@ -92,25 +96,17 @@ def capture(
             facts={"expected": "a dict", "got": type(state).__name__},
             hint='give the parts names: save(step, {"model": model, "optimizer": optimizer})',
         )
-    capturer = _Capturer(state, rank, stepping, Seen() if seen is None else seen)
+    found = _Capturer(state, rank, world, stepping, Seen() if seen is None else seen)
     try:
-        tree = capturer.encoded(dict(state), "")
-        capturer.read_generators()
-        capturer.clone_small()
+        tree = found.encoded(dict(state), "")
+        found.read_generators()
+        found.clone_small()
     except BaseException:
-        for stored in capturer.stored:
+        for stored in found.stored:
             stored.release()
         raise
-    note, doubts = capturer.note(), capturer.doubts
-    return Capture(capturer.tensors, tree, note, doubts, capturer.numbers, capturer.stored)
-
-
-def _holds_itself(value: Any, path: str) -> UnsupportedValueError:
-    return UnsupportedValueError(
-        "a container in the state holds itself",
-        facts={"path": path, "type": type(value).__name__},
-        hint="store each object once",
-    )
+    note = note_of(found.parameters)
+    return Capture(found.tensors, tree, note, found.doubts, found.numbers, found.stored)
 
 
 class _Capturer:
@@ -120,11 +116,12 @@ class _Capturer:
         self,
         state: Mapping[str, Any],
         rank: int | None,
+        world: int,
         stepping: Iterable[torch.optim.Optimizer],
         seen: Seen,
     ) -> None:
         found = list(parts(state))
-        self._rank = rank
+        self._rank, self._world = rank, world
         self.optimizers = [part for _, part in found if isinstance(part, torch.optim.Optimizer)]
         # Of each module, asked once: a hook of state_dict() may make some anew each time.
         self._entries, self._names = dict[int, dict[str, Any]](), dict[int, str]()
@@ -138,13 +135,16 @@ class _Capturer:
         )
         self._stepping = stepping
         self._known: Storages | None = None
-        self._parameters: list[TensorSpec] = []  # plain tensors that are those of an optimizer
+        self.parameters: list[TensorSpec] = []  # plain tensors that are those of an optimizer
         self._mark: type[Mark[Any]] | None = None
         self._active: set[int] = set()
         self._generators: list[tuple[Rng, str, dict[str, Any]]] = []
         self.numbers: list[scalers.Number] = []
         self.doubts: list[str] = []
         self.stored: list[StoredState] = []
+        # Of parameters whose state may be in the files of another rank: what this rank has in
+        # memory of it is then written whole, by the first replica, as files are.
+        self._whole: set[int] = set()
 
     @property
     def tensors(self) -> Tensors:
@@ -165,8 +165,8 @@ class _Capturer:
             return self._module(value, path)
         if isinstance(value, InFiles):
             return {"$tensor": value.name}
-        if (stored := self._stored(value, path)) is not None:
-            return stored
+        if isinstance(value, StoredObject):
+            return self._stored(value, path)
         optimizer = optimizers.behind(value)
         if optimizer is not None and optimizers.is_known_by_name(optimizer):
             return self._optimizer(optimizer, path)
@@ -180,11 +180,8 @@ class _Capturer:
             return self._inside(value, lambda: loaders.state_of(value, self._tell(path)), path)
         return self._foreign(value, path)
 
-    def _stored(self, value: Any, path: str) -> Any | None:
-        """The node of an object of which a part lies in files; None for any other."""
-        stored = stored_by(value, self._names, self._rank)
-        if stored is None:
-            return None
+    def _stored(self, value: StoredObject, path: str) -> Any:
+        stored = value.stored_state()
         self.stored.append(stored)
         return self._inside(value, lambda: stored.tree, path)
 
@@ -217,7 +214,11 @@ class _Capturer:
     def _inside(self, value: Any, content: Callable[[], Any], path: str) -> Any:
         # values.encode sees cycles among containers, but not those that lead through an object.
         if id(value) in self._active:
-            raise _holds_itself(value, path)
+            raise UnsupportedValueError(
+                "a container in the state holds itself",
+                facts={"path": path, "type": type(value).__name__},
+                hint="store each object once",
+            )
         self._active.add(id(value))
         try:
             with noting(f'while the state of "{path}" was taken; nothing of the step is saved'):
@@ -265,7 +266,10 @@ class _Capturer:
         names_of_groups, parameters = optimizers.names_of(optimizer, self._names)
         groups: list[Any] = [{optimizers.PARAMS: names} for names in names_of_groups]
         names = list(chain.from_iterable(names_of_groups))
-        state = self._parameter_states(optimizer, names, parameters, f"{path}.state")
+        where = f"{path}.state"
+        held = self._stored_states(optimizer, names, parameters, where)
+        held = optimizers.states_of(optimizer, parameters) if held is None else held
+        state = self._parameter_states(held, names, parameters, where)
         for index, group in enumerate(optimizer.param_groups):
             options = {key: item for key, item in group.items() if key != optimizers.PARAMS}
             groups[index] |= self._members(options, f"{path}.param_groups.{index}")
@@ -280,15 +284,31 @@ class _Capturer:
     def _members(self, members: Mapping[Any, Any], path: str) -> dict[Any, Any]:
         return {key: self.encoded(item, f"{path}.{key}") for key, item in members.items()}
 
-    def _parameter_states(
+    def _stored_states(
         self,
         optimizer: torch.optim.Optimizer,
         names: list[str],
         parameters: list[torch.Tensor],
         path: str,
+    ) -> list[Any] | None:
+        """What the optimizer keeps for each parameter, a part of it in files; None: all of it is
+        in memory."""
+        if not isinstance(optimizer, StoredOptimizer):
+            return None
+        paths = [f"{path}.{name}" for name in names]
+        places = list(map(self._place, parameters, paths))
+        saved = saved_parameters(paths, places, self._rank, self._world)
+        self._whole |= set(compress(map(id, parameters), [each.is_shared for each in saved]))
+        stored = optimizer.stored_parameters(saved)
+        if stored is None:
+            return None
+        self.stored.append(stored)
+        return list(stored.tree)
+
+    def _parameter_states(
+        self, held: list[Any], names: list[str], parameters: list[torch.Tensor], path: str
     ) -> Any:
         """The node of their states by the parameter's name, of each that has a state."""
-        held = optimizers.states_of(optimizer, parameters)
         if type(None) in set(map(type, held)):  # not all have a state
             has_state = [state is not None for state in held]
             names, parameters, held = (
@@ -359,7 +379,7 @@ class _Capturer:
         ]
 
     def _parameter_state(self, state: Any, path: str, parameter: torch.Tensor) -> Any:
-        place = self._place(parameter, path)
+        place, is_whole = self._place(parameter, path), id(parameter) in self._whole
 
         def place_of(value: torch.Tensor) -> Placed:
             return placements.beside(value, parameter, place)
@@ -367,9 +387,12 @@ class _Capturer:
         def other(value: Any, where: str) -> Any:
             if isinstance(value, torch.Tensor):
                 beside = None if is_dtensor(value) else place_of(value)
-                return self._tensor(value, where, lazy=True, place=beside)
+                how = {"lazy": False, "is_gated": True} if is_whole else {"lazy": True}  # copies
+                return self._tensor(value, where, place=beside, **how)
             return self.encoded(value, where)
 
+        if is_whole:
+            return values.mapping_of({key: other(state[key], f"{path}.{key}") for key in state})
         kind = Kind.EAGER if self._mark is Volatile else Kind.LAZY
         given = None if place.layout is None else place_of
         return values.mapping_of(self._found.nodes(state, path, kind, given, other))
@@ -429,7 +452,7 @@ class _Capturer:
         begin = len(self.tensors)
         nodes, is_known = self._batch(key, observed, flat, lambda: paths, one_by_one)
         if is_known:
-            self._parameters += [self.tensors[begin + index].spec for index in owners.parameters]
+            self.parameters += [self.tensors[begin + index].spec for index in owners.parameters]
         return nodes
 
     def _owners_of(self, tensors: list[torch.Tensor]) -> Owners | None:
@@ -462,23 +485,13 @@ class _Capturer:
         return None
 
     def _numpy(self, value: Any, path: str) -> Any | None:
-        name = value.dtype.name
         if isinstance(value, sys.modules["numpy"].generic):
             return foreign.scalar_node(value)
-        if type(value).__name__ != "ndarray":
+        found = foreign.array_of(value, path)
+        if found is None:
             return None
-        known = name == "complex128" or name in dtypes.NUMPY_TO_TORCH
-        if not known or not value.dtype.isnative:
-            raise UnsupportedValueError(
-                "a NumPy array has a dtype that no step can hold",
-                facts={"path": path, "dtype": str(value.dtype)},
-                hint="convert it with astype() to a number type in native byte order",
-            )
-        # A private copy: a tensor cannot borrow read-only arrays or those with negative strides.
-        array = torch.from_numpy(value.copy(order="C"))
-        is_complex = array.dtype == torch.complex128
-        pairs = torch.view_as_real(array) if is_complex else array
-        node = {"$ndarray": self._found.add(pairs, path, False, owned=True)}
+        array, is_complex = found
+        node = {"$ndarray": self._found.add(array, path, False, owned=True)}
         return {COMPLEX: node} if is_complex else node
 
     # -- tensors ---------------------------------------------------------------------------
@@ -529,20 +542,8 @@ class _Capturer:
         count = len(self.tensors)
         node = self._tensor(tensor, path, lazy=False, is_gated=storage in known.state)
         if storage in known.parameters:
-            self._parameters += [each.spec for each in self.tensors[count:]]
+            self.parameters += [each.spec for each in self.tensors[count:]]
         return node
-
-    def note(self) -> str:
-        """See Capture."""
-        nbytes = sum(spec.nbytes for spec in self._parameters)
-        if nbytes < TOLD_BYTES_MIN:
-            return ""
-        first = self._parameters[0].name
-        return (
-            f"{format_bytes(nbytes)} of parameters, such as {first}, are copied before save() "
-            "returns, because the state has tensors of a state_dict(): pass the module itself to "
-            "copy them while training continues"
-        )
 
     def _tensor(
         self,

@@ -20,6 +20,7 @@ from statehold.tensors.columns import CapturedTensor, Structure, Tensors, descri
 from statehold.tensors.scalers import Number
 from statehold.tensors.storable import is_external, is_view_of_other_values
 from statehold.tensors.stored import StoredState
+from statehold.units import format_bytes
 
 __all__ = [
     "Capture",
@@ -27,7 +28,11 @@ __all__ = [
     "Tensors",
     "captured",
     "clone_what_waits_for_no_device",
+    "note_of",
 ]
+
+# Parameters handed over without their module are worth a line in the log from here on.
+TOLD_BYTES_MIN = 64 << 20
 
 # Eager tensors of devices are cloned while they are no more than this in all: then save() waits for
 # nobody. The clones live until their bytes are copied.
@@ -145,3 +150,15 @@ def clone_what_waits_for_no_device(tensors: Tensors) -> None:
     with torch.no_grad():
         stacks = [torch.stack([tensors.live[index] for index in some]) for some in numbers]
     tensors.copied(copies, list(zip(numbers, stacks, strict=True)))
+
+
+def note_of(parameters: Sequence[TensorSpec]) -> str:
+    """The note of a Capture (see there) that was given these without their module."""
+    nbytes = sum(spec.nbytes for spec in parameters)
+    if nbytes < TOLD_BYTES_MIN:
+        return ""
+    return (
+        f"{format_bytes(nbytes)} of parameters, such as {parameters[0].name}, are copied before "
+        "save() returns, because the state has tensors of a state_dict(): pass the module itself "
+        "to copy them while training continues"
+    )

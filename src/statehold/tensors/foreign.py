@@ -1,6 +1,6 @@
-"""Values of torch and NumPy that are no tensors, as nodes and back: sizes, dtypes, scalars.
+"""Values of torch and NumPy that are no tensors: sizes, dtypes, scalars, arrays.
 
-Not here: plain Python values (encoding.values), tensors and arrays (capture, matching).
+Not here: plain Python values (encoding.values), tensors (capture, matching).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from statehold.errors import ManifestError
+from statehold.errors import ManifestError, UnsupportedValueError
 from statehold.tensors import dtypes
 
 
@@ -34,6 +34,24 @@ def scalar_node(value: Any) -> Any | None:
     little = value.astype(value.dtype.newbyteorder("<"))
     data = base64.b64encode(little.tobytes()).decode("ascii")
     return {"$npscalar": {"dtype": name, "bytes": data}}
+
+
+def array_of(value: Any, path: str) -> tuple[torch.Tensor, bool] | None:
+    """A private copy of a NumPy array as a tensor, and whether that has pairs for complex128; None
+    for an array of a subclass. Raises UnsupportedValueError for a dtype that no step can hold."""
+    if type(value).__name__ != "ndarray":
+        return None
+    known = value.dtype.name == "complex128" or value.dtype.name in dtypes.NUMPY_TO_TORCH
+    if not known or not value.dtype.isnative:
+        raise UnsupportedValueError(
+            "a NumPy array has a dtype that no step can hold",
+            facts={"path": path, "dtype": str(value.dtype)},
+            hint="convert it with astype() to a number type in native byte order",
+        )
+    # A copy: a tensor cannot borrow read-only arrays or those with negative strides.
+    array = torch.from_numpy(value.copy(order="C"))
+    is_complex = array.dtype == torch.complex128
+    return (torch.view_as_real(array) if is_complex else array), is_complex
 
 
 def value_of(tag: str, payload: Any) -> Any:

@@ -157,19 +157,6 @@ def names_of(
     return by_group, found
 
 
-def by_name(
-    optimizer: torch.optim.Optimizer, shown: Mapping[str, Any], names: Mapping[int, str]
-) -> dict[str, Any]:
-    """A state_dict() of torch's form with the names of parameters for their running indices."""
-    by_group, _ = names_of(optimizer, names)
-    every = list(chain.from_iterable(by_group))
-    groups = zip(shown[GROUPS], by_group, strict=True)
-    return {
-        STATE: {every[index]: state for index, state in shown[STATE].items()},
-        GROUPS: [{**group, PARAMS: named} for group, named in groups],
-    }
-
-
 def states_of(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
 ) -> list[Any | None]:

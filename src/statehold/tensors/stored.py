@@ -1,21 +1,23 @@
 """State that lies in files: how an object hands it to a save.
 
 An object whose tensors are on storage already has no memory to copy from. It has a method
-`stored_state()`, and a save takes its files into the step as they are. An optimizer of torch gives
-the tree of its state_dict(), with numbers for parameters.
+`stored_state()`, and a save takes its files into the step as they are. An optimizer of torch has
+`stored_parameters()` instead, because only the save knows what its parameters are called and which
+ranks hold them together.
 
 The way back is `load_stored()`: an optimizer reads a step piece by piece, so its state is never in
 memory as a whole.
 
-Invariants: from stored_state() until release() the object neither writes nor removes the files that
+Invariants: from then on until release() the object neither writes nor removes the files that
 it hands over. release() is called once, when the save has ended, whether it was committed or not.
 Not here: what a file must be (layout/stored), its second name in the step (checkpoint/store).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from operator import add
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -23,8 +25,9 @@ import torch
 
 from statehold.layout.flat import boxes_of_run
 from statehold.layout.layout import Box
+from statehold.layout.share import Held
 from statehold.layout.stored import StoredFile
-from statehold.tensors import optimizers
+from statehold.tensors.placements import Placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +43,63 @@ class StoredState:
 
     tree: a value like any in a state, with InFiles for the tensors in files. files: called on a
         background thread before the step is sealed. It waits until the files are written, and
-        returns them. release: see above.
+        returns them. release: see above. elsewhere: tensors that the tree has as InFiles, and
+        another rank has in its files.
     """
 
     tree: Any
     files: Callable[[], Sequence[StoredFile]]
     release: Callable[[], None]
+    elsewhere: Sequence[Held] = ()
+
+
+class Role(Enum):
+    """What a rank does with the state of a parameter in a save."""
+
+    WRITES = 0
+    # Another rank writes the same box.
+    NAMES = 1
+    # Other ranks may hold the same, and only the bytes say whether they do.
+    COMPARES = 2
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    """A parameter as a save has it: a field of its state is called `name` and the field's name,
+    with a dot between them, and lies at `place`."""
+
+    name: str
+    place: Placed
+    role: Role
+
+    def field(self, name: str) -> str:
+        """What the step calls a field."""
+        return f"{self.name}.{name}"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its state may be in the files of another rank."""
+        return self.place.layout is not None and self.role is not Role.COMPARES
+
+
+def role_of(place: Placed, rank: int | None, world: int) -> Role:
+    """The role of `rank` of `world` ranks (None: it is alone) for a tensor at this place."""
+    if rank is None:
+        return Role.WRITES
+    layout = place.layout
+    if layout is None or len(layout.mesh.ranks) < world:
+        return Role.COMPARES
+    return Role.NAMES if layout.replica_index(rank) else Role.WRITES
+
+
+def saved_parameters(
+    names: Iterable[str], places: Iterable[Placed], rank: int | None, world: int
+) -> list[SavedParameter]:
+    """The parameters of an optimizer; rank, world: as in role_of."""
+    return [
+        SavedParameter(name, place, role_of(place, rank, world))
+        for name, place in zip(names, places, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -89,19 +143,17 @@ class StreamedOptimizer(Protocol):
 class StoredObject(Protocol):
     """An object whose state lies in files."""
 
-    def stored_state(self) -> StoredState | None:
-        """None: the save takes the object as any other."""
+    def stored_state(self) -> StoredState:
+        """What a save takes."""
 
 
-def stored_by(value: Any, names: Mapping[int, str], rank: int | None) -> StoredState | None:
-    """What `value` has in files; None if it has nothing there, or has to be saved as any other.
+@runtime_checkable
+class StoredOptimizer(Protocol):
+    """An optimizer of torch whose state lies in files."""
 
-    names: of parameters, by id. rank: None for a process that is alone.
-    """
-    is_optimizer = isinstance(value, torch.optim.Optimizer)
-    if not isinstance(value, StoredObject) or (is_optimizer and rank is not None):
-        return None  # the files of an optimizer do not say which ranks share a parameter
-    stored = value.stored_state()
-    if stored is None or not isinstance(value, torch.optim.Optimizer):
-        return stored
-    return replace(stored, tree=optimizers.by_name(value, stored.tree, names))
+    def stored_parameters(self, saved: Sequence[SavedParameter]) -> StoredState | None:
+        """The tree is a list with what `state` would have of each parameter, or None.
+
+        saved: all parameters, in their order. Returns None where the save takes all state from
+        memory.
+        """

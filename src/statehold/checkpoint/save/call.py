@@ -49,11 +49,12 @@ if TYPE_CHECKING:
 class Saver:
     """The parts that a call of save() uses.
 
-    rank: None for a process that is alone. prepare: creates and locks the run directory before the
-        first save.
+    rank, world: of this process and of its job; rank None for a process that is alone. prepare:
+        creates and locks the run directory before the first save.
     """
 
     rank: int | None
+    world: int
     runtime: Runtime
     levels: Levels
     claims: Claims
@@ -122,7 +123,7 @@ class Saver:
         self, save: Save, number: int, state: Mapping[str, Any], *, ends: bool
     ) -> tuple[Work, Capture]:
         with memory_moves.noted() as moved:
-            captured = self.trainer.capture(save, state, self.rank)
+            captured = self.trainer.capture(save, state, self.rank, self.world)
             try:
                 held = self.trainer.gate.hold_for(save, captured.tensors.storages)
                 if held.copies_from(moved):

@@ -99,7 +99,7 @@ class Alone:
     def publish(self, work: Work, sums: bytes) -> None:
         step = work.save.step
         with uncollected():  # this makes some objects for each tensor, and keeps none
-            raw = build_manifest(work.plan.save, work.tree, sums, work.files).encode()
+            raw = build_manifest(work.plan.save, work.tree, sums, work.taken.files).encode()
         work.place.store.commit(Encoded(step, raw))
         with after_commit(self._log, step, _CHOOSE_INTERVAL):
             self._schedule.committed(work.number, work.save._elapsed(), hosts=1)
@@ -148,7 +148,7 @@ class Together:
         assert work.attempt is not None
         with uncollected():  # as in Alone
             record = build_record(
-                work.plan, work.tree, sums, work.attempt, work.fingerprints, work.files
+                work.plan, work.tree, sums, work.attempt, work.fingerprints, work.taken
             )
             raw, digests = record.encode(), record.group_digests()
             del record

@@ -11,7 +11,6 @@ Not here: what such a file must be (layout/stored), who has them (tensors/stored
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.copying import data_files
@@ -19,7 +18,7 @@ from statehold.errors import InvariantError
 from statehold.format.entries import record_file
 from statehold.format.trees import tensors_of
 from statehold.layout.plan import BLOCK_BYTES
-from statehold.layout.stored import StoredFile, check, held_in
+from statehold.layout.stored import StoredPart, check, held_in
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,22 +27,22 @@ if TYPE_CHECKING:
 
 
 def take_in(work: Work, log: BackgroundLog) -> None:
-    """Have the files of the stored parts of a state in its step, durably. Sets `work.files`."""
+    """Have the files of the stored parts of a state in its step, durably. Sets `work.taken`."""
     plan = work.plan.save
     files = [file for stored in work.stored for file in stored.files()]
     names = {held.name for held in work.plan.share.held}
+    elsewhere = [held for stored in work.stored for held in stored.elsewhere]
     check(files, plan.rank, names)
-    _check_named(work, names | {held.name for held in held_in(files, plan.rank)})
+    _check_named(work, names.union(held.name for held in [*held_in(files), *elsewhere]))
     copied = 0
-    written = [file for file in files if file.is_written_by(plan.rank)]
-    for part, file in enumerate(written, 1):
+    for part, file in enumerate(files, 1):
         entry, tensors = record_file(file.placed(plan, part), file.sums)
         chunks = {name: each.chunks for name, each in tensors.items()}
         (source,) = data_files([entry], chunks, BLOCK_BYTES)
         if not work.place.take_in(work.save.step, work.attempt, source, file.path):
             copied += file.file_bytes
-    work.files = files
-    _account(work, written, copied)
+    work.taken = StoredPart(files, elsewhere)
+    _account(work, copied)
     if copied:
         log.warning(
             "step %d: level %s has copied %s of files of the state, because its file system cannot "
@@ -60,11 +59,11 @@ def _check_named(work: Work, names: set[str]) -> None:
         raise InvariantError("files on storage do not hold a tensor of the state", facts=facts)
 
 
-def _account(work: Work, written: Sequence[StoredFile], copied: int) -> None:
-    stats = work.save.stats
-    nbytes = sum(file.file_bytes for file in written)
+def _account(work: Work, copied: int) -> None:
+    stats, files = work.save.stats, work.taken.files
+    nbytes = sum(file.file_bytes for file in files)
     work.save._record(
-        files=1 + len(written),
+        files=1 + len(files),
         linked_bytes=nbytes - copied,
         written_bytes=stats.written_bytes + copied,
     )

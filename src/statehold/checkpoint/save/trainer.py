@@ -42,11 +42,14 @@ class Trainer:
         self.calls += 1
         return self.calls - 1
 
-    def capture(self, save: Save, state: Mapping[str, Any], rank: int | None) -> Capture:
-        """The parts of `state` to save. rank: None for a process that is alone."""
+    def capture(
+        self, save: Save, state: Mapping[str, Any], rank: int | None, world: int
+    ) -> Capture:
+        """The parts of `state` to save, as one of `world` ranks. rank: None for a process that is
+        alone."""
         self.gate.join_streams()
         with save._stage("capture"), uncollected(), named_failures(memory=False):
-            captured = capture(state, rank, self.gate.passed(), self.seen)
+            captured = capture(state, rank, self.gate.passed(), self.seen, world=world)
         log_once(captured.note, logging.INFO)
         for doubt in captured.doubts:
             log_once(doubt)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels.promoting import NO_COPIES
+from statehold.layout.stored import StoredPart
 
 if TYPE_CHECKING:
     from statehold._core import WriteJob
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from statehold.errors import StateholdError
     from statehold.layout.claims import Comparison
     from statehold.layout.share import RankPlan
-    from statehold.layout.stored import StoredFile
     from statehold.tensors.captured import Capture
     from statehold.tensors.devices.copying import DeviceCopies
     from statehold.tensors.stored import StoredState
@@ -35,7 +35,7 @@ class Work:
     promote: the levels that get the step, known at its commit.
     is_last: the process ends with this save.
     job: copies and writes, as soon as the save has started.
-    stored: the parts of the state that lie in files. files: these files, when the step has them.
+    stored: the parts of the state that lie in files. taken: these files, when the step has them.
     """
 
     save: Save
@@ -55,7 +55,7 @@ class Work:
     is_last: bool = False
     error: StateholdError | None = None
     stored: list[StoredState] = field(default_factory=list)
-    files: Sequence[StoredFile] = ()
+    taken: StoredPart = field(default_factory=StoredPart)
     job: WriteJob = field(init=False)
 
     def release(self) -> None:

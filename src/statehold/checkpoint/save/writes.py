@@ -22,12 +22,14 @@ from statehold.format.record import Record
 from statehold.io.clients import Client
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count
 from statehold.layout.share import RankPlan, Share
-from statehold.layout.stored import StoredFile, held_in
+from statehold.layout.stored import StoredFile, StoredPart, held_in
 from statehold.tensors.columns import CapturedTensor, Structure, Tensors, described
 
 if TYPE_CHECKING:
     from statehold._core import Engine, File, WriteJob
     from statehold.tensors.storable import Strided
+
+_NOTHING = StoredPart()
 
 
 @dataclass(frozen=True)
@@ -169,11 +171,10 @@ def build_record(
     sums: bytes,
     attempt: str,
     fingerprints: Mapping[str, int],
-    stored: Sequence[StoredFile] = (),
+    taken: StoredPart = _NOTHING,
 ) -> Record:
     """The record of one of several ranks."""
-    written = [file for file in stored if file.is_written_by(plan.save.rank)]
-    files, tensors = _account(plan.save, sums, written)
+    files, tensors = _account(plan.save, sums, taken.files)
     return Record(
         step=plan.save.step,
         world_size=plan.save.world_size,
@@ -181,7 +182,7 @@ def build_record(
         attempt=attempt,
         block_bytes=BLOCK_BYTES,
         files=files,
-        held=(*plan.share.held, *held_in(stored, plan.save.rank)),
+        held=(*plan.share.held, *held_in(taken.files), *taken.elsewhere),
         chunks={name: entry.chunks for name, entry in tensors.items()},
         state=tree,
         contents={name: f"{value:016x}" for name, value in fingerprints.items()},

@@ -1,0 +1,115 @@
+"""The header of a file on a path: it makes the file one of a step, and says what the step calls it.
+
+Only a save knows the names, so files get their headers when a save takes them. Until then there is
+room for one.
+
+Invariants: the header of a subgroup's file follows from the names, so every generation has the same
+one. Every part has a name: the tensor of the step that it is a run of, or a name of its own if the
+step has that tensor elsewhere.
+Not here: where the parts lie (file_form), which parameters a save takes from files (saving).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import chain
+
+import torch
+
+from statehold import _core
+from statehold.encoding import header
+from statehold.layout.plan import TensorSpec, metadata_of
+from statehold.layout.stored import SUM_BYTES, StoredFile
+from statehold.offload.file_form import FileForm
+from statehold.offload.subgroups import ITEM_BYTES, Part, Subgroup
+
+__all__ = ["Head", "own_spec", "room_for"]
+
+# What a part is in a step: its spec.
+SpecOf = Callable[[Part], TensorSpec]
+# A step calls a tensor of parameter `p` "optimizer.state.model.p.exp_avg", say: so many bytes more.
+SPARE_BYTES = 64
+
+
+def own_spec(part: Part, name: str) -> TensorSpec:
+    """A part that is no tensor of a step, under a name of its own."""
+    numel = part.span.numel
+    return TensorSpec(name, "F32", (numel,), ITEM_BYTES * numel)
+
+
+def room_for(subgroup: Subgroup, names: Sequence[str], owner: str) -> int:
+    """The bytes that a header of the file of a subgroup may need. names: of all parameters."""
+
+    def spec_of(part: Part) -> TensorSpec:
+        name = f"{names[part.span.parameter]}.{part.field}.{SPARE_BYTES * 'x'}"
+        return own_spec(part, f"{name}.{part.span.parameter}")
+
+    return len(Head(FileForm(subgroup, 0), spec_of, owner).encoded)
+
+
+class Head:
+    """The header of the file of one subgroup. owner: a name that no other optimizer has."""
+
+    def __init__(self, form: FileForm, spec_of: SpecOf, owner: str) -> None:
+        self.form = form
+        self._spec_of, self._owner = spec_of, owner
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """At least a page."""
+        entries, at = [], 0
+        for spec in self.specs:
+            entries.append(header.Entry(spec.name, spec.dtype, spec.shape, at, at + spec.nbytes))
+            at += spec.nbytes
+        metadata = metadata_of(self.specs, step=0, world_size=1)
+        return header.encode(entries, metadata, self.form.head_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for it."""
+        return len(self.encoded) == self.form.head_bytes
+
+    @cached_property
+    def memory(self) -> torch.Tensor:
+        """The same bytes."""
+        return torch.frombuffer(bytearray(self.encoded), dtype=torch.uint8)
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The parts, and the padding behind each, in the order of the bytes."""
+        found = []
+        for place, (part, end) in enumerate(self.form.layout):
+            found.append(self._spec_of(part))
+            if gap := end - part.end_bytes:
+                name = f"{self._owner}.padding.{self.form.subgroup.index}.{place}"
+                found.append(TensorSpec(name, "U8", (gap,), gap))
+        return tuple(found)
+
+    def stored(self, path: str, sums: bytes) -> StoredFile:
+        """The file at `path` as a step takes it. sums: of the pieces of its parts."""
+        begins, at = [], self.form.data_begin
+        for spec in self.specs:
+            begins.append(at)
+            at += spec.nbytes
+        whole = b"".join(self._all_sums(sums))
+        return StoredFile(path, at, self.form.data_begin, self.specs, tuple(begins), whole)
+
+    def _all_sums(self, sums: bytes) -> Iterator[bytes]:
+        """In the order of the bytes of the file."""
+        form, fixed, at = self.form, iter(self._fixed_sums), 0
+        yield from (next(fixed) for _ in form.head)
+        for part, end in form.layout:
+            size = SUM_BYTES * len(form.cut(part.begin_bytes, part.end_bytes))
+            yield sums[at : at + size]
+            at += size
+            yield from (next(fixed) for _ in form.cut(part.end_bytes, end))
+
+    @cached_property
+    def _fixed_sums(self) -> list[bytes]:
+        """Of the header, and of the padding."""
+        in_head = (self.encoded[begin:end] for begin, end in self.form.head)
+        padding = (bytes(end - begin) for begin, end in self.form.padding)
+        return [
+            _core.xxh3_64(each).to_bytes(SUM_BYTES, "little") for each in chain(in_head, padding)
+        ]
