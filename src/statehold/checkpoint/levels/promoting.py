@@ -77,6 +77,20 @@ class LevelStatus:
     interval: Interval | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A copy to make: of a step at `source`, under a number that is the same on all ranks.
+
+    level: for copies on other hosts, the copy of the step to their level, if that has just begun;
+        its result says whether the step got there.
+    """
+
+    step: int
+    number: int
+    source: DirectoryPlace
+    level: Future[bool] | None = None
+
+
 @dataclass(slots=True)
 class _Copied:
     """The result of a copy: the manifest of the step, and the ranks that had its files, by
@@ -111,7 +125,7 @@ class Promoter:
         self._look()
         self._cadence = self._cadence_of(spec)
         self._thread = _started(place.name)
-        self._under_way: Future[None] | None = None
+        self._under_way: Future[bool] | None = None
         self._logged: tuple[int, type[Exception]] | None = None  # the newest failure
         self._begun_with = b""  # the manifest of the step that is being copied
         self.copied = 0  # copies that got there
@@ -165,21 +179,25 @@ class Promoter:
         except (StorageError, CorruptionError):
             return True
 
-    def start(self, step: int, number: int, source: DirectoryPlace) -> None:
+    def start(
+        self, step: int, number: int, source: DirectoryPlace, level: Promoter | None = None
+    ) -> None:
         """Begin to copy a step, which stays at `source` until the copy has ended.
 
         `number` is that of the copy: equal on all ranks, and above those of earlier copies.
+        level: for copies on other hosts, what has just begun to copy the step to their level.
         """
+        order = _Order(step, number, source, level._under_way if level else None)
         kept = contextlib.ExitStack()
         kept.enter_context(source.protect(step))
         self._cadence.taken(step, self._clock())
         if not self.is_busy:
             self._set(copying=step, bytes_done=0, bytes_total=0)
         try:
-            self._under_way = self._thread.submit(self._run, step, number, source, kept)
+            self._under_way = self._thread.submit(self._run, order, kept)
         except RuntimeError:  # the interpreter ends, and starts no threads any more
             kept.close()
-            self._failed(step, None, source, ClosedError("the program ends"))
+            self._failed(order, None, ClosedError("the program ends"))
 
     def landed(self, step: int) -> None:
         """`step` was saved into this level itself."""
@@ -242,27 +260,28 @@ class Promoter:
 
     # -- on the thread ---------------------------------------------------------------------
 
-    def _run(
-        self, step: int, number: int, source: DirectoryPlace, kept: contextlib.ExitStack
-    ) -> None:
-        self._set(copying=step, bytes_done=0, bytes_total=0)
+    def _run(self, order: _Order, kept: contextlib.ExitStack) -> bool:
+        """Copy a step. Returns whether it is at the level now."""
+        self._set(copying=order.step, bytes_done=0, bytes_total=0)
         self._begun_with = b""
-        attempt, begin_s = None, time.monotonic()
+        attempt, begin_s, is_there = None, time.monotonic(), False
         try:
-            with kept, self._watch.copy(step, self._counts) as watch:
-                attempt = self._peers.attempt(number) if self._peers else None
-                self._publish(step, number, attempt, source, watch)
+            with kept, self._watch.copy(order.step, self._counts) as watch:
+                attempt = self._peers.attempt(order.number) if self._peers else None
+                self._publish(order, attempt, watch)
         except Exception as error:
-            self._failed(step, attempt, source, error)
+            self._failed(order, attempt, error)
         else:
-            self._set(newest=step, copying=None, error=None)
+            self._set(newest=order.step, copying=None, error=None)
             self._logged = None
             self.took_s = time.monotonic() - begin_s
             self.copied += 1
+            is_there = True
         with self._watch.stage("retain"):
-            if self._status.error is None:  # otherwise it would fail for the same reason
+            if is_there:  # otherwise it would fail for the same reason
                 self._retain(self.place)
-            self._retain(source)  # it may have been the copy that held a step
+            self._retain(order.source)  # it may have been the copy that held a step
+        return is_there
 
     def _counts(self) -> tuple[int, int]:
         return self._status.bytes_done, self._status.bytes_total
@@ -275,19 +294,13 @@ class Promoter:
         except StateholdError as error:  # only old steps are left over; the next copy tries again
             self._log.warning("old steps stay at level %s\n%s", place.name, error)
 
-    def _publish(
-        self,
-        step: int,
-        number: int,
-        attempt: str | None,
-        source: DirectoryPlace,
-        watch: CopyWatch,
-    ) -> None:
+    def _publish(self, order: _Order, attempt: str | None, watch: CopyWatch) -> None:
         """Copy this rank's part; when all have, commit."""
         failure: Exception | None = None
-        copied = _Copied()
+        step, copied = order.step, _Copied()
         try:
-            self._copy(step, attempt, source, watch, copied)
+            self._copy(order, attempt, watch, copied)
+            _check_level(order)
         except Exception as error:  # whatever it is, the others must not wait for this rank
             failure = error
 
@@ -298,21 +311,15 @@ class Promoter:
         def check(messages: Sequence[bytes]) -> None:
             check_parts(messages, step)
 
-        rounds = CommitRounds(self._peers, self._round, number, f"while copying step {step}")
+        rounds = CommitRounds(self._peers, self._round, order.number, f"while copying step {step}")
         message = part_message(copied.manifest, failure, step)
         with watch.stage("meet", step=step) if self._peers else contextlib.nullcontext():
             rounds.gather(message, check, failure, rounds.at(self.place, commit))
             rounds.publish(self.place, commit)
         self.place.landed(step, copied.carriers)
 
-    def _copy(
-        self,
-        step: int,
-        attempt: str | None,
-        source: DirectoryPlace,
-        watch: CopyWatch,
-        copied: _Copied,
-    ) -> None:
+    def _copy(self, order: _Order, attempt: str | None, watch: CopyWatch, copied: _Copied) -> None:
+        step, source = order.step, order.source
         with watch.stage("prepare", step=step):
             self.place.prepare(self._peers.token if self._peers else None)
             if self._rank == 0:
@@ -345,9 +352,8 @@ class Promoter:
         watch.limiting(lambda: self.throttle(nbytes))
         self._set(bytes_done=self._status.bytes_done + nbytes)
 
-    def _failed(
-        self, step: int, attempt: str | None, source: DirectoryPlace, error: Exception
-    ) -> None:
+    def _failed(self, order: _Order, attempt: str | None, error: Exception) -> None:
+        step, source = order.step, order.source
         if self.place.leads and not is_resumable(error):
             with contextlib.suppress(StateholdError):
                 self.place.drop(attempt)
@@ -436,7 +442,10 @@ class Promotions:
         for name in names:
             if name not in self._promoters:
                 raise UsageError("this rank has no such level", facts={"level": name})
-            self._promoters[name].start(step, number, source)
+            promoter = self._promoters[name]
+            has_level = promoter.level != name and promoter.level in names
+            level = self._promoters[promoter.level] if has_level else None
+            promoter.start(step, number, source, level)
 
     def newest(self) -> int | None:
         """The newest step that a level has."""
@@ -527,6 +536,12 @@ def _started(name: str) -> ThreadPoolExecutor:
     thread = ThreadPoolExecutor(1, f"statehold-{name}", give_way_to_training)
     thread.submit(lambda: None)
     return thread
+
+
+def _check_level(order: _Order) -> None:
+    """Copies on other hosts count beside the files of their level: wait until these are there."""
+    if order.level is not None and not order.level.result():
+        raise storage_error("keep copies of a step: their level did not get it", errno.ESTALE, "")
 
 
 def _steps(place: DirectoryPlace) -> list[int]:
