@@ -1,12 +1,13 @@
 """What a level of several hosts reports as copied survives the loss of any one host.
 
 In one process: each host has a simulated disk, ranks are threads. Copies are held up, so that other
-things happen before they end: younger saves, or a failure of the level.
+things happen before they end: younger saves, the same step again, a look at all steps.
 """
 
 from __future__ import annotations
 
 import errno
+import threading
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from statehold import Directory
 from statehold.errors import StorageError
 from support.faults import DEADLINE_S, must
 from support.hosts import LOCAL, HostRanks, disks, local
-from support.inside import promoter
-from support.levels import HeldCopy, settle, status, steps_at
+from support.inside import inside, promoter
+from support.levels import HeldCopy, remove, settle, status, steps_at
 
 HOSTS = 3
 COPIES = "local.copies"
@@ -54,6 +55,58 @@ def test_a_step_whose_copy_ends_after_many_younger_saves(lost: int) -> None:
         assert restored_of(ranks, HOSTS) == 2
 
 
+class HeldPart:
+    """The copies of one rank to a level: the first of them is held when its part is there."""
+
+    def __init__(self, ranks: HostRanks, rank: int, level: str) -> None:
+        self.is_there, self._go_on = threading.Event(), threading.Event()
+        self._place = promoter(ranks.ckpts[rank], level).place
+        self._take = self._place.take
+        self._place.take = self._held  # type: ignore[method-assign]
+
+    def _held(self, copy: Any) -> None:
+        self._take(copy)
+        self.is_there.set()
+        must(self._go_on.wait(DEADLINE_S))
+
+    def release(self) -> None:
+        self._go_on.set()
+
+
+def test_a_step_that_is_saved_again_is_copied_again_whatever_the_earlier_copy_had() -> None:
+    hosts = disks(HOSTS)
+    with HostRanks(hosts) as ranks:
+        save(ranks, 1)
+        flush(ranks)
+        held = HeldPart(ranks, 1, COPIES)
+        save(ranks, 2)
+        must(held.is_there.wait(DEADLINE_S))
+        save(ranks, 2)
+        assert status(ranks.ckpts[0], COPIES).newest == 1
+        held.release()  # what is published now are copies of the earlier save
+        settled(ranks)
+        assert status(ranks.ckpts[0], COPIES).newest == 2
+        kill(ranks)
+    with HostRanks(hosts[1:]) as ranks:
+        assert restored_of(ranks, HOSTS) == 2
+
+
+def test_copies_of_a_step_that_is_saved_again_are_none_of_the_new_save() -> None:
+    hosts = disks(HOSTS)
+    with HostRanks(hosts) as ranks:
+        save(ranks, 1, 2)
+        flush(ranks)
+        assert status(ranks.ckpts[0], COPIES).newest == 2
+        with HeldCopy(ranks.ckpts[1], COPIES) as held:
+            save(ranks, 2)
+            must(held.waiting.wait(DEADLINE_S))
+            ranks.each(lambda rank: inside(ranks.ckpts[rank]).pipeline.drain())
+            assert status(ranks.ckpts[0], COPIES).newest == 1
+        settled(ranks)
+        assert status(ranks.ckpts[0], COPIES).newest == 2
+        kill(ranks)
+
+
 # -- a farther level ---------------------------------------------------------------------------
 
 
@@ -74,3 +127,25 @@ def test_copies_do_not_count_without_the_files_of_their_level(monkeypatch: Any) 
         settled(ranks)
         for level in ("second", "second.copies"):
             assert status(ranks.ckpts[0], level).newest == 2
+
+
+def test_copies_of_a_step_that_is_saved_again_follow_at_a_farther_level() -> None:
+    """Its copies come before its own files there, which still are those of the earlier save."""
+    hosts = disks(HOSTS)
+    levels = [local(copies=0), SECOND]
+    with HostRanks(hosts, levels) as ranks:
+        save(ranks, 1)
+        flush(ranks)
+        copies = HeldPart(ranks, 1, "second.copies")
+        with HeldCopy(ranks.ckpts[1], "second") as held:
+            save(ranks, 1)
+            must(held.waiting.wait(DEADLINE_S))
+            must(copies.is_there.wait(DEADLINE_S))
+            copies.release()
+        settled(ranks)
+        assert status(ranks.ckpts[0], "second.copies").newest == 1
+        kill(ranks)
+    for fs in hosts:
+        remove(fs, LOCAL)
+    with HostRanks(hosts[1:], levels) as ranks:
+        assert restored_of(ranks, HOSTS) == 1

@@ -286,7 +286,8 @@ class _InObjects:
             return ""
 
     def _part(self, step: int) -> Part:
-        return part_of(_Documents(self._objects, step), self._objects.path(step), range)
+        documents, where = _Documents(self._objects, step), self._objects.path(step)
+        return part_of(documents, where, lambda saved, _: range(saved))
 
     def _fetch(self, step: int, name: str, nbytes: int, path: str) -> None:
         memory = memoryview(bytearray(min(FETCH_BYTES, nbytes)))

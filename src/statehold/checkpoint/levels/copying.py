@@ -165,8 +165,9 @@ class Copied:
         return self.raw
 
 
-def part_of(source: Source, where: str, share: Callable[[int], Collection[int]]) -> Part:
-    """The part of a step to copy: the files of the ranks in `share`, which gets their number.
+def part_of(source: Source, where: str, share: Callable[[int, bytes], Collection[int]]) -> Part:
+    """The part of a step to copy: the files of the ranks in `share`, which gets the number of all
+    ranks that have saved, and the manifest.
 
     where: the directory of the step, for messages. Raises as reading a step does.
     """
@@ -175,9 +176,9 @@ def part_of(source: Source, where: str, share: Callable[[int], Collection[int]])
     if isinstance(manifest, Manifest):
         chunks = {name: entry.chunks for name, entry in manifest.tensors.items()}
         files = data_files(manifest.files, chunks, manifest.block_bytes)
-        return Part(files if 0 in share(1) else (), (), raw)
+        return Part(files if 0 in share(1, raw) else (), (), raw)
     files, records = (), []
-    for writer in share(manifest.world_size):
+    for writer in share(manifest.world_size, raw):
         documents: dict[str, bytes] = {}
 
         def read(path: str, max_bytes: int, kept: dict[str, bytes] = documents) -> bytes:

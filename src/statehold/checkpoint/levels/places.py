@@ -58,12 +58,13 @@ class Place(Protocol):
     def takes_steps(self) -> bool:
         """Whether steps can be copied here at all."""
 
-    def share(self, step: int, carriers: Sequence[int], rank: int) -> list[int]:
-        """The writers of a step whose files `rank` copies. `carriers` are the ranks near them, by
-        writer."""
+    def share(self, step: int, manifest: bytes, carriers: Sequence[int], rank: int) -> list[int]:
+        """The writers of this save of a step whose files `rank` copies. `carriers` are the ranks
+        near them, by writer."""
 
-    def landed(self, step: int, carriers: Sequence[int]) -> None:
-        """The step is committed here; every rank calls this."""
+    def landed(self, step: int, manifest: bytes, carriers: Sequence[int]) -> None:
+        """The step is committed here; every rank calls this. Raises StorageError if it is no longer
+        the save of the step that counts."""
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first."""
@@ -183,10 +184,10 @@ class Shared:
     def takes_steps(self) -> bool:
         return True
 
-    def share(self, step: int, carriers: Sequence[int], rank: int) -> list[int]:
+    def share(self, step: int, manifest: bytes, carriers: Sequence[int], rank: int) -> list[int]:
         return [writer for writer, carrier in enumerate(carriers) if carrier == rank]
 
-    def landed(self, step: int, carriers: Sequence[int]) -> None: ...
+    def landed(self, step: int, manifest: bytes, carriers: Sequence[int]) -> None: ...
 
     def holds(self, step: int, name: str) -> bool:
         return True

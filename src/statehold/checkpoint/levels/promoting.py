@@ -191,6 +191,8 @@ class Promoter:
         kept = contextlib.ExitStack()
         kept.enter_context(source.protect(step))
         self._cadence.taken(step, self._clock())
+        if step == self._status.newest and self.place.is_apart:
+            self._look()  # the copies that the level has may be those of another save
         if not self.is_busy:
             self._set(copying=step, bytes_done=0, bytes_total=0)
         try:
@@ -316,7 +318,7 @@ class Promoter:
         with watch.stage("meet", step=step) if self._peers else contextlib.nullcontext():
             rounds.gather(message, check, failure, rounds.at(self.place, commit))
             rounds.publish(self.place, commit)
-        self.place.landed(step, copied.carriers)
+        self.place.landed(step, copied.manifest, copied.carriers)
 
     def _copy(self, order: _Order, attempt: str | None, watch: CopyWatch, copied: _Copied) -> None:
         step, source = order.step, order.source
@@ -326,9 +328,9 @@ class Promoter:
                 self._check_order(step)
         ranks = self._peers.world_size if self._peers else 1
 
-        def share(saved: int) -> list[int]:
+        def share(saved: int, manifest: bytes) -> list[int]:
             copied.carriers = source.carriers(step, saved, ranks)
-            return self.place.share(step, copied.carriers, self._rank)
+            return self.place.share(step, manifest, copied.carriers, self._rank)
 
         files = source.source(step)
         with watch.stage("plan", step=step):

@@ -74,4 +74,4 @@ class Across(Together):
         with work.save._stage("publish"):
             rounds.publish(place, lambda: place.store.commit(manifest, work.attempt))
         with after_commit(self._log, step, "note where its files are"):
-            place.landed(step, range(self._peers.world_size))
+            place.landed(step, manifest.raw, range(self._peers.world_size))

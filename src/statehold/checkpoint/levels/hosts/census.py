@@ -78,19 +78,23 @@ class Holding:
 
 @dataclass(frozen=True)
 class Placed:
-    """The places of the files of a step: `holders`, hosts with their own files first."""
+    """The places of the files of a step: `holders`, hosts with their own files first.
+
+    save: sha256 of the manifest, which tells the saves of a step apart; "" if no host can read it.
+    """
 
     world_size: int
     holders: tuple[Holder, ...]
+    save: str
 
     def document(self) -> list[Any]:
         each = [[at.host, at.is_copy, at.writers.ranges, at.manifest] for at in self.holders]
-        return [self.world_size, each]
+        return [self.world_size, each, self.save]
 
     @classmethod
     def of(cls, document: Sequence[Any]) -> Placed:
-        world_size, holders = document
-        return cls(world_size, tuple(Holder(h, c, _ranks(w), m) for h, c, w, m in holders))
+        world_size, holders, save = document
+        return cls(world_size, tuple(Holder(h, c, _ranks(w), m) for h, c, w, m in holders), save)
 
     @cached_property
     def hosts(self) -> list[list[int]]:
@@ -107,7 +111,7 @@ class Placed:
         """The same, with the copies that hosts hold now, which include the earlier ones."""
         kept = [at for at in self.holders if not (at.is_copy and at.host in copies)]
         more = [Holder(host, True, Ranks.of(writers)) for host, writers in copies.items()]
-        return Placed(self.world_size, (*kept, *more))
+        return replace(self, holders=(*kept, *more))
 
     def copied_to(self, host: int) -> set[int]:
         """The writers whose files `host` holds as copies."""
@@ -166,7 +170,7 @@ def together(by_level: Mapping[str, Sequence[tuple[int, Holding]]]) -> dict[str,
                 if at[holder.host][0] == name
             )
             if holders:
-                mine[step] = Placed(whole[step].world_size, holders)
+                mine[step] = replace(whole[step], holders=holders)
     return found
 
 
@@ -185,8 +189,8 @@ def _saves(found: Sequence[tuple[int, Holding]]) -> list[tuple[tuple[bool, bool,
             Holder(host, held.is_copy, held.writers, held.manifest == manifest)
             for host, held in sorted(here, key=lambda each: (each[1].is_copy, each[0]))
         ]
-        placed = Placed(world_size, tuple(holders))
-        own = Placed(world_size, tuple(each for each in holders if not each.is_copy))
+        placed = Placed(world_size, tuple(holders), manifest)
+        own = replace(placed, holders=tuple(each for each in holders if not each.is_copy))
         created = max(held.created for _, held in here)
         saves.append(((not _missing(placed).ranges, not _missing(own).ranges, created), placed))
     return saves

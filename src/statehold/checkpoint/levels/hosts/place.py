@@ -14,7 +14,7 @@ Not here: the meeting (meeting), which steps are whole (census), commits in two 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import errno
 import logging
 import threading
 from collections import Counter
@@ -34,8 +34,8 @@ from statehold.checkpoint.levels.hosts.views import (
 )
 from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Site
 from statehold.checkpoint.store.order import check_newest
-from statehold.errors import StateholdError, StorageError
-from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.errors import StateholdError, StorageError, storage_error
+from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.layout import Ranks
@@ -248,7 +248,7 @@ class HostPlace(DirectoryPlace):
         if self.copies.takes_steps or self.copies.store.steps():  # of an earlier job, perhaps
             self.copies.prepare(token)
 
-    def landed(self, step: int, carriers: Sequence[int]) -> None:
+    def landed(self, step: int, manifest: bytes, carriers: Sequence[int]) -> None:
         at = {rank: host for host, each in enumerate(self.hosts) for rank in each.ranks}
         writers: list[list[int]] = [[] for _ in self.hosts]
         for writer, rank in enumerate(carriers):
@@ -257,7 +257,7 @@ class HostPlace(DirectoryPlace):
         with self._knowing:
             # A newer step was whole nowhere.
             self._placed = {each: at for each, at in self._placed.items() if each < step}
-            self._placed[step] = Placed(len(carriers), tuple(own))
+            self._placed[step] = Placed(len(carriers), tuple(own), sha256(manifest))
             self._committed.add(step)
             self._forget_retired()
         self._remove_halves(lambda each: each > step)
@@ -273,11 +273,15 @@ class HostPlace(DirectoryPlace):
         self._placed = {step: at for step, at in self._placed.items() if step in kept}
         self._committed.intersection_update(self._placed)
 
-    def copied(self, step: int, copies: Mapping[int, Sequence[int]]) -> None:
-        """Hosts hold these copies now."""
+    def copied(self, step: int, manifest: bytes, copies: Mapping[int, Sequence[int]]) -> None:
+        """Hosts hold these copies of this save now. Raises StorageError if it is here no more."""
         with self._knowing:
-            if step in self._placed:
-                self._placed[step] = self._placed[step].with_copies(copies)
+            placed = self._placed.get(step)
+            if placed is None or placed.save != sha256(manifest):
+                raise storage_error(
+                    "keep copies of a step: it was retired, or saved again", errno.ESTALE, ""
+                )
+            self._placed[step] = placed.with_copies(copies)
 
     def retain(self) -> None:
         newest = max(self.known(), default=-1) if self.is_apart else -1
@@ -362,9 +366,11 @@ class CopiesPlace(DirectoryPlace):
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         return self._level.read(step, name, max_bytes)
 
-    def share(self, step: int, carriers: Sequence[int], rank: int) -> list[int]:
+    def share(self, step: int, manifest: bytes, carriers: Sequence[int], rank: int) -> list[int]:
         """The writers whose files this rank copies here. All ranks plan alike."""
         placed = self._level.placed(step)
+        if placed is not None and placed.save != sha256(manifest):
+            placed = None  # other hosts hold copies of another save of the step
         hosts = self._level.hosts
         at = {each: host for host, there in enumerate(hosts) for each in there.ranks}
         having = placed.hosts if placed else [[at[carrier]] for carrier in carriers]
@@ -393,8 +399,8 @@ class CopiesPlace(DirectoryPlace):
         if self._level.mine in self._planned:
             super().commit(step, attempt, manifest)
 
-    def landed(self, step: int, carriers: Sequence[int]) -> None:
-        self._level.copied(step, self._planned)
+    def landed(self, step: int, manifest: bytes, carriers: Sequence[int]) -> None:
+        self._level.copied(step, manifest, self._planned)
 
     def retain(self) -> None:
         self._level.retain()
@@ -410,4 +416,4 @@ def _manifest_of(store: Store, step: int) -> tuple[str, str]:
         created = Manifest.decode(raw, MANIFEST_NAME).created
     except StateholdError:
         return "", ""
-    return hashlib.sha256(raw).hexdigest(), created
+    return sha256(raw), created
