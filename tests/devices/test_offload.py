@@ -15,6 +15,7 @@ import statehold
 from statehold import offload
 from statehold.errors import DeviceError, UsageError
 from statehold.offload import mirror
+from statehold.offload.lanes import Lanes
 from statehold.offload.mirror import Mirror
 from statehold.tensors.devices import cuda
 from support.cuda import Machine, install
@@ -130,10 +131,10 @@ def _forgets_what_was_drained(self: Mirror, index: int) -> None:
 _BRING = Mirror._bring_grad
 
 
-def _waits_for_no(lane: str) -> Callable[[Mirror, str], None]:
-    wait = Mirror._wait
+def _waits_for_no(lane: str) -> Callable[[Lanes, str], None]:
+    wait = Lanes.wait
 
-    def waits(self: Mirror, its_lane: str) -> None:
+    def waits(self: Lanes, its_lane: str) -> None:
         if its_lane != lane:
             wait(self, its_lane)
 
@@ -141,11 +142,11 @@ def _waits_for_no(lane: str) -> Callable[[Mirror, str], None]:
 
 
 BROKEN: dict[str, tuple[Any, str, Any]] = {
-    "a gradient is read too early": (Mirror, "_wait", _waits_for_no(mirror.TO_HOST)),
+    "a gradient is read too early": (Lanes, "wait", _waits_for_no(mirror.TO_HOST)),
     "memory of a gradient is used again too early": (Mirror, "_let_go", _lets_go_at_once),
     "weights are used before they are back": (
         cuda.CudaBackend, "make_current_wait", lambda *_: None),
-    "weights on their way are overwritten": (Mirror, "_wait", _waits_for_no(mirror.TO_DEVICE)),
+    "weights on their way are overwritten": (Lanes, "wait", _waits_for_no(mirror.TO_DEVICE)),
     "an accumulated gradient is lost": (Mirror, "_bring_grad", _forgets_what_was_drained),
 }  # fmt: skip
 

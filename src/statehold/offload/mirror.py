@@ -12,15 +12,15 @@ Invariants:
   DRAINING_BYTES_MAX wait for that: then backward waits for the oldest.
 - Gradients of several backwards are added on the device, in the order of one stream. So the sum has
   the bits that torch would have left in `.grad`.
-Not here: what is updated (update), streams and pinning (tensors/devices).
+Not here: what is updated (update), streams (lanes), pinning (tensors/devices).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,13 +29,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from statehold.errors import DeviceError, UsageError
+from statehold.offload.lanes import Lanes
 from statehold.offload.memory import Buffers
 from statehold.offload.parameters import Parameter, flat
 from statehold.offload.subgroups import PAGE_BYTES, Span
 from statehold.tensors.devices.backends import Event
 from statehold.tensors.devices.devices import backend_for
 from statehold.tensors.devices.pinning import Pinning
-from statehold.tensors.devices.relay import named_failures
 from statehold.tensors.storable import device_of, empty_on, is_external, local_of
 from statehold.units import MiB
 
@@ -71,15 +71,14 @@ class Mirror:
         self._drained: set[int] = set()
         self._moving: deque[tuple[torch.Tensor, Event]] = deque()
         self._moving_bytes = 0
-        self._newest: dict[tuple[torch.device, str], Event] = {}
+        self._lanes = Lanes()
         self._guard = threading.RLock()  # autograd has a thread for each device
         self._hooks: list[RemovableHandle] = []
         for parameter in self._parameters.values() if drains else ():
             _check_alone(parameter)
         if self._parameters:
             device = device_of(next(iter(self._parameters.values())).local)
-            self._backend = backend_for(device)
-            self._pinning = Pinning(self._backend, device)
+            self._pinning = Pinning(backend_for(device), device)
             self._map()
         for index, parameter in self._parameters.items() if drains else ():
             if parameter.tensor.requires_grad:
@@ -89,16 +88,16 @@ class Mirror:
     def bring_weights(self) -> None:
         """Have the weights on the host that somebody else has changed."""
         with self._guard:
-            self._wait(TO_DEVICE)
+            self._lanes.wait(TO_DEVICE)
             try:
                 for index, parameter in self._parameters.items():
                     copy, local = self._copies[index], parameter.local
                     if copy.version != parameter.version_now:
-                        with self._on(device_of(local), TO_HOST):
+                        with self._lanes.on(device_of(local), TO_HOST):
                             copy.weights.copy_(flat(local), non_blocking=True)
                         copy.version = parameter.version_now
             finally:
-                self._wait(TO_HOST)
+                self._lanes.wait(TO_HOST)
 
     def collect(self) -> dict[int, torch.Tensor]:
         """Have weights and gradients on the host. Returns the gradients."""
@@ -113,7 +112,7 @@ class Mirror:
                         self._bring_grad(index)
                         found.add(index)
             finally:
-                self._wait(TO_HOST)
+                self._lanes.wait(TO_HOST)
                 self._moving.clear()
                 self._moving_bytes = 0
             return {index: self._copies[index].grad for index in found | self._drained}
@@ -124,7 +123,7 @@ class Mirror:
             if span.parameter in self._copies:
                 new = self._copies[span.parameter].weights[span.begin : span.end]
                 local = self._parameters[span.parameter].local
-                with self._on(device_of(local), TO_DEVICE):
+                with self._lanes.on(device_of(local), TO_DEVICE):
                     flat(local)[span.begin : span.end].copy_(new, non_blocking=True)
 
     def sent(self, updated: Iterable[int]) -> None:
@@ -132,10 +131,7 @@ class Mirror:
         for index in updated:
             if index in self._copies:
                 self._copies[index].version = self._parameters[index].version_now
-        for (device, lane), event in self._newest.items():
-            if lane == TO_DEVICE:
-                with named_failures(), self._backend.using(device):
-                    self._backend.make_current_wait(event)
+        self._lanes.go_before(TO_DEVICE)
 
     def discard(self) -> None:
         """Forget the drained gradients: the next backward makes others."""
@@ -154,8 +150,8 @@ class Mirror:
         if self._parameters:
             # A device that has failed reaches no memory any more.
             with suppress(DeviceError, RuntimeError):
-                self._wait(TO_HOST)
-                self._wait(TO_DEVICE)
+                self._lanes.wait(TO_HOST)
+                self._lanes.wait(TO_DEVICE)
             self._pinning.close()
 
     def _map(self) -> None:
@@ -182,7 +178,7 @@ class Mirror:
                 self._drained.add(index)
             finally:
                 tensor.grad = None
-                if event := self._newest.get((device_of(grad), TO_HOST)):
+                if event := self._lanes.newest(device_of(grad), TO_HOST):
                     self._moving.append((grad, event))
                     self._moving_bytes += grad.nbytes
             self._let_go()
@@ -191,11 +187,10 @@ class Mirror:
         """Give memory of gradients back whose copies have completed."""
         while self._moving:
             grad, event = self._moving[0]
-            with named_failures(), self._backend.using(device_of(grad)):
-                if self._moving_bytes > DRAINING_BYTES_MAX:
-                    self._backend.synchronize(event)
-                elif not self._backend.is_complete(event):
-                    return
+            if self._moving_bytes > DRAINING_BYTES_MAX:
+                self._lanes.synchronize(device_of(grad), event)
+            elif not self._lanes.is_complete(device_of(grad), event):
+                return
             self._moving.popleft()
             self._moving_bytes -= grad.nbytes
 
@@ -204,7 +199,7 @@ class Mirror:
         """Copy a gradient, and with it what was drained before."""
         copy, parameter = self._copies[index], self._parameters[index]
         device = device_of(parameter.local)
-        with self._on(device, TO_HOST):
+        with self._lanes.on(device, TO_HOST):
             elements = parameter.gradient()
             if elements.dtype != copy.grad.dtype:
                 raise UsageError(
@@ -216,25 +211,6 @@ class Mirror:
                 total = empty_on(device, elements.shape, elements.dtype)
                 elements = total.copy_(copy.grad, non_blocking=True).add_(elements)
             copy.grad.copy_(elements, non_blocking=True)
-
-    @contextmanager
-    def _on(self, device: torch.device, lane: str) -> Iterator[None]:
-        """Inside, work of this thread on the device is the lane's, after what the current stream
-        has been given."""
-        with named_failures(), self._backend.using(device):
-            stream = self._backend.fork(device, lane)
-            try:
-                with self._backend.on(stream):
-                    yield
-            finally:  # part of it may be under way
-                self._newest[device, lane] = self._backend.record(stream)
-
-    def _wait(self, lane: str) -> None:
-        """Return when all copies of a lane have completed."""
-        for (device, its_lane), event in self._newest.items():
-            if its_lane == lane:
-                with named_failures(), self._backend.using(device):
-                    self._backend.synchronize(event)
 
 
 def _hooked(tensor: Any, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
