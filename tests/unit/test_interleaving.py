@@ -6,13 +6,7 @@ import random
 
 import pytest
 
-from statehold.planners.interleaving import (
-    HALF_BYTES,
-    PERIOD_MAX,
-    Device,
-    best_period,
-    period,
-)
+from statehold.planners.interleaving import ADAMW, PERIOD_MAX, Carried, Device, best_period, period
 
 GB = 1e9
 
@@ -43,7 +37,7 @@ def test_the_best_period_is_the_best_of_all() -> None:
         if found is not None:
             assert found.parameter_s == min(every)
         else:
-            assert min(every) >= 1 / rate or min(every) >= HALF_BYTES / device.to_device
+            assert min(every) >= 1 / rate or min(every) >= ADAMW.weights / device.to_device
 
 
 def test_directions_that_slow_each_other_leave_the_device_less() -> None:
@@ -70,3 +64,12 @@ def test_directions_that_slow_each_other_leave_the_device_less() -> None:
 def test_a_period_takes_as_long_as_its_longest_lane(device: Device, lane: str) -> None:
     found = period(4, 1e10, device)
     assert found.parameter_s == getattr(found, lane) / 4
+
+
+def test_what_the_link_carries_decides() -> None:
+    """A float32 parameter has less state and larger weights; a drained gradient goes up again."""
+    device = Device.full_duplex(14e9, 1e12)
+    lanes = period(3, 1e9, device, Carried(state=8, weights=4, gradient=2))
+    assert lanes.to_device_s == pytest.approx((8 + 2 + 2 * 4) / 14e9)
+    assert lanes.from_device_s == pytest.approx(8 / 14e9)
+    assert lanes.both_s == pytest.approx((2 * 8 + 2 + 2 * 4) / 28e9)

@@ -4,11 +4,12 @@ With a device, every k-th subgroup is updated there (Deep Optimizer States, arXi
 period of k subgroups of S parameters has these lanes at once. U and V are the parameters a second
 that host and device update. B_in and B_out are the bytes a second to the device and from it, each
 alone. B_both is the sum of both directions at once. It is less than B_in + B_out where the memory
-of the host, or the link, is the limit.
+of the host, or the link, is the limit. A parameter has s bytes of state and w of weights, and g of
+a gradient that the device does not have any more: 12, 2 and 0 for AdamW in 16 bit.
 
-    host    (k - 1) S / U            to the device    (12 + 2 (k - 1)) S / B_in
-    device  S / V                    from the device  12 S / B_out
-                                     both             (24 + 2 (k - 1)) S / B_both
+    host    (k - 1) S / U            to the device    (s + g + w (k - 1)) S / B_in
+    device  S / V                    from the device  s S / B_out
+                                     both             (2 s + g + w (k - 1)) S / B_both
 
 The period takes as long as its longest lane; k is the one with the least time for each subgroup.
 The lanes are derived from the published code, not from the equations of the paper, and agree with
@@ -21,9 +22,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-EXCHANGED_BYTES = 12  # of a parameter, between host and device: master and two moments
-HALF_BYTES = 2
 PERIOD_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The bytes of a parameter that the link carries.
+
+    state: each way, if the device updates it. weights: to the device, if the host updates it.
+    gradient: with the state, if the device does not have it any more.
+    """
+
+    state: float = 12
+    weights: float = 2
+    gradient: float = 0
+
+
+ADAMW = Carried()  # of parameters in 16 bit
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +74,25 @@ class Period:
         return max(self.host_s, self.device_s, *link) / self.length
 
 
-def period(length: int, rate: float, device: Device) -> Period:
+def period(length: int, rate: float, device: Device, carried: Carried = ADAMW) -> Period:
     """The lanes of one period, for a parameter of each of its subgroups."""
     on_host = length - 1
-    sent = EXCHANGED_BYTES + HALF_BYTES * on_host
+    sent = carried.state + carried.gradient + carried.weights * on_host
     return Period(
         length,
         host_s=on_host / rate,
         device_s=1 / device.rate,
         to_device_s=sent / device.to_device,
-        from_device_s=EXCHANGED_BYTES / device.from_device,
-        both_s=(sent + EXCHANGED_BYTES) / device.both,
+        from_device_s=carried.state / device.from_device,
+        both_s=(sent + carried.state) / device.both,
     )
 
 
-def best_period(rate: float, device: Device) -> Period | None:
-    """The best period; None if the host alone, which still sends 16-bit parameters, is faster."""
+def best_period(rate: float, device: Device, carried: Carried = ADAMW) -> Period | None:
+    """The best period; None if the host alone, which still sends weights, is faster."""
     found = min(
-        (period(length, rate, device) for length in range(2, PERIOD_MAX + 1)),
+        (period(length, rate, device, carried) for length in range(2, PERIOD_MAX + 1)),
         key=lambda each: each.parameter_s,
     )
-    host_only_s = max(1 / rate, HALF_BYTES / device.to_device)
+    host_only_s = max(1 / rate, carried.weights / device.to_device)
     return found if found.parameter_s < host_only_s else None

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from statehold.errors import UsageError
 from statehold.planners import placement
-from statehold.planners.interleaving import Device, Period, best_period
+from statehold.planners.interleaving import Carried, Device, Period, best_period
 from statehold.units import MiB, format_bytes
 
 FIELD_BYTES = 4
@@ -121,7 +121,8 @@ def plan(
         ),
         default=0.0,
     )
-    lanes = best_period(work.rate, device) if device else None
+    carried = Carried(work.fields * FIELD_BYTES, weights=work.gradient_bytes)
+    lanes = best_period(work.rate, device, carried) if device else None
     parameter_s = lanes.parameter_s if lanes else 1 / work.rate
     compute_s = work.parameters * parameter_s
     return Update(
