@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,36 +19,13 @@ from statehold.offload.lanes import Lanes
 from statehold.offload.mirror import Mirror
 from statehold.tensors.devices import cuda
 from support.cuda import Machine, install
+from support.device_twins import DeviceTwins
 from support.faults import SMALL
 from support.seeds import seed_of_today
 from support.twins import Twins, same_bits
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-SHAPES = [(3, 5000), (7,), (), (0, 4), (90_000,)]
 MODES = pytest.mark.parametrize("drains", [False, True], ids=["step", "backward"])
-
-
-class DeviceTwins(Twins):
-    """Twins whose offloaded parameters are on a device, and get their gradients from autograd."""
-
-    def __init__(self, machine: Machine, dtypes: Sequence[torch.dtype], **options: Any) -> None:
-        self.machine = machine
-        self.sums: dict[int, torch.Tensor] = {}
-        shapes = options.pop("shapes", SHAPES)
-        options = {"tiers": [offload.Host("8MiB")], "subgroup_bytes": 70_000} | options
-        super().__init__(shapes, dtypes, place=machine.put, read=machine.read, **options)
-
-    def backward(self, *, skip: Sequence[int] = (), scale: float = 1.0) -> None:
-        for index, (param, master) in enumerate(zip(self.params, self.masters, strict=True)):
-            if index not in skip:
-                grad = (self._noise(tuple(param.shape)) * scale).to(param.dtype)
-                (param * self.machine.put(grad)).sum().backward()
-                self.sums[index] = self.sums[index] + grad if index in self.sums else grad
-                master.grad = self.sums[index].float()
-
-    def step(self) -> None:
-        super().step()
-        self.sums.clear()
 
 
 @MODES

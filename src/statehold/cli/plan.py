@@ -103,7 +103,8 @@ def _use(paths: list[updates.PathRates], found: updates.Update) -> str:
     whole = found.host_bytes // MiB if paths else -(-found.host_bytes // MiB)  # all of it, if alone
     tiers = [f'Host("{whole}MiB")'] if whole else []
     tiers += [f'Path("{path.name}")' for path in paths]
-    return f"tiers=[{', '.join(tiers)}], subgroup_bytes={found.subgroup_bytes}"
+    every = f", device_every={found.period.length}" if found.period else ""
+    return f"tiers=[{', '.join(tiers)}], subgroup_bytes={found.subgroup_bytes}{every}"
 
 
 def _text(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -62,12 +62,22 @@ def pinned_bytes(parameters: Iterable[Parameter]) -> int:
 
 
 class Mirror:
-    """The copies of those of `parameters` that are on a device."""
+    """The copies of those of `parameters` that are on a device.
 
-    def __init__(self, parameters: Sequence[Parameter], *, drains: bool) -> None:
+    elsewhere: what the host does not update of each parameter. gradients: on devices, of these.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        elsewhere: Mapping[int, Sequence[Span]],
+        *,
+        drains: bool,
+    ) -> None:
         self._parameters = {i: each for i, each in enumerate(parameters) if _is_mirrored(each)}
         self._copies: dict[int, _Copy] = {}
-        self._drains = drains
+        self._drains, self._elsewhere = drains, elsewhere
+        self.gradients: dict[int, torch.Tensor] = {}
         self._drained: set[int] = set()
         self._moving: deque[tuple[torch.Tensor, Event]] = deque()
         self._moving_bytes = 0
@@ -100,9 +110,13 @@ class Mirror:
                 self._lanes.wait(TO_HOST)
 
     def collect(self) -> dict[int, torch.Tensor]:
-        """Have weights and gradients on the host. Returns the gradients."""
+        """Have weights and gradients on the host. Returns the gradients.
+
+        Without `drains` they lack what is updated elsewhere, and `gradients` has it.
+        """
         with self._guard:
             self.bring_weights()
+            self.gradients.clear()
             found = set()
             try:
                 for index, parameter in self._parameters.items():
@@ -136,6 +150,7 @@ class Mirror:
     def discard(self) -> None:
         """Forget the drained gradients: the next backward makes others."""
         with self._guard:
+            self.gradients.clear()
             self._drained.clear()
 
     def forget(self) -> None:
@@ -210,13 +225,28 @@ class Mirror:
             if index in self._drained:
                 total = empty_on(device, elements.shape, elements.dtype)
                 elements = total.copy_(copy.grad, non_blocking=True).add_(elements)
-            copy.grad.copy_(elements, non_blocking=True)
+            elsewhere = () if self._drains else self._elsewhere.get(index, ())
+            for begin, end in _gaps(elsewhere, copy.grad.numel()):
+                copy.grad[begin:end].copy_(elements[begin:end], non_blocking=True)
+            if elsewhere:
+                self.gradients[index] = elements
 
 
 def _hooked(tensor: Any, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """Have autograd call this whenever the gradient has been added to `.grad`."""
     handle: RemovableHandle = tensor.register_post_accumulate_grad_hook(call)
     return handle
+
+
+def _gaps(spans: Iterable[Span], end: int) -> Iterator[tuple[int, int]]:
+    """The ranges between these spans, which are in order, up to `end`."""
+    begin = 0
+    for span in spans:
+        if span.begin > begin:
+            yield begin, span.begin
+        begin = span.end
+    if end > begin:
+        yield begin, end
 
 
 def _is_mirrored(parameter: Parameter) -> bool:

@@ -48,6 +48,7 @@ class _Offloaded(torch.optim.Optimizer):
         tiers: Sequence[Tier],
         subgroup_bytes: int | str | None,
         drain_gradients: bool,
+        device_every: int | str | None,
         fs: Fs | None,
     ) -> None:
         self._offloaded: OffloadedState | None = None
@@ -56,7 +57,7 @@ class _Offloaded(torch.optim.Optimizer):
         self._clipped: torch.Tensor | None = None  # what drained gradients are divided by
         wait_for_dropped()
         self._offloaded = OffloadedState(
-            self.param_groups, rule, tiers, subgroup_bytes, drain_gradients, fs
+            self.param_groups, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
         )
         self._keeper = Keeper(self, self._offloaded.close)
 
@@ -171,7 +172,9 @@ class AdamW(_Offloaded):
     tiers: `Host` and `Path`, nearest first. subgroup_bytes: the state that is moved and updated at
     once; None: chosen from the size of the state. drain_gradients: gradients of parameters on a
     device leave it in backward, and `.grad` is None then; step() uses them up, and zero_grad() of
-    the optimizer forgets them. fs: a file system from the caller, for tests.
+    the optimizer forgets them. device_every: k, and a device updates every k-th subgroup of its
+    parameters with its own kernel; "auto": k from measured rates; None: the host updates all of
+    them. fs: a file system from the caller, for tests.
     """
 
     def __init__(
@@ -187,13 +190,16 @@ class AdamW(_Offloaded):
         tiers: Sequence[Tier],
         subgroup_bytes: int | str | None = None,
         drain_gradients: bool = False,
+        device_every: int | str | None = None,
         fs: Fs | None = None,
     ) -> None:
         like = torch.optim.AdamW(
             _ANY, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )
         rule = AdamRule(decoupled=True)
-        super().__init__(params, like.defaults, rule, tiers, subgroup_bytes, drain_gradients, fs)
+        super().__init__(
+            params, like.defaults, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
+        )
 
 
 class Adam(_Offloaded):
@@ -212,13 +218,16 @@ class Adam(_Offloaded):
         tiers: Sequence[Tier],
         subgroup_bytes: int | str | None = None,
         drain_gradients: bool = False,
+        device_every: int | str | None = None,
         fs: Fs | None = None,
     ) -> None:
         like = torch.optim.Adam(
             _ANY, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )
         rule = AdamRule(decoupled=False)
-        super().__init__(params, like.defaults, rule, tiers, subgroup_bytes, drain_gradients, fs)
+        super().__init__(
+            params, like.defaults, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
+        )
 
 
 class SGD(_Offloaded):
@@ -237,13 +246,16 @@ class SGD(_Offloaded):
         tiers: Sequence[Tier],
         subgroup_bytes: int | str | None = None,
         drain_gradients: bool = False,
+        device_every: int | str | None = None,
         fs: Fs | None = None,
     ) -> None:
         like = torch.optim.SGD(
             _ANY, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True
         )
         rule = SgdRule()
-        super().__init__(params, like.defaults, rule, tiers, subgroup_bytes, drain_gradients, fs)
+        super().__init__(
+            params, like.defaults, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
+        )
 
 
 # torch's optimizers check the options, and say their defaults. They want a parameter for that.

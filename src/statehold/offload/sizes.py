@@ -44,10 +44,12 @@ class Sizes:
         threads: int,
         pinned_bytes: int = 0,
         order: Iterable[int] | None = None,
+        lanes: int = 0,
     ) -> Sizes:
         """The sizes for these parameters and tiers.
 
-        subgroup_bytes: None chooses it. order: in which the parameters are cut.
+        subgroup_bytes: None chooses it. order: in which the parameters are cut. lanes: those of a
+        device, each with the buffer of a subgroup.
         """
         state_bytes = sum(each.numel * ITEM_BYTES * len(each.fields) for each in extents)
         wanted = subgroup_bytes or choose_subgroup_bytes(state_bytes)
@@ -65,7 +67,7 @@ class Sizes:
                 },
                 hint="add a Path to tiers, or give Host more bytes",
             )
-        buffers = min(count, cached + buffers_in_transit(paths))
+        buffers = min(count, cached + buffers_in_transit(paths) + lanes)
         found = cls(subgroups, each_bytes, cached, buffers, threads, pinned_bytes)
         found._check_room()
         return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,13 @@ import torch
 
 from statehold.errors import ClosedError, StateMismatchError, UsageError
 from statehold.observe.once import log_once
+from statehold.offload.alternation import alternate, candidates, check_every
 from statehold.offload.file_form import FileForm
 from statehold.offload.head import room_for
 from statehold.offload.memory import Buffers
 from statehold.offload.mirror import Mirror, pinned_bytes
 from statehold.offload.naming import Name
+from statehold.offload.on_device import LANES, OnDevice
 from statehold.offload.parameters import (
     MASTER,
     Parameter,
@@ -66,8 +68,8 @@ Groups = Sequence[Mapping[str, Any]]
 class OffloadedState:
     """The fields of all parameters of `groups` on `tiers`.
 
-    drains: whether gradients leave devices in backward. fs: a file system from the caller, which
-    stays open.
+    drains: whether gradients leave devices in backward. every: see check_every(). fs: a file system
+    from the caller, which stays open.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class OffloadedState:
         tiers: Sequence[Tier],
         subgroup_bytes: int | str | None,
         drains: bool,
+        every: int | str | None,
         fs: Fs | None,
     ) -> None:
+        check_every(every)
         host_bytes, self._paths = check_tiers(tiers)
         self._rule = rule
         self.parameters = parameters_of(groups, rule)
@@ -90,6 +94,7 @@ class OffloadedState:
             torch.get_num_threads(),
             pinned_bytes(self.parameters),
             by_kind(self.parameters),
+            LANES if every is not None and pinned_bytes(self.parameters) else 0,
         )
         self._subgroups_of: list[list[int]] = [[] for _ in self.parameters]
         for subgroup in self._sizes.subgroups:
@@ -103,8 +108,7 @@ class OffloadedState:
         self._naming: Naming | None = None  # of the first save
         self._store = Store(self._paths, forms, names, fs)
         self.timeline = self._store.timeline
-        self._pipeline, self._mirror = self._open(drains=drains)
-        self._workers = Workers()
+        self._open(groups, every, drains=drains)
         self._failure: BaseException | None = None
         self._is_closed, self._owner_pid = False, os.getpid()
         self._updates, self._update_s, self._compute_s = 0, 0.0, 0.0
@@ -119,18 +123,28 @@ class OffloadedState:
         update = Update(self._rule, self.parameters, groups, grads, scale, self._workers)
         active = [self.parameters[index] for index in update.active]
 
-        def use(subgroup: Subgroup, memory: torch.Tensor, is_fresh: bool) -> None:
+        def use(
+            subgroup: Subgroup, memory: torch.Tensor, is_fresh: bool
+        ) -> Callable[[], None] | None:
+            if subgroup.index in self._on_device.places:
+                gradients = self._mirror.gradients
+                return self._on_device.use(update, gradients, subgroup, memory, is_fresh)
             begin = time.perf_counter()
             with self.timeline.during("update", subgroup.index):
                 spans = update.use(subgroup, memory, is_fresh)
             self._mirror.send(spans)
             self._compute_s += time.perf_counter() - begin
+            return None
 
+        touched = self._on_device.in_turn(self._touched(update.active))
         with self._whole("update"):
             for parameter in active:
                 parameter.step += 1
             try:
-                self._pipeline.visit(self._touched(update.active), use, changes=True)
+                self._pipeline.visit(touched, use, changes=True)
+            except BaseException:
+                self._on_device.wait()
+                raise
             finally:
                 self._mirror.discard()
                 self._mirror.sent(update.active)
@@ -234,6 +248,7 @@ class OffloadedState:
             self._name.free()
             self._pipeline.close()
             self._workers.close()
+            self._on_device.close()
             self._mirror.close()
             self._store.close()
 
@@ -255,6 +270,9 @@ class OffloadedState:
             cache_bytes=self._sizes.cache_bytes,
             buffer_bytes=self._sizes.pipeline_bytes,
             pinned_bytes=self._sizes.pinned_bytes,
+            device_bytes=self._on_device.nbytes,
+            device_updates=self._on_device.updates,
+            device_subgroups=len(self._on_device.places),
             paths=tuple(
                 PathStats(
                     path=path.directory,
@@ -270,18 +288,27 @@ class OffloadedState:
             ),
         )
 
-    def _open(self, *, drains: bool) -> tuple[Pipeline, Mirror]:
+    def _open(self, groups: Groups, every: int | str | None, *, drains: bool) -> None:
         rates = [path.rate for path in self._paths]
         known = [float(rate) for rate in rates if rate is not None]
         bandwidths = known if len(known) == len(rates) else [1.0] * len(rates)
         with contextlib.ExitStack() as undo:
             undo.callback(self._store.close)
-            mirror = Mirror(self.parameters, drains=drains)
-            undo.callback(mirror.close)
+            subgroups = self._sizes.subgroups
             buffers = Buffers(self._sizes.buffers, self._sizes.each_bytes)
-            pipeline = Pipeline(self._sizes.subgroups, buffers, self._store, bandwidths)
+            self._workers = Workers()
+            undo.callback(self._workers.close)
+            places = candidates(subgroups, self.parameters) if every is not None else {}
+            self._on_device = OnDevice(places, subgroups, buffers.whole, self.timeline)
+            undo.callback(self._on_device.close)
+            alternate(
+                every, self._on_device, self.parameters, buffers[0], self._rule, groups,
+                self._workers, drains=drains,
+            )  # fmt: skip
+            self._mirror = Mirror(self.parameters, self._on_device.spans(), drains=drains)
+            undo.callback(self._mirror.close)
+            self._pipeline = Pipeline(subgroups, buffers, self._store, bandwidths)
             undo.pop_all()
-        return pipeline, mirror
 
     def _naming_of(self, saved: Sequence[SavedParameter]) -> Naming | None:
         """What the files of a save say; None if it cannot have these files."""

@@ -46,7 +46,9 @@ class Stats:
     hidden_s: seconds with a transfer under way in which nothing waited for it.
     hits: subgroups that an update has found in memory; misses: those that it has read.
     state_bytes: the whole state; cache_bytes: what Host keeps of it; buffer_bytes: memory that the
-        pipeline has in addition; pinned_bytes: copies of what parameters on devices have.
+        pipeline has in addition; pinned_bytes: copies of what parameters on devices have;
+        device_bytes: memory on devices for updates there.
+    device_updates: updates of a subgroup on a device; device_subgroups: those updated there.
     """
 
     updates: int
@@ -60,6 +62,9 @@ class Stats:
     cache_bytes: int
     buffer_bytes: int
     pinned_bytes: int
+    device_bytes: int
+    device_updates: int
+    device_subgroups: int
     paths: Sequence[PathStats]
 
 
@@ -67,7 +72,7 @@ class Stats:
 class Event:
     """A subgroup was read from a path, updated in memory, or written to a path.
 
-    begin_s, end_s: of time.perf_counter(). path: None for an update.
+    begin_s, end_s: of time.perf_counter(). path: of an update the device, None on the host.
     """
 
     kind: Kind

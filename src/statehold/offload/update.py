@@ -11,8 +11,8 @@ Not here: where subgroups are (pipeline), the kernels (rules).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +21,7 @@ from statehold.offload.rules import Batch, Rule
 from statehold.offload.subgroups import Part, Span, Subgroup, strips
 from statehold.offload.workers import STRIP, Workers
 
-__all__ = ["Update", "make", "parts"]
+__all__ = ["Fields", "Side", "Update", "make", "parts"]
 
 
 def parts(subgroup: Subgroup, memory: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
@@ -36,6 +36,38 @@ def make(subgroup: Subgroup, memory: torch.Tensor, parameters: Sequence[Paramete
     for part, values in parts(subgroup, memory):
         if part.field == MASTER:
             values.copy_(_cut(parameters[part.span.parameter].weights, part.span))
+
+
+class Fields:
+    """The fields of the spans of a subgroup, in memory with its content."""
+
+    def __init__(self, subgroup: Subgroup, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self._shifts = {(part.span.parameter, part.field): part.begin - part.span.begin
+                        for part in subgroup.parts}  # fmt: skip
+
+    def of(self, span: Span, name: str) -> torch.Tensor:
+        """The elements of a span, which may be a piece of one of the subgroup."""
+        shift = self._shifts[span.parameter, name]
+        return self._memory[span.begin + shift : span.end + shift]
+
+
+class Side(Protocol):
+    """What the spans of a strip are updated from, beside their fields: all on one device.
+
+    scale: what gradients are divided by.
+    """
+
+    scale: torch.Tensor | None
+
+    def weights(self, parameter: Parameter) -> torch.Tensor:
+        """The elements of a parameter."""
+
+    def gradient(self, span: Span, begin: int) -> torch.Tensor:
+        """The gradient of a span in float32. begin: of the span in memory for those of a strip."""
+
+    def step(self, parameter: Parameter) -> torch.Tensor:
+        """How many updates the parameter has had, with this one."""
 
 
 class Update:
@@ -53,69 +85,96 @@ class Update:
         grad_scale: torch.Tensor | None,
         workers: Workers,
     ) -> None:
-        self._rule, self._parameters, self._groups = rule, parameters, groups
-        self._grad_scale, self._workers = grad_scale, workers
-        self.active, self._grads = sorted(grads), grads
+        self.rule, self._parameters, self._groups = rule, parameters, groups
+        self.scale, self._workers = grad_scale, workers
+        self.active, self.grads = sorted(grads), grads
         self._changed = {index for index in self.active if parameters[index].was_changed}
 
     def use(self, subgroup: Subgroup, memory: torch.Tensor, is_fresh: bool) -> list[Span]:
         """Update a subgroup in its buffer, and the parameters of its spans. Returns these."""
         if is_fresh:
             make(subgroup, memory, self._parameters)
-        begins = {(part.span.parameter, part.field): part.begin - part.span.begin
-                  for part in subgroup.parts}  # fmt: skip
+        active, fields = self._active(subgroup), Fields(subgroup, memory)
 
-        def field(span: Span, name: str) -> torch.Tensor:
-            shift = begins[span.parameter, name]
-            return memory[span.begin + shift : span.end + shift]
+        def use_strip(strip: Sequence[Span]) -> None:
+            self._adopt(strip, fields)
+            self.run(strip, fields, _Host(self.grads, self.scale, self._workers.scratch()))
 
-        active = [span for span in subgroup.spans if span.parameter in self._grads]
-        cut = strips(active, STRIP, self._workers.count)
-        self._workers.run(lambda strip: self._use_strip(strip, field), cut)
+        self._on_workers(use_strip, active)
         return active
 
-    def _use_strip(self, strip: Sequence[Span], field: Any) -> None:
+    def prepare(self, subgroup: Subgroup, memory: torch.Tensor, is_fresh: bool) -> list[Span]:
+        """What the host does before a device updates a subgroup. Returns the spans to update."""
+        if is_fresh:
+            make(subgroup, memory, self._parameters)
+        active, fields = self._active(subgroup), Fields(subgroup, memory)
+        if not self._changed.isdisjoint(span.parameter for span in active):
+            self._on_workers(lambda strip: self._adopt(strip, fields), active)
+        return active
+
+    def run(self, strip: Sequence[Span], fields: Fields, side: Side) -> None:
+        """Update spans, and round their masters into their parameters."""
         batches: dict[int, Batch] = {}
-        begin, scratch = 0, self._workers.scratch()
+        begin = 0
         for span in strip:
             parameter = self._parameters[span.parameter]
             batch = batches.setdefault(parameter.group, Batch())
-            batch.params.append(self._master(span, field))
-            batch.grads.append(self._grad(span, scratch[begin:]))
-            batch.steps.append(parameter.step)
+            batch.params.append(
+                fields.of(span, MASTER)
+                if parameter.has_master
+                else _cut(side.weights(parameter), span)
+            )
+            batch.grads.append(side.gradient(span, begin))
+            batch.steps.append(side.step(parameter))
             for name in parameter.kept:
-                batch.fields.setdefault(name, []).append(field(span, name))
+                batch.fields.setdefault(name, []).append(fields.of(span, name))
             begin += span.numel
         for group, batch in batches.items():
-            self._rule.update(batch, self._groups[group], self._grad_scale)
+            self.rule.update(batch, self._groups[group], side.scale)
         for span in strip:
             parameter = self._parameters[span.parameter]
             if parameter.has_master:
-                _cut(parameter.weights, span).copy_(field(span, MASTER))
+                _cut(side.weights(parameter), span).copy_(fields.of(span, MASTER))
 
-    def _master(self, span: Span, field: Any) -> torch.Tensor:
-        """What the kernel updates of a span: the master, or the parameter itself."""
-        parameter = self._parameters[span.parameter]
-        own = _cut(parameter.weights, span)
-        if not parameter.has_master:
-            return own
-        master: torch.Tensor = field(span, MASTER)
-        if span.parameter in self._changed:
-            _adopt(own, master)
-        return master
+    def _active(self, subgroup: Subgroup) -> list[Span]:
+        return [span for span in subgroup.spans if span.parameter in self.grads]
 
-    def _grad(self, span: Span, scratch: torch.Tensor) -> torch.Tensor:
+    def _on_workers(self, call: Callable[[Sequence[Span]], None], spans: Sequence[Span]) -> None:
+        self._workers.run(call, strips(spans, STRIP, self._workers.count))
+
+    def _adopt(self, strip: Sequence[Span], fields: Fields) -> None:
+        """Elements of a parameter that are not its rounded master were changed by somebody else."""
+        for span in strip:
+            if span.parameter in self._changed:
+                own = _cut(self._parameters[span.parameter].weights, span)
+                master = fields.of(span, MASTER)
+                changed = own != master.to(own.dtype)
+                master[changed] = own[changed].float()
+
+
+class _Host:
+    """The Side of a strip on the host, with memory for its gradients."""
+
+    def __init__(
+        self,
+        grads: Mapping[int, torch.Tensor],
+        scale: torch.Tensor | None,
+        scratch: torch.Tensor,
+    ) -> None:
+        self._grads, self.scale, self._scratch = grads, scale, scratch
+
+    def weights(self, parameter: Parameter) -> torch.Tensor:
+        return parameter.weights
+
+    def gradient(self, span: Span, begin: int) -> torch.Tensor:
         grad = _cut(self._grads[span.parameter], span)
         if grad.dtype == torch.float32:
             return grad
-        return scratch[: span.numel].copy_(grad)
+        return self._scratch[begin : begin + span.numel].copy_(grad)
+
+    def step(self, parameter: Parameter) -> torch.Tensor:
+        return parameter.step
 
 
 def _cut(elements: torch.Tensor, span: Span) -> torch.Tensor:
     return elements[span.begin : span.end]
-
-
-def _adopt(own: torch.Tensor, master: torch.Tensor) -> None:
-    """Elements of a parameter that are not its rounded master were changed by somebody else."""
-    changed = own != master.to(own.dtype)
-    master[changed] = own[changed].float()
