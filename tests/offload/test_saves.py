@@ -28,6 +28,7 @@ from statehold.testing import SimFs, checkpointer_on
 from support import scripts
 from support.faults import DEADLINE_S, SMALL, must
 from support.twins import Twins, same_bits
+from support.wrapped import Extra, Holder, Imitating, Subclassing
 
 BF16, F32 = torch.bfloat16, torch.float32
 SHAPES = [(129, 64), (90_000,), (7,), (0, 4), (), (3, 64, 64)]
@@ -97,6 +98,29 @@ def test_a_save_links_what_is_on_storage(folders: Callable[[str], Path], dtype: 
         assert ckpt.restore(state_of(other)) == 3
     check_equal(twins.ours, other.ours)
     assert all(map(same_bits, twins.params, other.params))
+
+
+@pytest.mark.parametrize("wrap", [Subclassing, Imitating, Holder, Extra])
+def test_a_wrapper_that_passes_everything_on_changes_nothing(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, wrap: Any
+) -> None:
+    asked, state_dict = [], offload.AdamW.state_dict
+    twins = twins_at(folders("opt"))
+    twins.train(2)
+    monkeypatch.setattr(
+        offload.AdamW, "state_dict", lambda self: asked.append(self) or state_dict(self)
+    )
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        done = ckpt.save(1, {**state_of(twins), "opt": wrap(twins.ours)})
+        done.wait("committed", DEADLINE_S)
+        other = twins_at(folders("opt2"), seed=1)
+        ckpt.restore({**state_of(other), "opt": wrap(other.ours)})
+    assert bool(asked) == (wrap is Extra)
+    check_equal(twins.ours, other.ours)
+    if wrap is Extra:
+        assert done.stats.linked_bytes == 0
+    else:
+        assert done.stats.linked_bytes >= twins.ours.stats.state_bytes
 
 
 def test_another_file_system_gets_a_copy(folders: Callable[[str], Path], memory: Path) -> None:
