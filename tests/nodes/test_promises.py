@@ -15,7 +15,7 @@ import pytest
 from nodes.test_hosts import flush, restored_of, save
 from statehold import Directory
 from statehold.errors import StorageError
-from support.faults import DEADLINE_S, must
+from support.faults import DEADLINE_S, Spy, must
 from support.hosts import LOCAL, HostRanks, disks, local
 from support.inside import inside, promoter
 from support.levels import HeldCopy, remove, settle, status, steps_at
@@ -105,6 +105,37 @@ def test_copies_of_a_step_that_is_saved_again_are_none_of_the_new_save() -> None
         settled(ranks)
         assert status(ranks.ckpts[0], COPIES).newest == 2
         kill(ranks)
+
+
+def test_a_copy_that_ends_while_all_ranks_look_which_steps_there_are() -> None:
+    """One host has listed its copies, and gets the last ones before all ranks have the result."""
+    hosts = disks(HOSTS)
+    with HostRanks(hosts) as ranks:
+        save(ranks, 1)
+        flush(ranks)
+        ended = threading.Event()
+        with HeldCopy(ranks.ckpts[1], COPIES) as held:
+            save(ranks, 2)
+            must(held.waiting.wait(DEADLINE_S))
+
+            def before(operation: str, args: tuple[Any, ...]) -> None:
+                if operation == "read_file" and f"{LOCAL}-copies" in args[0] and not ended.is_set():
+                    held.go_on.set()
+                    for ckpt in ranks.ckpts:
+                        inside(ckpt).levels.promotions.wait(DEADLINE_S)
+                    ended.set()
+
+            store = promoter(ranks.ckpts[1], COPIES).place.store
+            store.fs = Spy(store.fs, before)
+            assert ranks.each(lambda rank: ranks.ckpts[rank].steps()) == [[1, 2]] * HOSTS
+            must(ended.is_set())
+        assert status(ranks.ckpts[0], COPIES).newest == 2
+        with HeldCopy(ranks.ckpts[1], COPIES) as held:
+            save(ranks, 3, 4, 5)
+            must(held.waiting.wait(DEADLINE_S))
+            ranks.each(lambda rank: inside(ranks.ckpts[rank]).pipeline.drain())
+            assert [steps_at(fs, f"{LOCAL}-copies") for fs in hosts] == [[2]] * HOSTS
+            assert [steps_at(fs, LOCAL) for fs in hosts] == [[2, 3, 4, 5]] * HOSTS
 
 
 # -- a farther level ---------------------------------------------------------------------------

@@ -113,6 +113,11 @@ class Placed:
         more = [Holder(host, True, Ranks.of(writers)) for host, writers in copies.items()]
         return replace(self, holders=(*kept, *more))
 
+    def with_copies_of(self, other: Placed) -> Placed:
+        """The same, with the copies that hosts hold according to `other`, too."""
+        hosts = {holder.host for holder in other.holders if holder.is_copy}
+        return self.with_copies({at: self.copied_to(at) | other.copied_to(at) for at in hosts})
+
     def copied_to(self, host: int) -> set[int]:
         """The writers whose files `host` holds as copies."""
         return {

@@ -146,6 +146,8 @@ class Hosts:
         apart = [place for place in self._places if place.is_apart]
         if not apart or self._peers is None:
             return
+        for place in apart:
+            place.begin_census()
         note = {place.name: place.holdings() for place in apart if place.leads}
 
         def decide(messages: Sequence[bytes]) -> bytes:

@@ -88,6 +88,8 @@ class HostPlace(DirectoryPlace):
         self._placed: dict[int, Placed] = {}  # what is whole, as far as this rank knows
         self._committed: set[int] = set()  # of it, by this job
         self._copying: Counter[int] = Counter()  # how many copies from here are under way
+        self._censuses = 0  # those that this rank has begun
+        self._copied_in: dict[int, int] = {}  # by step, the newest one when its last copy ended
         self._seen: dict[int, Placed] = {}  # what was whole at the last census, the same on all
         self._logged: set[int] = set()
 
@@ -108,6 +110,11 @@ class HostPlace(DirectoryPlace):
             self.lead()
             self.copies.lead()
 
+    def begin_census(self) -> None:
+        """Every rank, before any host lists its steps for the next census."""
+        with self._knowing:
+            self._censuses += 1
+
     def take_census(
         self,
         found: Mapping[int, Placed],
@@ -117,13 +124,24 @@ class HostPlace(DirectoryPlace):
         """The result of a census over all hosts.
 
         These steps are whole; these are whole together with other levels; of these, files are
-        missing. A step that is committed meanwhile may be too late for the census.
+        missing. A step that is committed or copied meanwhile may be too late for the census.
         """
         with self._knowing:
             late = {step: self._placed[step] for step in self._committed - set(found)}
             if not self._seen and not late:
                 self._warn({step: missing[step] for step in missing.keys() - joint.keys()})
-            self._seen, self._placed = {**joint, **found}, {**found, **late}
+            known = {step: self._with_late_copies(step, placed) for step, placed in found.items()}
+            self._seen, self._placed = {**joint, **found}, {**known, **late}
+
+    def _with_late_copies(self, step: int, placed: Placed) -> Placed:
+        """What a census has found of a step, and the copies that may have been too late for it.
+
+        When a host lists its steps for a census, all ranks have begun the census before it. So the
+        list has every copy that had ended on this rank by then.
+        """
+        own = self._placed.get(step)
+        is_late = self._copied_in.get(step, -2) >= self._censuses - 1
+        return placed.with_copies_of(own) if own and is_late and own.save == placed.save else placed
 
     def _warn(self, missing: Mapping[int, Ranks]) -> None:
         for step, ranks in missing.items():
@@ -272,6 +290,7 @@ class HostPlace(DirectoryPlace):
         kept = {*newest, *self._copying, self.copies.newest_of(self._placed)}
         self._placed = {step: at for step, at in self._placed.items() if step in kept}
         self._committed.intersection_update(self._placed)
+        self._copied_in = {step: at for step, at in self._copied_in.items() if step in kept}
 
     def copied(self, step: int, manifest: bytes, copies: Mapping[int, Sequence[int]]) -> None:
         """Hosts hold these copies of this save now. Raises StorageError if it is here no more."""
@@ -282,6 +301,7 @@ class HostPlace(DirectoryPlace):
                     "keep copies of a step: it was retired, or saved again", errno.ESTALE, ""
                 )
             self._placed[step] = placed.with_copies(copies)
+            self._copied_in[step] = self._censuses
 
     def retain(self) -> None:
         newest = max(self.known(), default=-1) if self.is_apart else -1
