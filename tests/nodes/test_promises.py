@@ -14,7 +14,7 @@ import pytest
 
 from nodes.test_hosts import flush, restored_of, save
 from statehold import Directory
-from statehold.errors import StorageError
+from statehold.errors import NoSpaceError, StorageError
 from support.faults import DEADLINE_S, Spy, must
 from support.hosts import LOCAL, HostRanks, disks, local
 from support.inside import inside, promoter
@@ -180,3 +180,27 @@ def test_copies_of_a_step_that_is_saved_again_follow_at_a_farther_level() -> Non
         remove(fs, LOCAL)
     with HostRanks(hosts[1:], levels) as ranks:
         assert restored_of(ranks, HOSTS) == 1
+
+
+def test_a_step_that_the_first_level_cannot_take_is_copied_where_it_is(monkeypatch: Any) -> None:
+    def refuse(*_: Any) -> None:
+        raise NoSpaceError("full", errno=errno.ENOSPC, path="")
+
+    hosts = disks(HOSTS)
+    with HostRanks(hosts, [local(), SECOND]) as ranks:
+        save(ranks, 1)
+        flush(ranks)
+        with monkeypatch.context() as full:
+            full.setattr(inside(ranks.ckpts[1]).levels.store, "data_file", refuse)
+            save(ranks, 2)
+            settled(ranks)
+        assert status(ranks.ckpts[0], COPIES).newest == 1
+        assert status(ranks.ckpts[0], "second.copies").newest == 2
+        with HeldCopy(ranks.ckpts[1], COPIES):
+            save(ranks, 3)
+            ranks.each(lambda rank: inside(ranks.ckpts[rank]).pipeline.drain())
+            for ckpt in ranks.ckpts:
+                inside(ckpt).stop_copies()
+        kill(ranks)
+    with HostRanks(hosts[1:], [local(), SECOND]) as ranks:
+        assert restored_of(ranks, HOSTS) == 2

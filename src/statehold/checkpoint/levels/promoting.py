@@ -151,13 +151,15 @@ class Promoter:
     def is_busy(self) -> bool:
         return self._under_way is not None and not self._under_way.done()
 
-    def wants(self, step: int) -> bool:
-        """Whether the level should get this step now. For rank 0, which decides for all."""
+    def wants(self, step: int, at: DirectoryPlace) -> bool:
+        """Whether the level should get this step, which was saved `at` a level, now. For rank 0,
+        which decides for all."""
         if not self.place.takes_steps:
             return False
         # A step that is saved again is copied after its earlier copy, which would stay otherwise.
         is_again = step in (self._status.newest, self._status.copying)
-        return (is_again or not self.is_busy) and self._cadence.is_due(step, self._clock())
+        is_due = self.level == at.name or self._cadence.is_due(step, self._clock())
+        return is_due and (is_again or not self.is_busy)
 
     def every(self, interval: Interval) -> None:
         """From now on take steps in this interval. For rank 0."""
@@ -424,15 +426,19 @@ class Promotions:
         names = [
             each.place.name
             for each in others
-            if each.place.takes_steps and (is_last or each.wants(step))
+            if each.place.takes_steps and (is_last or each.wants(step, at))
         ]
-        return self._next(), [name for name in names if self._is_with_its_copies(name, names)]
+        names = [name for name in names if self._is_with_its_copies(name, names)]
+        return self._next(), self._with_their_level(names, [at.name])
 
     def _is_with_its_copies(self, name: str, names: Sequence[str]) -> bool:
-        """A level after the first and the copies of it get the same steps."""
-        level = self._promoters[name].level
-        pair = [each for each in (level, level + COPIES) if each in self._promoters]
-        return all(each in names for each in pair if self._promoters[each].place.takes_steps)
+        """A level to which a step is copied gets it together with the copies of the level."""
+        copies = self._promoters.get(self._promoters[name].level + COPIES)
+        return copies is None or not copies.place.takes_steps or copies.place.name in names
+
+    def _with_their_level(self, names: Sequence[str], having: Sequence[str]) -> list[str]:
+        """Without copies of levels that do not get a step, and are not among those `having` it."""
+        return [name for name in names if self._promoters[name].level in (*names, *having)]
 
     def look(self) -> None:
         for promoter in self._promoters.values():
@@ -520,7 +526,8 @@ class Promotions:
         source = self._nearest(newest)
         others = [each for each in self._promoters.values() if each.place is not source]
         names = [each.place.name for each in others if each.lacks(newest, source)]
-        return newest, (self._next(), names), source.name
+        having = [source.name, *(name for name in self._promoters if name not in names)]
+        return newest, (self._next(), self._with_their_level(names, having)), source.name
 
     def _sources(self) -> list[DirectoryPlace]:
         """The sources of a step: the first level, and directories that all ranks see."""
