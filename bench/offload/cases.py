@@ -6,6 +6,7 @@ in turns. Not here: how a case is measured (process).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,8 @@ class Case:
     keep state. gradients: "memory", or "storage" for what the module below says. ranks: processes
     that do the same at the same time. takes_turns: on their path. saves: after every update; the
     next one "waits" until that is committed, or is "lazy". trains: with a backward pass.
-    of: the case that its ratio is to.
+    widths: of the matrices of a model on a device, whose gradients are `drains`, and of whose
+    subgroups one of `device_every` is updated there. of: the case that its ratio is to.
     """
 
     name: str
@@ -33,6 +35,9 @@ class Case:
     takes_turns: bool = True
     saves: str = ""
     trains: bool = False
+    widths: tuple[int, ...] = ()
+    drains: bool = False
+    device_every: int | str | None = None
     of: str = ""
 
 
@@ -146,7 +151,48 @@ def peers(setup: Setup) -> list[Case]:
     ]  # fmt: skip
 
 
+def device(setup: Setup) -> list[Case]:
+    """Parameters on a device: who updates them, and DeepSpeed's CPU offload."""
+    widths = llama_widths(setup.numel)
+    cpu = "DeepSpeed ZeRO-3, CPU"
+
+    def case(name: str, *, every: int | str | None = None, drains: bool = False) -> Case:
+        return Case(name=name, kind="on_device", host=setup.all_in_host, trains=True, of=cpu,
+                    widths=widths, drains=drains, device_every=every)  # fmt: skip
+
+    return [
+        Case(name=cpu, kind="deepspeed", trains=True, widths=widths),
+        case("statehold, Host"),
+        case("statehold, Host, drained"),
+        case("statehold, Host and device in turn", every="auto"),
+        case("statehold, Host and device in turn, drained", every="auto", drains=True),
+        case("statehold, Host and device in turn, k = 2", every=2),
+        Case(name=ON_DEVICE, kind="torch_on_device", trains=True, of=cpu, widths=widths),
+    ]
+
+
+def llama_widths(numel: int) -> tuple[int, ...]:
+    """The matrices of Llama 2 7B in a row, or of one with fewer and narrower layers.
+
+    Two layers have 8 matrices of attention, and 6 between the width and that of the MLP.
+    """
+    narrow = 16 if numel < 10**9 else 1
+    hidden, mlp, words = 4096 // narrow, 11008 // narrow, 32000 // narrow
+    pair = 8 * hidden**2 + 6 * hidden * mlp
+    count = max(1, round((numel - 2 * hidden * words) / pair))
+    layers = [hidden] * 8 + [mlp, hidden] * 3
+    return words, hidden, *(layers * count), words
+
+
+def numel_of(widths: Sequence[int]) -> int:
+    """The parameters of matrices in a row."""
+    return sum(into * out for into, out in itertools.pairwise(widths))
+
+
 WIDTH, SMALL_WIDTH = 2048, 256
+ON_DEVICE = "all on the device: torch's fused AdamW"
+# Bytes of a parameter there: bfloat16 weight and gradient; master, its gradient, two moments.
+ON_DEVICE_BYTES = 2 + 2 + 4 * 4
 IN_HOST = "Host"
 NO_IDEA = "none: one path, fixed order, gradients on storage"
 # The smallest pool with which DeepSpeed's pipelined swapper does not run out of buffers, and its
@@ -160,4 +206,5 @@ GROUPS: dict[str, Callable[[Setup], Sequence[Case]]] = {
     "sharing": sharing,
     "saving": saving,
     "peers": peers,
+    "device": device,
 }

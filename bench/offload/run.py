@@ -35,6 +35,8 @@ class Skipped(Exception):
 
 def carry_out(case: Case, setup: Setup, updates: int, deepspeed: str | None) -> list[Record]:
     """One case in one round; a record for each thing that its process has measured."""
+    if case.widths:
+        _check_device(case, setup)
     if case.kind == "deepspeed":
         words = [*_deepspeed_words(case, setup, updates, deepspeed)]
         process = subprocess.Popen(words, text=True, stdin=-1, stdout=-1, stderr=subprocess.DEVNULL)
@@ -50,6 +52,17 @@ def carry_out(case: Case, setup: Setup, updates: int, deepspeed: str | None) -> 
     )
 
 
+def _check_device(case: Case, setup: Setup) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Skipped("torch finds no device")
+    there = torch.cuda.get_device_properties(0).total_memory
+    if case.name == cases.ON_DEVICE and there < cases.ON_DEVICE_BYTES * setup.numel:
+        needed = cases.ON_DEVICE_BYTES * setup.numel / harness.GB
+        raise Skipped(f"it needs {needed:.0f} GB on a device with {there / harness.GB:.0f}")
+
+
 def _deepspeed_words(case: Case, setup: Setup, updates: int, python: str | None) -> Iterator[str]:
     if python is None:
         raise Skipped("no --deepspeed PYTHON, an interpreter that has it")
@@ -59,7 +72,9 @@ def _deepspeed_words(case: Case, setup: Setup, updates: int, python: str | None)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     path = cases.directory_of(case.paths[0]) if case.paths else None
-    given = {"name": case.name, "numel": setup.numel, "width": cases.width_of(setup.numel),
+    width = cases.width_of(setup.numel)
+    widths = case.widths or [width] * (setup.numel // width**2 + 1)
+    given = {"name": case.name, "widths": widths, "on_device": bool(case.widths),
              "updates": updates, "path": path, "buffers": cases.DEEPSPEED_BUFFERS,
              "subgroup": cases.DEEPSPEED_SUBGROUP, "port": port}  # fmt: skip
     yield from (python, str(DEEPSPEED), json.dumps(given))
@@ -138,7 +153,7 @@ def _check(records: Sequence[Record], group: Sequence[Case]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.offload", description=__doc__)
-    parser.add_argument("paths", nargs="+", metavar="DIR[=RATE]")
+    parser.add_argument("paths", nargs="*", metavar="DIR[=RATE]")
     parser.add_argument("--only", default="host,paths", help=f"some of {','.join(GROUPS)}")
     parser.add_argument("--params", type=float, default=5e8)
     parser.add_argument("--host", type=float, default=0, help="bytes that keep state")
@@ -147,6 +162,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed")
     parser.add_argument("--out", type=Path, help="a directory for offload-GROUP.{json,txt}")
     given = parser.parse_args(arguments)
+    if not given.paths and not {*given.only.split(",")} <= {"host", "device"}:
+        parser.error("all groups but host and device need a path")
     for path in given.paths:
         Path(cases.directory_of(path)).mkdir(parents=True, exist_ok=True)
     width = cases.width_of(int(given.params))
@@ -154,8 +171,10 @@ def main(arguments: list[str] | None = None) -> int:
     updates = given.updates + given.updates % 2  # torch takes two in a turn
     for name in given.only.split(","):
         group = GROUPS[name](setup)
-        records = measure(group, setup, updates, given.rounds, given.deepspeed)
-        text = f"{facts(name, setup, updates, given.rounds)}\n{table(records, setup.numel)}"
+        numel = cases.numel_of(group[0].widths) or setup.numel
+        sized = dataclasses.replace(setup, numel=numel)
+        records = measure(group, sized, updates, given.rounds, given.deepspeed)
+        text = f"{facts(name, sized, updates, given.rounds)}\n{table(records, numel)}"
         print(text, flush=True)
         if given.out:
             given.out.mkdir(parents=True, exist_ok=True)

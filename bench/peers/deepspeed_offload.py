@@ -2,12 +2,13 @@
 
 Runs under an interpreter that has deepspeed and libaio: `PYTHON bench/peers/deepspeed_offload.py
 JSON`. It imports nothing of this repository, and speaks as bench.offload.process does: "ready",
-a line, JSON. The model is that of bench.offload.process. DeepSpeed compiles its operators at the
-first run, which takes minutes; TORCH_EXTENSIONS_DIR keeps them.
+a line, JSON. The model is that of bench.offload.process, or of bench.offload.on_device. DeepSpeed
+compiles its operators at the first run, which takes minutes; TORCH_EXTENSIONS_DIR keeps them.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -18,7 +19,6 @@ from typing import Any
 WARM_UP = 2
 LR = 1e-4
 ENVIRONMENT = {
-    "DS_ACCELERATOR": "cpu",
     "MASTER_ADDR": "127.0.0.1",
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -71,11 +71,19 @@ def train(given: dict[str, Any], speak: Any) -> dict[str, Any]:
     import deepspeed
     import torch
 
-    width, count = given["width"], given["numel"] // given["width"] ** 2
+    widths, on_device = given["widths"], given["on_device"]
+    settle = torch.cuda.synchronize if on_device else int
     torch.manual_seed(1)
-    layers = (torch.nn.Linear(width, width, bias=False) for _ in range(count))
-    model = torch.nn.Sequential(*layers).bfloat16()
-    batch = torch.randn(8, width).bfloat16()
+    model = torch.nn.Sequential()
+    for into, out in itertools.pairwise(widths):
+        if on_device:  # as bench.offload.on_device, which has no time for random numbers either
+            model.append(torch.nn.utils.skip_init(torch.nn.Linear, into, out, bias=False))
+            torch.nn.init.constant_(model[-1].weight, 1 / into)
+        else:
+            model.append(torch.nn.Linear(into, out, bias=False))
+        model[-1].bfloat16()
+    batch = torch.randn(8, widths[0]).bfloat16()
+    batch = batch.cuda() if on_device else batch
     Path("/proc/self/clear_refs").write_text("5")
     before = memory_bytes("VmRSS")
     engine, *_ = deepspeed.initialize(
@@ -88,6 +96,7 @@ def train(given: dict[str, Any], speak: Any) -> dict[str, Any]:
     def timed(name: str, call: Any) -> None:
         device, cpu, begin = device_bytes(), time.process_time(), time.perf_counter()
         call()
+        settle()
         end = time.perf_counter()
         records[name].append(
             {"begin": begin, "end": end, "wall_s": end - begin,
@@ -110,7 +119,9 @@ def train(given: dict[str, Any], speak: Any) -> dict[str, Any]:
 
 def main(words: list[str]) -> int:
     given = json.loads(words[0])
-    os.environ.update(ENVIRONMENT | {"MASTER_PORT": str(given["port"])})
+    accelerator = "cuda" if given["on_device"] else "cpu"
+    its_own = {"MASTER_PORT": str(given["port"]), "DS_ACCELERATOR": accelerator}
+    os.environ.update(ENVIRONMENT | its_own)
     # ninja and other programs of this interpreter; what DeepSpeed prints does not mix with ours.
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     speak = os.fdopen(os.dup(1), "w")

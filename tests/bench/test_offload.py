@@ -10,7 +10,7 @@ import pytest
 
 from support import benches
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 
 @pytest.fixture
@@ -54,3 +54,40 @@ def test_deepspeed_is_skipped_with_a_reason(run) -> None:
         "statehold, Host",
     ]
     assert "skipped: DeepSpeed ZeRO-3, NVMe: no --deepspeed PYTHON" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_without_a_device_its_cases_are_skipped(run) -> None:
+    found, text = run("device")
+    assert found["device"] == []
+    assert text.count("torch finds no device") == 7
+
+
+@pytest.mark.parametrize("index", range(1, 7))
+def test_cases_on_a_device(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+    from bench.offload import cases
+    from bench.offload.on_device import run_on_device
+
+    from statehold.offload import alternation
+    from statehold.planners.interleaving import Device
+    from support.cuda import install
+
+    case = cases.device(cases.Setup(10**6, (), 0))[index]
+    rates = (1e9, Device.full_duplex(6e9, 1e12))
+    monkeypatch.setattr(alternation, "measure", lambda *_: rates)
+    machine, ready = install(monkeypatch), []
+    with machine.operations:
+        [record] = run_on_device(
+            case, 0, 2, lambda: ready.append(1), machine.module, machine.finish
+        )
+    assert (record["name"], ready) == (case.name, [1])
+    assert len(record["updates"]) == len(record["backward"]) == 2
+    assert bool(record.get("device_subgroups")) is (case.device_every is not None)
+
+
+def test_the_matrices_of_llama() -> None:
+    from bench.offload.cases import llama_widths, numel_of
+
+    widths = llama_widths(6_740_000_000)
+    assert numel_of(widths) == 6_738_149_376
+    assert len(widths) == 3 + 16 * 14

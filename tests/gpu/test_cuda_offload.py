@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,3 +87,72 @@ def test_an_update_on_another_stream_keeps_the_weights_of_the_last_one() -> None
     torch.cuda.synchronize()
     assert same_bits(weight.detach().cpu(), master.detach().bfloat16())
     optimizer.close()
+
+
+# -- updates on the device ------------------------------------------------------------------------
+
+
+def trained(every: int | str | None, folder: Path, *, drains: bool = False) -> list[torch.Tensor]:
+    """Weights after three updates, while the device is busy with other work."""
+    random = torch.Generator().manual_seed(1)
+    values = [torch.randn(shape, generator=random) for shape in SHAPES]
+    dtypes = itertools.cycle([torch.bfloat16, torch.float32])
+    params = [torch.nn.Parameter(each.to("cuda", next(dtypes))) for each in values]
+    optimizer = offload.AdamW(params, lr=1e-2, tiers=[offload.Path(folder)], subgroup_bytes=70_000,
+                              drain_gradients=drains, device_every=every)  # fmt: skip
+    for _ in range(3):
+        keep_busy()
+        for param in params:
+            grad = torch.randn(param.shape, generator=random).to("cuda", param.dtype)
+            (param * grad).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [each.detach().cpu() for each in params]
+    assert (optimizer.stats.device_updates > 0) is isinstance(every, int)
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("drains", [False, True], ids=["step", "backward"])
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_updates_on_the_device_are_repeatable_and_right(
+    tmp_path: Path, every: int, drains: bool
+) -> None:
+    """The same bits each time, and the host's values but for rounding."""
+    first, again = (trained(every, tmp_path, drains=drains) for _ in range(2))
+    host = trained(None, tmp_path)
+    for one, other, expected in zip(first, again, host, strict=True):
+        assert same_bits(one, other)
+        torch.testing.assert_close(one, expected, rtol=1e-2, atol=1e-5)
+
+
+def test_updates_on_the_device_alone_are_those_of_torch_there() -> None:
+    start = torch.linspace(-1, 1, 3 * MIB)
+    weight = torch.nn.Parameter(start.to("cuda", torch.bfloat16))
+    master = torch.nn.Parameter(weight.detach().float())
+    ours = offload.AdamW([weight], lr=1e-2, tiers=[offload.Host("1GiB")], device_every=1)
+    plain = torch.optim.AdamW([master], lr=1e-2, fused=True)
+    for _ in range(3):
+        weight.grad = torch.ones_like(weight)
+        master.grad = torch.ones_like(master)
+        ours.step()
+        plain.step()
+    torch.testing.assert_close(weight.detach(), master.detach().bfloat16(), rtol=1e-2, atol=0)
+    ours.close()
+
+
+def test_memory_on_the_device_is_announced(caplog: pytest.LogCaptureFixture) -> None:
+    weight = torch.nn.Parameter(torch.zeros(16 * MIB, device="cuda", dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with caplog.at_level(logging.INFO, "statehold"):
+        optimizer = offload.AdamW([weight], tiers=[offload.Host("1GiB")], device_every=2)
+    assert "The link carries" in caplog.text
+    optimizer.step()
+    torch.cuda.synchronize()
+    taken = torch.cuda.max_memory_allocated() - before
+    assert optimizer.stats.device_bytes <= taken <= optimizer.stats.device_bytes + MIB
+    optimizer.close()
+    assert torch.cuda.memory_allocated() <= before
