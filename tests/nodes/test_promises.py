@@ -204,3 +204,41 @@ def test_a_step_that_the_first_level_cannot_take_is_copied_where_it_is(monkeypat
         kill(ranks)
     with HostRanks(hosts[1:], [local(), SECOND]) as ranks:
         assert restored_of(ranks, HOSTS) == 2
+
+
+def test_all_ranks_share_a_copy_alike_though_another_copy_ends_meanwhile(monkeypatch: Any) -> None:
+    """Rank 1 shares the step out before copies beside the first level are complete, and rank 0
+    after that. A lost host's files are then near another rank."""
+    hosts = disks(HOSTS)
+    with HostRanks(hosts) as ranks:
+        save(ranks, 1)
+        flush(ranks)
+    left = hosts[1:]
+    with HostRanks(left, [local(), SECOND]) as ranks:
+        assert restored_of(ranks, HOSTS) == 1
+        part = HeldPart(ranks, 1, "second")
+        second, copies = (promoter(ranks.ckpts[0], name).place for name in ("second", COPIES))
+        prepare, land, landed = second.prepare, copies.landed, threading.Event()
+        with HeldCopy(ranks.ckpts[1], COPIES) as held:
+
+            def wait_and_prepare(token: str | None) -> None:
+                must(part.is_there.wait(DEADLINE_S))
+                held.go_on.set()
+                must(landed.wait(DEADLINE_S))
+                part.release()
+                prepare(token)
+
+            def land_and_tell(*args: Any) -> None:
+                land(*args)
+                landed.set()
+
+            monkeypatch.setattr(second, "prepare", wait_and_prepare)
+            monkeypatch.setattr(copies, "landed", land_and_tell)
+            flush(ranks)
+        assert status(ranks.ckpts[0], "second.copies").newest == 1
+        kill(ranks)
+    for fs in left:
+        remove(fs, LOCAL)
+        remove(fs, f"{LOCAL}-copies")
+    with HostRanks(left[:1], [local(), SECOND]) as ranks:
+        assert restored_of(ranks, HOSTS) == 1

@@ -123,7 +123,8 @@ class Persisting:
                     return True
                 self._log.info("copying step %d to level %s", step, place.name)
                 self._copies += 1
-                promoter.start(step, self._copies, self._source)
+                carriers = self._source.carriers(step, ranks=1)
+                promoter.start(step, self._copies, self._source, carriers)
                 promoter.wait(None)
                 error = promoter.status.error
                 if not isinstance(error, CorruptionError):

@@ -37,6 +37,11 @@ logger = logging.getLogger("statehold")
 
 T = TypeVar("T")
 
+# By writer, of so many that have saved a step, the rank that copies its files.
+Carriers = Callable[[int], list[int]]
+# From the manifest of a step, and its carriers: the writers whose files this rank copies.
+Share = Callable[[bytes, Sequence[int]], list[int]]
+
 # The memory for copies to one level, however large the files are.
 COPY_BUFFERS = 4
 
@@ -58,9 +63,9 @@ class Place(Protocol):
     def takes_steps(self) -> bool:
         """Whether steps can be copied here at all."""
 
-    def share(self, step: int, manifest: bytes, carriers: Sequence[int], rank: int) -> list[int]:
-        """The writers of this save of a step whose files `rank` copies. `carriers` are the ranks
-        near them, by writer."""
+    def share(self, step: int, rank: int) -> Share:
+        """Before a copy of a step begins: what `rank` copies of it. It depends on what is known
+        now, the same on all ranks, and not on what is learned during the copy."""
 
     def landed(self, step: int, manifest: bytes, carriers: Sequence[int]) -> None:
         """The step is committed here; every rank calls this. Raises StorageError if it is no longer
@@ -184,8 +189,10 @@ class Shared:
     def takes_steps(self) -> bool:
         return True
 
-    def share(self, step: int, manifest: bytes, carriers: Sequence[int], rank: int) -> list[int]:
-        return [writer for writer, carrier in enumerate(carriers) if carrier == rank]
+    def share(self, step: int, rank: int) -> Share:
+        return lambda _, carriers: [
+            writer for writer, carrier in enumerate(carriers) if carrier == rank
+        ]
 
     def landed(self, step: int, manifest: bytes, carriers: Sequence[int]) -> None: ...
 
@@ -273,12 +280,12 @@ class DirectoryPlace(Shared):
         """The source of copies of a step; paths are names of its files."""
         return Below(self._fs, self.store.path(step))
 
-    def carriers(self, step: int, saved: int, ranks: int) -> list[int]:
-        """By writer, of `saved` writers, the rank of `ranks` that copies its files from here.
+    def carriers(self, step: int, ranks: int) -> Carriers:
+        """Before copies of a step begin: which of `ranks` copy its files from here.
 
-        That is the writer itself, if so many ranks have saved.
+        Each writer copies its own files, if so many ranks have saved.
         """
-        return [writer % ranks for writer in range(saved)]
+        return lambda saved: [writer % ranks for writer in range(saved)]
 
     @property
     def is_wanted(self) -> bool:

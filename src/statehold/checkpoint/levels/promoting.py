@@ -29,7 +29,7 @@ from statehold.checkpoint.cadence.every import Cadence, parse_every
 from statehold.checkpoint.levels.commit_rounds import CommitRounds
 from statehold.checkpoint.levels.copying import Copy, part_of
 from statehold.checkpoint.levels.parts import check_parts, is_resumable, part_message
-from statehold.checkpoint.levels.places import DirectoryPlace, Place
+from statehold.checkpoint.levels.places import Carriers, DirectoryPlace, Place, Share
 from statehold.checkpoint.levels.specs import Level
 from statehold.checkpoint.levels.throttle import Throttle, give_way_to_training
 from statehold.checkpoint.telemetry.copies import CopyWatch, LevelWatch
@@ -81,6 +81,7 @@ class LevelStatus:
 class _Order:
     """A copy to make: of a step at `source`, under a number that is the same on all ranks.
 
+    carriers, share: who copies which files, as all ranks know it when the copies begin.
     level: for copies on other hosts, the copy of the step to their level, if that has just begun;
         its result says whether the step got there.
     """
@@ -88,7 +89,9 @@ class _Order:
     step: int
     number: int
     source: DirectoryPlace
-    level: Future[bool] | None = None
+    carriers: Carriers
+    share: Share
+    level: Future[bool] | None
 
 
 @dataclass(slots=True)
@@ -182,14 +185,22 @@ class Promoter:
             return True
 
     def start(
-        self, step: int, number: int, source: DirectoryPlace, level: Promoter | None = None
+        self,
+        step: int,
+        number: int,
+        source: DirectoryPlace,
+        carriers: Carriers,
+        level: Promoter | None = None,
     ) -> None:
         """Begin to copy a step, which stays at `source` until the copy has ended.
 
         `number` is that of the copy: equal on all ranks, and above those of earlier copies.
+        carriers: those of the step at `source`, before any copy of it has begun.
         level: for copies on other hosts, what has just begun to copy the step to their level.
         """
-        order = _Order(step, number, source, level._under_way if level else None)
+        share = self.place.share(step, self._rank)
+        under_way = level._under_way if level else None
+        order = _Order(step, number, source, carriers, share, under_way)
         kept = contextlib.ExitStack()
         kept.enter_context(source.protect(step))
         self._cadence.taken(step, self._clock())
@@ -328,11 +339,10 @@ class Promoter:
             self.place.prepare(self._peers.token if self._peers else None)
             if self._rank == 0:
                 self._check_order(step)
-        ranks = self._peers.world_size if self._peers else 1
 
         def share(saved: int, manifest: bytes) -> list[int]:
-            copied.carriers = source.carriers(step, saved, ranks)
-            return self.place.share(step, manifest, copied.carriers, self._rank)
+            copied.carriers = order.carriers(saved)
+            return order.share(manifest, copied.carriers)
 
         files = source.source(step)
         with watch.stage("plan", step=step):
@@ -447,13 +457,14 @@ class Promotions:
     def start(self, step: int, copies: Copies, source: DirectoryPlace) -> None:
         """Every rank, with the decision of rank 0."""
         number, names = copies
+        carriers = source.carriers(step, self._peers.world_size if self._peers else 1)
         for name in names:
             if name not in self._promoters:
                 raise UsageError("this rank has no such level", facts={"level": name})
             promoter = self._promoters[name]
             has_level = promoter.level != name and promoter.level in names
             level = self._promoters[promoter.level] if has_level else None
-            promoter.start(step, number, source, level)
+            promoter.start(step, number, source, carriers, level)
 
     def newest(self) -> int | None:
         """The newest step that a level has."""

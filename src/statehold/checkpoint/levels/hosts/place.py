@@ -32,7 +32,7 @@ from statehold.checkpoint.levels.hosts.views import (
     Scattered,
     View,
 )
-from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Site
+from statehold.checkpoint.levels.places import Carriers, CopyEngine, DirectoryPlace, Share, Site
 from statehold.checkpoint.store.order import check_newest
 from statehold.errors import StateholdError, StorageError, storage_error
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
@@ -247,11 +247,14 @@ class HostPlace(DirectoryPlace):
                 self._copying -= Counter((step,))
                 self._forget_retired()
 
-    def carriers(self, step: int, saved: int, ranks: int) -> list[int]:
+    def carriers(self, step: int, ranks: int) -> Carriers:
+        usual = super().carriers(step, ranks)
         placed = self.placed(step) if self.is_apart else None
         if placed is None:
-            return super().carriers(step, saved, ranks)
-        return [self._carrier(writer, hosts[0], ranks) for writer, hosts in enumerate(placed.hosts)]
+            return usual
+        near = [self._carrier(writer, hosts[0], ranks) for writer, hosts in enumerate(placed.hosts)]
+        # Another number of ranks may have saved the step again before it is read.
+        return lambda saved: near if saved == len(near) else usual(saved)
 
     def _carrier(self, writer: int, host: int, ranks: int) -> int:
         """The rank that copies the files of `writer` from a host: the same rank if it is still
@@ -386,11 +389,22 @@ class CopiesPlace(DirectoryPlace):
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         return self._level.read(step, name, max_bytes)
 
-    def share(self, step: int, manifest: bytes, carriers: Sequence[int], rank: int) -> list[int]:
+    def share(self, step: int, rank: int) -> Share:
         """The writers whose files this rank copies here. All ranks plan alike."""
         placed = self._level.placed(step)
-        if placed is not None and placed.save != sha256(manifest):
-            placed = None  # other hosts hold copies of another save of the step
+
+        def plan(manifest: bytes, carriers: Sequence[int]) -> list[int]:
+            # Otherwise other hosts hold copies of another save of the step.
+            is_it = placed is not None and placed.save == sha256(manifest)
+            self._plan(placed if is_it else None, carriers)
+            mine = self._planned.get(self._level.mine, [])
+            there = self._level.hosts[self._level.mine].ranks
+            return mine[there.index(rank) :: len(there)]
+
+        return plan
+
+    def _plan(self, placed: Placed | None, carriers: Sequence[int]) -> None:
+        """Which hosts get the files of which writers, of a step that is there as `placed` says."""
         hosts = self._level.hosts
         at = {each: host for host, there in enumerate(hosts) for each in there.ranks}
         having = placed.hosts if placed else [[at[carrier]] for carrier in carriers]
@@ -398,9 +412,6 @@ class CopiesPlace(DirectoryPlace):
             host: sorted({*writers, *(placed.copied_to(host) if placed else ())})
             for host, writers in self._lacking(having).items()
         }
-        mine = self._planned.get(self._level.mine, [])
-        there = hosts[self._level.mine].ranks
-        return mine[there.index(rank) :: len(there)]
 
     def _lacking(self, having: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         """host -> the writers whose files it should get as copies."""
