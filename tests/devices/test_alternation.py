@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import os
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from support.seeds import seed_of_today
 from support.twins import same_bits, snapshot
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+TRAININGS = int(os.environ.get("STATEHOLD_OFFLOAD", "4"))
 MODES = pytest.mark.parametrize("drains", [False, True], ids=["step", "backward"])
 
 
@@ -70,14 +73,44 @@ def test_every_rule_dtype_and_share(
     assert stats.misses > 0 or kind == "SGD"  # its state is small
 
 
-@MODES
-@pytest.mark.parametrize("seed", [1, seed_of_today()])
+@pytest.mark.parametrize("seed", range(seed_of_today(), seed_of_today() + TRAININGS))
 def test_whenever_the_device_works(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int, drains: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int
 ) -> None:
+    """Random shapes, dtypes, groups, tiers, shares, gradients that are missing, and changes."""
+    chance = random.Random(seed)
     machine = install(monkeypatch, seed=seed)
+    shapes = [
+        tuple(chance.choice([1, 2, 17, 64, 128]) for _ in range(chance.randint(0, 3)))
+        for _ in range(chance.randint(1, 6))
+    ]
+    shapes.append((chance.randint(1, 100_000),))
+    groups = [{}, {"lr": 0.03, "weight_decay": 0.3}, {"betas": (0.8, 0.9)}]
     with machine.operations:
-        assert hasty(machine, tmp_path, drains=drains)
+        twins = DeviceTwins(
+            machine,
+            chance.choice([[F32], [BF16], [F16, F32, BF16]]),
+            shapes=shapes,
+            seed=seed,
+            groups=groups[: chance.randint(1, 3)],
+            tiers=[offload.Host(chance.choice([0, 200_000])), offload.Path(tmp_path)],
+            subgroup_bytes=chance.choice([None, 30_000, 66_000, 333_333]),
+            drain_gradients=chance.random() < 0.5,
+            device_every=chance.choice([1, 2, 3, 5]),
+        )
+        for _ in range(chance.randint(2, 5)):
+            present = [i for i in range(len(shapes)) if chance.random() < 0.8]
+            if present and chance.random() < 0.3:
+                changed = chance.choice(present)
+                with torch.no_grad():
+                    twins.params[changed].zero_()
+                    twins.masters[changed].zero_()
+            for _ in range(chance.randint(1, 2)):
+                twins.backward(skip=[i for i in range(len(shapes)) if i not in present])
+            twins.step()
+        twins.check()
+        twins.ours.close()
+        assert not machine.pins.ranges
 
 
 def test_a_scaler_and_a_rate_on_the_device(machine: Machine) -> None:

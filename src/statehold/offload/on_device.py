@@ -6,7 +6,7 @@ state back. A device has two lanes, so one brings state while the other one take
 
 Invariants:
 - All work on a subgroup is that of one stream. So the memory of a lane has one subgroup at a time.
-- The buffer of the host is the device's until what use() has returned has returned.
+- A buffer of the host belongs to the device until the function that use() returns has ended.
 - The host waits for nothing in use(), and whatever has been given to a stream, wait() waits for.
 - Memory on devices is taken at construction, and nothing grows.
 Not here: which subgroups (alternation), gradients and weights on the host (mirror).

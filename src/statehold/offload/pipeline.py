@@ -102,7 +102,7 @@ class Pipeline:
                     if end is None:
                         spare.append(buffer)
                     else:
-                        away[self._elsewhere.submit(end)] = buffer
+                        away[self._elsewhere.submit(self._wait_for, end)] = buffer
         finally:
             self._watch.wait_for_all([*moving, *away])
             if not changes:
@@ -177,6 +177,11 @@ class Pipeline:
         for each in ended:
             each.result()
         return ended
+
+    def _wait_for(self, end: Callable[[], None]) -> None:
+        """Wait for a use elsewhere. On a thread of its own."""
+        with self._watch.doing("updating a subgroup on a device"):
+            end()
 
     def _exchange(self, buffer: int, coming: int) -> None:
         """Give a buffer to another subgroup. On a thread of the pool."""

@@ -59,7 +59,7 @@ class Watch:
             doing = list(self._doing.items())
         for what, begin in doing:
             logger.warning(
-                "an update waits: %s takes %.3g s so far. The path is slow or does not answer, or "
-                "another process has the turn there",
+                "an update waits: %s takes %.3g s so far. The path or device is slow or does not "
+                "answer, or another process has the turn there",
                 what, now - begin,
             )  # fmt: skip
