@@ -20,6 +20,7 @@ from statehold.errors import ChecksumError, DeviceError, StorageError, UsageErro
 from statehold.offload import alternation, on_device
 from statehold.offload.lanes import Lanes
 from statehold.offload.on_device import OnDevice
+from statehold.offload.update import Update
 from statehold.planners.interleaving import Device
 from statehold.testing import SimFs
 from support.cuda import Machine, install
@@ -421,6 +422,56 @@ def test_a_device_that_fails_while_others_are_updated(machine: Machine) -> None:
     with pytest.raises(UsageError, match="earlier update"):
         twins.ours.step()
     twins.ours.close()
+
+
+def test_an_update_that_is_interrupted_leaves_no_work_under_way(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes in an update on the host, while the device has several subgroups."""
+    twins = alternating(machine, [BF16], device_every=2)
+    twins.train(1)
+    machine.finish()
+    twins.backward()
+    uses = itertools.count()
+    use = Update.use
+
+    def interrupted(self: Update, *arguments: Any) -> Any:
+        if next(uses) == 2:
+            raise KeyboardInterrupt
+        return use(self, *arguments)
+
+    monkeypatch.setattr(Update, "use", interrupted)
+    before = twins.ours.stats.device_updates
+    with pytest.raises(KeyboardInterrupt):
+        twins.ours.step()
+    assert twins.ours.stats.device_updates > before + 1
+    work = twins.ours._opened._on_device.work
+    assert all(event.is_over for event in work._newest.values())
+    with pytest.raises(UsageError, match="earlier update"):
+        twins.ours.step()
+    twins.ours.close()
+    assert not machine.pins.ranges
+
+
+@pytest.mark.parametrize("launch", [0, 3, 8])
+def test_a_device_that_fails_at_construction(machine: Machine, tmp_path: Path, launch: int) -> None:
+    launches = itertools.count()
+    machine.fails_at = lambda operation: operation == "a launch" and next(launches) == launch
+    with pytest.raises(DeviceError):
+        alternating(machine, [BF16], tiers=[offload.Path(tmp_path)])
+    assert not list(tmp_path.rglob("*.state"))
+
+
+def test_a_device_without_a_kernel_is_refused(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("Could not run 'aten::_fused_adamw_'")
+
+    monkeypatch.setattr(torch, "_fused_adamw_", missing)
+    with pytest.raises(UsageError, match="no fused kernel"):
+        alternating(machine, [BF16])
+    assert not machine.pins.ranges
 
 
 @pytest.mark.parametrize(("then", "drains"), [(None, True), (3, False)])

@@ -55,7 +55,14 @@ def alternate(
 ) -> None:
     """Have devices update every k-th of the candidates. memory: a buffer without content."""
     if on_device.places:
-        rate, device = measure(on_device, memory, rule, groups[0], workers)
+        try:
+            rate, device = measure(on_device, memory, rule, groups[0], workers)
+        except NotImplementedError as error:
+            raise UsageError(
+                "torch has no fused kernel of this optimizer for the device",
+                facts={"device": str(next(iter(on_device.lanes)))},
+                hint="leave device_every off: the host updates everything then",
+            ) from error
         found = best_period(rate, device, carried(parameters, drains=drains))
         best = found.length if found else None
         length = every if isinstance(every, int) else best
