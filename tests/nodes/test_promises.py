@@ -1,7 +1,7 @@
 """What a level of several hosts reports as copied survives the loss of any one host.
 
 In one process: each host has a simulated disk, ranks are threads. Copies are held up, so that other
-things happen before they end: younger saves, the same step again, a look at all steps.
+things happen before they end: younger saves, the same step again, a look at all steps, failures.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from nodes.test_hosts import flush, restored_of, save
 from statehold import Directory
-from statehold.errors import NoSpaceError, StorageError
+from statehold.errors import NoSpaceError, PeerLostError, StorageError
 from support.faults import DEADLINE_S, Spy, must
 from support.hosts import LOCAL, HostRanks, disks, local
 from support.inside import inside, promoter
@@ -136,6 +136,41 @@ def test_a_copy_that_ends_while_all_ranks_look_which_steps_there_are() -> None:
             ranks.each(lambda rank: inside(ranks.ckpts[rank]).pipeline.drain())
             assert [steps_at(fs, f"{LOCAL}-copies") for fs in hosts] == [[2]] * HOSTS
             assert [steps_at(fs, LOCAL) for fs in hosts] == [[2, 3, 4, 5]] * HOSTS
+
+
+def test_a_rank_that_misses_the_end_of_a_copy_keeps_what_the_others_call_copied(
+    monkeypatch: Any,
+) -> None:
+    hosts = disks(HOSTS)
+    with HostRanks(hosts) as ranks:
+        save(ranks, 1)
+        flush(ranks)
+        peers = inside(ranks.ckpts[1]).peers
+        must(peers is not None)
+        agree, missed = peers.agree, threading.Event()
+
+        def miss(kind: str, *args: Any) -> bytes:
+            outcome = agree(kind, *args)
+            if kind == f"promote {COPIES} published":
+                missed.set()
+                raise PeerLostError("rank 0 is silent", ranks=(0,))
+            return outcome
+
+        with monkeypatch.context() as silent:
+            silent.setattr(peers, "agree", miss)
+            save(ranks, 2)
+            settled(ranks)
+        must(missed.is_set())
+        assert status(ranks.ckpts[0], COPIES).newest == 2
+        with HeldCopy(ranks.ckpts[2], COPIES):
+            save(ranks, 3, 4, 5)
+            ranks.each(lambda rank: inside(ranks.ckpts[rank]).pipeline.drain())
+            for ckpt in ranks.ckpts:
+                inside(ckpt).stop_copies()
+        assert status(ranks.ckpts[0], COPIES).newest == 2
+        kill(ranks)
+    with HostRanks(hosts[1:]) as ranks:
+        assert restored_of(ranks, HOSTS) == 2
 
 
 # -- a farther level ---------------------------------------------------------------------------

@@ -42,16 +42,17 @@ class CommitRounds:
     def gather(
         self,
         message: bytes,
-        check: Callable[[Sequence[bytes]], None],
+        check: Callable[[Sequence[bytes]], bytes],
         failure: Exception | None,
         then: Callable[[], None],
-    ) -> None:
+    ) -> bytes:
         """The first round.
 
         On rank 0, `check` raises if the messages of the ranks are not well; otherwise `then` runs
-        there. `failure`: why this rank's part is missing.
+        there. All ranks get what `check` returns; a process that is alone gets nothing.
+        `failure`: why this rank's part is missing.
         """
-        self._hold(self.kind, message, check, failure, then)
+        return self._hold(self.kind, message, check, failure, then)
 
     def publish(self, place: Place, commit: Callable[[], None]) -> None:
         """The second round, if there is one."""
@@ -73,32 +74,33 @@ class CommitRounds:
         self,
         kind: str,
         message: bytes,
-        check: Callable[[Sequence[bytes]], None],
+        check: Callable[[Sequence[bytes]], bytes],
         failure: Exception | None,
         then: Callable[[], None],
-    ) -> None:
+    ) -> bytes:
         if self.peers is None:
             if failure is not None:
                 raise failure
             then()
-            return
-
-        def decide(messages: Sequence[bytes]) -> bytes:
-            check(messages)
-            then()
             return b""
 
+        def decide(messages: Sequence[bytes]) -> bytes:
+            told = check(messages)
+            then()
+            return told
+
         try:
-            Round(kind, self.number).hold(self.peers, message, decide)
+            return Round(kind, self.number).hold(self.peers, message, decide)
         finally:
             if failure is not None:
                 raise failure
 
 
-def _check_none(messages: Sequence[bytes]) -> None:
+def _check_none(messages: Sequence[bytes]) -> bytes:
     for rank, reason in enumerate(messages):
         if reason:
             raise PeerFailedError(rank, reason.decode())
+    return b""
 
 
 def _nothing() -> None: ...

@@ -7,7 +7,6 @@ kept for the next attempt, unless the level is full or the source damaged.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 
@@ -19,15 +18,20 @@ from statehold.errors import (
     StorageError,
     named,
 )
+from statehold.format.entries import sha256
 
 
-def part_message(manifest: bytes, failure: Exception | None, step: int) -> bytes:
-    """The message of a rank: its part of the step with this manifest is there, or it has failed."""
+def part_message(manifest: bytes, failure: Exception | None, step: int, landed: str) -> bytes:
+    """The message of a rank: its part of the step with this manifest is there, or it has failed.
+
+    landed: sha256 of the manifest of the last copy that is complete, as this rank knows it; or "".
+    """
     reason = "" if failure is None else str(named(failure, f"while copying step {step}"))
     message = {
         "reason": reason,
         "resumable": failure is not None and is_resumable(failure),
-        "manifest": hashlib.sha256(manifest).hexdigest(),
+        "manifest": sha256(manifest),
+        "landed": landed,
     }
     return json.dumps(message).encode()
 
@@ -40,8 +44,11 @@ class PartFailedError(PeerFailedError):
         self.is_resumable = is_resumable
 
 
-def check_parts(messages: Sequence[bytes], step: int) -> None:
-    """Rank 0: raises PeerFailedError if the parts do not make a step."""
+def check_parts(messages: Sequence[bytes], step: int) -> bytes:
+    """Rank 0: raises PeerFailedError if the parts do not make a step.
+
+    Returns which copies are complete, as any rank knows it, for landed_copies().
+    """
     parts = [json.loads(each) for each in messages]
     failed = [(rank, part) for rank, part in enumerate(parts) if part["reason"]]
     if failed:
@@ -50,6 +57,13 @@ def check_parts(messages: Sequence[bytes], step: int) -> None:
     for rank, part in enumerate(parts):
         if part["manifest"] != parts[0]["manifest"]:
             raise PeerFailedError(rank, f"step {step} was saved again while it was copied")
+    return json.dumps(sorted({part["landed"] for part in parts} - {""})).encode()
+
+
+def landed_copies(told: bytes) -> list[str]:
+    """sha256 of the manifests of complete copies, from the answer of check_parts()."""
+    found: list[str] = json.loads(told or b"[]")
+    return found
 
 
 def is_resumable(error: Exception) -> bool:

@@ -71,6 +71,12 @@ class Place(Protocol):
         """The step is committed here; every rank calls this. Raises StorageError if it is no longer
         the save of the step that counts."""
 
+    def missed_end(self, step: int, manifest: bytes) -> None:
+        """This rank has missed the end of a copy: whether it is complete is unknown."""
+
+    def learn(self, landed: Collection[str]) -> None:
+        """Some rank knows that these copies are complete: sha256 of their manifests."""
+
     def steps(self) -> list[int]:
         """The committed steps, oldest first."""
 
@@ -195,6 +201,10 @@ class Shared:
         ]
 
     def landed(self, step: int, manifest: bytes, carriers: Sequence[int]) -> None: ...
+
+    def missed_end(self, step: int, manifest: bytes) -> None: ...
+
+    def learn(self, landed: Collection[str]) -> None: ...
 
     def holds(self, step: int, name: str) -> bool:
         return True

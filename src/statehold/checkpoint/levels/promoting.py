@@ -9,7 +9,8 @@ committed once it is free. Ranks meet under the number of the copy, which rank 0
 announces. So a rank that missed a copy fails that copy and no other. A rank that starts a copy does
 not wait for an earlier one: the copy is queued. A level that fails costs a warning: training
     continues, the step stays at its source, and the next one is tried again. An older step is never
-    put next to a newer one.
+    put next to a newer one. Copies on other hosts go with a step to its level, and are complete
+    only when the level has the step. All ranks share out a copy by what they know when it begins.
 Not here: when a level wants a step (cadence), the bytes (copying), a level's commit (places).
 """
 
@@ -28,7 +29,12 @@ from statehold.checkpoint.cadence.costs import Interval
 from statehold.checkpoint.cadence.every import Cadence, parse_every
 from statehold.checkpoint.levels.commit_rounds import CommitRounds
 from statehold.checkpoint.levels.copying import Copy, part_of
-from statehold.checkpoint.levels.parts import check_parts, is_resumable, part_message
+from statehold.checkpoint.levels.parts import (
+    check_parts,
+    is_resumable,
+    landed_copies,
+    part_message,
+)
 from statehold.checkpoint.levels.places import Carriers, DirectoryPlace, Place, Share
 from statehold.checkpoint.levels.specs import Level
 from statehold.checkpoint.levels.throttle import Throttle, give_way_to_training
@@ -44,7 +50,7 @@ from statehold.errors import (
     named,
     storage_error,
 )
-from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
 from statehold.process.tracebacks import let_go
 from statehold.ranks.peers import Peers
@@ -131,6 +137,7 @@ class Promoter:
         self._under_way: Future[bool] | None = None
         self._logged: tuple[int, type[Exception]] | None = None  # the newest failure
         self._begun_with = b""  # the manifest of the step that is being copied
+        self._landed = ""  # sha256 of the manifest of the last complete copy
         self.copied = 0  # copies that got there
         self.took_s = 0.0  # the newest of them
 
@@ -323,14 +330,20 @@ class Promoter:
             with watch.stage("commit", step=step):
                 self.place.commit(step, attempt, copied.manifest)
 
-        def check(messages: Sequence[bytes]) -> None:
-            check_parts(messages, step)
+        def check(messages: Sequence[bytes]) -> bytes:
+            return check_parts(messages, step)
 
         rounds = CommitRounds(self._peers, self._round, order.number, f"while copying step {step}")
-        message = part_message(copied.manifest, failure, step)
+        message = part_message(copied.manifest, failure, step, self._landed)
         with watch.stage("meet", step=step) if self._peers else contextlib.nullcontext():
-            rounds.gather(message, check, failure, rounds.at(self.place, commit))
-            rounds.publish(self.place, commit)
+            told = rounds.gather(message, check, failure, rounds.at(self.place, commit))
+            self.place.learn(landed_copies(told))
+            try:
+                rounds.publish(self.place, commit)
+            except StateholdError:
+                self.place.missed_end(step, copied.manifest)
+                raise
+        self._landed = sha256(copied.manifest)
         self.place.landed(step, copied.manifest, copied.carriers)
 
     def _copy(self, order: _Order, attempt: str | None, watch: CopyWatch, copied: _Copied) -> None:

@@ -7,7 +7,8 @@ Owns: for one level, this rank's knowledge of the hosts and the places of files;
 which files from here, or to here. Until the ranks have met (meeting), it knows only its own host.
 Invariants: on one host it is a DirectoryPlace like any other, with the same cost. A step that not
 all hosts have published does not count: no reader sees it, and it is removed when a later one is
-    there.
+    there. A step that survives the loss of hosts, as any rank knows it, stays on all hosts until a
+    younger one does.
 Not here: the meeting (meeting), which steps are whole (census), commits in two rounds.
 """
 
@@ -365,6 +366,7 @@ class CopiesPlace(DirectoryPlace):
         super().__init__(Site(name, at.store, called, site.fs, at.engine, site.yields))
         self._level = level
         self._planned: dict[int, list[int]] = {}
+        self._missed: _Missed | None = None
 
     @property
     def is_apart(self) -> bool:
@@ -433,8 +435,36 @@ class CopiesPlace(DirectoryPlace):
     def landed(self, step: int, manifest: bytes, carriers: Sequence[int]) -> None:
         self._level.copied(step, manifest, self._planned)
 
+    def missed_end(self, step: int, manifest: bytes) -> None:
+        """Keep the step until the ranks meet for the next copy.
+
+        Otherwise this host would retire files that other ranks count on.
+        """
+        self.learn(())
+        kept = contextlib.ExitStack()
+        kept.enter_context(self._level.protect(step))
+        self._missed = _Missed(step, manifest, self._planned, kept)
+
+    def learn(self, landed: Collection[str]) -> None:
+        missed, self._missed = self._missed, None
+        if missed is None:
+            return
+        with missed.kept, contextlib.suppress(StorageError):  # it may have been saved again
+            if sha256(missed.manifest) in landed:
+                self._level.copied(missed.step, missed.manifest, missed.planned)
+
     def retain(self) -> None:
         self._level.retain()
+
+
+@dataclass(frozen=True, slots=True)
+class _Missed:
+    """A copy of which this rank has missed the end, and the step, which is `kept` meanwhile."""
+
+    step: int
+    manifest: bytes
+    planned: Mapping[int, Sequence[int]]
+    kept: contextlib.ExitStack
 
 
 def _manifest_of(store: Store, step: int) -> tuple[str, str]:
