@@ -158,6 +158,15 @@ def test_weights_that_were_changed_between_updates_count(machine: Machine, drain
 
 
 @MODES
+def test_memory_that_cannot_be_pinned(machine: Machine, drains: bool) -> None:
+    machine.may_pin = False
+    twins = alternating(machine, [BF16, F32], drain_gradients=drains)
+    twins.train(2)
+    twins.check()
+    assert twins.ours.stats.device_updates > 0
+
+
+@MODES
 def test_parameters_on_two_devices(monkeypatch: pytest.MonkeyPatch, drains: bool) -> None:
     machine = install(monkeypatch, count=2, seed=1)
     places = itertools.cycle([0, 1])
