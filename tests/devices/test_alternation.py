@@ -19,6 +19,7 @@ from statehold import offload
 from statehold.errors import ChecksumError, DeviceError, StorageError, UsageError
 from statehold.offload import alternation, on_device
 from statehold.offload.lanes import Lanes
+from statehold.offload.mirror import Mirror
 from statehold.offload.on_device import OnDevice
 from statehold.offload.update import Update
 from statehold.planners.interleaving import Device
@@ -221,6 +222,7 @@ _INIT = OnDevice.__init__
 
 # With the seeds of devices that find them. None: the device does nothing unasked.
 BROKEN: dict[str, tuple[Any, str, Any, int | None]] = {
+    "gradients are read before they are there": (Mirror, "arrive", lambda _: None, None),
     "state is taken before it is back": (OnDevice, "_end", lambda *_: None, None),
     "two lanes have one memory": (OnDevice, "__init__", _with_one_memory, 1),
     "drained gradients are read too early": (Lanes, "wait", lambda *_: None, None),
@@ -235,7 +237,7 @@ def test_a_hasty_device_finds_every_defect(
     monkeypatch.setattr(*broken)
     machine = install(monkeypatch, seed=seed)
     with machine.operations:
-        assert not hasty(machine, tmp_path, drains=True)
+        assert not hasty(machine, tmp_path, drains="drained" in defect)
 
 
 # -- memory, waits, transfers ---------------------------------------------------------------------
@@ -261,6 +263,23 @@ def test_memory_is_announced_and_given_back(machine: Machine) -> None:
     optimizer.close()
     assert not machine.pins.ranges
     assert machine.bytes_on() - before == params[0].nbytes
+
+
+def test_the_device_begins_before_the_gradients_of_the_host_are_there(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = alternating(machine, [BF16])
+    twins.train(1)
+    stats, found = twins.ours.stats, []
+    wait = Mirror._wait_for_gradients
+    monkeypatch.setattr(
+        Mirror,
+        "_wait_for_gradients",
+        lambda self: (found.append(twins.ours.stats.device_updates), wait(self)),
+    )
+    twins.train(1)
+    assert found == [stats.device_updates + 2]  # in two lanes
+    twins.check()
 
 
 @MODES

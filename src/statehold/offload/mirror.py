@@ -1,11 +1,11 @@
 """Parameters on devices, as the host has them: pinned copies of their weights and gradients.
 
-The update runs on the host. Gradients go there on a stream of their own: in step(), or with
-`drains` as backward makes them, and then the device gets their memory back. New weights go to the
-device on another stream, and the current stream waits for them.
+Gradients of what the host updates go there on a stream of their own: in step(), or with `drains` as
+backward makes them, and then the device gets their memory back. New weights go to the device on
+another stream, and the current stream waits for them.
 
 Invariants:
-- The host reads what a device copies only after the event of the copy (collect). It writes what a
+- The host reads what a device copies only after the event of the copy (arrive). It writes what a
   device copies only after the event of that copy: collect() waits for weights on their way back.
 - The host never waits for the new weights of an update, unless a next update begins.
 - A gradient that was taken from its parameter is kept until its copy has completed. At most
@@ -81,6 +81,7 @@ class Mirror:
         self._drained: set[int] = set()
         self._moving: deque[tuple[torch.Tensor, Event]] = deque()
         self._moving_bytes = 0
+        self._is_arriving, self._must_wait = False, False
         self._lanes = Lanes()
         self._guard = threading.RLock()  # autograd has a thread for each device
         self._hooks: list[RemovableHandle] = []
@@ -109,14 +110,16 @@ class Mirror:
             finally:
                 self._lanes.wait(TO_HOST)
 
-    def collect(self) -> dict[int, torch.Tensor]:
-        """Have weights and gradients on the host. Returns the gradients.
+    def collect(self, *, must_wait: bool) -> dict[int, torch.Tensor]:
+        """Have weights on the host, and gradients on their way there. Returns the gradients.
 
-        Without `drains` they lack what is updated elsewhere, and `gradients` has it.
+        Without `drains` they lack what is updated elsewhere, and `gradients` has it. They may be
+        read after arrive(); must_wait: at once.
         """
         with self._guard:
             self.bring_weights()
             self.gradients.clear()
+            self._is_arriving, self._must_wait = False, must_wait or self._drains
             found = set()
             try:
                 for index, parameter in self._parameters.items():
@@ -125,11 +128,17 @@ class Mirror:
                     elif parameter.tensor.grad is not None:
                         self._bring_grad(index)
                         found.add(index)
+                self._is_arriving = not self._must_wait
             finally:
-                self._lanes.wait(TO_HOST)
-                self._moving.clear()
-                self._moving_bytes = 0
+                if not self._is_arriving:
+                    self._wait_for_gradients()
             return {index: self._copies[index].grad for index in found | self._drained}
+
+    def arrive(self) -> None:
+        """Return when the gradients of collect() are on the host."""
+        if self._is_arriving:
+            self._wait_for_gradients()
+            self._is_arriving = False
 
     def send(self, spans: Iterable[Span]) -> None:
         """Have the new weights of these spans copied to their devices."""
@@ -168,6 +177,11 @@ class Mirror:
                 self._lanes.wait(TO_HOST)
                 self._lanes.wait(TO_DEVICE)
             self._pinning.close()
+
+    def _wait_for_gradients(self) -> None:
+        self._lanes.wait(TO_HOST)
+        self._moving.clear()
+        self._moving_bytes = 0
 
     def _map(self) -> None:
         memory = Buffers(1, pinned_bytes(self._parameters.values()))[0].view(torch.uint8)
@@ -230,12 +244,19 @@ class Mirror:
                 copy.grad[begin:end].copy_(elements[begin:end], non_blocking=True)
             if elsewhere:
                 self.gradients[index] = elements
+                # What is made on this lane may be read on another one when it is complete.
+                self._must_wait |= not _is_memory_of(elements, parameter.tensor.grad)
 
 
 def _hooked(tensor: Any, call: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """Have autograd call this whenever the gradient has been added to `.grad`."""
     handle: RemovableHandle = tensor.register_post_accumulate_grad_hook(call)
     return handle
+
+
+def _is_memory_of(elements: torch.Tensor, grad: torch.Tensor | None) -> bool:
+    """Whether these are the elements of a gradient, and no copy of them."""
+    return grad is not None and elements.data_ptr() == local_of(grad).data_ptr()
 
 
 def _gaps(spans: Iterable[Span], end: int) -> Iterator[tuple[int, int]]:

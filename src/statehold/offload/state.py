@@ -116,8 +116,9 @@ class OffloadedState:
     def update(self, groups: Groups, grad_scale: torch.Tensor | None) -> None:
         """Update every parameter that has a gradient. Uses drained gradients up."""
         begin = time.perf_counter()
-        grads = self.gradients()
+        self._check_usable()
         self._check_options(groups)
+        grads = self.gradients(must_wait=False)
         groups = [{**group, "lr": _on_host(group["lr"])} for group in groups]
         scale = _on_host(grad_scale)
         update = Update(self._rule, self.parameters, groups, grads, scale, self._workers)
@@ -129,6 +130,7 @@ class OffloadedState:
             if subgroup.index in self._on_device.places:
                 gradients = self._mirror.gradients
                 return self._on_device.use(update, gradients, subgroup, memory, is_fresh)
+            self._mirror.arrive()
             begin = time.perf_counter()
             with self.timeline.during("update", subgroup.index):
                 spans = update.use(subgroup, memory, is_fresh)
@@ -146,6 +148,7 @@ class OffloadedState:
                 self._on_device.wait()
                 raise
             finally:
+                self._mirror.arrive()
                 self._mirror.discard()
                 self._mirror.sent(update.active)
             for parameter in active:
@@ -153,14 +156,18 @@ class OffloadedState:
         self._updates += 1
         self._update_s += time.perf_counter() - begin
 
-    def gradients(self) -> dict[int, torch.Tensor]:
-        """The gradients that there are, flat and on the host, by parameter."""
+    def gradients(self, *, must_wait: bool = True) -> dict[int, torch.Tensor]:
+        """The gradients that there are, flat and on the host, by parameter.
+
+        must_wait: until those of devices are there. Without it, arrive() of the mirror does.
+        """
         self._check_usable()
-        found = self._mirror.collect()
-        for index, parameter in enumerate(self.parameters):
-            if parameter.mirrored is None and parameter.tensor.grad is not None:
-                found[index] = parameter.gradient()
-        return found
+        here = {
+            index: each.gradient()
+            for index, each in enumerate(self.parameters)
+            if each.mirrored is None and each.tensor.grad is not None
+        }
+        return here | self._mirror.collect(must_wait=must_wait)
 
     def discard(self) -> None:
         """Forget drained gradients."""
