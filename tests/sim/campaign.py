@@ -3,7 +3,8 @@
 Prints how many crashes, faults of each kind, steps and restores there were, and every violation
 with its seed and trace. Fails if there is one, or if a kind of fault never fired.
 `--first N --seeds 1` runs one seed again, exactly as before, and prints what happens in it; with
-`--schedule` also whose turn it was when, and every operation on the disk.
+`--schedule` also whose turn it was when, and every operation on the disk. `--offloaded` runs seeds
+of a trainer with an offloaded optimizer instead.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from sim import offloaded
 from sim.seeds import FAULTS, Report, run_seed
 
 BATCH = 500
+Run = Callable[[int], Report]
 
 
 def quiet() -> None:
@@ -47,31 +51,31 @@ def summary(reports: Iterable[Report]) -> tuple[Counter[str], list[Report]]:
     return counts, failed
 
 
-def reports(seeds: range, processes: int) -> Iterator[Report]:
+def reports(seeds: range, processes: int, run: Run) -> Iterator[Report]:
     """What became of each seed. Processes are new for every batch: what leaks is told apart from
     what a seed does. Raises BrokenProcessPool where one of them dies."""
     context = multiprocessing.get_context("spawn")
     for first in seeds[::BATCH]:
         batch = range(first, min(first + BATCH, seeds.stop))
         with ProcessPoolExecutor(processes, context, quiet) as pool:
-            yield from pool.map(_run, batch, chunksize=10)
+            yield from pool.map(partial(_run, run), batch, chunksize=10)
         print(f"seeds {batch.start} to {batch.stop - 1}: done", flush=True)
 
 
-def _run(seed: int) -> Report:
-    report = run_seed(seed)
+def _run(run: Run, seed: int) -> Report:
+    report = run(seed)
     report.schedule.clear()  # long
     return report
 
 
-def missing(counts: Counter[str]) -> list[str]:
+def missing(counts: Counter[str], faults: Iterable[str] = FAULTS) -> list[str]:
     """The faults that never fired."""
-    return [fault for fault in FAULTS if not counts[fault]]
+    return [fault for fault in faults if not counts[fault]]
 
 
-def replay(seed: int, *, schedule: bool) -> int:
+def replay(run: Run, seed: int, *, schedule: bool) -> int:
     quiet()
-    report = run_seed(seed)
+    report = run(seed)
     print("\n".join(report.schedule * schedule))
     print(report)
     return 1 if report.violations else 0
@@ -83,15 +87,19 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--schedule", action="store_true")
+    parser.add_argument("--offloaded", action="store_true")
     options = parser.parse_args()
+    run, faults = run_seed, FAULTS
+    if options.offloaded:
+        run, faults = offloaded.run_offloaded, offloaded.FAULTS
     if options.seeds == 1:
-        return replay(options.first, schedule=options.schedule)
+        return replay(run, options.first, schedule=options.schedule)
     begin = time.monotonic()
     seeds = range(options.first, options.first + options.seeds)
-    counts, failed = summary(reports(seeds, options.processes))
+    counts, failed = summary(reports(seeds, options.processes, run))
     for what, count in sorted(counts.items()):
         print(f"{count:9} {what}")
-    never = missing(counts) if len(seeds) >= 1000 else []
+    never = missing(counts, faults) if len(seeds) >= 1000 else []
     if never:
         print(f"these faults never fired: {', '.join(never)}")
     print(

@@ -49,9 +49,10 @@ FAULTS = (
 
 @dataclass
 class Report:
-    """What became of a seed."""
+    """What became of a seed. options: of the command that replays it."""
 
     seed: int
+    options: str = ""
     counts: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     trace: list[str] = field(default_factory=list)
@@ -64,7 +65,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"seed {self.seed}, schedule {self.digest}", *self.trace]
-        return "\n  ".join(lines) + f"\nreplay it: {REPLAY} --first {self.seed}"
+        return "\n  ".join(lines) + f"\nreplay it: {REPLAY}{self.options} --first {self.seed}"
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,9 @@ class SteppedEngine:
     def read(self, **request: Any) -> SteppedJob:
         return self._began(self._engine.read(**request))
 
+    def ranges(self, **request: Any) -> SteppedJob:
+        return self._began(self._engine.ranges(**request))
+
     def close(self) -> None:
         for job in list(self._jobs.values()):
             job.cancel()

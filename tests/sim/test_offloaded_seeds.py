@@ -1,0 +1,45 @@
+"""Some seeds of an offloaded trainer. Many: `make sim SEEDS=1000 ARGS=--offloaded`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sim.campaign import missing, summary
+from sim.offloaded import run_offloaded
+from statehold.checkpoint.store import store as run_store
+from statehold.offload.store import Store
+from statehold.testing import SimFs
+
+SEEDS, FIRST = 6, 100
+# What happens in so few seeds, whatever the schedules.
+COMMON = {"short", "power loss", "failed update", "committed", "linked", "given up"}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.usefixtures("no_logs"),
+]
+
+
+def test_seeds() -> None:
+    counts, failed = summary(run_offloaded(seed) for seed in range(FIRST, FIRST + SEEDS))
+    assert not failed
+    assert COMMON.isdisjoint(missing(counts, COMMON))
+
+
+def without_sync(fs: SimFs, path: str, target: str) -> bool:
+    fs.link(path, target)
+    return True
+
+
+BROKEN: dict[str, tuple[Any, str, Any]] = {
+    "files get no header": (Store, "write_head", lambda *_: None),
+    "files are linked before they are durable": (run_store, "linked", without_sync),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_broken_is_found(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.setattr(*BROKEN[what])
+    assert any(run_offloaded(seed).violations for seed in range(FIRST, FIRST + SEEDS))
