@@ -305,7 +305,7 @@ PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
 PyRangesJob engine_ranges(PyEngine& engine, bool write, const nb::list& files,
                           nb::handle file_index, nb::handle offsets, nb::handle sizes,
                           nb::handle addresses, nb::bytes sums, nb::object owner, uint32_t client,
-                          std::vector<uint32_t> paths) {
+                          std::vector<uint32_t> paths, uint64_t transfer_bytes) {
   RangesRequest request;
   request.kind = write ? IoRequest::Kind::write : IoRequest::Kind::read;
   for (const nb::handle file : files) request.files.push_back(nb::cast<PyFile&>(file).opened());
@@ -314,6 +314,7 @@ PyRangesJob engine_ranges(PyEngine& engine, bool write, const nb::list& files,
   }
   request.paths = std::move(paths);
   request.client = client;
+  request.transfer_bytes = transfer_bytes;
   const std::vector<uint64_t> file = integers(file_index, "file_index");
   const std::vector<uint64_t> offset = integers(offsets, "offsets");
   const std::vector<uint64_t> size = integers(sizes, "sizes");

@@ -15,6 +15,11 @@ constexpr uint64_t kFileBytesMax = uint64_t{1} << 62;
 
 bool is_aligned(uint64_t value) { return value % kPageBytes == 0; }
 
+std::string name_of(uint64_t first, uint64_t last) {
+  const std::string begin = " range " + std::to_string(first);
+  return first == last ? begin : begin + " to " + std::to_string(last);
+}
+
 [[noreturn]] void refuse(uint64_t range, const std::string& why) {
   throw std::invalid_argument("range " + std::to_string(range) + ": " + why);
 }
@@ -25,6 +30,7 @@ RangesJob::RangesJob(const std::shared_ptr<Shared>& shared, RangesRequest reques
     : Job(shared, request.client, shared->memory->buffer_bytes()),
       kind_(request.kind),
       ranges_(std::move(request.ranges)),
+      transfer_bytes_(std::max(request.transfer_bytes, shared->memory->buffer_bytes())),
       paths_(std::move(request.paths)),
       files_(std::move(request.files)) {
   paths_.resize(files_.size(), 0);
@@ -33,8 +39,13 @@ RangesJob::RangesJob(const std::shared_ptr<Shared>& shared, RangesRequest reques
   progress_.resize(ranges_.size());
   sums_.resize(ranges_.size());
   for (uint64_t range = 0; range < ranges_.size(); ++range) make_blocks(range);
+  for (uint64_t block = 0; block < blocks_.size(); ++block) {
+    (blocks_[block].straight ? straight_queue_ : cold_queue_).push_back(block);
+  }
   ranges_left_ = unreturned_ = ranges_.size();
-  for (uint64_t range = 0; range < ranges_.size(); ++range) offer_hash(range);
+  for (uint64_t range = 0; range < ranges_.size(); ++range) {
+    if (!is_read() || progress_[range].blocks_left == 0) hash_queue_.push_back(range);
+  }
 }
 
 void RangesJob::check(uint64_t index) const {
@@ -83,21 +94,33 @@ void RangesJob::check_overlaps() const {
 void RangesJob::make_blocks(uint64_t index) {
   const Range& range = ranges_[index];
   const uint64_t buffer_bytes = shared_->memory->buffer_bytes();
-  Progress& progress = progress_[index];
-  progress.first_block = progress.next_hash = blocks_.size();
   for (uint64_t at = range.offset; at < range.end();) {
     Block block;
-    block.range = index;
+    block.range = block.last_range = index;
     block.begin = at;
     block.end = at = std::min(range.end(), align_down(at, buffer_bytes) + buffer_bytes);
     block.straight = goes_straight(block);
-    (block.straight ? straight_queue_ : cold_queue_).push_back(blocks_.size());
     stats_.copied_bytes += block.straight ? 0 : block.bytes();
-    blocks_.push_back(block);
+    if (!goes_on(block)) {
+      blocks_.push_back(block);
+      ++progress_[index].blocks_left;
+      continue;
+    }
+    Block& before = blocks_.back();
+    progress_[index].blocks_left += before.last_range == index ? 0 : 1;
+    before.last_range = index;
+    before.end = block.end;
   }
-  progress.last_block = blocks_.size();
-  progress.blocks_left = progress.last_block - progress.first_block;
   stats_.bytes += range.bytes;
+}
+
+// Whether it can be a part of the newest block.
+bool RangesJob::goes_on(const Block& block) const {
+  if (blocks_.empty() || !block.straight) return false;
+  const Block& before = blocks_.back();
+  return before.straight && file_of(before) == file_of(block) && before.end == block.begin &&
+         memory_of(before) + before.bytes() == memory_of(block) &&
+         block.end - before.begin <= transfer_bytes_;
 }
 
 bool RangesJob::goes_straight(const Block& block) const {
@@ -215,7 +238,7 @@ void RangesJob::load(const Block& block) const {
 
 void RangesJob::transferred(uint64_t index, Status status) {
   Block& block = blocks_[index];
-  if (!status.ok()) status.operation += " range " + std::to_string(block.range);
+  if (!status.ok()) status.operation += name_of(block.range, block.last_range);
   if (failed() || !status.ok()) return drop(block, status);
   if (!is_read() || !block.buffered()) return block_done(block);
   move(block, Stage::loaded);
@@ -232,45 +255,23 @@ void RangesJob::unload(uint64_t index) {
   block_done(block);
 }
 
+// The engine wakes all threads after this, as after every transfer and every work.
 void RangesJob::block_done(Block& block) {
   move(block, Stage::done);
-  --progress_[block.range].blocks_left;
-  if (is_read()) offer_hash(block.range);
-  finish_if_done(block.range);
-}
-
-void RangesJob::offer_hash(uint64_t range) {
-  Progress& progress = progress_[range];
-  if (progress.hashing) return;
-  const bool is_empty = progress.first_block == progress.last_block;
-  const bool has_next = progress.next_hash < progress.last_block &&
-                        (!is_read() || blocks_[progress.next_hash].stage == Stage::done);
-  if (!is_empty && !has_next) return;
-  progress.hashing = true;
-  hash_queue_.push_back(range);
-  wake_all();
-}
-
-void RangesJob::hash(uint64_t range) {
-  Progress& progress = progress_[range];
-  if (!progress.hash) progress.hash = std::make_unique<Xxh3>();
-  Xxh3& hash = *progress.hash;
-  uint64_t bytes = 0;
-  if (progress.next_hash < progress.last_block) {
-    const Block& block = blocks_[progress.next_hash];
-    bytes = block.bytes();
-    hash.update(memory_of(block), bytes);
+  for (uint64_t range = block.range; range <= block.last_range; ++range) {
+    CHECK(progress_[range].blocks_left > 0);
+    if (--progress_[range].blocks_left > 0) continue;
+    if (is_read()) hash_queue_.push_back(range);
+    finish_if_done(range);
   }
-  const bool is_last = progress.next_hash + 1 >= progress.last_block;
-  const uint64_t sum = is_last ? hash.digest() : 0;
-  if (is_last) progress.hash.reset();
+}
+
+void RangesJob::hash(uint64_t index) {
+  const Range& range = ranges_[index];
+  const uint64_t sum = xxh3_64(range.memory, range.bytes);
   const Lock lock(shared_->mutex());
-  charge(bytes);
-  if (failed()) return;
-  progress.next_hash = std::min(progress.next_hash + 1, progress.last_block);
-  if (is_last) return hashed(range, sum);
-  progress.hashing = false;
-  offer_hash(range);
+  charge(range.bytes);
+  if (!failed()) hashed(index, sum);
 }
 
 void RangesJob::hashed(uint64_t index, uint64_t sum) {
@@ -290,7 +291,6 @@ void RangesJob::finish_if_done(uint64_t range) {
   CHECK(ranges_left_ > 0);
   done_.push_back(range);  // first: where it throws, the job is not complete, and can fail
   --ranges_left_;
-  wake_all();
 }
 
 void RangesJob::drop_queued() {

@@ -1,14 +1,16 @@
 // ranges_job: ranges of several files that stay open, into memory or out of it, each with its
 // checksum.
 //
-// A range is cut into blocks where its file's offsets are multiples of a buffer. Per block:
+// A range is cut into blocks where its file's offsets are multiples of a buffer. Blocks that go
+// straight are one, up to `transfer_bytes`, where they lie side by side in the file and in memory:
+// a disk moves a few large requests faster than many small ones. Per block:
 //   straight       free -> moving between the file and the caller's memory -> done
 //   else, reading  free -> read into a buffer -> copied into the caller's memory -> done
 //   else, writing  free -> copied into a buffer -> written -> done
 // A block goes straight where its file allows: always if the file is not direct, and if offset,
-// length and memory are multiples of a page. Blocks of a range are hashed in order, in the caller's
-// memory: when they have arrived, or while they are written. A range is done when all its blocks
-// are done and hashed, and its checksum is the one that was given (reading).
+// length and memory are multiples of a page. A range is hashed in the caller's memory, all of it by
+// one worker: when it has arrived, or while it is written. It is done when all its blocks are done
+// and it is hashed, and its checksum is the one that was given (reading).
 //
 // Invariants:
 // - The job owns memory and ranges until it is done, or has failed and is quiet, which it is only
@@ -49,6 +51,7 @@ struct RangesRequest {
   std::vector<uint32_t> paths;  // by file, for limits (path_limits.h); none: all are on path 0
   std::vector<Range> ranges;
   uint32_t client = 0;
+  uint64_t transfer_bytes = 0;  // of a block that goes straight; less than a buffer means a buffer
 };
 
 struct RangesStats {
@@ -79,8 +82,9 @@ class RangesJob final : public Job {
   enum Kind : uint8_t { kStart, kUnload, kHash };
 
   struct Block : BlockState {
-    uint64_t range = 0;
-    uint64_t begin = 0;  // in the file
+    uint64_t range = 0;       // the first one that it has bytes of
+    uint64_t last_range = 0;  // and the last one
+    uint64_t begin = 0;       // in the file
     uint64_t end = 0;
     bool straight = false;
 
@@ -88,19 +92,15 @@ class RangesJob final : public Job {
   };
 
   struct Progress {  // of a range
-    uint64_t first_block = 0;
-    uint64_t last_block = 0;  // exclusive
-    uint64_t next_hash = 0;   // the block to hash next
     uint64_t blocks_left = 0;
-    bool hashing = false;  // in the queue, or at a worker
     bool hashed = false;
-    std::unique_ptr<Xxh3> hash;  // of the blocks before next_hash; its worker's
   };
 
   bool is_read() const { return kind_ == IoRequest::Kind::read; }
   void check(uint64_t range) const REQUIRES(engine_mutex);
   void check_overlaps() const REQUIRES(engine_mutex);
   void make_blocks(uint64_t range) REQUIRES(engine_mutex);
+  bool goes_on(const Block& block) const REQUIRES(engine_mutex);
   bool goes_straight(const Block& block) const REQUIRES(engine_mutex);
   std::byte* memory_of(const Block& block) const;
   const std::shared_ptr<File>& file_of(const Block& block) const REQUIRES(engine_mutex);
@@ -112,7 +112,6 @@ class RangesJob final : public Job {
   void unload(uint64_t index);
   void hash(uint64_t range);
   void block_done(Block& block) REQUIRES(engine_mutex);
-  void offer_hash(uint64_t range) REQUIRES(engine_mutex);
   void hashed(uint64_t range, uint64_t sum) REQUIRES(engine_mutex);
   void finish_if_done(uint64_t range) REQUIRES(engine_mutex);
 
@@ -126,12 +125,12 @@ class RangesJob final : public Job {
 
   const IoRequest::Kind kind_;
   const std::vector<Range> ranges_;
+  const uint64_t transfer_bytes_;
   std::vector<uint32_t> paths_;  // by file
   RangesStats stats_;
 
   std::vector<Block> blocks_;  // by range, in order; each is of who its state says (block.h)
-  std::vector<Progress>
-      progress_;  // by range; `hash` and `next_hash` are of the worker that hashes
+  std::vector<Progress> progress_ GUARDED_BY(engine_mutex);  // by range
   std::vector<std::shared_ptr<File>> files_ GUARDED_BY(engine_mutex);
   std::vector<uint64_t> sums_ GUARDED_BY(engine_mutex);           // by range
   std::deque<uint64_t> straight_queue_ GUARDED_BY(engine_mutex);  // blocks to start

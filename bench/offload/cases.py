@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from statehold.planners.placement import SUBGROUPS_WANTED, buffers_in_transit
 from statehold.units import parse_bytes
 
 
@@ -139,7 +140,7 @@ def peers(setup: Setup) -> list[Case]:
     """DeepSpeed's offloads, and ours with no more memory."""
     path = (directory_of(setup.paths[0]),)
     theirs = 4 * DEEPSPEED_SUBGROUP * DEEPSPEED_BUFFERS
-    as_much = max(0, theirs - OWN_BUFFERS * setup.state_bytes // 64)
+    as_much = max(0, theirs - OWN_BUFFERS * setup.state_bytes // SUBGROUPS_WANTED)
     nvme, cpu = "DeepSpeed ZeRO-3, NVMe", "DeepSpeed ZeRO-3, CPU"
     return [
         Case(name=nvme, kind="deepspeed", paths=path, trains=True),
@@ -197,7 +198,7 @@ IN_HOST = "Host"
 NO_IDEA = "none: one path, fixed order, gradients on storage"
 # The smallest pool with which DeepSpeed's pipelined swapper does not run out of buffers, and its
 # subgroup in parameters; the buffers that our pipeline has for one path.
-DEEPSPEED_BUFFERS, DEEPSPEED_SUBGROUP, OWN_BUFFERS = 12, 1 << 23, 5
+DEEPSPEED_BUFFERS, DEEPSPEED_SUBGROUP, OWN_BUFFERS = 12, 1 << 23, buffers_in_transit(1)
 
 GROUPS: dict[str, Callable[[Setup], Sequence[Case]]] = {
     "host": host,

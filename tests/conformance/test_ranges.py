@@ -186,6 +186,36 @@ def test_aligned_ranges_are_not_copied(disk: Disk, engine: _core.Engine) -> None
     must(job.wait(DEADLINE_S))
 
 
+def test_ranges_side_by_side_are_moved_together(tmp_path: Path) -> None:
+    """A transfer that fails names all of them. Each still has a checksum of its own."""
+    fs = SimFs(seed=1)
+    fs.mkdir("run")
+    engine = _core.Engine(fs, 3 * BUFFER, BUFFER)
+    paths = Paths(Disk(fs, "run"))
+    memory = memory_at(0, 4 * BUFFER)
+    memory[:] = np.arange(4 * BUFFER, dtype=np.uint64).astype(np.uint8)
+    cuts = [0, BUFFER // 2, BUFFER, 2 * BUFFER, 3 * BUFFER + PAGE, 4 * BUFFER]
+    ranges = [Range(0, a, memory[a:b]) for a, b in itertools.pairwise(cuts)]
+    fs.fail_next("write", errno.EIO, 1, 0)
+    with pytest.raises(StorageError, match="range 0 to 2"):
+        paths.write(engine, ranges, transfer_bytes=2 * BUFFER).wait(DEADLINE_S)
+    must(fs.fired["injected write"] == 1)
+    job = paths.write(engine, ranges, transfer_bytes=2 * BUFFER)
+    must(job.wait(DEADLINE_S))
+    sums = job.checksums()
+    assert list(array("Q", sums)) == [_core.xxh3_64(r.memory.tobytes()) for r in ranges]
+    whole = memory_at(0, 4 * BUFFER)
+    back = [Range(0, a, whole[a:b]) for a, b in itertools.pairwise(cuts)]
+    must(paths.read(engine, back, sums, transfer_bytes=3 * BUFFER).wait(DEADLINE_S))
+    assert (whole == memory).all()
+    wrong = bytearray(sums)
+    wrong[8 * 3] ^= 1
+    with pytest.raises(_core.Mismatch) as caught:
+        paths.read(engine, back, bytes(wrong), transfer_bytes=4 * BUFFER).wait(DEADLINE_S)
+    assert caught.value.segment == 3
+    engine.close()
+
+
 def test_each_range_is_told_once_when_it_is_done(disk: Disk, engine: _core.Engine) -> None:
     paths = Paths(disk)
     ranges = some_ranges()

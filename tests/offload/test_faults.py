@@ -26,7 +26,7 @@ from support.faults import DEADLINE_S, must
 from support.twins import Twins, snapshot
 
 BF16 = torch.bfloat16
-SHAPES = [(40_000,), (129, 65)]
+SHAPES = [(80_000,), (129, 65)]
 SMALL = 49_152
 
 

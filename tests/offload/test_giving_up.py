@@ -22,6 +22,7 @@ import torch
 from statehold import offload
 from statehold.errors import MissingFileError, StorageError, UsageError
 from statehold.offload import stalls
+from statehold.planners import placement
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, must
 from support.mounts import ext4, nearly_full, tmpfs, why_no_ext4, why_no_tmpfs
@@ -29,12 +30,18 @@ from support.seeds import seed_of_today
 from support.twins import Twins, snapshot
 
 BF16 = torch.bfloat16
-SHAPES = [(40_000,), (129, 65)]
+SHAPES = [(80_000,), (129, 65)]
 SMALL = 49_152
 FAULTS = int(os.environ.get("STATEHOLD_OFFLOAD_FAULTS", "4"))
 EXT4_SHUTDOWN, EXT4_SHUTDOWN_NO_LOG = 0x8004587D, 2  # EXT4_IOC_SHUTDOWN
 T = TypeVar("T")
 needs_tmpfs = pytest.mark.skipif(why_no_tmpfs() is not None, reason=str(why_no_tmpfs()))
+
+
+@pytest.fixture(autouse=True)
+def _no_path_is_found_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So faults meet the transfers that they are for, and not files of a new placement."""
+    monkeypatch.setattr(placement, "MOVES_PAY_AT", 2.0)
 
 
 def simulated() -> SimFs:

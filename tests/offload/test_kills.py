@@ -32,8 +32,8 @@ from support.offloaded import digest, gradients, network
 run, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 model = network()
 optimizer = offload.AdamW(
-    model.named_parameters(), lr=1e-2, weight_decay=0.1, subgroup_bytes=49152,
-    tiers=[offload.Host("200KB"), offload.Path(folder + "/one", "40MB"),
+    model.named_parameters(), lr=1e-2, weight_decay=0.1, subgroup_bytes=24576,
+    tiers=[offload.Host("100KB"), offload.Path(folder + "/one", "40MB"),
            offload.Path(folder + "/two", "20MB")],
 )
 state = {"model": model, "optimizer": optimizer}

@@ -17,7 +17,7 @@ from statehold.offload.pipeline import Pipeline
 from statehold.offload.subgroups import Subgroup
 from support.faults import DEADLINE_S, must
 
-SUBGROUPS, CACHED = 20, 5
+SUBGROUPS, CACHED = 32, 5
 
 
 class Inline:

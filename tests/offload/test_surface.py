@@ -90,7 +90,7 @@ def test_hooks_and_schedulers_see_the_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_state_goes_to_torch_and_back(tmp_path: Path, dtype: torch.dtype) -> None:
     """In the middle of a training, in both directions."""
-    twins = Twins([(129, 65), (4,), (40_000,)], [dtype], **on(tmp_path))
+    twins = Twins([(129, 65), (4,), (80_000,)], [dtype], **on(tmp_path))
     twins.train(2)
     plain = torch.optim.AdamW(twins.masters, lr=0.5, fused=True)
     saved = twins.ours.state_dict()
@@ -116,7 +116,7 @@ def test_state_goes_to_torch_and_back(tmp_path: Path, dtype: torch.dtype) -> Non
 
 def test_a_state_brings_its_hyper_parameters(tmp_path: Path) -> None:
     """As with torch: the groups are those of the state, whatever the optimizer was made with."""
-    shapes = [(129, 65), (40_000,)]
+    shapes = [(129, 65), (80_000,)]
     old = Twins(shapes, [BF16], groups=[{}, {"weight_decay": 0.3}], tiers=[offload.Host("8MiB")])
     old.train(2)
     groups = [{"lr": 0.5, "betas": (0.1, 0.2)}, {"lr": 0.7, "maximize": True}]
@@ -136,7 +136,7 @@ def test_a_state_brings_its_hyper_parameters(tmp_path: Path) -> None:
 
 
 def test_a_state_dict_is_a_copy(tmp_path: Path) -> None:
-    twins = Twins([(40_000,)], [BF16], **on(tmp_path))
+    twins = Twins([(80_000,)], [BF16], **on(tmp_path))
     twins.train(1)
     before = copy.deepcopy(twins.ours.state_dict())
     kept = twins.ours.state_dict()
@@ -147,7 +147,7 @@ def test_a_state_dict_is_a_copy(tmp_path: Path) -> None:
 
 
 def test_parameters_without_updates_have_no_state(tmp_path: Path) -> None:
-    twins = Twins([(40_000,), (5,)], [BF16], **on(tmp_path))
+    twins = Twins([(80_000,), (5,)], [BF16], **on(tmp_path))
     assert twins.ours.state_dict()["state"] == {}
     twins.backward(skip=[1])
     twins.step()
@@ -273,7 +273,7 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_closed_optimizer_refuses(tmp_path: Path) -> None:
-    twins = Twins([(40_000,)], [BF16], **on(tmp_path))
+    twins = Twins([(80_000,)], [BF16], **on(tmp_path))
     twins.train(2)
     assert list(tmp_path.rglob("*.state"))
     twins.ours.close()

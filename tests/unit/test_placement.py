@@ -67,8 +67,8 @@ def test_small_differences_move_nothing() -> None:
 
 def test_subgroups_are_neither_tiny_nor_huge() -> None:
     assert choose_subgroup_bytes(1000) == 4 * MiB
-    assert choose_subgroup_bytes(6400 * MiB) == 100 * MiB
-    assert choose_subgroup_bytes(1 << 50) == 256 * MiB
+    assert choose_subgroup_bytes(6400 * MiB) == 50 * MiB
+    assert choose_subgroup_bytes(1 << 50) == 128 * MiB
 
 
 @given(st.floats(1, 100), st.floats(1, 100), st.integers(1, 10**12))

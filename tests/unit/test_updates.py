@@ -106,7 +106,7 @@ def test_memory_that_holds_all_needs_no_buffers() -> None:
 
 def test_too_little_memory_is_refused_with_the_figures() -> None:
     work = adamw(1e9)
-    with pytest.raises(UsageError, match=r"at least 1.88 GiB: 1.86 GiB of gradients") as caught:
+    with pytest.raises(UsageError, match=r"at least 1.89 GiB: 1.86 GiB of gradients") as caught:
         plan(work, GiB, [PathRates("a", GB, GB)])
     assert "buffers of the paths" in str(caught.value)
     with pytest.raises(UsageError, match="has no path"):

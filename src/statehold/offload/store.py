@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Store", "Stored"]
 
-QUEUE_DEPTH = 32
+# Of requests under way on each path. With more, a read that ends an exchange waits for all that was
+# asked for before. A disk moves requests of this size at full speed.
+QUEUE_DEPTH = 12
+TRANSFER_BYTES = 4 * MiB
 STAGING_BYTES = 16 * MiB
 COPY_THREADS_MAX = 4
 PARTS_NAMED = 4
@@ -85,7 +88,7 @@ class Store:
         self._owned = contextlib.ExitStack()
         with contextlib.ExitStack() as owned:
             if fs is None:
-                fs = _core.open_fs("auto", QUEUE_DEPTH)
+                fs = _core.open_fs("auto", QUEUE_DEPTH * max(1, len(paths)))
                 owned.callback(fs.close)
             self._fs = fs
             self._engine = open_engine(
@@ -205,6 +208,7 @@ class Store:
             owner=owner,
             client=Client.OFFLOAD_WRITE if is_write else Client.OFFLOAD_READ,
             paths=[path],
+            transfer_bytes=TRANSFER_BYTES,
         )
         job.wait(None)
         return job.checksums() if is_write else b""

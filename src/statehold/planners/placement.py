@@ -20,15 +20,17 @@ from dataclasses import dataclass
 
 from statehold.units import MiB
 
-EXCHANGES_PER_PATH = 3
+# So many that a path has work while some exchanges wait for a processor. Six with 128 subgroups
+# keep a path busier than three with 64, and take less memory.
+EXCHANGES_PER_PATH = 6
 MOVES_PAY_AT = 0.05
 # How much the last update counts in the bandwidth of a path.
 NEWEST = 0.5
 # Measuring a path that has no subgroups takes at most this share of the time.
 MEASURING_SHARE = 0.01
-SUBGROUPS_WANTED = 64
+SUBGROUPS_WANTED = 128
 SUBGROUP_BYTES_MIN = 4 * MiB
-SUBGROUP_BYTES_MAX = 256 * MiB
+SUBGROUP_BYTES_MAX = 128 * MiB
 
 
 def choose_subgroup_bytes(total_bytes: int) -> int:
