@@ -19,7 +19,7 @@ from statehold.io.clients import Client, open_engine
 from statehold.layout.flat import boxes_of_run
 from statehold.layout.layout import Box, Layout
 from statehold.layout.plan import BLOCK_BYTES, TensorSpec, pieces, plan_save
-from statehold.layout.stored import StoredFile
+from statehold.layout.stored import StoredFile, held_in
 from statehold.tensors.stored import InFiles, StoredState
 
 PAGE = 4096
@@ -71,7 +71,7 @@ class OnFiles:
     # -- what a save asks ------------------------------------------------------------------
 
     def stored_state(self) -> StoredState:
-        files = list(self.files)
+        files = list(self.files) if self._writes else []
         with self.guard:
             self.held += [file.path for file in files]
 
@@ -82,7 +82,16 @@ class OnFiles:
                     self.held.remove(file.path)
 
         tree = {"moments": {name: InFiles(name) for name in self.tensors}, "value": self.value}
-        return StoredState(tree, lambda: files, release)
+        elsewhere = [] if self._writes else held_in(self.files)
+        return StoredState(
+            tree, lambda: files, release, [each for each in elsewhere if each.layout is not None]
+        )
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this rank has the files: the first of those that hold the same."""
+        places = self.layouts.values()
+        return all(layout.replica_index(rank) == 0 for layout, _, rank in places)
 
     # -- files -----------------------------------------------------------------------------
 
