@@ -31,7 +31,8 @@ def ext4(folder: Path, size_bytes: int, *options: str, kind: str = "ext4") -> It
     try:
         yield mounted
     finally:
-        subprocess.run(["umount", str(mounted)], check=True)
+        # At once, also where a test that has failed still has files open there.
+        subprocess.run(["umount", "-l", str(mounted)], check=True)
 
 
 def why_no_tmpfs() -> str | None:
