@@ -36,7 +36,7 @@ def test_every_rule_and_dtype(
 ) -> None:
     options = {"weight_decay": 0.1, **({"momentum": 0.9} if kind == "SGD" else {})}
     twins = DeviceTwins(machine, dtypes, kind=kind, options=options, drain_gradients=drains,
-                        tiers=[offload.Path(tmp_path)])  # fmt: skip
+                        tiers=[offload.Path(tmp_path)], subgroup_bytes=40_000)  # fmt: skip
     for missing in ([], [1, 4], []):
         twins.backward(skip=missing)
         twins.backward()
