@@ -27,6 +27,7 @@ from statehold.tensors.stored import Role, SavedParameter, StoredState
 from statehold.testing import SimFs, checkpointer_on
 from support import scripts
 from support.faults import DEADLINE_S, SMALL, must
+from support.inside import inside
 from support.twins import Twins, same_bits
 from support.wrapped import Extra, Holder, Imitating, Subclassing
 
@@ -366,6 +367,43 @@ def test_a_damaged_file_gives_way_to_the_step_before(folders: Callable[[str], Pa
         assert ckpt.restore(state_of(other)) == 1
     for index, fields in other.ours.state_dict()["state"].items():
         assert all(same_bits(value, expected[index][name]) for name, value in fields.items())
+
+
+# -- the files of removed steps -----------------------------------------------------------
+
+
+def test_files_of_removed_steps_are_written_again(folders: Callable[[str], Path]) -> None:
+    """So from some save on, no update makes a file."""
+    twins, opt = twins_at(folders("opt")), folders("opt")
+    seen: set[int] = set()
+    with statehold.Checkpointer(folders("run"), keep=2, **SMALL) as ckpt:
+        for step in range(1, 11):
+            twins.train(1)
+            files = {file.stat().st_ino for file in opt.rglob("*.state")}
+            assert step < 6 or files <= seen
+            seen |= files
+            ckpt.save(step, state_of(twins)).wait("committed", DEADLINE_S)
+            inside(ckpt).pipeline.drain(DEADLINE_S)
+        twins.check()
+        for step in ckpt.steps():
+            other = twins_at(folders("opt2"), seed=1)
+            assert ckpt.restore(state_of(other), step=step) == step
+            other.ours.close()
+
+
+def test_few_files_wait_for_their_steps(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("statehold.offload.files.LINKED_MAX", 3)
+    twins, opt = twins_at(folders("opt")), folders("opt")
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        for step in range(1, 6):
+            twins.train(1)
+            ckpt.save(step, state_of(twins)).wait("committed", DEADLINE_S)
+        twins.train(1)
+        linked = [file for file in opt.rglob("*.state") if file.stat().st_nlink > 1]
+        assert 0 < len(linked) <= 3 + len(stored_of(twins).files())
+        twins.check()
 
 
 # -- updates during a save -------------------------------------------------------------------------

@@ -5,7 +5,9 @@ Invariants:
   removes them.
 - A file that holds the newest state of a subgroup is never written. take() gives a file that holds
   no state any more, or a new one. A file that a save holds is neither written nor removed.
-- A file with a second name is never written, because the other name may be part of a checkpoint.
+- A file with a second name is never written, because the other name may be part of a checkpoint. It
+  waits, and takes no space of its own, until it has one name again. To write into a file that has
+  its blocks is faster than to make a new one.
 - The files are working memory. Nothing reads them after their process has ended: a restart begins
   from a committed step, and open() removes what a dead job has left.
 Not here: which file holds what (pipeline), moving the bytes (store).
@@ -13,11 +15,12 @@ Not here: which file holds what (pipeline), moving the bytes (store).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import re
 import threading
-from collections import Counter
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from statehold.errors import StateholdError, StorageError, UsageError
@@ -30,6 +33,8 @@ __all__ = ["StateFiles"]
 
 logger = logging.getLogger("statehold")
 
+# As many as a state has subgroups, times the steps that most runs keep.
+LINKED_MAX = 1024
 NAME = re.compile(r"subgroup-\d{8}\.state")
 
 
@@ -49,6 +54,7 @@ class StateFiles:
         self._made = 0
         self._sizes: dict[str, int] = {}  # of all files
         self._spare: list[str] = []
+        self._linked = deque[str]()  # not of any use, but for a step; the oldest first
         self._held = Counter[str]()
         self._retired: set[str] = set()  # held, and of no other use
         try:
@@ -80,14 +86,36 @@ class StateFiles:
     def take(self, nbytes: int) -> tuple[str, File]:
         """A file that may be overwritten, and its path."""
         self.check()
-        while (path := self._pop(nbytes)) is not None:
-            if self._fs.can_reuse(path):
-                return path, self._opened(path, nbytes, reuse=True)
-            if self._fs.stat_bytes(path) is not None:
-                self._fs.unlink(path)  # under the other name the bytes stay
-            del self._sizes[path]
+        path = self._reusable(nbytes)
+        if path is not None:
+            return path, self._opened(path, nbytes, reuse=True)
         path = self._new_name()
         return path, self._opened(path, nbytes, reuse=False)
+
+    def _reusable(self, nbytes: int) -> str | None:
+        """A file that has no second name; None if there is none."""
+        while (path := self._pop(nbytes)) is not None:
+            if self._fs.can_reuse(path):
+                return path
+            self._set_aside(path)
+        with contextlib.suppress(IndexError):  # steps are removed in the order of their saves
+            while not self._fs.can_reuse(path := self._linked.popleft()):
+                if self._fs.stat_bytes(path) is not None:
+                    self._linked.appendleft(path)
+                    return None
+                del self._sizes[path]
+            return path
+        return None
+
+    def _set_aside(self, path: str) -> None:
+        """Keep a file that has a second name until it has none, unless too many wait already."""
+        is_there = self._fs.stat_bytes(path) is not None
+        if is_there and len(self._linked) < LINKED_MAX:
+            self._linked.append(path)
+            return
+        if is_there:
+            self._fs.unlink(path)  # under the other name the bytes stay
+        del self._sizes[path]
 
     def open_held(self, path: str, nbytes: int) -> File:
         """A file that a save holds: to write its header."""
