@@ -88,8 +88,8 @@ def test_memory_that_goes_during_the_capture_fails_the_save(
 ) -> None:
     tensor = torch.randn(ELEMENTS)
 
-    def captured(*args: object) -> Capture:
-        found = capture(*args)  # type: ignore[arg-type]
+    def captured(*args: object, **options: object) -> Capture:
+        found = capture(*args, **options)  # type: ignore[arg-type]
         thread = threading.Thread(target=tensor.share_memory_)
         thread.start()
         thread.join(DEADLINE_S)

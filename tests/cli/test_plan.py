@@ -21,15 +21,15 @@ TWO_PATHS = """\
 7 billion parameters in bf16: 78.2 GiB of state, 13 GiB of gradients in host memory
 
 PATH    READ  WRITE  BOTH  SUBGROUPS     STATE
-/nvme0  6.50   4.00  2.48        211  52.8 GiB
-/pfs    3.00   2.00  1.20        102  25.5 GiB
+/nvme0  6.50   4.00  2.48        422  52.8 GiB
+/pfs    3.00   2.00  1.20        204  25.5 GiB
 (GB/s)
 
-An update takes 7.99 s. It is bounded by the paths: the paths need 7.97 s, the arithmetic 7 s.
-Memory holds 65% of the state: 49 GiB as a tier and 2 GiB in transit. Storage moves 8.4 bytes \
+An update takes 7.98 s. It is bounded by the paths: the paths need 7.97 s, the arithmetic 7 s.
+Memory holds 65% of the state: 49.2 GiB as a tier and 1.75 GiB in transit. Storage moves 8.4 bytes \
 for each parameter and step (DeepSpeed: 32).
 
-Use: tiers=[Host("50136MiB"), Path("/nvme0"), Path("/pfs")], subgroup_bytes=268435456
+Use: tiers=[Host("50392MiB"), Path("/nvme0"), Path("/pfs")], subgroup_bytes=134217728
 """
 
 
