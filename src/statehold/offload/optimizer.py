@@ -114,6 +114,11 @@ class _Offloaded(torch.optim.Optimizer):
         """The state for a save that takes files as they are; None without a Path."""
         return self._opened.stored(saved)
 
+    @property
+    def has_lost_state(self) -> bool:
+        """Whether an update has failed in the middle, and no state was loaded since."""
+        return self._opened.has_failed
+
     def gathered_state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """What `state` of torch's optimizer has, by parameter. A save takes it by their names."""
         parameters = self._opened.parameters

@@ -173,6 +173,11 @@ class OffloadedState:
         """Forget drained gradients."""
         self._mirror.discard()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the state belongs to no step until load()."""
+        return self._failure is not None
+
     def gather(self, among: Sequence[int] | None = None) -> dict[int, dict[str, torch.Tensor]]:
         """Copies of the fields of the parameters that were ever updated, in their shapes.
 

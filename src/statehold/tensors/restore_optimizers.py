@@ -48,7 +48,7 @@ class OptimizerMatching(Matching):
         if saved is not None and self._streamed(live, saved, path):
             return
         if not optimizers.is_standard(live):
-            shown = live.state_dict()
+            shown = self._shown(live, saved, path)
             if saved is not None and not optimizers.is_by_name(shown):
                 self._translated(live, shown, saved, path)
             else:
@@ -59,6 +59,19 @@ class OptimizerMatching(Matching):
             self._handed_over(live, live.state_dict(), node, path)
         else:
             self.problem(path, "the state of an optimizer", "a value of another kind")
+
+    def _shown(self, live: torch.optim.Optimizer, saved: _Named | None, path: str) -> Any:
+        """Its state_dict(). Of one that has lost its state only the groups, if it gets all of the
+        state of the step."""
+        if saved is not None and isinstance(live, optimizers.GathersState) and live.has_lost_state:
+            names = (
+                f"{path}.{STATE}.{name}.{key}"
+                for name, state in saved.states.items()
+                for key in nodes.members(state) or {}
+            )
+            if all(map(self._selection.takes, names)):
+                return torch.optim.Optimizer.state_dict(live)
+        return live.state_dict()
 
     def _named(self, node: Any) -> _Named | None:
         """What was saved by the names of parameters; None for a state_dict()."""
