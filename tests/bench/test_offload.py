@@ -76,7 +76,7 @@ def test_cases_on_a_device(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
     rates = (1e9, Device.full_duplex(6e9, 1e12))
     monkeypatch.setattr(alternation, "measure", lambda *_: rates)
     machine, ready = install(monkeypatch), []
-    with machine.operations:
+    with machine.in_use():
         [record] = run_on_device(
             case, 0, 2, lambda: ready.append(1), machine.module, machine.finish
         )

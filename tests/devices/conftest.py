@@ -18,9 +18,8 @@ NO_RNG = {"rng": b""}
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     machine = install(monkeypatch)
-    with machine.operations:
+    with machine.in_use():
         yield machine
-        machine.timeline.may_finish.set()
 
 
 @pytest.fixture

@@ -267,7 +267,7 @@ def play(seed: int, directory: Path) -> None:
     weights = [weight for weight, _ in OPERATIONS]
     settings = {**SMALL, "staging_bytes": chance.choice(("2MiB", "3MiB", "16MiB"))}
     try:
-        with machine.operations:
+        with machine.in_use():
             with statehold.Checkpointer(directory / f"run{seed}", keep=100, **settings) as ckpt:
                 run = Run(machine, chance, ckpt)
                 run.has_room = settings["staging_bytes"] == "16MiB"

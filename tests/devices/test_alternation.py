@@ -88,7 +88,7 @@ def test_whenever_the_device_works(
     ]
     shapes.append((chance.randint(1, 100_000),))
     groups = [{}, {"lr": 0.03, "weight_decay": 0.3}, {"betas": (0.8, 0.9)}]
-    with machine.operations:
+    with machine.in_use():
         twins = DeviceTwins(
             machine,
             chance.choice([[F32], [BF16], [F16, F32, BF16]]),
@@ -172,7 +172,7 @@ def test_parameters_on_two_devices(monkeypatch: pytest.MonkeyPatch, drains: bool
     machine = install(monkeypatch, count=2, seed=1)
     places = itertools.cycle([0, 1])
     put = machine.put
-    with machine.operations:
+    with machine.in_use():
         monkeypatch.setattr(machine, "put", lambda each: put(each, next(places)))
         shapes = [(9000,), (8000,), (5, 5), (5, 5)]
         twins = alternating(machine, [BF16], shapes=shapes, drain_gradients=drains,
@@ -236,7 +236,7 @@ def test_a_hasty_device_finds_every_defect(
     *broken, seed = BROKEN[defect]
     monkeypatch.setattr(*broken)
     machine = install(monkeypatch, seed=seed)
-    with machine.operations:
+    with machine.in_use():
         assert not hasty(machine, tmp_path, drains="drained" in defect)
 
 

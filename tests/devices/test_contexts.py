@@ -25,7 +25,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """Two devices; this rank's is the second."""
     machine = install(monkeypatch, count=2)
     machine.cuda.set_device(SECOND)
-    with machine.operations:
+    with machine.in_use():
         yield machine
 
 

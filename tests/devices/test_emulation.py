@@ -12,9 +12,28 @@ from torch.distributed.tensor import DTensor, Shard
 
 import statehold
 from devices.conftest import trained_on
+from statehold import offload
 from statehold.errors import TornSnapshot
-from support.cuda import Machine, copies_of
+from statehold.offload.keeper import wait_for_dropped
+from support.cuda import Machine, copies_of, install
 from support.faults import DEADLINE_S, must
+
+
+def test_what_is_left_open_ends_with_its_machine() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        machine = install(patch)
+        with machine.in_use():
+            param = torch.nn.Parameter(machine.put(torch.ones(3)))
+            left = [offload.AdamW([param], tiers=[offload.Host("1MiB")])]
+            assert machine.pins.ranges
+        assert not machine.pins.ranges
+    with pytest.MonkeyPatch.context() as patch:
+        machine = install(patch, count=2)
+        with machine.in_use():
+            machine.cuda.set_device(1)
+            left.clear()
+            wait_for_dropped()
+            assert machine.contexts == {1}
 
 
 def test_foreach_operations_move_version_counters(machine: Machine) -> None:

@@ -33,7 +33,7 @@ ROWS, COLUMNS = 0, 1
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """A machine with two devices."""
     machine = install(monkeypatch, count=2)
-    with machine.operations:
+    with machine.in_use():
         yield machine
 
 

@@ -52,7 +52,7 @@ def test_whenever_the_device_works(
     monkeypatch: pytest.MonkeyPatch, seed: int, drains: bool
 ) -> None:
     machine = install(monkeypatch, seed=seed)
-    with machine.operations:
+    with machine.in_use():
         twins = DeviceTwins(machine, [BF16, F32], drain_gradients=drains)
         twins.train(3)
         twins.check()
@@ -174,7 +174,7 @@ def test_parameters_on_two_devices(monkeypatch: pytest.MonkeyPatch, drains: bool
     machine = install(monkeypatch, count=2, seed=1)
     places = itertools.cycle([0, 1])
     put = machine.put
-    with machine.operations:
+    with machine.in_use():
         monkeypatch.setattr(machine, "put", lambda each: put(each, next(places)))
         twins = DeviceTwins(machine, [BF16], shapes=[(9000,), (5, 5)], drain_gradients=drains)
         twins.train(2)

@@ -51,7 +51,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loading, "SMALL_BYTES", small_bytes)
     monkeypatch.setattr(loading, "GAP_BYTES", 64)
     machine = install(monkeypatch, count=2, seed=seed)
-    with machine.operations:
+    with machine.in_use():
         yield machine
 
 

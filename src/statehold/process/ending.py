@@ -30,7 +30,7 @@ def remember(one: Ends) -> None:
         _is_registered = True
         # This registers as concurrent.futures does, and so runs before the end of that module.
         # Without it, concurrent.futures would still commit the saves under way.
-        getattr(threading, "_register_atexit", lambda _: None)(_end_all)
+        getattr(threading, "_register_atexit", lambda _: None)(end_all)
 
 
 def forget(one: Ends) -> None:
@@ -38,6 +38,7 @@ def forget(one: Ends) -> None:
     _open.discard(one)
 
 
-def _end_all() -> None:
+def end_all() -> None:
+    """End all that was remembered and not forgotten, as the end of the program does."""
     for one in list(_open):
         one._end()

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import statehold
 from statehold.checkpoint.save import pipeline
+from statehold.process.ending import end_all
 from statehold.tensors import storable as tensors
 from statehold.tensors.devices import cuda, cuda_runtime, devices, graphs, update_streams
 from support.cuda.api import Cuda, Local, Runtime, device_of
@@ -63,6 +64,17 @@ class Machine:
         self._defaults = [self.timeline.stream(torch.device("cuda", i)) for i in range(count)]
 
     # -- for tests -------------------------------------------------------------------------
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside, this thread works with the devices. At the end, all that is open in statehold
+        ends. A dropped optimizer, say, would end later, on the machine of the next test."""
+        with self.operations:
+            try:
+                yield
+            finally:
+                self.timeline.may_finish.set()
+                end_all()
 
     def put(self, tensor: torch.Tensor, device: int = 0) -> torch.Tensor:
         """A tensor with these values on a device; there when this returns."""
@@ -219,7 +231,7 @@ def _is_mapped(address: int, nbytes: int) -> bool:
 
 
 def install(patch: pytest.MonkeyPatch, count: int = 1, seed: int | None = None) -> Machine:
-    """A machine that statehold works with until `patch` is undone; leave by machine.operations."""
+    """A machine that statehold works with until `patch` is undone, inside machine.in_use()."""
     machine = Machine(count, seed)
 
     def device_of(tensor: torch.Tensor) -> torch.device:
