@@ -31,6 +31,7 @@ class BackgroundLog:
         self._guard = threading.Lock()
         self._waiting: deque[Line] = deque(maxlen=LINES_MAX)
         self._writer: threading.Thread | None = None
+        self._warned: set[tuple[object, ...]] = set()
 
     def info(self, text: str, *values: object) -> None:
         self._queue(logging.INFO, text, values)
@@ -41,6 +42,12 @@ class BackgroundLog:
 
     def warning(self, text: str, *values: object) -> None:
         self._queue(logging.WARNING, text, values)
+
+    def warn_once(self, text: str, *values: object) -> None:
+        """A warning that comes once with these values."""
+        if (text, *values) not in self._warned:
+            self._warned.add((text, *values))
+            self.warning(text, *values)
 
     def error(self, text: str, *values: object) -> None:
         self._queue(logging.ERROR, text, values)

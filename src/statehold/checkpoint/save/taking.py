@@ -11,6 +11,7 @@ Not here: what such a file must be (layout/stored), who has them (tensors/stored
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.copying import data_files
@@ -19,7 +20,6 @@ from statehold.format.entries import record_file
 from statehold.format.trees import tensors_of
 from statehold.layout.plan import BLOCK_BYTES
 from statehold.layout.stored import StoredPart, check, held_in
-from statehold.units import format_bytes
 
 if TYPE_CHECKING:
     from statehold.checkpoint.save.work import Work
@@ -34,20 +34,21 @@ def take_in(work: Work, log: BackgroundLog) -> None:
     elsewhere = [held for stored in work.stored for held in stored.elsewhere]
     check(files, plan.rank, names)
     _check_named(work, names.union(held.name for held in [*held_in(files), *elsewhere]))
-    copied = 0
+    copied, folders = 0, set()
     for part, file in enumerate(files, 1):
         entry, tensors = record_file(file.placed(plan, part), file.sums)
         chunks = {name: each.chunks for name, each in tensors.items()}
         (source,) = data_files([entry], chunks, BLOCK_BYTES)
         if not work.place.take_in(work.save.step, work.attempt, source, file.path):
             copied += file.file_bytes
+            folders.add(os.path.dirname(file.path))
     work.taken = StoredPart(files, elsewhere)
     _account(work, copied)
-    if copied:
-        log.warning(
-            "step %d: level %s has copied %s of files of the state, because its file system cannot "
-            "link them: keep them on the file system of the run", work.save.step, work.place.name,
-            format_bytes(copied),
+    for folder in sorted(folders):
+        log.warn_once(
+            "saves copy the files of an optimizer in %s, because the file system of level %s does "
+            "not link them: put this Path on the file system of the run, and saves write far less",
+            folder, work.place.name,
         )  # fmt: skip
 
 
