@@ -7,6 +7,7 @@ their own; the others look on.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,7 @@ import statehold
 from statehold import offload
 from statehold.errors import StateMismatchError, UsageError
 from statehold.layout.layout import Layout, Mesh
+from statehold.observe import once
 from statehold.tensors import placements
 from statehold.tensors.storable import local_of
 from statehold.tensors.stored import Role, role_of
@@ -478,6 +480,23 @@ def check_a_rank_links_what_it_alone_writes(job: Job) -> None:
     goes_on_from(job, saved(job, "replicas", PATHS), "fsdp on 2", MIXED)
     goes_on_from(job, saved(job, "fsdp on 4", MIXED), "replicas", PATHS)
     goes_on_from(job, saved(job, "tp and fsdp of the rest", PATHS), "fsdp on 2", MIXED)
+
+
+def check_a_save_of_what_is_in_a_wrapper_says_why_it_links_nothing(job: Job) -> None:
+    training = Training(job, "ddp", PATHS, F32, seed=1)
+    training.state["model"] = training.model.module
+    training.train(1)
+    records: list[logging.LogRecord] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(once, "_logged", set())
+        patch.setattr(once.logger, "handle", records.append)
+        for run in ("inside", "inside again"):
+            must(training.save(run).stats.linked_bytes == 0)
+    (warning,) = (each for each in records if each.levelno == logging.WARNING)
+    must("save a DistributedDataParallel as it is, not its .module" in warning.getMessage())
+    must("that of 4 parameters (module.up.weight, ...)" in warning.getMessage())
+    training.optimizer.close()
+    distributed.barrier()
 
 
 def check_a_rank_that_cannot_link_writes_the_same_tensors(job: Job) -> None:

@@ -54,6 +54,7 @@ class Naming:
                 spans[span.parameter].append(span)
         self._written, self._heads = frozenset[int](), dict[int, Head]()
         self.in_files = [self._is_in_files(*each) for each in enumerate(spans)]
+        self._warn_of_compared(spans)
 
     def is_written(self, parameter: int) -> bool:
         """Whether this rank has the files of a parameter."""
@@ -104,6 +105,20 @@ class Naming:
                 "subgroup_bytes if its rows are long"
             )
         return is_possible
+
+    def _warn_of_compared(self, spans: Sequence[Sequence[Span]]) -> None:
+        compared = [
+            parameter.name
+            for parameter, saved, found in zip(self._parameters, self.saved, spans, strict=True)
+            if found and saved.role is Role.COMPARES
+        ]
+        if compared:
+            log_once(
+                "a save of an offloaded optimizer writes state again that lies in files, that of "
+                f"{len(compared)} parameters ({compared[0]}, ...), because only the bytes say "
+                "whether other ranks hold the same: save a DistributedDataParallel as it is, not "
+                "its .module, and lay other parameters on a mesh of all ranks"
+            )
 
     def _spec(self, part: Part) -> TensorSpec:
         index, span = part.span.parameter, part.span
