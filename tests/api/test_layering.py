@@ -45,6 +45,7 @@ UNITS = [
     "checkpoint.save",
     "checkpoint.restore",
     "checkpoint",
+    "resilience",
     "metrics",
     "testing",
     "integrations",
@@ -64,7 +65,7 @@ CORE_USERS = {
     "integrations",
     "cli",
 }
-TORCH_USERS = {"tensors", "offload", "testing", "integrations"}
+TORCH_USERS = {"tensors", "offload", "resilience", "testing", "integrations"}
 # Units that may not even name torch in annotations: they make sense without it.
 PURE = {
     "errors",

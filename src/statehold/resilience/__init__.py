@@ -1,0 +1,1 @@
+"""Training steps that survive the loss of ranks, exactly."""

@@ -1,0 +1,1 @@
+"""Which samples a microbatch has, with which random numbers, and who draws them ahead of time."""

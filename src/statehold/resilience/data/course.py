@@ -1,0 +1,71 @@
+"""Which samples each microbatch has: a pure function of (step, index), for the whole training.
+
+Microbatch `index` of `step` has the positions from (step * microbatches + index) * batch on. A
+position is counted over all epochs, and each epoch has an order of its own. A batch may so begin
+in one epoch and end in the next one: no sample is left out, and each epoch has each sample once.
+
+Invariants: nothing here depends on the replicas, or on what was drawn before. So a replica that
+takes over a microbatch draws the same samples, and a restart on other replicas goes on where the
+steps ended.
+Not here: who computes a microbatch (protocol), and its random numbers (seeding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from statehold.errors import UsageError
+from statehold.resilience.data.derivation import SEED_MAX
+from statehold.resilience.data.permutation import SIZE_MAX, Permutation
+
+BATCH_MAX = 2**31
+MICROBATCHES_MAX = 2**31
+STEP_MAX = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The samples of all microbatches of a training.
+
+    size: how many samples the data set has.
+    batch: how many samples a microbatch has.
+    microbatches: how many microbatches a step has.
+    seed: another seed gives other orders.
+    """
+
+    size: int
+    batch: int
+    microbatches: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        _check("the number of samples", self.size, 1, SIZE_MAX)
+        _check("batch", self.batch, 1, BATCH_MAX)
+        _check("microbatches", self.microbatches, 1, MICROBATCHES_MAX)
+        _check("seed", self.seed, 0, SEED_MAX)
+
+    def samples(self, step: int, index: int) -> list[int]:
+        """The numbers of the samples of a microbatch, each in range(size), in order."""
+        self.check(step, index)
+        begin = (step * self.microbatches + index) * self.batch
+        end = begin + self.batch
+        found: list[int] = []
+        while begin < end:
+            epoch, first = divmod(begin, self.size)
+            stop = min(end - epoch * self.size, self.size)
+            found += map(Permutation(self.size, self.seed, epoch), range(first, stop))
+            begin += stop - first
+        return found
+
+    def check(self, step: int, index: int) -> None:
+        """Raise a UsageError unless (step, index) names a microbatch."""
+        _check("step", step, 0, STEP_MAX)
+        _check("the index of a microbatch", index, 0, self.microbatches - 1)
+
+
+def _check(name: str, value: Any, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise UsageError(
+            f"{name} must be an integer from {least} to {most}", facts={"got": repr(value)[:80]}
+        )
