@@ -11,6 +11,7 @@
     │   └── PortInUseError         something else listens on the port for metrics
     ├── TornSnapshot               a tensor changed while it was being copied; nothing was published
     ├── ReplicasDifferError        ranks hold different values of a tensor that was equal
+    ├── ImpureSamplesError         a microbatch was drawn twice, and the draws differ
     ├── WaitTimeout                a deadline passed; the save itself goes on
     ├── PeerLostError              other ranks did not answer in time; `ranks` says which
     ├── PeerFailedError            another rank failed, and says why; `rank` says which
@@ -46,6 +47,7 @@ __all__ = [
     "DeviceError",
     "FormatVersionError",
     "HeaderError",
+    "ImpureSamplesError",
     "InvariantError",
     "ManifestError",
     "MissingFileError",
@@ -145,6 +147,32 @@ class TornSnapshot(StateholdError):
 
 class ReplicasDifferError(StateholdError):
     """A tensor that several ranks held alike differs between them; the step was not published."""
+
+
+class ImpureSamplesError(StateholdError):
+    """The same microbatch was drawn twice, here or on another replica, and the draws differ.
+
+    `step` and `index` name the microbatch, which has the samples with the numbers `samples`.
+    """
+
+    def __init__(
+        self,
+        summary: str,
+        /,
+        *,
+        step: int,
+        index: int,
+        samples: Sequence[int],
+        facts: Mapping[str, Any] | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.step = step
+        self.index = index
+        self.samples = tuple(samples)
+        shown = ", ".join(map(str, self.samples[:64]))
+        more = f", ... ({len(self.samples)} in all)" if len(self.samples) > 64 else ""
+        where = {"step": step, "microbatch": index, "samples": shown + more}
+        super().__init__(summary, facts={**where, **(facts or {})}, hint=hint)
 
 
 class WaitTimeout(StateholdError, TimeoutError):

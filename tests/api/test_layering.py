@@ -61,6 +61,7 @@ CORE_USERS = {
     "checkpoint.levels",
     "checkpoint.agent",
     "checkpoint",
+    "resilience",
     "testing",
     "integrations",
     "cli",
