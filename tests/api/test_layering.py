@@ -31,6 +31,7 @@ UNITS = [
     "ranks.membership",
     "layout",
     "format",
+    "resilience.protocol",
     "planners",
     "observe",
     "ranks",
@@ -76,6 +77,7 @@ PURE = {
     "ranks.membership",
     "layout",
     "format",
+    "resilience.protocol",
     "planners",
 }
 LOOSE_MODULES_MAX = 8

@@ -4,7 +4,7 @@ Prints how many crashes, faults of each kind, steps and restores there were, and
 with its seed and trace. Fails if there is one, or if a kind of fault never fired.
 `--first N --seeds 1` runs one seed again, exactly as before, and prints what happens in it; with
 `--schedule` also whose turn it was when, and every operation on the disk. `--offloaded` runs seeds
-of a trainer with an offloaded optimizer instead.
+of a trainer with an offloaded optimizer instead; `--replicas`, of replicas that train together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from sim import offloaded
+from sim import offloaded, replicated
 from sim.seeds import FAULTS, Report, run_seed
 
 BATCH = 500
@@ -87,11 +87,15 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--schedule", action="store_true")
-    parser.add_argument("--offloaded", action="store_true")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--offloaded", action="store_true")
+    kinds.add_argument("--replicas", action="store_true")
     options = parser.parse_args()
     run, faults = run_seed, FAULTS
     if options.offloaded:
         run, faults = offloaded.run_offloaded, offloaded.FAULTS
+    if options.replicas:
+        run, faults = replicated.run_replicated, replicated.FAULTS
     if options.seeds == 1:
         return replay(run, options.first, schedule=options.schedule)
     begin = time.monotonic()

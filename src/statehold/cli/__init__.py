@@ -123,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_bench(commands)
     _add_plan(commands)
+    _add_coordinate(commands)
     return parser
 
 
@@ -171,6 +172,20 @@ def _add_plan(commands: Any) -> None:
     offload.add_argument("--device-link", metavar="BYTES",
                          help="what the link to the device moves one way in a second")  # fmt: skip
     offload.add_argument("--subgroup", metavar="BYTES", help="instead of the size that it chooses")
+
+
+def _add_coordinate(commands: Any) -> None:
+    coordinate = _command(
+        commands, "coordinate", "be the place where the replicas of a job meet (docs/resilience.md)"
+    )
+    coordinate.add_argument("--port", metavar="PORT", type=int, required=True,
+                            help="listen here; 0 takes a free port and prints it")  # fmt: skip
+    coordinate.add_argument("--host", metavar="HOST", default="",
+                            help="listen on this address only (all of this machine)")  # fmt: skip
+    coordinate.add_argument("--replicas", metavar="N", type=int,
+                            help="begin as soon as so many replicas are here")  # fmt: skip
+    coordinate.add_argument("--settle", metavar="S", type=float, default=5.0,
+                            help="begin with fewer when none has come for so long (5)")  # fmt: skip
 
 
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:

@@ -1,0 +1,45 @@
+"""`statehold coordinate`: the process at which the replicas of a job meet.
+
+Invariants: it imports no torch and writes no file. After a restart at the same address it goes on:
+the replicas connect again, and tell it what it knew.
+Not here: decisions (resilience/protocol/coordinator), sockets (resilience/control/server).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import time
+
+from statehold.cli import codes
+from statehold.errors import UsageError
+from statehold.resilience.control.server import Server
+from statehold.resilience.protocol.coordinator import Coordinator
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.replicas is not None and args.replicas < 1:
+        raise UsageError("--replicas must be at least 1", facts={"got": args.replicas})
+    if not args.settle >= 0:
+        raise UsageError("--settle must be at least 0 seconds", facts={"got": args.settle})
+    if not 0 <= args.port <= 65535:
+        raise UsageError("--port must be from 0 to 65535", facts={"got": args.port})
+    coordinator = Coordinator(args.replicas, args.settle)
+    server = Server(coordinator, args.host, args.port, _json if args.json else _line)
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, lambda *_: server.stop())
+    (_json if args.json else _line)(f"coordinating at {args.host or '*'}:{server.port}")
+    try:
+        server.serve()
+    finally:
+        server.close()
+    return codes.YES
+
+
+def _line(text: str) -> None:
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)
+
+
+def _json(text: str) -> None:
+    print(json.dumps({"time": time.time(), "event": text}), flush=True)

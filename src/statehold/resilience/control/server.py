@@ -1,0 +1,170 @@
+"""Server: the process of `statehold coordinate`. One thread brings events to the coordinator.
+
+Invariants:
+- It writes nothing to disk. After a restart the ranks tell it what it knew (R12).
+- A peer that sends something else than messages loses its connection, and nobody else notices.
+Not here: decisions (protocol/coordinator).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterable
+
+from statehold.errors import PortInUseError, UsageError
+from statehold.resilience.control.lines import Lines
+from statehold.resilience.protocol.coordinator import Coordinator
+from statehold.resilience.protocol.messages import (
+    Fenced,
+    Hello,
+    Install,
+    Message,
+    Prepare,
+    Refused,
+    decode,
+    encode,
+)
+
+TICK_S = 0.02
+
+
+class Server:
+    """Listens, and serves ranks until `stop`.
+
+    host: of the interface to listen on; "" listens on all. port: 0 takes a free one.
+    report: called with one line of text for each event that an operator wants to know.
+    Raises PortInUseError, and UsageError for an address of another machine.
+    """
+
+    def __init__(
+        self, coordinator: Coordinator, host: str, port: int, report: Callable[[str], None]
+    ) -> None:
+        self._coordinator = coordinator
+        self._report = report
+        self._listener = _listen(host, port)
+        self.port: int = self._listener.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._wake, self._waker = socket.socketpair()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._lines: dict[int, Lines] = {}
+        self._names: dict[int, str] = {}
+        self._told: Message | None = None
+        self._next = 0
+
+    def serve(self) -> None:
+        """Until `stop`, which may be called by another thread or by a signal handler."""
+        ticked = 0.0
+        while True:
+            for key, _ in self._selector.select(TICK_S):
+                if key.fileobj is self._wake:
+                    return
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._ready(key.data)
+            now = time.monotonic()
+            if now - ticked >= TICK_S:
+                ticked = now
+                self._send(self._coordinator.tick(now))
+
+    def stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
+
+    def close(self) -> None:
+        """Close all sockets; the ranks go on with their steps, and wait for another coordinator."""
+        for lines in self._lines.values():
+            lines.close()
+        self._selector.close()
+        for each in (self._listener, self._wake, self._waker):
+            each.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connected, _ = self._listener.accept()
+            self._next += 1
+            self._lines[self._next] = Lines(connected)
+            self._selector.register(connected, selectors.EVENT_READ, self._next)
+
+    def _ready(self, conn: int) -> None:
+        lines = self._lines.get(conn)
+        if lines is None:
+            return
+        try:
+            lines.flush()
+            for line in lines.read():
+                self._receive(conn, decode(line))
+        except (OSError, ValueError) as error:
+            self._lose(conn, error)
+        self._watch(conn)
+
+    def _receive(self, conn: int, message: Message) -> None:
+        now = time.monotonic()
+        if isinstance(message, Hello):
+            self._names[conn] = f"{message.replica} rank {message.place}"
+            self._report(f"{self._names[conn]} has connected, {message.view.round}")
+            self._send(self._coordinator.hello(conn, message, now))
+        else:
+            self._send(self._coordinator.receive(conn, message, now))
+
+    def _lose(self, conn: int, error: Exception) -> None:
+        lines = self._lines.pop(conn, None)
+        if lines is None:
+            return
+        self._selector.unregister(lines.socket)
+        lines.close()
+        self._report(f"{self._names.pop(conn, 'a stranger')} has gone: {error}")
+        self._send(self._coordinator.lost(conn, time.monotonic()))
+
+    def _send(self, sent: Iterable[tuple[int, Message]]) -> None:
+        for conn, message in sent:
+            lines = self._lines.get(conn)
+            if lines is None:
+                continue
+            self._tell(conn, message)
+            try:
+                lines.write(encode(message))
+            except OSError as error:
+                self._lose(conn, error)
+            self._watch(conn)
+
+    def _watch(self, conn: int) -> None:
+        lines = self._lines.get(conn)
+        if lines is not None:
+            wanted = selectors.EVENT_WRITE if lines.must_write else 0
+            self._selector.modify(lines.socket, selectors.EVENT_READ | wanted, conn)
+
+    def _tell(self, conn: int, message: Message) -> None:
+        """One line for what goes to many ranks."""
+        if isinstance(message, Fenced | Refused):
+            facts = message.facts if isinstance(message, Refused) else {}
+            details = "".join(f"; {name}: {value}" for name, value in facts.items())
+            self._report(f"{self._names.get(conn)} is out: {message.reason}{details}")
+        elif message == self._told:
+            return
+        elif isinstance(message, Install):
+            names = ", ".join(message.members)
+            self._report(f"epoch {message.epoch} has {len(message.members)} replicas: {names}")
+        elif isinstance(message, Prepare):
+            self._report(f"epoch {message.epoch} is in preparation")
+        self._told = message
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        where = f"{host or '*'}:{port}"
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUseError(
+                "something else listens on the port of the coordinator", facts={"address": where}
+            ) from error
+        raise UsageError(
+            f"the coordinator cannot listen: {error.strerror}", facts={"address": where}
+        ) from error

@@ -1,0 +1,348 @@
+"""Coordinator: who belongs to the membership. Pure: events come in, messages go out.
+
+    hello, receive, lost    what a connection brings
+    tick                    time passes: leases end, a forming membership is complete enough
+
+Each returns the messages to send, as (connection, message). The connection of a replica that was
+sent Fenced or Refused is not looked at any more; its rank closes it.
+
+Invariants:
+- An epoch is installed when all ranks of all its replicas have promised it, once (R6, R7).
+- A replica that was lost never comes back under the same name (R10).
+- A coordinator that has been restarted waits for all members of the newest epoch that a rank knows
+  (R12). After a lease it goes on with more than half of them, and after PATIENCE leases with any.
+  A member that comes later is fenced.
+Not here: sockets, the store of the groups (control), what members do with an epoch (member).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from statehold.resilience.protocol.messages import (
+    Beat,
+    Complaint,
+    Fenced,
+    Hello,
+    Install,
+    Leave,
+    Message,
+    Prepare,
+    Promise,
+    Refused,
+    View,
+    Waiting,
+)
+
+Sent = list[tuple[int, Message]]
+
+# After so many epochs in a row that brought no progress and lost nobody, a member goes.
+FRUITLESS_MAX = 3
+# After a restart, so many leases pass before less than half of the members go on.
+PATIENCE = 10
+
+
+@dataclass
+class _Replica:
+    """A replica, from its first Hello until it is lost or leaves.
+
+    ranks: the connection of each place. promises: the views given for the epoch in preparation.
+    """
+
+    hellos: dict[int, Hello] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)
+    promises: dict[int, View] = field(default_factory=dict)
+    left: dict[int, View] = field(default_factory=dict)
+    drawn: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def hello(self) -> Hello:
+        """Of the rank that knows the newest epoch."""
+        return max(self.hellos.values(), key=lambda hello: hello.epoch)
+
+    @property
+    def promised(self) -> int:
+        return max(hello.promised for hello in self.hellos.values())
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.ranks) == self.hello.width
+
+    def works_in(self, epoch: int) -> bool:
+        """Whether all its ranks are in the epoch, and it has not failed for any."""
+        return all(
+            each.epoch == each.promised == epoch > each.failed for each in self.hellos.values()
+        )
+
+    @property
+    def has_promised(self) -> bool:
+        return self.is_whole and len(self.promises) == self.hello.width
+
+    @property
+    def view(self) -> View:
+        """Of its furthest rank. Its other ranks have voted in the round before, and follow."""
+        furthest = max(self.promises.values(), key=lambda view: view.round)
+        return replace(furthest, member=all(view.member for view in self.promises.values()))
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether its ranks hold different states: the transfer to it has ended in the middle."""
+        return len({replace(view, voted=False, share=()) for view in self.promises.values()}) > 1
+
+
+class Coordinator:
+    """The coordinator of one job.
+
+    expected: a run begins as soon as so many replicas are here; None: not before settle_s.
+    settle_s: a run begins with fewer replicas when none has come for so long.
+    """
+
+    def __init__(self, expected: int | None = None, settle_s: float = 1.0) -> None:
+        self.epoch = 0
+        self.members: list[str] = []
+        self._expected = expected or sys.maxsize
+        self._settle_s = settle_s
+        self._target: int | None = None
+        self._replicas: dict[str, _Replica] = {}
+        self._names: dict[int, tuple[str, int]] = {}
+        self._beats: dict[int, float] = {}
+        self._gone: set[str] = set()
+        self._departed: list[View] = []
+        self._drawn: dict[str, int] = {}
+        self._told_waiting = False
+        self._failed = False
+        self._fruitless = 0
+        self._changed_at = 0.0
+        self._ticked_at: float | None = None
+        self._out: Sent = []
+
+    # Events
+
+    def hello(self, conn: int, message: Hello, now: float) -> Sent:
+        """A rank has connected."""
+        problem = self._problem(message)
+        if problem is not None:
+            self._out.append((conn, problem))
+            return self._sent(now)
+        known = self._replicas.setdefault(message.replica, _Replica())
+        known.hellos[message.place] = message
+        known.ranks[message.place] = conn
+        self._names[conn] = (message.replica, message.place)
+        self._beats[conn] = now
+        self._changed_at = now
+        if message.epoch and not self.epoch:
+            self._target = None  # others hold the state of the run: no new membership without them
+        if self._target is not None and known.is_whole:
+            self._ask(message.replica)
+        return self._sent(now)
+
+    def receive(self, conn: int, message: Message, now: float) -> Sent:
+        """A message of a rank that has said hello."""
+        if conn not in self._names:
+            return []
+        name, place = self._names[conn]
+        replica = self._replicas[name]
+        self._beats[conn] = now
+        if isinstance(message, Beat):
+            replica.drawn = dict(message.drawn)
+        elif isinstance(message, Promise):
+            self._promise(name, place, message)
+        elif isinstance(message, Complaint):
+            if message.epoch == self.epoch and self._target is None:
+                self._failed = True
+                self._fruitless += 1
+        elif isinstance(message, Leave):
+            replica.left[place] = message.view
+            if len(replica.left) == replica.hello.width:
+                if name in self.members or not self.epoch:
+                    self._departed.append(max(replica.left.values(), key=lambda view: view.round))
+                self._forget(name)
+        return self._sent(now)
+
+    def lost(self, conn: int, now: float) -> Sent:
+        """A connection has ended: the process is gone."""
+        if conn in self._names:
+            name, place = self._names[conn]
+            if place not in self._replicas[name].left:
+                self._lose(name, f"its rank {place} has been lost", but=conn)
+        return self._sent(now)
+
+    def tick(self, now: float) -> Sent:
+        """Time has passed. To be called several times in a lease."""
+        gap = 0.0 if self._ticked_at is None else now - self._ticked_at
+        self._ticked_at = now
+        for conn, (name, place) in list(self._names.items()):
+            lease_s = self._replicas[name].hello.lease_s if name in self._replicas else 0.0
+            if gap > lease_s / 2:  # this process stood still: messages may wait in its sockets
+                self._beats[conn] = now
+            elif conn in self._names and now - self._beats[conn] > lease_s:
+                self._lose(name, f"the lease of its rank {place} has ended ({lease_s} s)")
+        return self._sent(now)
+
+    # Decisions
+
+    def _sent(self, now: float) -> Sent:
+        if self._target is not None:
+            self._install_if_ready()
+        elif self.epoch == 0:
+            self._begin(now)
+        elif not self.members:
+            self._form(now)
+        elif self._failed:
+            self._end_fruitless()
+            self._prepare(self.epoch + 1)
+        elif self._newcomers() and not self._told_waiting:
+            self._told_waiting = True
+            self._tell(self.members, Waiting(self.epoch))
+        sent, self._out = self._out, []
+        return sent
+
+    def _begin(self, now: float) -> None:
+        """The first epoch, or the epoch that others know (R12)."""
+        returning = {name: each for name, each in self._replicas.items() if each.hello.epoch}
+        if returning:
+            newest = max((each.hello for each in returning.values()), key=lambda it: it.epoch)
+            self._return(newest, (now - self._changed_at - self._settle_s) / newest.lease_s)
+        else:
+            self._form(now)
+
+    def _form(self, now: float) -> None:
+        """A membership of replicas that have just come: nobody holds the state of the run."""
+        ready = self._newcomers()
+        if not ready:
+            return
+        fewest = max(self._replicas[name].hello.min_replicas for name in ready)
+        waited = now - self._changed_at > self._settle_s
+        if len(ready) >= (fewest if waited else max(self._expected, fewest)):
+            self._prepare(self.epoch + 1)
+
+    def _return(self, newest: Hello, leases: float) -> None:
+        """The members of the newest epoch go on; `leases` have passed since the last one came."""
+        for name in [each for each in self._replicas if self._replicas[each].hello.epoch]:
+            if name not in newest.members:
+                self._lose(name, f"epoch {newest.epoch} is without it")
+        present = [
+            name
+            for name in newest.members
+            if name in self._replicas and self._replicas[name].is_whole
+        ]
+        if not present:
+            if leases > PATIENCE:  # no rank can go on without the others of its replica
+                for name in [each for each in self._replicas if self._replicas[each].hello.epoch]:
+                    self._lose(name, "a rank of it has not come back")
+            return
+        all_here = len(present) == len(newest.members)
+        if all_here and all(self._replicas[name].works_in(newest.epoch) for name in present):
+            self.epoch, self.members = newest.epoch, present
+        elif all_here or leases > (1 if 2 * len(present) > len(newest.members) else PATIENCE):
+            for name in set(newest.members) & self._replicas.keys() - set(present):
+                self._lose(name, "a rank of it has not come back")
+            self.epoch, self.members = newest.epoch, present
+            self._prepare(self.epoch + 1)
+
+    def _prepare(self, epoch: int) -> None:
+        self._target = max(epoch, *(each.promised + 1 for each in self._replicas.values()))
+        self._told_waiting = False
+        for replica in self._replicas.values():
+            replica.promises.clear()
+        for name in self._candidates():
+            self._ask(name)
+
+    def _ask(self, name: str) -> None:
+        assert self._target is not None
+        self._tell([name], Prepare(self._target))
+
+    def _promise(self, name: str, place: int, message: Promise) -> None:
+        if self._target is None and name in self.members and message.epoch == self.epoch + 1:
+            self._prepare(message.epoch)  # its last vote has ended the epoch (R11)
+        if message.epoch == self._target:
+            self._replicas[name].promises[place] = message.view
+
+    def _install_if_ready(self) -> None:
+        names = self._candidates()
+        if not names or not all(self._replicas[name].has_promised for name in names):
+            return
+        fewest = max(self._replicas[name].hello.min_replicas for name in names)
+        if len(names) < fewest and not self._departed:
+            return
+        views = {name: self._replicas[name].view for name in names}
+        if not any(view.member for view in views.values()):
+            torn = [name for name in names if self._replicas[name].is_torn]
+            for name in torn:
+                self._lose(name, "its ranks hold states of different steps")
+            if torn:
+                self._install_if_ready()
+                return
+            self._departed = []
+        self._install(views)
+
+    def _install(self, views: Mapping[str, View]) -> None:
+        assert self._target is not None
+        self.epoch, self._target, self._failed = self._target, None, False
+        if set(views) != set(self.members):
+            self._fruitless = 0
+        self.members = list(views)
+        departed, drawn = tuple(self._departed), dict(self._drawn)
+        self._departed, self._drawn = [], {}
+        store = self._replicas[self.members[0]].hellos[0].store
+        self._tell(self.members, Install(self.epoch, views, departed, store, drawn))
+
+    def _end_fruitless(self) -> None:
+        """A pair of members that cannot reach each other would fail for ever: the last one goes."""
+        if self._fruitless >= FRUITLESS_MAX and len(self.members) > 1:
+            self._fruitless = 0
+            self._lose(self.members[-1], f"{FRUITLESS_MAX} epochs with it have failed")
+
+    # Replicas
+
+    def _candidates(self) -> list[str]:
+        """Who would be in the next epoch: the members that live, and then the whole newcomers."""
+        return [*self.members, *self._newcomers()]
+
+    def _newcomers(self) -> list[str]:
+        return [
+            name
+            for name, each in self._replicas.items()
+            if each.is_whole and name not in self.members and not each.hello.epoch
+        ]
+
+    def _problem(self, message: Hello) -> Fenced | Refused | None:
+        if message.replica in self._gone or (
+            message.epoch and self.epoch and message.replica not in self.members
+        ):
+            return Fenced("it was taken for dead")
+        for other in self._replicas.values():
+            for key, value in other.hello.job.items():
+                if message.job.get(key) != value:
+                    facts = {"what": key, "expected": value, "got": str(message.job.get(key))}
+                    return Refused("the replica differs from the job", facts)
+            break
+        return None
+
+    def _lose(self, name: str, why: str, but: int | None = None) -> None:
+        """The replica is out: send Fenced to its other ranks."""
+        replica = self._replicas[name]
+        self._out += [(conn, Fenced(why)) for conn in replica.ranks.values() if conn != but]
+        if name in self.members:
+            self._failed = True
+            self._fruitless = 0
+            self._drawn.update(replica.drawn)
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        for conn in self._replicas.pop(name).ranks.values():
+            self._names.pop(conn, None)
+            self._beats.pop(conn, None)
+        self._gone.add(name)
+        if name in self.members:
+            self.members.remove(name)
+
+    def _tell(self, names: list[str], message: Message) -> None:
+        self._out += [(conn, message) for conn in self._connections(names)]
+
+    def _connections(self, names: list[str]) -> Iterator[int]:
+        for name in names:
+            for place in sorted(self._replicas[name].ranks):
+                yield self._replicas[name].ranks[place]

@@ -1,0 +1,177 @@
+"""Member: what one rank has promised, and what it may commit.
+
+Two threads use it, under one lock that their owner holds: the control thread brings the messages of
+the coordinator, and the training thread plays rounds.
+
+Invariants:
+- A rank commits a round only under the newest epoch that it has promised (R4, R6). A promise and a
+  commit exclude each other, so a view never misses a commit.
+- The round never goes back. The share of a round only grows.
+- A rank that has voted keeps what it reduced until the round is committed or reduced again.
+Not here: waiting, sockets and groups (control, groups), the order of a round's actions (rounds).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from statehold.errors import InvariantError
+from statehold.resilience.protocol.messages import (
+    Complaint,
+    Fenced,
+    Hello,
+    Install,
+    Message,
+    Prepare,
+    Promise,
+    Refused,
+    Round,
+    View,
+    Waiting,
+)
+from statehold.resilience.protocol.shares import Resolution, Share, fresh, resolve
+
+# The digest of a state that has come from members: those of the same round are equal.
+FETCHED = "fetched"
+
+
+class Member:
+    """A rank of a replica, at the beginning of the round of its first Hello.
+
+    microbatches: of a step.
+    """
+
+    def __init__(self, hello: Hello, microbatches: int) -> None:
+        self.name = hello.replica
+        self.microbatches = microbatches
+        self.round = hello.view.round
+        self.share: Share = ()
+        self.epoch = 0
+        self.promised = 0
+        self.members: tuple[str, ...] = ()
+        self.holders: tuple[str, ...] = ()
+        self.joiners: tuple[str, ...] = ()
+        self.store = ""
+        self.joiners_wait = False
+        self.fenced: Fenced | Refused | None = None
+        self._hello = hello
+        self._own = hello.view  # of the state in its tensors while it is no member
+        self._failed = 0
+        self._voted = False
+        self._holds_state = False
+        self._next: Resolution | None = None
+
+    @property
+    def view(self) -> View:
+        if not self._holds_state:
+            return self._own
+        return View(self.round, self._voted, self.share, member=True)
+
+    @property
+    def is_changing(self) -> bool:
+        """It has promised an epoch that is not installed yet: it must not commit."""
+        return self.promised > self.epoch or self.epoch == 0
+
+    @property
+    def is_behind(self) -> bool:
+        """Another member has committed the round that this one has voted in (R8)."""
+        return self._next is not None
+
+    @property
+    def must_fetch(self) -> bool:
+        return not self._holds_state
+
+    def hello(self) -> Hello:
+        """The first message of every connection to the coordinator (R12)."""
+        return replace(
+            self._hello,
+            view=self.view,
+            epoch=self.epoch,
+            promised=self.promised,
+            failed=self._failed,
+            members=self.members,
+        )
+
+    def receive(self, message: Message) -> Message | None:
+        """A message of the coordinator; the answer to it."""
+        if isinstance(message, Prepare):
+            return self.promise(message.epoch)
+        if isinstance(message, Install):
+            self.install(message)
+        elif isinstance(message, Waiting):
+            self.joiners_wait = message.epoch == self.epoch
+        elif isinstance(message, Fenced | Refused):
+            self.fenced = message
+        return None
+
+    def complain(self, reason: str) -> Complaint:
+        """The groups of the epoch have failed for this rank. A lost complaint is in every Hello."""
+        self._failed = self.epoch
+        return Complaint(self.epoch, reason)
+
+    def promise(self, epoch: int) -> Promise | None:
+        """R6: the answer to Prepare; None if a later epoch is promised already."""
+        if epoch < self.promised or epoch <= self.epoch:
+            return None
+        self.promised = epoch
+        return Promise(epoch, self.view)
+
+    def install(self, install: Install) -> bool:
+        """R7, R8: enter the epoch. False if it is not the one promised."""
+        if install.epoch != self.promised or install.epoch <= self.epoch:
+            return False
+        if self.name not in install.views:
+            raise InvariantError("an epoch without this member", facts={"epoch": install.epoch})
+        found = resolve(self.microbatches, install.views, install.departed)
+        self.epoch, self.store = install.epoch, install.store
+        self.members = install.members
+        self.holders, self.joiners = found.holders, found.joiners
+        self.joiners_wait = False
+        if self.name in found.joiners:
+            self._holds_state, self.round, self.share = False, found.round, ()
+        elif self.round < found.round and self._holds_state:
+            self._next = found
+        else:
+            self._begin(found.round, found.shares[self.name])
+        return True
+
+    def received(self, epoch: int) -> None:
+        """The state of the round's beginning has come from its holders (R11)."""
+        if epoch == self.epoch:
+            self._own = View(self.round, digest=FETCHED)
+            self._holds_state = True
+
+    def vote(self, epoch: int) -> bool:
+        """R3: the round is reduced under `epoch`. False if that epoch has ended."""
+        if self.is_changing or epoch != self.epoch:
+            return False
+        self._voted = True
+        return True
+
+    def commit(self, epoch: int, *, again: bool, end_epoch: bool) -> bool:
+        """R4: all members have voted. False if this rank has promised a later epoch meanwhile.
+
+        again: the gradients of the step are taken once more, as the next attempt.
+        end_epoch: some member knows of waiting replicas, so this commit ends the epoch (R11).
+        """
+        if self.is_changing or epoch != self.epoch:
+            return False
+        if again:
+            self._begin(self.round.again, self.share)
+        else:
+            following = fresh(self.microbatches, self.members)
+            self._begin(self.round.next_step, following[self.name])
+        if end_epoch:
+            self.promised = self.epoch + 1
+        return True
+
+    def catch_up(self) -> None:
+        """Commit the round that others have committed, and enter the one in progress."""
+        if self._next is None or not self._voted:
+            raise InvariantError("nothing to catch up with", facts={"round": str(self.round)})
+        found, self._next = self._next, None
+        self._begin(found.round, found.shares[self.name])
+
+    def _begin(self, round: Round, share: Share) -> None:
+        self.round, self.share, self._voted = round, share, False
+        self._holds_state = True

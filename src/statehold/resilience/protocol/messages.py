@@ -1,0 +1,235 @@
+"""Messages between the ranks of replicas and their coordinator, and their form on the wire.
+
+A message is one line of JSON, an object whose member "is" names its class below.
+
+Invariants: `decode(encode(message)) == message`. A line that is no message raises ValueError.
+Not here: when a message is sent (member, coordinator), and how (control).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Round:
+    """One attempt to sum the gradients of a step. A second attempt follows an overflow."""
+
+    step: int
+    attempt: int = 0
+
+    @property
+    def next_step(self) -> Round:
+        return Round(self.step + 1)
+
+    @property
+    def again(self) -> Round:
+        return Round(self.step, self.attempt + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a rank tells when it promises (R6).
+
+    round: the round in progress; its state is that of the round's beginning.
+    voted: it has reduced this round and entered the vote, so another rank may have committed it.
+    share: the microbatches that it contributes to this round.
+    member: it holds the state of the run. A rank that has just come does not.
+    digest: of its state, if it has just come: equal states need no transfer.
+    """
+
+    round: Round
+    voted: bool = False
+    share: tuple[int, ...] = ()
+    member: bool = False
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of a connection.
+
+    replica: the name of this life of the replica; a replica that comes back has another one.
+    place, width: which rank of the replica this is, and of how many.
+    job: what all replicas must have in common, by name.
+    epoch, promised, members: the membership that this rank is in; 0 and () if in none.
+    failed: the newest epoch whose groups have failed for it.
+    store: the address of the torch.distributed store that this rank serves, for groups (R9).
+    """
+
+    replica: str
+    place: int
+    width: int
+    job: Mapping[str, str]
+    view: View
+    min_replicas: int = 1
+    lease_s: float = 1.0
+    epoch: int = 0
+    promised: int = 0
+    failed: int = 0
+    members: tuple[str, ...] = ()
+    store: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The rank is alive, and its training thread makes progress.
+
+    drawn: checksums of what was drawn for microbatches of the round since the last beat.
+    """
+
+    round: Round
+    drawn: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """The rank commits nothing under an epoch before `epoch` any more (R6)."""
+
+    epoch: int
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """An operation of the groups of `epoch` failed for this rank."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The rank has committed its last step and goes."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """The coordinator asks for the promise to join `epoch` (R6)."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Replicas wait to be admitted: the members end the epoch with their next vote (R11)."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """The membership of `epoch` (R7).
+
+    views: of each member by its name, in the order of the members.
+    departed: views of replicas that have left after their last step.
+    store: the address of the store for the groups of this epoch: its first member serves it.
+    drawn: checksums of what lost replicas have drawn in this round.
+    """
+
+    epoch: int
+    views: Mapping[str, View]
+    departed: tuple[View, ...] = ()
+    store: str = ""
+    drawn: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return tuple(self.views)
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """The replica belongs to no membership any more: it was taken for dead, or it lost a rank."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The replica may not join: it differs from the job."""
+
+    reason: str
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+Message = (
+    Hello | Beat | Promise | Complaint | Leave | Prepare | Waiting | Install | Fenced | Refused
+)
+
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        Hello,
+        Beat,
+        Promise,
+        Complaint,
+        Leave,
+        Prepare,
+        Waiting,
+        Install,
+        Fenced,
+        Refused,
+    )
+}
+
+
+def encode(message: Message) -> bytes:
+    """One line, with its end."""
+    fields = {each.name: getattr(message, each.name) for each in dataclasses.fields(message)}
+    line = json.dumps({"is": type(message).__name__, **fields}, default=_plain, allow_nan=False)
+    return line.encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The message of a line; ValueError if it is something else."""
+    try:
+        fields = json.loads(line)
+        kind = _KINDS[fields.pop("is")]
+        known = {each.name for each in dataclasses.fields(kind)}
+        if fields.keys() - known:
+            raise ValueError(f"unknown members {sorted(fields.keys() - known)}")
+        message: Message = kind(**{name: _read(name, value) for name, value in fields.items()})
+        return message
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not a message: {line[:200]!r}") from error
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, View | Round):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    raise TypeError(f"{type(value).__name__} is in no message")
+
+
+def _round(value: Any) -> Round:
+    return Round(int(value["step"]), int(value["attempt"]))
+
+
+def _view(value: Any) -> View:
+    return View(
+        round=_round(value["round"]),
+        voted=bool(value["voted"]),
+        share=tuple(int(index) for index in value["share"]),
+        member=bool(value["member"]),
+        digest=str(value["digest"]),
+    )
+
+
+def _read(name: str, value: Any) -> Any:
+    if name == "round":
+        return _round(value)
+    if name == "view":
+        return _view(value)
+    if name == "views":
+        return {member: _view(each) for member, each in value.items()}
+    if name == "departed":
+        return tuple(_view(each) for each in value)
+    if name == "members":
+        return tuple(str(each) for each in value)
+    return value

@@ -1,0 +1,199 @@
+"""The actions of one rank in one round, as a generator that its driver executes.
+
+    playing = play(member, lock)          one round; returns what was committed
+    action = next(playing)                Compute, Await, Gather, Fetch, Reduce, Vote
+    action = playing.send(result)         or playing.throw(GroupLost(...)) if a group has failed
+
+The trainer executes actions with torch, the simulation with a clock of its own: the order of the
+protocol is here once.
+
+Invariants: no microbatch is computed twice in one round by the same rank. What was reduced under an
+epoch that ended is not committed unless another member has committed it.
+Not here: promises (member), who the members are (coordinator).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+from statehold.errors import InvariantError
+from statehold.resilience.protocol.member import Member
+from statehold.resilience.protocol.messages import Round
+
+
+class GroupLost(Exception):
+    """An operation of the groups of an epoch has failed, or the epoch has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Forward and backward of one microbatch, into the local sums (R1)."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Wait until an epoch later than `after` is installed (R7)."""
+
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Have the groups of the epoch (R9). May fail."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Receive the state of the round's beginning from `holders` (R11). May fail."""
+
+    epoch: int
+    holders: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Sum scratch copies over the members (R2). The result: take the gradients again? May fail."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """What a rank says in the vote (R3): integers below 2**63."""
+
+    epoch: int
+    step: int
+    attempt: int
+    count: int
+    marks: int
+    joiners_wait: int
+
+    def values(self) -> list[int]:
+        return [
+            self.epoch,
+            self.step,
+            self.attempt,
+            self.count,
+            self.marks,
+            self.joiners_wait,
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """Exchange ballots with all members. The result: the ballots of all replicas. May fail."""
+
+    epoch: int
+    ballot: Ballot
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A committed round. again: its gradients did not fit, and are taken again by the next one."""
+
+    round: Round
+    again: bool
+
+
+Action = Compute | Await | Gather | Fetch | Reduce | Vote
+
+_MARKS = 1 << 62
+
+
+def mark(index: int) -> int:
+    """A number of a microbatch whose sum over all microbatches shows that each was counted once."""
+    return (index + 1) * 0x9E3779B97F4A7C15 % _MARKS
+
+
+def play(
+    member: Member, lock: contextlib.AbstractContextManager[object], until: int
+) -> Generator[Action, object, Played | None]:
+    """Play the round in progress until it is committed; None if it is of step `until` or later.
+
+    A failure leads to the next epoch.
+    """
+    computed: set[int] = set()
+    again = False
+    while True:
+        with lock:
+            epoch, is_behind, is_changing = member.epoch, member.is_behind, member.is_changing
+            missing = [each for each in member.share if each not in computed]
+            is_over = epoch > 0 and member.round.step >= until
+        if is_over:
+            return None
+        if is_behind and not is_changing:
+            with lock:
+                if member.is_changing:
+                    continue
+                played = Played(member.round, again)
+                member.catch_up()
+            return played
+        if missing and not is_behind:
+            yield Compute(missing[0])
+            computed.add(missing[0])
+        elif is_changing:
+            yield Await(epoch)
+        else:
+            try:
+                yield Gather(epoch)
+                if member.must_fetch:
+                    yield Fetch(epoch, member.holders)
+                    with lock:
+                        member.received(epoch)
+                    continue
+                again = bool((yield Reduce(epoch)))
+                with lock:
+                    if not member.vote(epoch):
+                        continue
+                    ballot = _ballot(member, computed)
+                ballots = yield Vote(epoch, ballot)
+                assert isinstance(ballots, list)
+                _check(ballots, ballot, member.microbatches)
+                end_epoch = any(each.joiners_wait for each in ballots)
+                with lock:
+                    played = Played(member.round, again)
+                    if member.commit(epoch, again=again, end_epoch=end_epoch):
+                        return played
+            except GroupLost:
+                yield Await(epoch)
+
+
+def _ballot(member: Member, computed: set[int]) -> Ballot:
+    marks = sum(map(mark, computed)) % _MARKS
+    return Ballot(
+        member.epoch,
+        member.round.step,
+        member.round.attempt,
+        len(computed),
+        marks,
+        int(member.joiners_wait),
+    )
+
+
+def _check(ballots: Sequence[Ballot], mine: Ballot, microbatches: int) -> None:
+    """Each microbatch is in the sum once, and all speak of the same round."""
+    strangers = [
+        each
+        for each in ballots
+        if (each.epoch, each.step, each.attempt) != (mine.epoch, mine.step, mine.attempt)
+    ]
+    count = sum(each.count for each in ballots)
+    marks = sum(each.marks for each in ballots) % _MARKS
+    expected = sum(map(mark, range(microbatches))) % _MARKS
+    if strangers or count != microbatches or marks != expected:
+        raise InvariantError(
+            "the members have not counted each microbatch once",
+            facts={
+                "step": mine.step,
+                "epoch": mine.epoch,
+                "expected": f"{microbatches} microbatches",
+                "got": f"{count}",
+                "ballots": [each.values() for each in ballots],
+            },
+        )

@@ -1,0 +1,90 @@
+"""Shares: which replica contributes which microbatches, before and after a loss.
+
+    fresh(microbatches, members)              the shares of a new step
+    resolve(microbatches, views, departed)    the step in progress after a change (R8)
+
+Invariants: the shares of a resolution are disjoint and cover all microbatches. A survivor keeps its
+share, so that it repeats nothing. Both are pure functions: all members compute the same.
+Not here: who the members are (coordinator), and what they do with their shares (rounds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from statehold.errors import InvariantError
+from statehold.resilience.protocol.messages import Round, View
+
+Share = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """The round that the members of an epoch are in.
+
+    holders: the members that hold the state of the round's beginning.
+    joiners: the members that receive it from them; they have no share in this round.
+    """
+
+    round: Round
+    shares: Mapping[str, Share]
+    holders: tuple[str, ...]
+    joiners: tuple[str, ...]
+
+
+def fresh(microbatches: int, members: Sequence[str]) -> dict[str, Share]:
+    """Equal shares of all microbatches, which differ by one at most."""
+    return spread(range(microbatches), dict.fromkeys(members, ()))
+
+
+def spread(missing: Iterable[int], shares: Mapping[str, Share]) -> dict[str, Share]:
+    """Give each missing microbatch to the smallest share, the first of equals."""
+    grown = {member: list(share) for member, share in shares.items()}
+    for index in sorted(missing):
+        min(grown.values(), key=len).append(index)
+    return {member: tuple(share) for member, share in grown.items()}
+
+
+def resolve(
+    microbatches: int, views: Mapping[str, View], departed: Sequence[View] = ()
+) -> Resolution:
+    """What the members of a new epoch do next, from the views that they gave with their promises.
+
+    A member whose round is behind has voted in it, and some member has committed it (R3): it
+    commits, too, and begins the round in progress.
+    """
+    holders = _holders(views)
+    told = [views[each] for each in holders] + list(departed)
+    current = max(view.round for view in told)
+    shares = {each: views[each].share if views[each].round == current else () for each in holders}
+    counted = [index for share in shares.values() for index in share]
+    _each_once(counted, microbatches, current)
+    behind = [views[each] for each in holders if views[each].round < current]
+    late = [view for view in behind if not view.voted]
+    if late:
+        raise InvariantError(
+            "a member is behind a committed step that it has not reduced",
+            facts={"committed before": str(current), "behind": str(late[0])},
+        )
+    shares = spread(set(range(microbatches)) - set(counted), shares)
+    return Resolution(
+        current, shares, tuple(holders), tuple(each for each in views if each not in holders)
+    )
+
+
+def _holders(views: Mapping[str, View]) -> list[str]:
+    """Who holds the state of the run: the members. In a new run, those equal to the furthest."""
+    members = [each for each, view in views.items() if view.member]
+    if members:
+        return members
+    furthest = max(view.round for view in views.values())
+    digest = next(view.digest for view in views.values() if view.round == furthest)
+    return [each for each, view in views.items() if (view.round, view.digest) == (furthest, digest)]
+
+
+def _each_once(counted: Sequence[int], microbatches: int, current: Round) -> None:
+    if len(set(counted)) != len(counted) or not set(counted) <= set(range(microbatches)):
+        raise InvariantError(
+            "members share a microbatch", facts={"round": str(current), "shares": sorted(counted)}
+        )
