@@ -229,6 +229,7 @@ class Rank:
                 self.meet("gather", None)
         elif isinstance(action, rounds.Fetch):
             busy = self._busy
+            self.state = -1  # parts of different states, until all has come
             self.later(random.uniform(0.01, 0.3), lambda: self.fetched(busy, action))
         elif isinstance(action, rounds.Reduce):
             self.meet("reduce", (member.round, dict(self.sums)))

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from statehold.resilience.protocol.messages import (
+    TORN,
     Beat,
     Complaint,
     Fenced,
@@ -89,7 +90,8 @@ class _Replica:
     @property
     def is_torn(self) -> bool:
         """Whether its ranks hold different states: the transfer to it has ended in the middle."""
-        return len({replace(view, voted=False, share=()) for view in self.promises.values()}) > 1
+        states = {replace(view, voted=False, share=()) for view in self.promises.values()}
+        return len(states) > 1 or any(view.round == TORN for view in states)
 
 
 class Coordinator:

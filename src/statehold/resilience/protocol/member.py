@@ -13,10 +13,12 @@ Not here: waiting, sockets and groups (control, groups), the order of a round's 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from statehold.errors import InvariantError
 from statehold.resilience.protocol.messages import (
+    TORN,
     Complaint,
     Fenced,
     Hello,
@@ -53,6 +55,7 @@ class Member:
         self.joiners: tuple[str, ...] = ()
         self.store = ""
         self.joiners_wait = False
+        self.drawn: Mapping[str, int] = {}
         self.fenced: Fenced | Refused | None = None
         self._hello = hello
         self._own = hello.view  # of the state in its tensors while it is no member
@@ -126,7 +129,7 @@ class Member:
         self.epoch, self.store = install.epoch, install.store
         self.members = install.members
         self.holders, self.joiners = found.holders, found.joiners
-        self.joiners_wait = False
+        self.joiners_wait, self.drawn = False, install.drawn
         if self.name in found.joiners:
             self._holds_state, self.round, self.share = False, found.round, ()
         elif self.round < found.round and self._holds_state:
@@ -134,6 +137,10 @@ class Member:
         else:
             self._begin(found.round, found.shares[self.name])
         return True
+
+    def fetching(self) -> None:
+        """From now on its tensors hold parts of different states."""
+        self._own = View(TORN)
 
     def received(self, epoch: int) -> None:
         """The state of the round's beginning has come from its holders (R11)."""

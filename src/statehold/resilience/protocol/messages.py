@@ -31,6 +31,10 @@ class Round:
         return Round(self.step, self.attempt + 1)
 
 
+# The round of a rank whose state is neither its own nor that of others: a transfer has broken off.
+TORN = Round(-1)
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """What a rank tells when it promises (R6).

@@ -143,6 +143,8 @@ def play(
             try:
                 yield Gather(epoch)
                 if member.must_fetch:
+                    with lock:
+                        member.fetching()
                     yield Fetch(epoch, member.holders)
                     with lock:
                         member.received(epoch)
