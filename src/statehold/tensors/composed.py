@@ -13,7 +13,6 @@ tensors mean nothing without it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from statehold.tensors import adapters, foreign, nodes, subclasses
 from statehold.tensors.destinations import Destinations
 from statehold.tensors.placements import OWN, Placed
 from statehold.tensors.storable import (
+    boxed,
     check_storable,
     device_of,
     empty_on,
@@ -159,7 +159,7 @@ class Composed:
         local = self._local(node, place, device, path)
         if place is OWN or beside is None:
             return local
-        return _sharded(local, beside)
+        return boxed(local, beside)
 
     def _shape(self, node: Any) -> tuple[int, ...]:
         """The global shape of a node's tensor."""
@@ -239,21 +239,6 @@ def _elsewhere(path: str, saved: Mapping[str, Any]) -> StateMismatchError:
         facts={"path": path, "class": saved["class"], "saved": got},
         hint="restore in the layout in which it was saved, or leave it out with skip=",
     )
-
-
-def _sharded(local: torch.Tensor, like: Any) -> torch.Tensor:
-    """A DTensor around a rank's part, with the mesh and the placements of another one."""
-    dtensor = sys.modules["torch.distributed.tensor"].DTensor
-    with torch.no_grad():
-        made: torch.Tensor = dtensor.from_local(
-            local,
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
-    return made
 
 
 def refuse(live: torch.Tensor, path: str) -> None:

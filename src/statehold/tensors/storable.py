@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -60,6 +61,21 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
         return local
     with torch.no_grad():
         return tensor.to_local()  # type: ignore[attr-defined, no-any-return]
+
+
+def boxed(local: torch.Tensor, like: Any) -> torch.Tensor:
+    """A DTensor around this rank's part, with the mesh and the placements of another one."""
+    dtensor = sys.modules["torch.distributed.tensor"].DTensor
+    with torch.no_grad():
+        made: torch.Tensor = dtensor.from_local(
+            local,
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+    return made
 
 
 def check_storable(tensor: torch.Tensor, path: str) -> None:
