@@ -1,0 +1,82 @@
+"""What both sums have in common, and what they need from the groups of a membership.
+
+Nothing in this folder knows replicas, groups or epochs. A step goes like this:
+
+    sums.begin()
+    for each microbatch of the share:
+        sums.watch(start or None)          # before the backward pass; start: this one is the last
+        loss.backward(); sums.count(index, loss)
+    sums.reduce(start)                     # again with another `start` if it raised, or if the
+                                           # share has grown; then all members have the same result
+    sums.finish()                          # after the vote: p.grad of every parameter is the mean
+
+Invariants: `reduce` leaves what was counted as it was, whether it returns or raises. Nothing that
+later steps depend on changes before `finish`. All members call `start` for tensors of the same
+sizes and types in the same order. After `finish` all members have the same bits in `p.grad`, in
+`losses` and in `state_dict()`. A member that has counted nothing takes part with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Pending(Protocol):
+    """An operation on a tensor that runs."""
+
+    def wait(self) -> object:
+        """Return when the tensor has the result. An exception means that it never will have it.
+
+        After an exception the operation may still write into the tensor. So the caller drops the
+        tensor, and the operation keeps it alive.
+        """
+
+
+# Starts an all_reduce(SUM) of a contiguous tensor, in place, over the ranks that sum together.
+Start = Callable[[Tensor], Pending]
+
+
+class Sum(Protocol):
+    """The sum of one step's gradients and losses."""
+
+    def begin(self) -> None:
+        """Begin a step: nothing is counted, and p.grad of every parameter is None."""
+
+    def watch(self, start: Start | None) -> None:
+        """Announce a backward pass. With `start` it is the last one before `reduce(start)`.
+
+        The fast sum then reduces gradients while they arrive. A pass need not be announced.
+        """
+
+    def count(self, index: int, loss: Tensor | None) -> None:
+        """Add what a backward pass has left in p.grad: microbatch `index`, with its loss."""
+
+    def reduce(self, start: Start) -> None:
+        """Sum over the members. Raises what `start` and `Pending.wait` raise."""
+
+    def finish(self) -> None:
+        """Give the mean over all microbatches to p.grad: None where no microbatch had a gradient.
+
+        Commits the newest `reduce`. What was counted is dropped.
+        """
+
+    @property
+    def losses(self) -> Sequence[float]:
+        """The losses of the finished step, by microbatch; NaN for one that was given none."""
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean of `losses`, from their exact sum."""
+
+    @property
+    def announced_bytes(self) -> int:
+        """Memory that the sum holds at most, beside p.grad, in a step like the finished one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next steps of all members have to have in common, beside the parameters."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over another member's state, or that of a checkpoint."""
