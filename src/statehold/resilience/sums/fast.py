@@ -1,0 +1,170 @@
+"""The fast sum: plain floating point, reduced while the last backward pass runs.
+
+Autograd adds the gradients of one member in p.grad. The members reduce copies of them, divided by
+the number of microbatches, in flat buckets (bucket). The buckets become p.grad when the step is
+done. In a watched pass, a bucket is reduced as soon as all of its gradients have arrived.
+
+Invariants: p.grad stays as it is until `finish`. Members start their buckets in one order, and then
+their report. If a gradient has changed since its bucket was started, the report says so, and all
+members reduce that bucket once more. `reduce` raises what fails in a hook. If the hook raised it,
+p.grad would have half of a pass.
+Memory: one buffer of the size of all gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from statehold.errors import InvariantError
+from statehold.resilience.sums.bucket import Bucket, buckets_of
+from statehold.resilience.sums.interface import Start
+from statehold.resilience.sums.report import Report, fingerprint_of
+from statehold.resilience.sums.sites import Site, sites_of
+from statehold.tensors.storable import local_of
+
+
+class FastSum:
+    """Sums named parameters' gradients in floating point. See interface.Sum."""
+
+    def __init__(self, params: Iterable[tuple[str, Tensor]], microbatches: int) -> None:
+        self._sites = sites_of(params)
+        self._microbatches = microbatches
+        self._trained: list[Site] = []
+        self._buckets: list[Bucket] = []
+        self._hooks: list[RemovableHandle] = []
+        self._start: Start | None = None
+        self._error: Exception | None = None
+        self._reduced: Report | None = None
+        self._report = self._finished = Report(microbatches, 0)
+
+    def begin(self) -> None:
+        trained = [site for site in self._sites if site.param.requires_grad]
+        if trained != self._trained:
+            self._trained = trained
+            self._buckets = buckets_of(trained)
+        self._forget()
+        self._report = Report(self._microbatches, len(trained), len(self._buckets))
+        for site in self._sites:
+            site.give(None)
+
+    def watch(self, start: Start | None) -> None:
+        self._unhook()
+        if start is None:
+            return
+        if start != self._start:
+            self._forget()
+        self._start = start
+        self._hooks = [
+            site.param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._arrived, bucket, position)
+            )
+            for bucket in self._buckets
+            for position, site in enumerate(bucket.sites)
+        ]
+
+    def _arrived(self, bucket: Bucket, position: int, _: Tensor) -> None:
+        assert self._start is not None
+        if self._error is not None:
+            return
+        try:
+            bucket.copy(position, 1 / self._microbatches)
+            for each in self._buckets:
+                if not each.is_full:
+                    return
+                if not each.is_started:
+                    each.start(self._start)
+        except Exception as error:
+            self._error = error
+
+    def count(self, index: int, loss: Tensor | None) -> None:
+        self._unhook()
+        marks = [int(site.param.grad is not None) for site in self._trained]
+        self._report.count(index, None if loss is None else local_of(loss.detach()).item(), marks)
+
+    def reduce(self, start: Start) -> None:
+        self._unhook()
+        error = self._error
+        if self._start != start or self._reduced is not None:
+            self._forget()
+        elif error is not None:
+            self._forget()
+            raise error
+        try:
+            self._reduced = self._reduce(start)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _reduce(self, start: Start) -> Report:
+        for bucket in self._buckets:
+            if not bucket.is_started:
+                self._fill(bucket)
+                bucket.start(start)
+        for number, bucket in enumerate(self._buckets):
+            self._report.flags[number] = any(map(bucket.is_stale, range(len(bucket.sites))))
+        facts = [(site.name, site.numel, site.dtype) for site in self._trained]
+        device = self._trained[0].device if self._trained else torch.device("cpu")
+        report = self._report.reduced(start, device, fingerprint_of(facts))
+        for bucket in self._buckets:
+            bucket.wait()
+        stale = [self._buckets[number] for number in report.flags.nonzero().flatten().tolist()]
+        for bucket in stale:
+            bucket.forget()
+            self._fill(bucket)
+            bucket.start(start)
+        for bucket in stale:
+            bucket.wait()
+        return report
+
+    def _fill(self, bucket: Bucket) -> None:
+        for position in range(len(bucket.sites)):
+            if bucket.is_stale(position):
+                bucket.copy(position, 1 / self._microbatches)
+
+    def finish(self) -> None:
+        if self._reduced is None:
+            raise InvariantError("a step ends that was not reduced")
+        given = iter(self._reduced.marks.any(dim=0).tolist())
+        has_gradient = {id(site): next(given) for site in self._trained}
+        for bucket in self._buckets:
+            for site, mean in bucket.parts():
+                site.give(mean if has_gradient[id(site)] else None)
+        self._finished = self._reduced
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was copied and reduced; what was counted stays."""
+        self._unhook()
+        for bucket in self._buckets:
+            bucket.forget()
+        self._start = self._error = self._reduced = None
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @property
+    def losses(self) -> Sequence[float]:
+        return self._finished.losses
+
+    @property
+    def mean_loss(self) -> float:
+        return self._finished.mean_loss
+
+    @property
+    def announced_bytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self._buckets)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: a step depends on the parameters only."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing: what an exact sum has saved is not needed."""
