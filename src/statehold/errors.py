@@ -11,7 +11,10 @@
     │   └── PortInUseError         something else listens on the port for metrics
     ├── TornSnapshot               a tensor changed while it was being copied; nothing was published
     ├── ReplicasDifferError        ranks hold different values of a tensor that was equal
-    ├── ImpureSamplesError         a microbatch was drawn twice, and the draws differ
+    ├── MicrobatchError            about one microbatch; `step`, `index` and `samples` say which
+    │   ├── DatasetError           the data set has failed
+    │   └── ImpureSamplesError     a microbatch was drawn twice, and the draws differ
+    ├── WorkerLostError            a process that draws samples has ended
     ├── WaitTimeout                a deadline passed; the save itself goes on
     ├── PeerLostError              other ranks did not answer in time; `ranks` says which
     ├── PeerFailedError            another rank failed, and says why; `rank` says which
@@ -44,12 +47,14 @@ __all__ = [
     "ChecksumError",
     "ClosedError",
     "CorruptionError",
+    "DatasetError",
     "DeviceError",
     "FormatVersionError",
     "HeaderError",
     "ImpureSamplesError",
     "InvariantError",
     "ManifestError",
+    "MicrobatchError",
     "MissingFileError",
     "NoSpaceError",
     "PeerFailedError",
@@ -68,6 +73,7 @@ __all__ = [
     "UnsupportedValueError",
     "UsageError",
     "WaitTimeout",
+    "WorkerLostError",
 ]
 
 # The longest line of a message, in characters.
@@ -149,11 +155,8 @@ class ReplicasDifferError(StateholdError):
     """A tensor that several ranks held alike differs between them; the step was not published."""
 
 
-class ImpureSamplesError(StateholdError):
-    """The same microbatch was drawn twice, here or on another replica, and the draws differ.
-
-    `step` and `index` name the microbatch, which has the samples with the numbers `samples`.
-    """
+class MicrobatchError(StateholdError):
+    """An error about the microbatch `index` of `step`, which has the samples `samples`."""
 
     def __init__(
         self,
@@ -173,6 +176,18 @@ class ImpureSamplesError(StateholdError):
         more = f", ... ({len(self.samples)} in all)" if len(self.samples) > 64 else ""
         where = {"step": step, "microbatch": index, "samples": shown + more}
         super().__init__(summary, facts={**where, **(facts or {})}, hint=hint)
+
+
+class DatasetError(MicrobatchError):
+    """The data set, or the function that makes a batch of its samples, has failed."""
+
+
+class ImpureSamplesError(MicrobatchError):
+    """The same microbatch was drawn twice, here or on another replica, and the draws differ."""
+
+
+class WorkerLostError(StateholdError):
+    """A process that draws samples has ended by itself, or was killed."""
 
 
 class WaitTimeout(StateholdError, TimeoutError):
