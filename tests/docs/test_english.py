@@ -34,6 +34,7 @@ DOCUMENTS = [
     "docs/guide.md",
     "docs/io_study.md",
     "docs/offload.md",
+    "docs/resilience.md",
     *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/decisions/*.md"))),
 ]
 DONE = [
