@@ -15,6 +15,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from statehold.errors import DatasetError, ImpureSamplesError, UsageError
@@ -169,6 +171,45 @@ def test_what_is_not_expected_any_more_is_forgotten(worker: OneWorker) -> None:
     assert worker.begun == [(0, 0), (0, 1), (7, 0), (7, 1)]
     loader.batch(named(0, 0))
     assert worker.begun[4:] == [(0, 0)], "drawn again"
+
+
+NAMES = st.tuples(st.integers(0, 1), st.integers(0, 5))
+EVENTS = st.one_of(
+    st.tuples(st.just("batch"), NAMES),
+    st.tuples(st.just("expect"), st.lists(NAMES, max_size=6)),
+    st.sampled_from([("begin", None), ("finish", None), ("idle", None)]),
+)
+
+
+@settings(max_examples=50)
+@given(st.lists(EVENTS, max_size=20), st.integers(1, 3))
+def test_whatever_is_expected_and_taken(events: list[tuple[str, Any]], prefetch: int) -> None:
+    """Each batch is right and comes after at most one draw that was under way. No more is drawn
+    ahead than may be, and what was drawn and is still expected is not drawn again."""
+    worker = OneWorker(Draw(range(100), tuple, COURSE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "Workers", lambda *_: worker)
+        loader = Loader(range(100), COURSE, collate_fn=tuple, workers=1, prefetch=prefetch)
+    wanted: list[Name] = []  # what the loader has to draw ahead, in order
+    has: set[Name] = set()  # what it has begun and may not begin again
+    for event, what in events:
+        before = len(worker.begun)
+        if event == "batch":
+            assert loader.batch(named(*what)) == tuple(COURSE.samples(*what))
+            assert worker.begun[before:] in ([], [what]), "nothing else goes first"
+            assert (what in has) == (worker.begun[before:] == [])
+            has.discard(what)
+            wanted = [name for name in wanted if name != what]
+        elif event == "expect":
+            wanted = list(dict.fromkeys(what))
+            loader.expect(wanted)
+            has.intersection_update(wanted)
+        else:
+            getattr(worker, event)()
+            new = worker.begun[before:]
+            assert new == [name for name in wanted if name not in has][: len(new)]
+            has.update(new)
+        assert len(has) <= prefetch
 
 
 def test_the_generators_of_the_trainer_stay_as_they_are() -> None:
