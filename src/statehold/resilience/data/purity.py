@@ -45,7 +45,8 @@ class Purity:
             )
 
     def drawn(self, step: int) -> dict[int, int]:
-        """The checksums of a step by index: what other replicas have to `learn`."""
+        """The checksums of a step by index: what other replicas have to `learn`. Other threads may
+        call it."""
         return dict(self._drawn.get(step, {}))
 
     def learn(self, step: int, drawn: Mapping[int, int]) -> None:
