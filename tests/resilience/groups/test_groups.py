@@ -1,0 +1,184 @@
+"""Groups of ranks that are threads here: sums, votes, columns, rows, and what is left of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from statehold.resilience import gloo
+from statehold.resilience.groups import GroupLostError, Groups
+from statehold.resilience.meeting import Desk, meet
+
+HOST = "127.0.0.1"
+FAILURES = int(os.environ.get("STATEHOLD_GROUP_FAILURES", "20"))
+
+
+@pytest.fixture(scope="module")
+def desk() -> Iterator[Desk]:
+    found = Desk(HOST)
+    yield found
+    found.close()
+
+
+def on_ranks(
+    desk: Desk, epoch: int, size: tuple[int, int], run: Callable[[Groups, int, int], Any]
+) -> dict[tuple[int, int], Any]:
+    """run(groups, i, j) on each rank (i, j)."""
+
+    def live(place: tuple[int, int]) -> Any:
+        groups = Groups(desk.address, epoch, place, size, HOST, threading.Event())
+        built.wait(30)
+        try:
+            result = run(groups, *place)
+            done.wait(30)
+            return result
+        finally:
+            groups.drop()
+            assert groups.join(30)
+
+    built, done = threading.Barrier(size[0] * size[1]), threading.Barrier(size[0] * size[1])
+    places = [(i, j) for i in range(size[0]) for j in range(size[1])]
+    with ThreadPoolExecutor(len(places)) as pool:
+        return dict(zip(places, pool.map(live, places), strict=True))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 1), (1, 2), (2, 2)])
+def test_sums_go_over_columns_and_votes_over_all(desk: Desk, size: tuple[int, int]) -> None:
+    def run(groups: Groups, i: int, j: int) -> Any:
+        tensor = torch.tensor([10**i, 1 << 60], dtype=torch.int64) + j
+        groups.start(tensor).wait()
+        return tensor.tolist(), groups.gather([i, j, 7])
+
+    found = on_ranks(desk, 1, size, run)
+    votes = [[[i, j, 7] for j in range(size[1])] for i in range(size[0])]
+    for (_, j), (total, gathered) in found.items():
+        ones = sum(10**i for i in range(size[0]))
+        assert total == [ones + size[0] * j, size[0] * ((1 << 60) + j) % 2**64]
+        assert gathered == votes
+
+
+def test_several_sums_run_at_once(desk: Desk) -> None:
+    def run(groups: Groups, i: int, j: int) -> Any:
+        tensors = [torch.full((1000,), float(each + i)) for each in range(5)]
+        pending = [groups.start(each) for each in tensors]
+        for each in reversed(pending):
+            each.wait()
+        return [float(each.mean()) for each in tensors]
+
+    assert on_ranks(desk, 2, (2, 1), run)[0, 0] == [1.0, 3.0, 5.0, 7.0, 9.0]
+
+
+def test_a_rank_that_drops_its_groups_ends_what_the_others_wait_for(desk: Desk) -> None:
+    def run(groups: Groups, i: int, j: int) -> Any:
+        if i == 0:
+            groups.drop()
+            with pytest.raises(GroupLostError, match="the epoch has ended"):
+                groups.start(torch.ones(3))
+            return None
+        with pytest.raises(GroupLostError) as caught:
+            groups.start(torch.ones(3)).wait()
+        return caught.value.facts["epoch"]
+
+    assert on_ranks(desk, 3, (3, 1), run) == {(0, 0): None, (1, 0): 3, (2, 0): 3}
+
+
+def test_what_was_not_waited_for_is_released(desk: Desk) -> None:
+    def run(groups: Groups, i: int, j: int) -> Any:
+        if i == 0:
+            groups.start(torch.ones(3))
+
+    on_ranks(desk, 4, (2, 1), run)
+
+
+def test_hanging_up_leaves_other_connections_alone(desk: Desk) -> None:
+    first = gloo.Line(HOST)
+    second = gloo.Line(HOST)
+    assert first.own != second.own
+    one = Groups(desk.address, 6, (0, 0), (1, 1), HOST, threading.Event())
+    first.hang_up()
+    one.drop()
+    with ThreadPoolExecutor(1) as pool:
+        nobody = threading.Event()
+        other = pool.submit(meet, desk.address, "hall", 1, 2, "b", nobody)
+        first.hang_up()
+        second.hang_up()
+        assert meet(desk.address, "hall", 0, 2, "a", nobody) == ["a", "b"]
+        assert other.result() == ["a", "b"]
+
+
+def test_a_host_that_is_not_here_is_told(desk: Desk) -> None:
+    with pytest.raises(GroupLostError, match="has failed") as caught:
+        Groups(desk.address, 7, (0, 0), (2, 1), "192.0.2.254", threading.Event())
+    assert caught.value.facts["reason"]
+
+
+def test_a_desk_that_has_gone_is_told() -> None:
+    gone = Desk(HOST)
+    gone.close()
+    with pytest.raises(GroupLostError) as caught:
+        Groups(gone.address, 8, (0, 0), (2, 1), HOST, threading.Event())
+    assert gone.address in caught.value.facts["reason"]
+
+
+def test_a_desk_forgets_whoever_goes_or_talks_nonsense(desk: Desk) -> None:
+    host, _, port = desk.address.rpartition(":")
+    for line in [b"hello\n", b"[1]\n", b"x" * 70_000, b'["g", 0, 2, "gone"]\n']:
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(line)
+            if not line.startswith(b'["g"'):
+                with contextlib.suppress(ConnectionError):
+                    assert connection.recv(10) == b""
+    ended = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda r: meet(desk.address, "g", r, 2, str(r), ended), [0, 1]))
+    assert found == [["0", "1"]] * 2
+
+
+def test_epochs_that_fail_leave_nothing_behind(desk: Desk) -> None:
+    """STATEHOLD_GROUP_FAILURES=1000 for more. Buildings and sums fail in turn."""
+    _fail(desk, 0)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for each in range(1, FAILURES + 1):
+        _fail(desk, each)
+    assert not gloo_threads()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def gloo_threads() -> list[str]:
+    names = []
+    for each in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            names.append(Path(each, "comm").read_text().strip())
+    return [each for each in names if "gloo" in each]
+
+
+def _fail(desk: Desk, number: int) -> None:
+    revoked = threading.Event()
+    if number % 2:
+        timer = threading.Timer(0.001, revoked.set)
+        timer.start()
+        with pytest.raises(GroupLostError):
+            Groups(desk.address, 100 + number, (0, 0), (2, 1), HOST, revoked)
+        timer.join()
+        for thread in threading.enumerate():
+            if thread.name == "statehold-groups":
+                thread.join(30)
+        return
+
+    def run(groups: Groups, i: int, j: int) -> None:
+        if i == 1:
+            groups.drop()
+            return
+        with pytest.raises(GroupLostError):
+            groups.start(torch.ones(1000)).wait()
+
+    on_ranks(desk, 100 + number, (2, 1), run)

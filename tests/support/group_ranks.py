@@ -1,0 +1,115 @@
+"""Ranks in processes of their own that build, use and lose groups as they are told.
+
+A rank does one thing at a time and tells how it has ended. It may be revoked meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from support.faults import must
+from support.forked import forked
+
+ANSWER_S = 60
+LOST = "lost"
+
+
+class GroupRank:
+    """A process with a desk, and the groups of one epoch at a time."""
+
+    def __init__(self) -> None:
+        context = forked()
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_live, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.desk: str = self.answer()
+
+    def begin(self, what: str, *args: Any) -> None:
+        self._pipe.send((what, *args))
+
+    def answer(self) -> Any:
+        must(self._pipe.poll(ANSWER_S), f"{self._process.name} does not answer")
+        return self._pipe.recv()
+
+    def do(self, what: str, *args: Any) -> Any:
+        self.begin(what, *args)
+        return self.answer()
+
+    def revoke(self) -> None:
+        self._pipe.send(("revoke",))
+
+    def stop(self) -> None:
+        os.kill(self._process.pid or 0, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self._process.pid or 0, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _live(pipe: Connection) -> None:
+    import torch
+
+    from statehold.resilience.meeting import Desk
+
+    torch.set_num_threads(1)
+    desk = Desk("127.0.0.1")
+    pipe.send(desk.address)
+    rank = _Rank()
+    while True:
+        try:
+            what, *args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        if what == "revoke":
+            rank.revoked.set()
+            continue
+        if what == "build":
+            rank.revoked = threading.Event()
+        run = getattr(rank, what)
+        threading.Thread(target=_tell, args=(pipe, run, args), daemon=True).start()
+
+
+def _tell(pipe: Connection, run: Any, args: Any) -> None:
+    from statehold.resilience.groups import GroupLostError
+
+    try:
+        pipe.send(run(*args))
+    except GroupLostError:
+        pipe.send(LOST)
+
+
+class _Rank:
+    def __init__(self) -> None:
+        self.revoked = threading.Event()
+        self.groups: Any = None
+
+    def build(self, desk: str, epoch: int, rank: int, size: int) -> str:
+        from statehold.resilience.groups import Groups
+
+        revoked = self.revoked
+        self.groups = Groups(desk, epoch, (rank, 0), (size, 1), "127.0.0.1", revoked)
+        return "built"
+
+    def sum(self, value: int, elements: int) -> list[int]:
+        """The smallest and the largest element of a sum."""
+        import torch
+
+        tensor = torch.full((elements,), value)
+        self.groups.start(tensor).wait()
+        return [int(tensor.min()), int(tensor.max())]
+
+    def gather(self, value: int) -> list[int]:
+        return [each[0][0] for each in self.groups.gather([value])]
+
+    def drop(self) -> bool:
+        """Whether everything was released."""
+        self.groups.drop()
+        return bool(self.groups.join(ANSWER_S))
