@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import select
@@ -189,6 +190,7 @@ def test_a_signal_to_the_process_group_does_not_end_it() -> None:
 
 @pytest.fixture
 def nothing_stays() -> Iterator[None]:
+    gc.collect()  # what earlier tests have left
     threads, files = threading.active_count(), descriptors()
     yield
     assert multiprocessing.active_children() == []
