@@ -10,6 +10,8 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from types import SimpleNamespace
 from typing import Any
 
@@ -205,6 +207,29 @@ def test_closing_ends_what_the_loader_has_begun() -> None:
     loader.close()
     with pytest.raises(ClosedError):
         loader.batch(named(0, 1))
+
+
+def test_an_idle_process_ends_in_good_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does what it has to do at its end, such as the removal of temporary directories, while
+    the trainer waits for it."""
+    (go_on, go), (done, tell) = os.pipe(), os.pipe()
+
+    def end() -> None:
+        os.read(go_on, 1)
+        os.write(tell, b"x")
+
+    def join(process: BaseProcess, timeout: float | None = None) -> None:
+        os.write(go, b"x")
+        waits(process, timeout)
+
+    waits = BaseProcess.join
+    with make(int, worker_init_fn=lambda _: Finalize(None, end, exitpriority=0)) as loader:
+        loader.batch(named(0, 0))
+        monkeypatch.setattr(BaseProcess, "join", join)
+    os.close(tell)
+    assert os.read(done, 1) == b"x"
+    for each in (go_on, go, done):
+        os.close(each)
 
 
 @pytest.mark.usefixtures("nothing_stays")

@@ -193,11 +193,12 @@ class _Worker:
             if self._thread.is_alive():
                 self._process.kill()
                 self._thread.join()
-        self.forget()  # an idle process ends by itself then, with all that is done at its end
+        self._ours.close()  # an idle process ends by itself then, with all that is done at its end
         self._process.join(GRACE_S)
         self._process.kill()
         self._process.join()
         self._process.close()
+        self._alive.close()
 
 
 def _ended(exitcode: int) -> str:
