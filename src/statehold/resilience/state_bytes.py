@@ -1,0 +1,148 @@
+"""The state of a replica as one run of bytes with a description, and a live state that takes them.
+
+    offer = Offer(state)                        a holder; `offer.document` describes `offer.run`
+    arriving = Arriving(state, document)        a joiner; fill `arriving.run`, then finish()
+
+Names and the flattening are those of checkpoints, so what a checkpoint holds also travels.
+
+Invariants: an Offer copies what may change before the optimizer steps (buffers, numbers), and shows
+the rest in place. Arriving changes nothing that is not in its run before `finish`.
+Not here: sending, and checksums of what is sent (transfer).
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from statehold import _core
+from statehold.errors import UsageError
+from statehold.format.saved import PlacedChunk, SavedStep, SavedTensor
+from statehold.layout.layout import Box
+from statehold.tensors.capture import capture
+from statehold.tensors.fingerprints import on_host
+from statehold.tensors.restore import prepare
+
+
+class Run:
+    """The bytes of tensors, one after another. None: bytes that nobody wants."""
+
+    def __init__(self, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
+        self._tensors = [None if each is None else _bytes_of(each) for each in tensors]
+        self._ends = list(accumulate(sizes))
+
+    @property
+    def nbytes(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, begin: int, into: Tensor) -> None:
+        """Copy the bytes from `begin` on, as many as `into` has."""
+        for live, part in self._parts(begin, into):
+            part.copy_(live)
+
+    def write(self, begin: int, data: Tensor) -> None:
+        for live, part in self._parts(begin, data):
+            live.copy_(part)
+
+    def _parts(self, begin: int, piece: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        at, end = begin, begin + piece.numel()
+        index = bisect_right(self._ends, begin)
+        while at < end:
+            start = self._ends[index - 1] if index else 0
+            until = min(end, self._ends[index])
+            live = self._tensors[index]
+            if live is not None and until > at:
+                yield live[at - start : until - start], piece[at - begin : until - begin]
+            at, index = until, index + 1
+
+
+class Offer:
+    """A state that others may take, until its optimizer steps."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        found = capture(state)
+        if found.stored:
+            found.release()
+            raise UsageError(
+                "a state with offloaded optimizers cannot be given to joining replicas",
+                hint="let replicas begin again from a checkpoint",
+            )
+        for number in found.numbers:
+            number.fill_in(number.tensor.item())
+        captured = [found.tensors[index] for index in range(len(found.tensors.specs))]
+        tensors = [each.tensor.detach().clone() if each.eager else each.tensor for each in captured]
+        self.tensors = [each.detach().contiguous() for each in tensors]
+        entries = [[each.spec.name, each.spec.dtype, each.spec.shape] for each in captured]
+        sizes = [each.spec.nbytes for each in captured]
+        self.document = json.dumps(
+            {"state": found.tree, "tensors": entries, "sizes": sizes}
+        ).encode()
+        self.run = Run(self.tensors, sizes)
+
+    def digest(self) -> str:
+        """Equal states have equal digests; different ones practically never."""
+        sums = [on_host(each.cpu(), _core.hash_memory) for each in self.tensors]
+        return f"{_core.xxh3_64(json.dumps(sums).encode() + self.document):016x}"
+
+
+class Arriving:
+    """A live state that takes the state of a document. Raises StateMismatchError if it cannot."""
+
+    def __init__(self, state: Mapping[str, Any], document: bytes) -> None:
+        described = json.loads(document)
+        self._restoration = prepare(state, _Described(described))
+        self._staged: list[tuple[Tensor, Tensor]] = []
+        takers: dict[str, Tensor] = {}
+        for each in self._restoration.destinations:
+            takers[each.name] = self._taker(each.tensor)
+        names = [name for name, _, _ in described["tensors"]]
+        self.run = Run([takers.get(name) for name in names], described["sizes"])
+
+    def finish(self) -> None:
+        """All bytes have arrived."""
+        with torch.no_grad():
+            for tensor, staged in self._staged:
+                tensor.copy_(staged)
+        self._restoration.finish()
+
+    def _taker(self, tensor: Tensor) -> Tensor:
+        """Memory for the bytes of a tensor: its own, if that is in their order."""
+        if tensor.is_contiguous():
+            return tensor
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._staged.append((tensor, staged))
+        return staged
+
+
+class _Described(SavedStep):
+    """The description of a state, as a restore reads a step."""
+
+    def __init__(self, described: Mapping[str, Any]) -> None:
+        self.step, self.world_size, self.block_bytes = 0, 1, 1
+        self._state = described["state"]
+        self._tensors = {
+            name: SavedTensor(name, dtype, tuple(shape))
+            for name, dtype, shape in described["tensors"]
+        }
+
+    @property
+    def tensors(self) -> Mapping[str, SavedTensor]:
+        return self._tensors
+
+    @property
+    def state(self) -> Any:
+        return self._state
+
+    def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
+        """One chunk, with a checksum that equals no other: no two tensors are taken for ties."""
+        return [PlacedChunk(box, "", 0, 0, 0, name)]
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)

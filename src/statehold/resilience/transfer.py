@@ -1,0 +1,310 @@
+"""Transfer: a joiner takes the state of a step's beginning from all live replicas at once (R11).
+
+    transfer.serve(desk, epoch, place, size, revoked)     a holder, at the beginning of the step
+    transfer.stop_serving()                               a holder, before its optimizer steps
+    transfer.fetch(desk, epoch, place, size, revoked)     a joiner; raises GroupLostError
+
+The holders copy nothing in advance. A joiner takes part in the reduction of the step, so no holder
+can commit it, and change its state, before every joiner has everything or has been left out.
+
+A joiner asks each holder for one range after another, so a fast holder serves more. The range of a
+holder that dies, or sends a wrong byte, comes from another one. The bytes go through sockets of
+their own: a process group would fail as a whole, and cannot be given up piece by piece.
+
+Invariants: a piece is read while the state cannot change, under the lock that `stop_serving` takes.
+A piece is placed only after its checksum has been verified.
+Not here: what the bytes mean (state_bytes), who holds the state and who joins (protocol).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from statehold import _core
+from statehold.resilience.lost import GroupLostError
+from statehold.resilience.meeting import CONNECT_S, meet
+from statehold.resilience.state_bytes import Arriving, Offer, Run
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 1 << 20
+RANGE_BYTES = 8 << 20
+_POLL_S = 0.01
+# A holder that sends nothing for so long has died, whatever its connection says.
+_SILENCE_S = 10.0
+_SUM_BYTES = 8
+_LENGTH_BYTES = 8
+
+
+class Transfer:
+    """state: as save() and restore() take it. host: the address of this machine for others."""
+
+    def __init__(self, state: Mapping[str, Any], host: str) -> None:
+        self._state = state
+        self._host = host
+        self._server: _Server | None = None
+
+    def digest(self) -> str:
+        """Of the state. UsageError for a state that cannot be given to others."""
+        return Offer(self._state).digest()
+
+    def serve(
+        self,
+        desk: str,
+        epoch: int,
+        place: tuple[int, int],
+        size: tuple[int, int],
+        revoked: threading.Event,
+    ) -> None:
+        """Let the joiners of `epoch` have the state. Does not wait for them. Arguments: Groups."""
+        if self._server is None:
+            self._server = _Server(self._host)
+        self._server.offer(epoch, Offer(self._state))
+        says = self._server.address
+
+        def tell() -> None:
+            with contextlib.suppress(GroupLostError):  # then nobody joins in this epoch
+                meet(desk, _group(epoch, place), place[0], size[0], says, revoked)
+
+        threading.Thread(target=tell, name="statehold-offer", daemon=True).start()
+
+    def stop_serving(self) -> None:
+        """The state may change from now on."""
+        if self._server is not None:
+            self._server.withdraw()
+
+    def fetch(
+        self,
+        desk: str,
+        epoch: int,
+        place: tuple[int, int],
+        size: tuple[int, int],
+        revoked: threading.Event,
+    ) -> None:
+        """Take the state. After an error the live state has parts of both. Arguments: Groups."""
+        says = meet(desk, _group(epoch, place), place[0], size[0], "", revoked)
+        fetching = _Fetching(epoch, [each for each in says if each], revoked)
+        fetching.run(self._state)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def _group(epoch: int, place: tuple[int, int]) -> str:
+    return f"{epoch}/state{place[1]}"
+
+
+# -- the holder ------------------------------------------------------------------------------------
+
+
+class _Server:
+    """Threads that serve the newest offer."""
+
+    def __init__(self, host: str) -> None:
+        self._listener = socket.create_server((host, 0))
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self._offer: Offer | None = None
+        self._connections: set[socket.socket] = set()
+        threading.Thread(target=self._accept, name="statehold-state", daemon=True).start()
+
+    def offer(self, epoch: int, offer: Offer) -> None:
+        with self._lock:
+            self._epoch, self._offer = epoch, offer
+
+    def withdraw(self) -> None:
+        with self._lock:  # no piece is being read
+            self._offer = None
+            for each in self._connections:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.withdraw()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, _ = self._listener.accept()
+                with self._lock:
+                    self._connections.add(connection)
+                threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        """Answer requests: the description of an epoch's state first, then ranges of it."""
+        piece = bytearray(PIECE_BYTES)
+        try:
+            with connection, connection.makefile("rb") as requests:
+                connection.settimeout(_SILENCE_S)
+                offer = self._find(json.loads(requests.readline()))
+                connection.sendall(len(offer.document).to_bytes(_LENGTH_BYTES, "little"))
+                connection.sendall(offer.document)
+                for line in requests:
+                    for begin, end in _pieces(*json.loads(line)):
+                        self._send(connection, offer, begin, memoryview(piece)[: end - begin])
+        except (OSError, ValueError, TypeError, GroupLostError):
+            pass  # the joiner has gone, or the offer; the joiner asks somebody else
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+
+    def _find(self, epoch: int) -> Offer:
+        with self._lock:
+            if self._offer is None or epoch != self._epoch:
+                raise GroupLostError("the offer has ended")
+            return self._offer
+
+    def _send(self, connection: socket.socket, offer: Offer, begin: int, piece: memoryview) -> None:
+        tensor = torch.frombuffer(piece, dtype=torch.uint8)
+        with self._lock:
+            if self._offer is not offer:
+                raise GroupLostError("the offer has ended")
+            offer.run.read(begin, tensor)
+        connection.sendall(
+            _core.hash_memory(tensor.data_ptr(), len(piece)).to_bytes(_SUM_BYTES, "little")
+        )
+        connection.sendall(piece)
+
+
+def _pieces(begin: int, end: int) -> list[tuple[int, int]]:
+    return [(at, min(end, at + PIECE_BYTES)) for at in range(begin, end, PIECE_BYTES)]
+
+
+# -- the joiner ------------------------------------------------------------------------------------
+
+
+class _Fetching:
+    """One transfer to this rank: a thread for each holder."""
+
+    def __init__(self, epoch: int, holders: list[str], revoked: threading.Event) -> None:
+        self._epoch = epoch
+        self._holders = holders
+        self._revoked = revoked
+        self._connections: dict[str, socket.socket] = {}
+        self._left: deque[tuple[int, int]] = deque()
+        self._missing = 0
+        self._lock = threading.Lock()
+
+    def run(self, state: Mapping[str, Any]) -> None:
+        try:
+            documents = self._connect()
+            document = next(iter(documents.values()))
+            arriving = Arriving(state, document)
+            self._missing = arriving.run.nbytes
+            self._left.extend(
+                (at, min(self._missing, at + RANGE_BYTES))
+                for at in range(0, self._missing, RANGE_BYTES)
+            )
+            alike = [holder for holder, found in documents.items() if found == document]
+            if len(alike) < len(documents):
+                others = ", ".join(sorted(documents.keys() - set(alike)))
+                logger.warning("statehold: another state than %s has: %s", alike[0], others)
+            self._pull_from(alike, arriving.run)
+            if self._missing:
+                raise self._lost("no holder of the state is left")
+            arriving.finish()
+        finally:
+            self._hang_up()
+
+    def _connect(self) -> dict[str, bytes]:
+        """The descriptions of the state, by holder."""
+        found = {}
+        for holder in self._holders:
+            host, _, port = holder.rpartition(":")
+            with contextlib.suppress(OSError, GroupLostError):
+                connection = socket.create_connection((host, int(port)), CONNECT_S)
+                self._connections[holder] = connection
+                connection.settimeout(_POLL_S)
+                connection.sendall(f"{self._epoch}\n".encode())
+                length = int.from_bytes(self._receive(connection, _LENGTH_BYTES), "little")
+                found[holder] = bytes(self._receive(connection, length))
+        if not found:
+            raise self._lost("no holder of the state answers")
+        return found
+
+    def _pull_from(self, holders: list[str], run: Run) -> None:
+        threads = [
+            threading.Thread(target=self._pull, args=(holder, run), daemon=True)
+            for holder in holders
+        ]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+
+    def _pull(self, holder: str, run: Run) -> None:
+        """Take ranges from a holder until none is left, or until it fails."""
+        connection = self._connections[holder]
+        piece = bytearray(PIECE_BYTES)
+        while self._missing:
+            try:
+                begin, end = self._left.popleft()
+            except IndexError:
+                if self._revoked.wait(_POLL_S):  # somebody else may fail, and leave a range
+                    return
+                continue
+            try:
+                connection.sendall(f"[{begin}, {end}]\n".encode())
+                for at, until in _pieces(begin, end):
+                    self._place(connection, run, at, memoryview(piece)[: until - at])
+                    begin = until
+                    with self._lock:
+                        self._missing -= until - at
+            except (OSError, GroupLostError) as error:
+                self._left.append((begin, end))
+                if not self._revoked.is_set():
+                    logger.warning("statehold: state from %s has failed: %s", holder, error)
+                return
+
+    def _place(self, connection: socket.socket, run: Run, begin: int, piece: memoryview) -> None:
+        expected = int.from_bytes(self._receive(connection, _SUM_BYTES), "little")
+        self._receive_into(connection, piece)
+        tensor = torch.frombuffer(piece, dtype=torch.uint8)
+        if _core.hash_memory(tensor.data_ptr(), len(piece)) != expected:
+            raise self._lost(f"the bytes from {begin} on differ from their checksum")
+        run.write(begin, tensor)
+
+    def _receive(self, connection: socket.socket, nbytes: int) -> bytearray:
+        found = bytearray(nbytes)
+        self._receive_into(connection, memoryview(found))
+        return found
+
+    def _receive_into(self, connection: socket.socket, into: memoryview) -> None:
+        silent = 0.0
+        while into:
+            try:
+                count = connection.recv_into(into)
+            except TimeoutError:
+                silent += _POLL_S
+                if self._revoked.is_set() or silent > _SILENCE_S:
+                    raise self._lost("the holder is silent") from None
+                continue
+            if not count:
+                raise self._lost("the holder has gone")
+            into, silent = into[count:], 0.0
+
+    def _lost(self, why: str) -> GroupLostError:
+        if self._revoked.is_set():
+            why = "the epoch has ended"
+        return GroupLostError(
+            "the transfer of the state has failed", facts={"epoch": self._epoch, "reason": why}
+        )
+
+    def _hang_up(self) -> None:
+        for each in self._connections.values():
+            each.close()

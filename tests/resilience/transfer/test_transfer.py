@@ -1,0 +1,268 @@
+"""A joiner takes the state of live replicas: every bit of it, whatever becomes of a holder."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from statehold.errors import StateMismatchError
+from statehold.resilience import transfer
+from statehold.resilience.lost import GroupLostError
+from statehold.resilience.meeting import Desk
+from statehold.resilience.state_bytes import Arriving, Offer
+from statehold.resilience.transfer import Transfer
+
+HOST = "127.0.0.1"
+HOLDERS = 3
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(40, 60)
+        self.norm = nn.BatchNorm1d(60)
+        self.picture = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.narrow = nn.Parameter(torch.randn(33).to(torch.bfloat16))
+        self.number = nn.Parameter(torch.randn(()))
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.last = nn.Linear(40, 60)
+        self.last.weight = self.first.weight
+
+    def loss(self) -> Tensor:
+        hidden = self.last(torch.randn(8, 40)) + self.norm(self.first(torch.randn(8, 40)))
+        picture = self.picture(torch.randn(2, 3, 4, 4))
+        return hidden.sum() * self.number + picture.square().sum() + self.narrow.float().sum()
+
+
+def state_of(seed: int, steps: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.loss().backward()
+        optimizer.step()
+        scheduler.step()
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def contents(state: dict[str, Any]) -> list[Any]:
+    found: list[Any] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, Tensor):
+            found.append((value.dtype, value.shape, value.stride(), value.tolist()))
+        elif isinstance(value, dict):
+            for key in value:
+                found.append(key)
+                walk(value[key])
+        elif isinstance(value, list | tuple):
+            for each in value:
+                walk(each)
+        else:
+            found.append(value)
+
+    for each in state.values():
+        walk(each.state_dict())
+    return found
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(transfer, "RANGE_BYTES", 3500)
+
+
+class Job:
+    """Holders of equal states, and the state of a joiner."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.revoked = threading.Event()
+        self.states = [state_of(seed=1, steps=3) for _ in range(HOLDERS)]
+        self.holders = [Transfer(each, HOST) for each in self.states]
+        self.joined = state_of(seed=2, steps=0)
+        self.joiner = Transfer(self.joined, HOST)
+
+    def serve(self) -> None:
+        for rank, each in enumerate(self.holders):
+            each.serve(self.desk.address, 5, (rank, 0), (HOLDERS + 1, 1), self.revoked)
+
+    def fetch(self) -> None:
+        place, size = (HOLDERS, 0), (HOLDERS + 1, 1)
+        self.joiner.fetch(self.desk.address, 5, place, size, self.revoked)
+
+    def close(self) -> None:
+        self.revoked.set()
+        for each in self.holders:
+            each.close()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    desk = Desk(HOST)
+    found = Job(desk)
+    yield found
+    found.close()
+    desk.close()
+
+
+def instead(server: Any, name: str, call: Callable[..., Any]) -> None:
+    """Replace a method of one server; `call` gets the original one first."""
+    original = getattr(server, name)
+    setattr(server, name, lambda *args: call(original, *args))
+
+
+def test_every_bit_arrives_and_training_goes_on_alike(small_pieces: None, job: Job) -> None:
+    job.serve()
+    job.fetch()
+    assert contents(job.joined) == contents(job.states[0])
+    assert job.joined["model"].last.weight is job.joined["model"].first.weight
+    for state in (job.joined, job.states[0]):
+        torch.manual_seed(3)
+        state["optimizer"].zero_grad()
+        state["model"].loss().backward()
+        state["optimizer"].step()
+        state["scheduler"].step()
+    assert contents(job.joined) == contents(job.states[0])
+
+
+def test_a_part_of_a_holder_that_goes_comes_from_others(
+    small_pieces: None, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent = []
+
+    def send(original: Any, *args: Any) -> None:
+        if len(sent) == 2:
+            raise OSError("gone")
+        sent.append(args)
+        original(*args)
+
+    job.serve()
+    instead(job.holders[0]._server, "_send", send)
+    job.fetch()
+    assert contents(job.joined) == contents(job.states[0])
+    assert len(sent) == 2
+    assert "the holder has gone" in caplog.text
+
+
+def test_a_wrong_byte_is_found_and_comes_from_others(
+    small_pieces: None, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Flipping:
+        def __init__(self, connection: Any) -> None:
+            self._connection = connection
+
+        def sendall(self, data: Any) -> None:
+            changed = bytearray(data)
+            changed[-1] ^= 16
+            self._connection.sendall(changed)
+
+    def send(original: Any, connection: Any, *args: Any) -> None:
+        original(Flipping(connection), *args)
+
+    job.serve()
+    instead(job.holders[2]._server, "_send", send)
+    job.fetch()
+    assert contents(job.joined) == contents(job.states[0])
+    assert "differ from their checksum" in caplog.text
+
+
+def test_a_holder_that_describes_another_state_has_no_part(
+    small_pieces: None, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.states[1]["scheduler"].step()
+    job.serve()
+    sent: list[Any] = []
+    instead(job.holders[1]._server, "_send", lambda original, *args: sent.append(args))
+    job.fetch()
+    assert contents(job.joined) == contents(job.states[0]) != contents(job.states[1])
+    assert not sent
+    assert "another state" in caplog.text
+
+
+def test_nobody_is_served_after_the_state_may_have_changed(job: Job) -> None:
+    job.serve()
+    for each in job.holders:
+        each.stop_serving()
+    with pytest.raises(GroupLostError, match="the transfer of the state has failed"):
+        job.fetch()
+
+
+def test_the_state_stops_to_be_read_in_the_middle(
+    small_pieces: None, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+
+    def send(original: Any, *args: Any) -> None:
+        original(*args)
+        for each in job.holders:
+            each.stop_serving()
+
+    job.serve()
+    instead(job.holders[0]._server, "_send", send)
+    with pytest.raises(GroupLostError) as caught:
+        job.fetch()
+    assert caught.value.facts["reason"] == "no holder of the state is left"
+
+
+def test_a_transfer_ends_with_its_epoch(small_pieces: None, job: Job) -> None:
+    asked = threading.Event()
+
+    def send(original: Any, *args: Any) -> None:
+        asked.set()
+        job.revoked.wait()
+
+    job.serve()
+    for each in job.holders:
+        instead(each._server, "_send", send)
+    with ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(job.fetch)
+        assert asked.wait(60)
+        job.revoked.set()
+        with pytest.raises(GroupLostError) as caught:
+            fetching.result()
+    assert caught.value.facts["reason"] == "the epoch has ended"
+
+
+def test_a_joiner_of_another_model_is_refused_by_name(job: Job) -> None:
+    job.serve()
+    job.joined["model"].first = nn.Linear(41, 60)
+    with pytest.raises(StateMismatchError, match=r"first\.weight"):
+        job.fetch()
+
+
+def test_digests_tell_states_apart() -> None:
+    one, two = state_of(1, 2), state_of(1, 2)
+    digest = Transfer(one, HOST).digest()
+    assert digest == Transfer(two, HOST).digest()
+    with torch.no_grad():
+        two["optimizer"].state[two["model"].narrow]["exp_avg"][7] += 1
+    assert digest != Transfer(two, HOST).digest()
+    three = state_of(1, 2)
+    three["scheduler"].step()
+    assert digest != Transfer(three, HOST).digest()
+
+
+def test_buffers_are_those_of_the_beginning_of_the_step() -> None:
+    """A forward pass changes them before the optimizer steps."""
+    state = state_of(1, 1)
+    before = state["model"].norm.running_mean.clone()
+    offer = Offer(state)
+    state["model"].loss()
+    assert not torch.equal(before, state["model"].norm.running_mean)
+    joined = state_of(2, 0)
+    arriving = Arriving(joined, offer.document)
+    everything = torch.empty(offer.run.nbytes, dtype=torch.uint8)
+    offer.run.read(0, everything)
+    arriving.run.write(0, everything)
+    arriving.finish()
+    assert torch.equal(before, joined["model"].norm.running_mean)
