@@ -1,10 +1,9 @@
 """One seed of a trainer with an offloaded optimizer: faults, losses of power, and what is left.
 
-A job trains and saves on a simulated disk that has the paths of the optimizer and the run. An
-update's gradients follow from its number. So what a step must hold is known beforehand, from
-torch's optimizer on the same gradients, and is compared bit for bit. Within a job, an update that
-fails is followed by a restore, as the error asks for. After each job the faults end, and a new one
-looks at every step.
+A job trains and saves on a simulated disk that has the paths of the optimizer and the run. What a
+step must hold is known beforehand (support.offload_trainer), and is compared bit for bit. Within a
+job, an update that fails is followed by a restore, as the error asks for. After each job the faults
+end, and a new one looks at every step.
 
     promised    steps that a save has called committed, and that keep= has not retired since
     suspect     steps with bytes that rot has changed: these may be refused
@@ -16,24 +15,18 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
-import torch
-
 from sim.seeds import Report, used_bytes
-from statehold import Checkpointer, Save, offload
+from statehold import Save, offload
 from statehold.errors import CorruptionError, StateholdError, UsageError, WaitTimeout
 from statehold.testing import SimFs, checkpointer_on
+from support.offload_trainer import SUBGROUP, Trainer
 from support.scheduler import Deadlock
 from support.stepped import simulated
-from support.twins import same_bits
 
 RUN, PATHS = "/run", ("/opt/a", "/opt/b")
 SMALL = {"staging_bytes": "2MiB", "buffer_bytes": "1MiB", "copy_threads": 1}
-SHAPES = [(9000,), (40, 70), (6100,)]  # more than the buffers of two paths hold
-SUBGROUP = 24_576
 HANG_S = 6000.0
 OPERATIONS = (
     "sync", "sync_dir", "rename", "mkdir", "unlink", "link", "write_file", "read_file",
@@ -45,78 +38,6 @@ FAULTS = (
     "failed update", "restored in a job", "given up", "linked", "committed",
     *(f"injected {each}" for each in OPERATIONS),
 )  # fmt: skip
-
-State = dict[str, torch.Tensor]
-
-
-def noise(update: int, index: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * update + index)
-    return torch.randn(SHAPES[index], generator=generator).to(torch.bfloat16)
-
-
-@cache
-def expected(updates: int) -> State:
-    """The weights and the state after so many updates, by torch's optimizer."""
-    masters = [torch.nn.Parameter(noise(0, index).float()) for index in range(len(SHAPES))]
-    torchs = torch.optim.AdamW(masters, lr=1e-2, fused=True)
-    for update in range(1, updates + 1):
-        for index, master in enumerate(masters):
-            master.grad = noise(update, index).float()
-        torchs.step()
-    found = {}
-    for index, master in enumerate(masters):
-        found[f"weight {index}"] = master.detach().to(torch.bfloat16)
-        if updates:
-            found[f"master {index}"] = master.detach().clone()
-            fields = torchs.state[master]
-            found |= {f"{name} {index}": fields[name].clone() for name in ("exp_avg", "exp_avg_sq")}
-    return found
-
-
-class Trainer:
-    """A model, its optimizer and its run on `fs`; at which update it is."""
-
-    def __init__(self, fs: SimFs, keep: int | None, tiers: Sequence[Any]) -> None:
-        self.params = [torch.nn.Parameter(noise(0, index)) for index in range(len(SHAPES))]
-        self.optimizer = offload.AdamW(
-            self.params, lr=1e-2, tiers=tiers, subgroup_bytes=SUBGROUP, fs=fs
-        )
-        self.ckpt: Checkpointer = checkpointer_on(fs, RUN, keep=keep, **SMALL)
-        self.update = 0
-
-    @property
-    def state(self) -> dict[str, Any]:
-        params = {str(index): each for index, each in enumerate(self.params)}
-        return {"params": params, "optimizer": self.optimizer, "update": self.update}
-
-    def train(self) -> None:
-        for index, parameter in enumerate(self.params):
-            parameter.grad = noise(self.update + 1, index)
-        self.optimizer.step()
-        self.update += 1
-
-    def restore(self, step: int | None = None) -> int | None:
-        """Returns the step; without one, the weights are those of the beginning."""
-        state = self.state
-        found = self.ckpt.restore(state, step)
-        if found is not None:
-            self.update = state["update"]
-        return found
-
-    def wrong(self) -> str | None:
-        """What differs from what torch has after as many updates."""
-        found = {f"weight {index}": each.detach() for index, each in enumerate(self.params)}
-        for index, fields in self.optimizer.state_dict()["state"].items():
-            found |= {f"{name} {index}": value for name, value in fields.items() if name != "step"}
-        wanted = expected(self.update)
-        if found.keys() != wanted.keys():
-            return f"{sorted(found.keys() ^ wanted.keys())} at update {self.update}"
-        names = [name for name, value in wanted.items() if not same_bits(found[name], value)]
-        return f"{names} at update {self.update}" if names else None
-
-    def close(self) -> None:
-        self.ckpt._close()
-        self.optimizer.close()
 
 
 class Offloaded:
@@ -153,6 +74,11 @@ class Offloaded:
     def _say(self, line: str) -> None:
         self.report.trace.append(line)
 
+    def _trainer(self) -> Trainer:
+        return Trainer(
+            lambda: checkpointer_on(self._fs, RUN, keep=self._keep, **SMALL), self._tiers, self._fs
+        )
+
     # -- a job under faults ----------------------------------------------------------------
 
     def _job(self) -> None:
@@ -163,7 +89,7 @@ class Offloaded:
             fs.cut_power(chance.randint(0, 250))
         trainer, saves = None, list[tuple[int, Save]]()
         try:
-            trainer = Trainer(fs, self._keep, self._tiers)
+            trainer = self._trainer()
             self._say(f"restored {trainer.restore()}")
             for _ in range(chance.randint(2, 6)):
                 self._next(trainer, saves)
@@ -244,7 +170,7 @@ class Offloaded:
         if self._weather["rot"] and self._random.random() < 0.5:
             self._suspect |= self._rot()
         suspect = self._suspect
-        trainer = Trainer(self._fs, self._keep, self._tiers)
+        trainer = self._trainer()
         visible = trainer.ckpt.steps()
         self._say(f"steps {visible}, promised {sorted(self._promised)}, suspect {sorted(suspect)}")
         for step in sorted(self._promised)[-(self._keep or len(self._promised)) :]:
