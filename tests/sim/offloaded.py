@@ -35,7 +35,7 @@ OPERATIONS = (
 # What has to have happened in a campaign, or it has tested too little.
 FAULTS = (
     "short", "eio", "enospc", "lost name", "power", "power loss", "rot", "refused step",
-    "failed update", "restored in a job", "given up", "linked", "committed",
+    "failed update", "restored in a job", "given up", "read again", "linked", "committed",
     *(f"injected {each}" for each in OPERATIONS),
 )  # fmt: skip
 
@@ -100,8 +100,9 @@ class Offloaded:
         for step, save in saves:
             self._settle(step, save)
         if trainer is not None:
-            given_up = [each.path for each in trainer.optimizer.stats.paths if each.given_up]
-            self.report.counts["given up"] += len(given_up)
+            stats = trainer.optimizer.stats
+            self.report.counts["given up"] += sum(bool(path.given_up) for path in stats.paths)
+            self.report.counts["read again"] += stats.misses
             self._end(trainer)
         if loses_power:
             fs.crash()

@@ -14,7 +14,9 @@ from statehold.testing import SimFs
 
 SEEDS, FIRST = 6, 100
 # What happens in so few seeds, whatever the schedules.
-COMMON = {"short", "power loss", "failed update", "committed", "linked", "given up"}
+COMMON = {
+    "short", "power loss", "failed update", "committed", "linked", "given up", "read again"
+}  # fmt: skip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
