@@ -1,0 +1,115 @@
+"""One look at a disk after the power went off: what is there, and whether a run goes on from it.
+
+Not here: the process that looks at one disk after the other (checker).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from powerloss.content import blank, differences
+from powerloss.history import Fact, History, oracles
+from powerloss.jobs import Job, Readers, Where
+from powerloss.plans import Plan
+from powerloss.workload import Workload
+from sim.oracle import Oracle
+from statehold.cli.checking import check_step
+from statehold.cli.places import find
+from statehold.cli.scanning import SpanReader
+from support.agents import steps_in
+
+
+class Look:
+    """One state. found: the saves that are there: nothing else may come, and none of it may go."""
+
+    def __init__(
+        self, fs: Any, reader: SpanReader, plan: Plan, where: Where, facts: list[Fact]
+    ) -> None:
+        self._fs = fs
+        self._reader = reader
+        self._plan = plan
+        self._where = where
+        self._facts = facts
+        self._all = tuple(plan.keeps)
+        self.found: list[Fact] = []
+        self.wrong: list[str] = []
+
+    def judge(self) -> None:
+        """Every promise is kept, and whatever else is listed is whole."""
+        known = oracles(self._facts, self._plan.keeps)
+        for place, path in self._where.places.items():
+            self._judge_place(place, path, known[place])
+
+    def _judge_place(self, place: str, path: str, oracle: Oracle) -> None:
+        named = steps_in(Path(path))
+        with Readers(self._fs, self._plan, path) as readers:
+            steps = readers.ckpts[0].steps()
+            self._say(place, oracle.judge(steps))
+            if steps != named:
+                self._say(place, [f"{named} are there, and {steps} are listed"])
+            for step in steps:
+                for rank, state in enumerate(self._restored(readers, step)):
+                    wrong = _judged(oracle, self._plan, step, rank, state)
+                    self._say(place, wrong)
+                    if not wrong and rank == 0:
+                        self._find(place, step, state["serial"])
+        for step in steps:
+            self._verify(place, f"{path}/step-{step:012d}")
+        if _aside(path):
+            self._say(place, [f"set aside: {_aside(path)}"])
+
+    def _find(self, place: str, step: int, serial: int) -> None:
+        for what, places in (("begin", self._all), ("promise", (place,))):
+            self.found.append(Fact(0, what, places, step, serial, self._plan.ranks))
+
+    def _restored(self, readers: Readers, step: int) -> list[dict[str, Any]]:
+        states = [blank(self._plan) for _ in range(self._plan.ranks)]
+        readers.each(lambda rank: readers.ckpts[rank].restore(states[rank], step))
+        return states
+
+    def _verify(self, place: str, directory: str) -> None:
+        report = check_step(self._fs, find(self._fs, directory), self._reader)
+        if not report.is_intact:
+            self._say(place, [f"verify: {report.findings}"])
+
+    def go_on(self, history: History, first: int) -> None:
+        """The job that comes next: it restores the newest step, and saves another."""
+        newest = max((fact.step for fact in self.found), default=0)
+        workload = Workload(self._plan, self._where, history, first)
+        with Job(self._fs, self._plan, self._where) as job:
+            states = [blank(self._plan) for _ in range(self._plan.ranks)]
+            restored = job.each(lambda rank: job.ckpts[rank].restore(states[rank]))
+            if restored != [newest or None] * self._plan.ranks:
+                self._say("job", [f"{restored} restored, and {newest} is the newest"])
+            if newest:
+                self._compare(states)
+            step = workload.save(job, newest + 1)
+            states = [blank(self._plan) for _ in range(self._plan.ranks)]
+            job.each(lambda rank: job.ckpts[rank].restore(states[rank], step))
+            self._compare(states)
+            if self._plan.has_levels:
+                workload.flush(job, step)
+            job.finish()
+        for place, path in self._where.places.items():
+            self._verify(place, f"{path}/step-{step:012d}")
+            if _aside(path):
+                self._say(place, [f"set aside: {_aside(path)}"])
+
+    def _compare(self, states: list[dict[str, Any]]) -> None:
+        for rank, state in enumerate(states):
+            self._say("job", differences(self._plan, rank, state))
+
+    def _say(self, place: str, wrong: list[str]) -> None:
+        self.wrong += [f"{place}: {each}" for each in wrong]
+
+
+def _judged(oracle: Oracle, plan: Plan, step: int, rank: int, state: Any) -> list[str]:
+    """What is wrong with what a rank has restored of a step."""
+    return oracle.judge_content(step, rank, state, ()) or differences(plan, rank, state)
+
+
+def _aside(path: str) -> list[str]:
+    names = os.listdir(path) if os.path.isdir(path) else []
+    return [name for name in names if name.endswith(".corrupt")]
