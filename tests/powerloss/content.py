@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from powerloss.plans import Plan
+from statehold import Checkpointer
 
 State = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a rank has restored. restored: the step, as restore() says; step, serial: of which save
+    it is, as it says itself; wrong: what in it is not of that save."""
+
+    restored: int | None
+    step: int | None
+    serial: int | None
+    wrong: list[str]
 
 
 def content(plan: Plan, rank: int, step: int, serial: int) -> State:
@@ -46,3 +59,21 @@ def differences(plan: Plan, rank: int, found: State) -> list[str]:
             else found[name] == value
         )
     ]
+
+
+class Contents:
+    """What the ranks of a job save and restore: contents as above."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def state(self, rank: int, step: int, serial: int) -> State:
+        return content(self._plan, rank, step, serial)
+
+    def restore(self, ckpt: Checkpointer, rank: int, step: int | None) -> Found:
+        state = blank(self._plan)
+        restored = ckpt.restore(state, step)
+        return Found(restored, state["step"], state["serial"], differences(self._plan, rank, state))
+
+    def close(self) -> None:
+        pass

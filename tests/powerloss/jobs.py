@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import statehold
+from powerloss.content import Contents, Found, State
 from powerloss.plans import Plan
 from statehold import Checkpointer, Directory, Memory
 from statehold._core import Fs
@@ -53,12 +54,28 @@ def _levels(plan: Plan, where: Where, agent: bool) -> list[Level]:
     return []
 
 
-class Job(Ranks):
-    """The Checkpointers of all ranks, each with a thread of its own."""
+class Restoring(Ranks):
+    """The Checkpointers of all ranks, each with a thread of its own, and what they restore."""
+
+    def __init__(self, fs: Fs, plan: Plan, run: str, **options: Any) -> None:
+        self._plan = plan
+        super().__init__(fs, plan.ranks, run, **options)
+        self._states = Contents(plan)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._states.close()
+
+    def restore(self, step: int | None = None) -> list[Found]:
+        """What each rank restores: a step, or the newest."""
+        return self.each(lambda rank: self._states.restore(self.ckpts[rank], rank, step))
+
+
+class Job(Restoring):
+    """A job that saves."""
 
     def __init__(self, fs: Fs, plan: Plan, where: Where) -> None:
-        self._plan = plan
-        super().__init__(fs, plan.ranks, where.run, **options_of(plan, where))
+        super().__init__(fs, plan, where.run, **options_of(plan, where))
 
     def _opened(self, options: dict[str, Any]) -> list[Checkpointer]:
         timeout_s = options.pop("peer_timeout_s")
@@ -80,13 +97,17 @@ class Job(Ranks):
             return lambda: StoreBoard(store, self.run)
         return lambda: DirectoryBoard(f"{self.run}/{PEERS_NAME}")
 
+    def state(self, rank: int, step: int, serial: int) -> State:
+        """What a rank saves."""
+        return self._states.state(rank, step, serial)
+
     def finish(self) -> None:
         """Close all of them; raises what close() raises."""
         self.each(lambda rank: self.ckpts[rank].close())
 
 
-class Readers(Ranks):
+class Readers(Restoring):
     """The ranks of a job that only looks at the directory of one place."""
 
     def __init__(self, fs: Fs, plan: Plan, path: str) -> None:
-        super().__init__(fs, plan.ranks, path, keep=None)
+        super().__init__(fs, plan, path, keep=None)

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from powerloss.content import blank, differences
+from powerloss.content import Found
 from powerloss.history import Fact, History, oracles
 from powerloss.jobs import Job, Readers, Where
 from powerloss.plans import Plan
@@ -50,24 +50,19 @@ class Look:
             if steps != named:
                 self._say(place, [f"{named} are there, and {steps} are listed"])
             for step in steps:
-                for rank, state in enumerate(self._restored(readers, step)):
-                    wrong = _judged(oracle, self._plan, step, rank, state)
+                for rank, found in enumerate(readers.restore(step)):
+                    wrong = _judged(oracle, step, rank, found)
                     self._say(place, wrong)
                     if not wrong and rank == 0:
-                        self._find(place, step, state["serial"])
+                        self._find(place, step, found)
         for step in steps:
             self._verify(place, f"{path}/step-{step:012d}")
         if _aside(path):
             self._say(place, [f"set aside: {_aside(path)}"])
 
-    def _find(self, place: str, step: int, serial: int) -> None:
+    def _find(self, place: str, step: int, found: Found) -> None:
         for what, places in (("begin", self._all), ("promise", (place,))):
-            self.found.append(Fact(0, what, places, step, serial, self._plan.ranks))
-
-    def _restored(self, readers: Readers, step: int) -> list[dict[str, Any]]:
-        states = [blank(self._plan) for _ in range(self._plan.ranks)]
-        readers.each(lambda rank: readers.ckpts[rank].restore(states[rank], step))
-        return states
+            self.found.append(Fact(0, what, places, step, found.serial or 0, self._plan.ranks))
 
     def _verify(self, place: str, directory: str) -> None:
         report = check_step(self._fs, find(self._fs, directory), self._reader)
@@ -79,16 +74,9 @@ class Look:
         newest = max((fact.step for fact in self.found), default=0)
         workload = Workload(self._plan, self._where, history, first)
         with Job(self._fs, self._plan, self._where) as job:
-            states = [blank(self._plan) for _ in range(self._plan.ranks)]
-            restored = job.each(lambda rank: job.ckpts[rank].restore(states[rank]))
-            if restored != [newest or None] * self._plan.ranks:
-                self._say("job", [f"{restored} restored, and {newest} is the newest"])
-            if newest:
-                self._compare(states)
+            self._resume(job, newest)
             step = workload.save(job, newest + 1)
-            states = [blank(self._plan) for _ in range(self._plan.ranks)]
-            job.each(lambda rank: job.ckpts[rank].restore(states[rank], step))
-            self._compare(states)
+            self._compare(job.restore(step))
             if self._plan.has_levels:
                 workload.flush(job, step)
             job.finish()
@@ -97,17 +85,27 @@ class Look:
             if _aside(path):
                 self._say(place, [f"set aside: {_aside(path)}"])
 
-    def _compare(self, states: list[dict[str, Any]]) -> None:
-        for rank, state in enumerate(states):
-            self._say("job", differences(self._plan, rank, state))
+    def _resume(self, job: Job, newest: int) -> None:
+        """Restore the newest step, which is `newest`; 0: there is none."""
+        found = job.restore()
+        restored = [each.restored for each in found]
+        if restored != [newest or None] * self._plan.ranks:
+            self._say("job", [f"{restored} restored, and {newest} is the newest"])
+        if newest:
+            self._compare(found)
+
+    def _compare(self, found: list[Found]) -> None:
+        for each in found:
+            self._say("job", each.wrong)
 
     def _say(self, place: str, wrong: list[str]) -> None:
         self.wrong += [f"{place}: {each}" for each in wrong]
 
 
-def _judged(oracle: Oracle, plan: Plan, step: int, rank: int, state: Any) -> list[str]:
+def _judged(oracle: Oracle, step: int, rank: int, found: Found) -> list[str]:
     """What is wrong with what a rank has restored of a step."""
-    return oracle.judge_content(step, rank, state, ()) or differences(plan, rank, state)
+    told = {"step": found.step, "serial": found.serial}
+    return oracle.judge_content(step, rank, told, ()) or found.wrong
 
 
 def _aside(path: str) -> list[str]:

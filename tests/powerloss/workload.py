@@ -78,7 +78,7 @@ class Workload:
             begun = []
             for each, serial in zip(steps, serials, strict=True):
                 ckpt.gate()
-                begun.append(ckpt.save(each, content(self.plan, rank, each, serial)))
+                begun.append(ckpt.save(each, job.state(rank, each, serial)))
             for save, serial in zip(begun, serials, strict=True):
                 save.wait("committed", DEADLINE_S)
                 self.history.note("promise", self._at_commit, save.step, serial)
