@@ -6,6 +6,7 @@ Not here: the process that looks at one disk after the other (checker).
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +56,21 @@ class Look:
                     self._say(place, wrong)
                     if not wrong and rank == 0:
                         self._find(place, step, found)
-        for step in steps:
-            self._verify(place, f"{path}/step-{step:012d}")
-        if _aside(path):
-            self._say(place, [f"set aside: {_aside(path)}"])
+        self._verify(place, path, steps)
 
     def _find(self, place: str, step: int, found: Found) -> None:
         for what, places in (("begin", self._all), ("promise", (place,))):
             self.found.append(Fact(0, what, places, step, found.serial or 0, self._plan.ranks))
 
-    def _verify(self, place: str, directory: str) -> None:
-        report = check_step(self._fs, find(self._fs, directory), self._reader)
-        if not report.is_intact:
-            self._say(place, [f"verify: {report.findings}"])
+    def _verify(self, place: str, path: str, steps: Sequence[int]) -> None:
+        """All bytes of these steps are as they were saved, and no step was found damaged before."""
+        for step in steps:
+            found = find(self._fs, f"{path}/step-{step:012d}")
+            report = check_step(self._fs, found, self._reader)
+            if not report.is_intact:
+                self._say(place, [f"verify: {report.findings}"])
+        if _aside(path):
+            self._say(place, [f"set aside: {_aside(path)}"])
 
     def go_on(self, history: History, first: int) -> None:
         """The job that comes next: it restores the newest step, and saves another."""
@@ -81,9 +84,7 @@ class Look:
                 workload.flush(job, step)
             job.finish()
         for place, path in self._where.places.items():
-            self._verify(place, f"{path}/step-{step:012d}")
-            if _aside(path):
-                self._say(place, [f"set aside: {_aside(path)}"])
+            self._verify(place, path, steps_in(Path(path)))
 
     def _resume(self, job: Job, newest: int) -> None:
         """Restore the newest step, which is `newest`; 0: there is none."""
