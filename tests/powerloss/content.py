@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,16 +65,16 @@ def differences(plan: Plan, rank: int, found: State) -> list[str]:
 class Contents:
     """What the ranks of a job save and restore: contents as above."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, ckpts: Sequence[Checkpointer]) -> None:
+        self._plan, self._ckpts = plan, ckpts
 
     def state(self, rank: int, step: int, serial: int) -> State:
         return content(self._plan, rank, step, serial)
 
-    def restore(self, ckpt: Checkpointer, rank: int, step: int | None) -> Found:
+    def restore(self, rank: int, step: int | None) -> Found:
         state = blank(self._plan)
-        restored = ckpt.restore(state, step)
+        restored = self._ckpts[rank].restore(state, step)
         return Found(restored, state["step"], state["serial"], differences(self._plan, rank, state))
 
     def close(self) -> None:
-        pass
+        """There is nothing to close."""

@@ -6,12 +6,13 @@ as that of torch.distributed, or through files on that disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import statehold
 from powerloss.content import Contents, Found, State
+from powerloss.offloaded import Offloaded
 from powerloss.plans import Plan
 from statehold import Checkpointer, Directory, Memory
 from statehold._core import Fs
@@ -27,12 +28,13 @@ from support.ranks import Ranks
 
 
 class Where:
-    """Where the places of a plan are. memory: a directory on a tmpfs."""
+    """Where the places of a plan are. memory: a directory on a tmpfs. paths: of its optimizer."""
 
     def __init__(self, plan: Plan, root: Path, memory: Path) -> None:
         self.run = str(root / "run")
         self.far = str(root / "far")
         self.memory = str(memory)
+        self.paths = [str(root / f"path-{index}") for index in range(plan.paths)]
         self.places = {name: str(root / name) for name in plan.keeps}
 
 
@@ -57,10 +59,12 @@ def _levels(plan: Plan, where: Where, agent: bool) -> list[Level]:
 class Restoring(Ranks):
     """The Checkpointers of all ranks, each with a thread of its own, and what they restore."""
 
-    def __init__(self, fs: Fs, plan: Plan, run: str, **options: Any) -> None:
+    def __init__(self, fs: Fs, plan: Plan, run: str, paths: Sequence[str], **options: Any) -> None:
         self._plan = plan
         super().__init__(fs, plan.ranks, run, **options)
-        self._states = Contents(plan)
+        self._states: Contents | Offloaded = Contents(plan, self.ckpts)
+        if plan.kind == "offload":
+            self._states = Offloaded(self.ckpts[0], paths, plan.has_host)
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
@@ -68,14 +72,14 @@ class Restoring(Ranks):
 
     def restore(self, step: int | None = None) -> list[Found]:
         """What each rank restores: a step, or the newest."""
-        return self.each(lambda rank: self._states.restore(self.ckpts[rank], rank, step))
+        return self.each(lambda rank: self._states.restore(rank, step))
 
 
 class Job(Restoring):
     """A job that saves."""
 
     def __init__(self, fs: Fs, plan: Plan, where: Where) -> None:
-        super().__init__(fs, plan, where.run, **options_of(plan, where))
+        super().__init__(fs, plan, where.run, where.paths, **options_of(plan, where))
 
     def _opened(self, options: dict[str, Any]) -> list[Checkpointer]:
         timeout_s = options.pop("peer_timeout_s")
@@ -110,4 +114,4 @@ class Readers(Restoring):
     """The ranks of a job that only looks at the directory of one place."""
 
     def __init__(self, fs: Fs, plan: Plan, path: str) -> None:
-        super().__init__(fs, plan, path, keep=None)
+        super().__init__(fs, plan, path, (), keep=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 KINDS = (
@@ -20,14 +20,18 @@ KINDS = (
     "memory",  # a level in memory, which is lost, before the run directory
     "memory-path",  # the same before a directory of its own
     "agent",  # the trainer is killed; its agent brings the step from memory to the disk
+    "offload",  # steps that share files with an optimizer, whose paths are on the disk
 )
+_LATER = ("offload",)  # came later: all other kinds keep the seeds that they had before
 _SIZES = (1, 700, 4096, 20_000, 60_000, 150_000)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One session. numels: of the tensors of a state. keep: of each place; see `keeps`.
-    has_neighbour: another program writes to the disk meanwhile."""
+    """One session. numels: of the tensors of a state, unless a trainer makes it. keep: of each
+    place; see `keeps`. has_neighbour: another program writes to the disk meanwhile. has_overlap:
+    two saves are under way at the same time. paths, has_host: the tiers of an offloaded optimizer.
+    """
 
     seed: int
     file_system: str
@@ -38,11 +42,19 @@ class Plan:
     numels: tuple[int, ...]
     saves: int
     has_neighbour: bool
+    has_overlap: bool
+    paths: int = 0
+    has_host: bool = False
 
     @property
     def ranks(self) -> int:
         several = self.kind.startswith("ranks") or self.kind == "processes"
         return 2 + (self.seed % 4 == 0) if several else 1
+
+    @property
+    def has_resaves(self) -> bool:
+        """Whether steps are saved again."""
+        return self.kind in ("resave", "offload")
 
     @property
     def is_in_memory(self) -> bool:
@@ -67,10 +79,10 @@ class Plan:
 def draw(seed: int, file_systems: Sequence[str], kinds: Sequence[str]) -> Plan:
     """The plan of a session: `seed` counts through all pairs of file system and kind."""
     chance = random.Random(seed)
-    pairs = [(name, kind) for name in file_systems for kind in kinds]
-    random.Random(0).shuffle(pairs)
+    pairs = _pairs(file_systems, [kind for kind in kinds if kind not in _LATER])
+    pairs += _pairs(file_systems, [kind for kind in kinds if kind in _LATER])
     name, kind = pairs[seed % len(pairs)]
-    return Plan(
+    plan = Plan(
         seed=seed,
         file_system=name,
         kind=kind,
@@ -80,4 +92,23 @@ def draw(seed: int, file_systems: Sequence[str], kinds: Sequence[str]) -> Plan:
         numels=tuple(chance.choice(_SIZES) for _ in range(chance.randint(2, 5))),
         saves=chance.randint(4, 9),
         has_neighbour=chance.random() < 0.4,
+        has_overlap=kind == "overlap",
     )
+    return _offloaded(plan, chance) if kind == "offload" else plan
+
+
+def _offloaded(plan: Plan, chance: random.Random) -> Plan:
+    return replace(
+        plan,
+        keep=chance.choice([1, 2]),
+        numels=(),
+        has_overlap=chance.random() < 0.5,
+        paths=chance.choice([1, 2]),
+        has_host=chance.random() < 0.3,
+    )
+
+
+def _pairs(names: Sequence[str], kinds: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = [(name, kind) for name in names for kind in kinds]
+    random.Random(0).shuffle(pairs)
+    return pairs

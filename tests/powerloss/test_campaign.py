@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from powerloss.filesystems import BY_NAME, why_not
 from support.faults import DEADLINE_S
 from support.faulty import compiler
 
-STATES = int(os.environ.get("STATEHOLD_POWERLOSS", "24"))
+STATES = int(os.environ.get("STATEHOLD_POWERLOSS", "32"))
 TESTS = Path(__file__).parents[1]
 
 needs_a_disk = pytest.mark.skipif(
@@ -39,11 +40,12 @@ def ran(*command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(compiler() is None, reason="the control needs a C compiler")
 def test_states_that_a_loss_of_power_leaves_on_a_real_disk() -> None:
     few = ("--per-session", "8", "--controls", "8", "--file-systems", "ext4")
-    kinds = ("--kinds", "resave", "ranks", "levels")
+    kinds = ("--kinds", "resave", "ranks", "levels", "offload")
     done = ran("-m", "powerloss", "--states", str(STATES), *few, *kinds)
     print(done.stdout)
     assert "0 violations" in done.stdout, done.stdout + done.stderr
     assert "control directories: noticed" in done.stdout
+    assert re.search(r"\boffload [1-9]", done.stdout), "no state of an offloaded optimizer"
     assert done.returncode == 0, done.stderr
 
 

@@ -61,7 +61,7 @@ class Workload:
 
     def _next(self, job: Job, step: int) -> int:
         """Which step comes after this one."""
-        if step and self.plan.kind == "resave" and self._chance.random() < 0.5:
+        if step and self.plan.has_resaves and self._chance.random() < 0.5:
             return step
         if step > 1 and self.plan.kind == "rewind" and self._chance.random() < 0.4:
             return self._rewind(job, self._chance.randint(1, step - 1)) + 1
@@ -70,7 +70,7 @@ class Workload:
     def save(self, job: Job, step: int) -> int:
         """Save a step on all ranks, in some plans also the next, before the first is committed;
         returns the newest."""
-        steps = [step] if self.plan.kind != "overlap" else [step, step + 1]
+        steps = [step, step + 1] if self.plan.has_overlap else [step]
         serials = [self._begin(each) for each in steps]
 
         def act(rank: int) -> None:
@@ -82,6 +82,7 @@ class Workload:
             for save, serial in zip(begun, serials, strict=True):
                 save.wait("committed", DEADLINE_S)
                 self.history.note("promise", self._at_commit, save.step, serial)
+                must(save.stats.linked_bytes or not self.plan.paths, "no file was linked")
 
         job.each(act)
         return steps[-1]

@@ -47,7 +47,8 @@ def expected(updates: int) -> State:
 
 
 class Trainer:
-    """A model, its optimizer on `tiers`, and its run; at which update it is.
+    """A model, its optimizer on `tiers`, and its run. update: how many there were. serial: of the
+    save that was restored, if whoever saves counts saves.
 
     fs: of the optimizer, where it is not the machine's.
     """
@@ -61,11 +62,17 @@ class Trainer:
         )
         self.ckpt = run()
         self.update = 0
+        self.serial: int | None = None
 
     @property
     def state(self) -> dict[str, Any]:
         params = {str(index): each for index, each in enumerate(self.params)}
-        return {"params": params, "optimizer": self.optimizer, "update": self.update}
+        return {
+            "params": params,
+            "optimizer": self.optimizer,
+            "update": self.update,
+            "serial": self.serial,
+        }
 
     def train(self) -> None:
         for index, parameter in enumerate(self.params):
@@ -78,7 +85,7 @@ class Trainer:
         state = self.state
         found = self.ckpt.restore(state, step)
         if found is not None:
-            self.update = state["update"]
+            self.update, self.serial = state["update"], state["serial"]
         return found
 
     def wrong(self) -> str | None:
