@@ -69,13 +69,13 @@ def _usable(names: Iterable[str]) -> tuple[str, ...]:
 
 def _is_noticed(control: controls.Control, orders: Orders, states: int) -> bool:
     """Run a control; whether it was noticed, or could not be run."""
-    names = tuple(name for name in orders.file_systems if name in control.kinds)
-    why = controls.why_not() if names else f"it shows on {' and '.join(control.kinds)} only"
+    names = tuple(name for name in orders.file_systems if name in control.file_systems)
+    why = controls.why_not() if names else f"it shows on {' and '.join(control.file_systems)} only"
     if why or not states:
         print(f"control {control.name} is left out: {why or 'nobody wants it'}")
         return True
     changed = replace(
-        orders, states=states, file_systems=names, kinds=("keep",), before=control.before
+        orders, states=states, file_systems=names, kinds=(control.kind,), before=control.before
     )
     reports = list(campaign.run(changed))
     wrong = sum(len(report["wrong"]) for report in reports)

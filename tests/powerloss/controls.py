@@ -15,16 +15,19 @@ from support.faulty import SKIP, arm
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """function: what does nothing. kinds: of file systems on which that must show."""
+    """function: what does nothing, on all paths that hold `path`. file_systems: those on which that
+    must show in a workload of this kind."""
 
     name: str
     function: str
-    kinds: tuple[str, ...]
+    file_systems: tuple[str, ...]
+    kind: str = "keep"
+    path: str = "/"
 
     @property
     def before(self) -> Callable[[], object]:
         """What to call in a process whose syncs are to do nothing."""
-        return partial(arm, self.function, "/", SKIP)
+        return partial(arm, self.function, self.path, SKIP)
 
 
 # Data files are written past the page cache, so on ext4 and xfs the sync of the manifest that comes
@@ -33,6 +36,8 @@ class Control:
 ALL = (
     Control("directories", "fsync of directory", ("ext4", "xfs", "btrfs")),
     Control("data", "fdatasync", ("btrfs",)),
+    Control("directories, offload", "fsync of directory", ("ext4", "xfs", "btrfs"), "offload"),
+    Control("linked files", "fdatasync", ("btrfs",), "offload", "-of-00001-"),
 )
 
 
