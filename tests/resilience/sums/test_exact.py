@@ -28,7 +28,7 @@ Gradient = Callable[[int, int, int], Tensor | None]
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tensors have several pieces, and steps several buckets."""
     monkeypatch.setattr(pieces, "_ON_CPU", 16)
-    monkeypatch.setattr(transit, "_CAPACITY", 40)
+    monkeypatch.setattr(transit, "BUCKET_BYTES", 8 * 40)
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.nn.Parameter]:
@@ -257,7 +257,7 @@ def test_a_larger_gradient_takes_a_second_sum() -> None:
             member.count(step, range(M), of)
             member.sums.reduce(Column(1).start(0))
             own = 8 * 5 * (sums if step else 1)
-            assert member.sums.announced_bytes - transit.IN_FLIGHT * transit.BUCKET_BYTES == own
+            assert member.sums.announced_bytes - transit.IN_FLIGHT * 8 * 40 == own
             member.sums.finish()
         grad = member.params["vector"].grad
         assert grad is not None

@@ -1,8 +1,10 @@
 """The fast sum: plain floating point, reduced while the last backward pass runs.
 
 Autograd adds the gradients of one member in p.grad. The members reduce copies of them, divided by
-the number of microbatches, in flat buckets (bucket). The buckets become p.grad when the step is
-done. In a watched pass, a bucket is reduced as soon as all of its gradients have arrived.
+the number of microbatches, in flat buckets (bucket), and copy them back when the step is done. Back
+into the same memory: if the buckets became p.grad instead, the process would get new memory from
+the kernel in every step, which takes longer than the copy. In a watched pass, a bucket is reduced
+as soon as all of its gradients have arrived.
 
 Invariants: p.grad stays as it is until `finish`. Members start their buckets in one order, and then
 their report. If a gradient has changed since its bucket was started, the report says so, and all
@@ -134,7 +136,10 @@ class FastSum:
         has_gradient = {id(site): next(given) for site in self._trained}
         for bucket in self._buckets:
             for site, mean in bucket.parts():
-                site.give(mean if has_gradient[id(site)] else None)
+                if has_gradient[id(site)]:
+                    site.put(mean)
+                else:
+                    site.give(None)
         self._finished = self._reduced
         self._forget()
 

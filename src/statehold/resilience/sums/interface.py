@@ -35,7 +35,9 @@ class Pending(Protocol):
         """
 
 
-# Starts an all_reduce(SUM) of a contiguous tensor, in place, over the ranks that sum together.
+# Starts an all_reduce(SUM) of a contiguous tensor, in place, over the ranks that sum together. The
+# Start of one membership must not equal that of another one: what was started under a membership
+# that has ended is not part of a sum (FastSum.watch).
 Start = Callable[[Tensor], Pending]
 
 

@@ -64,6 +64,18 @@ class Site:
         local = flat.view(self._shape).permute(inverse)
         self.param.grad = boxed(local, self._box) if is_dtensor(self.param) else local
 
+    def put(self, flat: Tensor) -> None:
+        """Copy a flat gradient into p.grad, whose memory is used again if its layout allows."""
+        own = self.take()
+        if own is not None and self._is_view(own):
+            own.copy_(flat)
+        else:
+            self.give(flat.clone())
+
+    def _is_view(self, flat: Tensor) -> bool:
+        grad = self.param.grad
+        return grad is not None and local_of(grad).data_ptr() == flat.data_ptr()
+
     @property
     def _box(self) -> Any:
         return self.param

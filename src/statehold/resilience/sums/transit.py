@@ -26,7 +26,7 @@ from statehold.resilience.sums.sites import Site
 
 BUCKET_BYTES = 25 << 20
 IN_FLIGHT = 2
-_CAPACITY = BUCKET_BYTES // 8
+_NUMEL_LEAST = 1024  # of a bucket: there is room for all sums of an element
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,8 @@ class Transit:
         self._integers = integers
         self._temporaries = Temporaries()
         self._idle: list[Tensor] = []
+        numel = sum(site.numel for site in sites)
+        self._capacity = min(BUCKET_BYTES // 8, max(numel, _NUMEL_LEAST))
 
     def means(self, limits: Mapping[int, tuple[int, ...]], start: Start) -> dict[int, Tensor]:
         """The mean gradients of the tensors, flat, by the limits of the sums that members have."""
@@ -81,13 +83,13 @@ class Transit:
 
     def _buckets(self, limits: Mapping[int, tuple[int, ...]]) -> Iterator[list[Unit]]:
         bucket: list[Unit] = []
-        room = _CAPACITY
+        room = self._capacity
         for unit in self._units(limits):
             device = self._sites[unit.number].device
             needed = unit.length * len(unit.limits)
             if bucket and (needed > room or device != self._sites[bucket[0].number].device):
                 yield bucket
-                bucket, room = [], _CAPACITY
+                bucket, room = [], self._capacity
             bucket.append(unit)
             room -= needed
         if bucket:
@@ -96,7 +98,7 @@ class Transit:
     def _units(self, limits: Mapping[int, tuple[int, ...]]) -> Iterator[Unit]:
         for number, own in limits.items():
             site = self._sites[number]
-            length = min(piece_of(site.device), _CAPACITY // len(own))
+            length = min(piece_of(site.device), self._capacity // len(own))
             for begin in range(0, site.numel, length):
                 yield Unit(number, begin, min(begin + length, site.numel), own)
 
@@ -117,7 +119,7 @@ class Transit:
         for position, idle in enumerate(self._idle):
             if idle.device == device:
                 return self._idle.pop(position)
-        return torch.empty(_CAPACITY, dtype=torch.int64, device=device)
+        return torch.empty(self._capacity, dtype=torch.int64, device=device)
 
     def _land(self, flight: Flight, found: dict[int, Tensor]) -> None:
         flight.pending.wait()
@@ -148,4 +150,4 @@ class Transit:
     @property
     def held_bytes(self) -> int:
         """The memory of scratch at most, if nothing fails."""
-        return IN_FLIGHT * BUCKET_BYTES
+        return IN_FLIGHT * 8 * self._capacity
