@@ -73,10 +73,10 @@ class Rank:
             place=place,
             width=world.width,
             job={"seed": str(world.seed)},
-            view=View(Round(step), digest=str(state)),
+            view=View(Round(step), digest=f"{state} {place}"),
             min_replicas=world.min_replicas,
             lease_s=LEASE_S,
-            store=self.name,
+            desk=self.name,
         )
         self.member = Member(hello, world.microbatches)
         self.state, self.state_of = state, step  # after so many steps
@@ -269,7 +269,7 @@ class Rank:
             if spurious:
                 self.world.drop(self)
             return
-        group = f"{self.member.store}:{epoch}:{self.member.members}:{self.place}"
+        group = f"{self.member.desk}:{epoch}:{self.member.members}:{self.place}"
         members = frozenset(f"{each}/{self.place}" for each in self.member.members)
         self.join(group, members, kind, value, busy)
 
@@ -284,9 +284,7 @@ class Rank:
         if busy != self._busy:
             return
         if collective.kind == "vote":
-            row = (
-                f"{self.member.store}:{self.member.epoch}:row:{self.replica}:{self.member.members}"
-            )
+            row = f"{self.member.desk}:{self.member.epoch}:row:{self.replica}:{self.member.members}"
             members = frozenset(f"{self.replica}/{i}" for i in range(self.world.width))
             ballots = list(collective.brought.values())
             self.join(row, members, "row", (any(b.joiners_wait for b in ballots), ballots), busy)
@@ -423,7 +421,7 @@ class World:
 
     def installed(self, member: Member) -> None:
         if member.epoch:
-            key = (member.store, member.epoch)
+            key = (member.desk, member.epoch)
             if self.epochs.setdefault(key, member.members) != member.members:
                 self.report.wrong(f"epoch {member.epoch} has two memberships")
 

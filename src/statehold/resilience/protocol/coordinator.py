@@ -12,7 +12,7 @@ Invariants:
 - A coordinator that has been restarted waits for all members of the newest epoch that a rank knows
   (R12). After a lease it goes on with more than half of them, and after PATIENCE leases with any.
   A member that comes later is fenced.
-Not here: sockets, the store of the groups (control), what members do with an epoch (member).
+Not here: sockets (control), what members do with an epoch (member).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from statehold.resilience.protocol.messages import (
+    FETCHED,
     TORN,
     Beat,
     Complaint,
@@ -84,14 +85,17 @@ class _Replica:
     @property
     def view(self) -> View:
         """Of its furthest rank. Its other ranks have voted in the round before, and follow."""
-        furthest = max(self.promises.values(), key=lambda view: view.round)
-        return replace(furthest, member=all(view.member for view in self.promises.values()))
+        views = [self.promises[place] for place in sorted(self.promises)]
+        furthest = max(views, key=lambda view: view.round)
+        is_member = all(view.member for view in views)
+        return replace(furthest, member=is_member, digest=" ".join(view.digest for view in views))
 
     @property
     def is_torn(self) -> bool:
         """Whether its ranks hold different states: the transfer to it has ended in the middle."""
-        states = {replace(view, voted=False, share=()) for view in self.promises.values()}
-        return len(states) > 1 or any(view.round == TORN for view in states)
+        views = self.promises.values()
+        states = {(view.round, view.member, view.digest == FETCHED) for view in views}
+        return len(states) > 1 or any(view.round == TORN for view in views)
 
 
 class Coordinator:
@@ -116,6 +120,7 @@ class Coordinator:
         self._told_waiting = False
         self._failed = False
         self._fruitless = 0
+        self._furthest = TORN
         self._changed_at = 0.0
         self._ticked_at: float | None = None
         self._out: Sent = []
@@ -149,6 +154,8 @@ class Coordinator:
         self._beats[conn] = now
         if isinstance(message, Beat):
             replica.drawn = dict(message.drawn)
+            if message.round > self._furthest:
+                self._furthest, self._fruitless = message.round, 0
         elif isinstance(message, Promise):
             self._promise(name, place, message)
         elif isinstance(message, Complaint):
@@ -288,12 +295,12 @@ class Coordinator:
         self.members = list(views)
         departed, drawn = tuple(self._departed), dict(self._drawn)
         self._departed, self._drawn = [], {}
-        store = self._replicas[self.members[0]].hellos[0].store
-        self._tell(self.members, Install(self.epoch, views, departed, store, drawn))
+        desk = self._replicas[self.members[0]].hellos[0].desk
+        self._tell(self.members, Install(self.epoch, views, departed, desk, drawn))
 
     def _end_fruitless(self) -> None:
         """A pair of members that cannot reach each other would fail for ever: the last one goes."""
-        if self._fruitless >= FRUITLESS_MAX and len(self.members) > 1:
+        if self._fruitless >= FRUITLESS_MAX:
             self._fruitless = 0
             self._lose(self.members[-1], f"{FRUITLESS_MAX} epochs with it have failed")
 
