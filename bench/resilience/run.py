@@ -14,14 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.resilience import sums
+from bench.resilience import rejoin, sums
 
 Record = dict[str, Any]
 
 # Name -> what is measured, and the table of it.
 GROUPS: dict[
     str, tuple[Callable[[argparse.Namespace], list[Record]], Callable[[list[Record]], str]]
-] = {"sums": (sums.measure, sums.table)}
+] = {"sums": (sums.measure, sums.table), "rejoin": (rejoin.measure, rejoin.table)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,6 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--features", type=int, default=512, help="of a layer")
+    parser.add_argument("--state-mb", type=int, default=400, help="that a joiner takes")
+    parser.add_argument("--step-s", type=float, default=2.0, help="of the peers of a joiner")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, help="a directory for resilience-GROUP.{json,txt}")
     given = parser.parse_args(arguments)

@@ -1,0 +1,106 @@
+"""One rank of bench.resilience.rejoin: a peer that trains, or the joiner. Prints a record."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from statehold.resilience.meeting import meet
+from statehold.resilience.transfer import Transfer
+
+WIDTH = 1024
+BYTES_PER_PARAMETER = 12  # a parameter and two moments in fp32
+
+
+class Rank:
+    def __init__(self, spec: dict[str, Any], rank: int) -> None:
+        self._desk, self._rank, self._size = spec["desk"], rank, spec["peers"] + 1
+        self.is_joiner = rank == spec["peers"]
+        self._state = _state(spec["bytes"], is_trained=not self.is_joiner)
+        self._work = {"waits": _wait, "computes": _compute}[spec["trainer"]]
+        self._step_s = spec["step_s"]
+        self.transfer = Transfer(self._state, "127.0.0.1")
+        self._meetings = 0
+
+    @property
+    def nbytes(self) -> int:
+        model, optimizer = self._state["model"], self._state["optimizer"]
+        states = [each for state in optimizer.state.values() for each in state.values()]
+        return sum(each.nbytes for each in (*model.parameters(), *states))
+
+    def turn(self, epoch: int, *, with_joiner: bool) -> dict[str, float]:
+        where = self._desk, epoch, (self._rank, 0), (self._size, 1), threading.Event()
+        self._meet()
+        begin = time.perf_counter()
+        if self.is_joiner:
+            if with_joiner:
+                self.transfer.fetch(*where)
+            fetched = time.perf_counter() - begin
+            self._meet()
+            return {"fetch_s": fetched}
+        if with_joiner:
+            self.transfer.serve(*where)
+        served = time.perf_counter()
+        self._work(self._step_s)
+        worked = time.perf_counter()
+        self._meet()
+        self.transfer.stop_serving()
+        end = time.perf_counter()
+        return {"serve_s": served - begin, "work_s": worked - served, "step_s": end - begin}
+
+    def _meet(self) -> None:
+        """All ranks, as in a reduction."""
+        self._meetings += 1
+        name = f"turn {self._meetings}"
+        meet(self._desk, name, self._rank, self._size, "", threading.Event())
+
+
+def _state(nbytes: int, *, is_trained: bool) -> dict[str, Any]:
+    torch.manual_seed(is_trained)
+    layers = max(1, nbytes // BYTES_PER_PARAMETER // WIDTH**2)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    if is_trained:
+        for each in model.parameters():
+            each.grad = torch.randn_like(each)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer}
+
+
+def _wait(step_s: float) -> None:
+    """Launch something on a device 500 times a second, and wait for it."""
+    for _ in range(int(step_s * 500)):
+        sum(range(2000))
+        time.sleep(0.002)
+
+
+def _compute(step_s: float) -> None:
+    matrix: Tensor = torch.ones(512, 512) / 512
+    for _ in range(int(step_s * 150)):
+        matrix = matrix @ matrix
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    spec, number = json.loads(sys.argv[1]), int(sys.argv[2])
+    rank = Rank(spec, number)
+    turns: list[dict[str, dict[str, float]]] = []
+    for epoch in range(1, spec["rounds"] + 1):
+        without = rank.turn(epoch, with_joiner=False)
+        turns.append({"without": without, "with": rank.turn(epoch, with_joiner=True)})
+    record: dict[str, Any] = {"digest": rank.transfer.digest(), "turns": turns}
+    if rank.is_joiner:
+        fetched = [turn["with"]["fetch_s"] for turn in turns]
+        record |= {"bytes": rank.nbytes, "fetch_s": fetched, "turns": []}
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
