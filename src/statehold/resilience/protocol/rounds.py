@@ -1,7 +1,7 @@
 """The actions of one rank in one round, as a generator that its driver executes.
 
     playing = play(member, lock)          one round; returns what was committed
-    action = next(playing)                Compute, Await, Gather, Fetch, Reduce, Vote
+    action = next(playing)                Compute, Forget, Await, Gather, Fetch, Reduce, Vote
     action = playing.send(result)         or playing.throw(GroupLost(...)) if a group has failed
 
 The trainer executes actions with torch, the simulation with a clock of its own: the order of the
@@ -32,6 +32,11 @@ class Compute:
     """Forward and backward of one microbatch, into the local sums (R1)."""
 
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Clear the local sums: others contribute what this rank has computed in the round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,7 @@ class Played:
     again: bool
 
 
-Action = Compute | Await | Gather | Fetch | Reduce | Vote
+Action = Compute | Forget | Await | Gather | Fetch | Reduce | Vote
 
 _MARKS = 1 << 62
 
@@ -124,6 +129,7 @@ def play(
         with lock:
             epoch, is_behind, is_changing = member.epoch, member.is_behind, member.is_changing
             missing = [each for each in member.share if each not in computed]
+            is_joiner = member.must_fetch and epoch > 0
             is_over = epoch > 0 and member.round.step >= until
         if is_over:
             return None
@@ -134,7 +140,10 @@ def play(
                 played = Played(member.round, again)
                 member.catch_up()
             return played
-        if missing and not is_behind:
+        if computed and is_joiner:  # a rank of its replica has not entered the epoch before
+            yield Forget()
+            computed.clear()
+        elif missing and not is_behind:
             yield Compute(missing[0])
             computed.add(missing[0])
         elif is_changing:
