@@ -8,21 +8,22 @@ sent Fenced or Refused is not looked at any more; its rank closes it.
 
 Invariants:
 - An epoch is installed when all ranks of all its replicas have promised it, once (R6, R7).
-- A replica that was lost never comes back under the same name (R10).
+- A replica that was lost never comes back under the same name (R10). Neither do its other ranks.
+- A number of an epoch is prepared once. Members define the job, also after a restart.
 - A coordinator that has been restarted waits for all members of the newest epoch that a rank knows
   (R12). After a lease it goes on with more than half of them, and after PATIENCE leases with any.
   A member that comes later is fenced.
-Not here: sockets (control), what members do with an epoch (member).
+Not here: sockets, the store of the groups (control), what members do with an epoch (member).
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from statehold.resilience.protocol.messages import (
-    FETCHED,
     TORN,
     Beat,
     Complaint,
@@ -34,13 +35,14 @@ from statehold.resilience.protocol.messages import (
     Prepare,
     Promise,
     Refused,
+    Round,
     View,
     Waiting,
 )
 
 Sent = list[tuple[int, Message]]
 
-# After so many epochs in a row that brought no progress and lost nobody, a member goes.
+# After so many failed epochs in a row without progress, the member that complained most goes.
 FRUITLESS_MAX = 3
 # After a restart, so many leases pass before less than half of the members go on.
 PATIENCE = 10
@@ -85,17 +87,14 @@ class _Replica:
     @property
     def view(self) -> View:
         """Of its furthest rank. Its other ranks have voted in the round before, and follow."""
-        views = [self.promises[place] for place in sorted(self.promises)]
-        furthest = max(views, key=lambda view: view.round)
-        is_member = all(view.member for view in views)
-        return replace(furthest, member=is_member, digest=" ".join(view.digest for view in views))
+        furthest = max(self.promises.values(), key=lambda view: view.round)
+        return replace(furthest, member=all(view.member for view in self.promises.values()))
 
     @property
     def is_torn(self) -> bool:
         """Whether its ranks hold different states: the transfer to it has ended in the middle."""
-        views = self.promises.values()
-        states = {(view.round, view.member, view.digest == FETCHED) for view in views}
-        return len(states) > 1 or any(view.round == TORN for view in views)
+        states = {replace(view, voted=False, share=()) for view in self.promises.values()}
+        return len(states) > 1 or any(view.round == TORN for view in states)
 
 
 class Coordinator:
@@ -111,17 +110,19 @@ class Coordinator:
         self._expected = expected or sys.maxsize
         self._settle_s = settle_s
         self._target: int | None = None
+        self._asked = 0  # the newest epoch that was ever prepared
         self._replicas: dict[str, _Replica] = {}
         self._names: dict[int, tuple[str, int]] = {}
         self._beats: dict[int, float] = {}
-        self._gone: set[str] = set()
+        self._gone: dict[str, Fenced | Refused] = {}
         self._departed: list[View] = []
         self._drawn: dict[str, int] = {}
         self._told_waiting = False
         self._failed = False
-        self._fruitless = 0
-        self._furthest = TORN
+        self._complaints: Counter[str] = Counter()
+        self._furthest: Round | None = None
         self._changed_at = 0.0
+        self._returned_at = 0.0
         self._ticked_at: float | None = None
         self._out: Sent = []
 
@@ -129,9 +130,13 @@ class Coordinator:
 
     def hello(self, conn: int, message: Hello, now: float) -> Sent:
         """A rank has connected."""
-        problem = self._problem(message)
-        if problem is not None:
-            self._out.append((conn, problem))
+        known = self._replicas.get(message.replica)
+        if known is not None and message.place in known.ranks:
+            self._lose(message.replica, Fenced(f"its rank {message.place} has connected again"))
+        out = self._problem(message)
+        if out is not None:
+            self._out.append((conn, out))
+            self._lose(message.replica, out)
             return self._sent(now)
         known = self._replicas.setdefault(message.replica, _Replica())
         known.hellos[message.place] = message
@@ -140,9 +145,12 @@ class Coordinator:
         self._beats[conn] = now
         self._changed_at = now
         if message.epoch and not self.epoch:
-            self._target = None  # others hold the state of the run: no new membership without them
+            self._returns(message, now)
         if self._target is not None and known.is_whole:
-            self._ask(message.replica)
+            if known.promised < self._target:
+                self._ask(message.replica)
+            else:  # to a coordinator before this one
+                self._prepare(self._target)
         return self._sent(now)
 
     def receive(self, conn: int, message: Message, now: float) -> Sent:
@@ -154,20 +162,18 @@ class Coordinator:
         self._beats[conn] = now
         if isinstance(message, Beat):
             replica.drawn = dict(message.drawn)
-            if message.round > self._furthest:
-                self._furthest, self._fruitless = message.round, 0
         elif isinstance(message, Promise):
             self._promise(name, place, message)
         elif isinstance(message, Complaint):
             if message.epoch == self.epoch and self._target is None:
                 self._failed = True
-                self._fruitless += 1
+                self._complaints[name] += 1
         elif isinstance(message, Leave):
             replica.left[place] = message.view
             if len(replica.left) == replica.hello.width:
                 if name in self.members or not self.epoch:
                     self._departed.append(max(replica.left.values(), key=lambda view: view.round))
-                self._forget(name)
+                self._forget(name, Fenced("it has left"))
         return self._sent(now)
 
     def lost(self, conn: int, now: float) -> Sent:
@@ -175,7 +181,7 @@ class Coordinator:
         if conn in self._names:
             name, place = self._names[conn]
             if place not in self._replicas[name].left:
-                self._lose(name, f"its rank {place} has been lost", but=conn)
+                self._lose(name, Fenced(f"its rank {place} has been lost"), but=conn)
         return self._sent(now)
 
     def tick(self, now: float) -> Sent:
@@ -183,11 +189,13 @@ class Coordinator:
         gap = 0.0 if self._ticked_at is None else now - self._ticked_at
         self._ticked_at = now
         for conn, (name, place) in list(self._names.items()):
-            lease_s = self._replicas[name].hello.lease_s if name in self._replicas else 0.0
+            if conn not in self._names:  # lost with another rank of its replica
+                continue
+            lease_s = self._replicas[name].hello.lease_s
             if gap > lease_s / 2:  # this process stood still: messages may wait in its sockets
                 self._beats[conn] = now
-            elif conn in self._names and now - self._beats[conn] > lease_s:
-                self._lose(name, f"the lease of its rank {place} has ended ({lease_s} s)")
+            elif now - self._beats[conn] > lease_s:
+                self._lose(name, Fenced(f"the lease of its rank {place} has ended ({lease_s} s)"))
         return self._sent(now)
 
     # Decisions
@@ -213,7 +221,7 @@ class Coordinator:
         returning = {name: each for name, each in self._replicas.items() if each.hello.epoch}
         if returning:
             newest = max((each.hello for each in returning.values()), key=lambda it: it.epoch)
-            self._return(newest, (now - self._changed_at - self._settle_s) / newest.lease_s)
+            self._return(newest, (now - self._returned_at - self._settle_s) / newest.lease_s)
         else:
             self._form(now)
 
@@ -231,7 +239,7 @@ class Coordinator:
         """The members of the newest epoch go on; `leases` have passed since the last one came."""
         for name in [each for each in self._replicas if self._replicas[each].hello.epoch]:
             if name not in newest.members:
-                self._lose(name, f"epoch {newest.epoch} is without it")
+                self._lose(name, Fenced(f"epoch {newest.epoch} is without it"))
         present = [
             name
             for name in newest.members
@@ -240,19 +248,20 @@ class Coordinator:
         if not present:
             if leases > PATIENCE:  # no rank can go on without the others of its replica
                 for name in [each for each in self._replicas if self._replicas[each].hello.epoch]:
-                    self._lose(name, "a rank of it has not come back")
+                    self._lose(name, Fenced("a rank of it has not come back"))
             return
         all_here = len(present) == len(newest.members)
         if all_here and all(self._replicas[name].works_in(newest.epoch) for name in present):
             self.epoch, self.members = newest.epoch, present
         elif all_here or leases > (1 if 2 * len(present) > len(newest.members) else PATIENCE):
             for name in set(newest.members) & self._replicas.keys() - set(present):
-                self._lose(name, "a rank of it has not come back")
+                self._lose(name, Fenced("a rank of it has not come back"))
             self.epoch, self.members = newest.epoch, present
             self._prepare(self.epoch + 1)
 
     def _prepare(self, epoch: int) -> None:
-        self._target = max(epoch, *(each.promised + 1 for each in self._replicas.values()))
+        promised = max((each.promised for each in self._replicas.values()), default=0)
+        self._target = self._asked = max(epoch, 1 + self._asked, 1 + promised)
         self._told_waiting = False
         for replica in self._replicas.values():
             replica.promises.clear()
@@ -271,7 +280,8 @@ class Coordinator:
 
     def _install_if_ready(self) -> None:
         names = self._candidates()
-        if not names or not all(self._replicas[name].has_promised for name in names):
+        promised = all(self._replicas[name].has_promised for name in names)
+        if self._target is None or not names or not promised:
             return
         fewest = max(self._replicas[name].hello.min_replicas for name in names)
         if len(names) < fewest and not self._departed:
@@ -280,7 +290,7 @@ class Coordinator:
         if not any(view.member for view in views.values()):
             torn = [name for name in names if self._replicas[name].is_torn]
             for name in torn:
-                self._lose(name, "its ranks hold states of different steps")
+                self._lose(name, Fenced("its ranks hold states of different steps"))
             if torn:
                 self._install_if_ready()
                 return
@@ -290,19 +300,25 @@ class Coordinator:
     def _install(self, views: Mapping[str, View]) -> None:
         assert self._target is not None
         self.epoch, self._target, self._failed = self._target, None, False
-        if set(views) != set(self.members):
-            self._fruitless = 0
+        furthest = max(view.round for view in views.values())
+        if furthest != self._furthest:
+            self._furthest = furthest
+            self._complaints.clear()
         self.members = list(views)
         departed, drawn = tuple(self._departed), dict(self._drawn)
         self._departed, self._drawn = [], {}
-        desk = self._replicas[self.members[0]].hellos[0].desk
-        self._tell(self.members, Install(self.epoch, views, departed, desk, drawn))
+        store = self._replicas[self.members[0]].hellos[0].store
+        self._tell(self.members, Install(self.epoch, views, departed, store, drawn))
 
     def _end_fruitless(self) -> None:
-        """A pair of members that cannot reach each other would fail for ever: the last one goes."""
-        if self._fruitless >= FRUITLESS_MAX:
-            self._fruitless = 0
-            self._lose(self.members[-1], f"{FRUITLESS_MAX} epochs with it have failed")
+        """Members that cannot reach each other would fail for ever, so one goes.
+
+        Those two notice first. The others only see that their operations do not end.
+        """
+        if self._complaints.total() >= FRUITLESS_MAX and len(self.members) > 1:
+            name = max(self.members, key=lambda each: self._complaints[each])
+            self._complaints.clear()
+            self._lose(name, Fenced(f"{FRUITLESS_MAX} epochs with it have failed"))
 
     # Replicas
 
@@ -317,36 +333,47 @@ class Coordinator:
             if each.is_whole and name not in self.members and not each.hello.epoch
         ]
 
+    def _returns(self, message: Hello, now: float) -> None:
+        """Others hold the state of the run: no new membership without them, nor another job."""
+        self._target, self._returned_at = None, now
+        for name, each in list(self._replicas.items()):
+            out = _difference(message, each.hello)
+            if out is not None and not each.hello.epoch:
+                self._lose(name, out)
+
     def _problem(self, message: Hello) -> Fenced | Refused | None:
-        if message.replica in self._gone or (
-            message.epoch and self.epoch and message.replica not in self.members
-        ):
-            return Fenced("it was taken for dead")
-        for other in self._replicas.values():
-            for key, value in other.hello.job.items():
-                if message.job.get(key) != value:
-                    facts = {"what": key, "expected": value, "got": str(message.job.get(key))}
-                    return Refused("the replica differs from the job", facts)
-            break
+        if message.replica in self._gone:
+            return self._gone[message.replica]
+        if message.epoch and self.epoch and message.replica not in self.members:
+            return Fenced("the job has gone on without it")
+        others = [each.hello for each in self._replicas.values()]
+        returned = [each for each in others if each.epoch]
+        if returned or not message.epoch:
+            for other in (returned or others)[:1]:
+                return _difference(other, message)
         return None
 
-    def _lose(self, name: str, why: str, but: int | None = None) -> None:
-        """The replica is out: send Fenced to its other ranks."""
-        replica = self._replicas[name]
-        self._out += [(conn, Fenced(why)) for conn in replica.ranks.values() if conn != but]
-        if name in self.members:
-            self._failed = True
-            self._fruitless = 0
-            self._drawn.update(replica.drawn)
-        self._forget(name)
+    def _lose(self, name: str, out: Fenced | Refused, but: int | None = None) -> None:
+        """The replica is out: tell its other ranks, and any that comes under its name later."""
+        if name in self._replicas:
+            replica = self._replicas[name]
+            self._out += [(conn, out) for conn in replica.ranks.values() if conn != but]
+            if name in self.members:
+                self._failed = True
+                self._drawn.update(replica.drawn)
+            self._forget(name, out)
+        self._gone.setdefault(name, out)
 
-    def _forget(self, name: str) -> None:
+    def _forget(self, name: str, out: Fenced | Refused) -> None:
         for conn in self._replicas.pop(name).ranks.values():
             self._names.pop(conn, None)
             self._beats.pop(conn, None)
-        self._gone.add(name)
+        self._complaints.pop(name, None)
+        self._gone[name] = out
         if name in self.members:
             self.members.remove(name)
+            if not self.members:
+                self._target = None  # nobody holds the state: a new run begins
 
     def _tell(self, names: list[str], message: Message) -> None:
         self._out += [(conn, message) for conn in self._connections(names)]
@@ -355,3 +382,13 @@ class Coordinator:
         for name in names:
             for place in sorted(self._replicas[name].ranks):
                 yield self._replicas[name].ranks[place]
+
+
+def _difference(expected: Hello, got: Hello) -> Refused | None:
+    """All replicas have the same job, and as many ranks."""
+    ours, theirs = ({"ranks of a replica": str(each.width), **each.job} for each in (expected, got))
+    for key in ours | theirs:
+        if ours.get(key) != theirs.get(key):
+            facts = {"what": key, "expected": str(ours.get(key)), "got": str(theirs.get(key))}
+            return Refused("the replica differs from the job", facts)
+    return None

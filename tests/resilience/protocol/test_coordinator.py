@@ -1,0 +1,411 @@
+"""The coordinator: who belongs to the membership, and who does not any more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from resilience.protocol.hall import MICROBATCHES, Hall, hello
+from statehold.resilience.protocol.coordinator import FRUITLESS_MAX, PATIENCE
+from statehold.resilience.protocol.member import Member
+from statehold.resilience.protocol.messages import (
+    TORN,
+    Beat,
+    Complaint,
+    Fenced,
+    Install,
+    Leave,
+    Prepare,
+    Promise,
+    Refused,
+    Round,
+    View,
+    Waiting,
+)
+
+
+def running(*names: str) -> tuple[Hall, dict[str, int]]:
+    hall = Hall(len(names))
+    return hall, {name: hall.connect(hello(name)) for name in names}
+
+
+def commit(hall: Hall, *conns: int) -> None:
+    """A round of these ranks, which they commit."""
+    for conn in conns:
+        member = hall.members[conn]
+        assert member.vote(member.epoch)
+        assert member.commit(member.epoch, again=False, end_epoch=False)
+
+
+# A run begins
+
+
+def test_a_run_begins_as_soon_as_the_expected_replicas_are_here() -> None:
+    hall = Hall(expected=2)
+    hall.connect(hello("a"))
+    assert hall.epoch == 0
+    hall.connect(hello("b"))
+    assert (hall.epoch, hall.names) == (1, ["a", "b"])
+
+
+def test_a_run_begins_with_fewer_when_none_has_come_for_a_while() -> None:
+    hall = Hall(expected=3, settle_s=1.0)
+    hall.connect(hello("a"))
+    hall.wait(0.8)
+    hall.connect(hello("b"))
+    hall.wait(0.8)
+    assert hall.epoch == 0
+    hall.wait(0.4)
+    assert hall.names == ["a", "b"]
+
+
+def test_a_run_waits_for_min_replicas() -> None:
+    hall = Hall(settle_s=0.1)
+    hall.connect(hello("a", min_replicas=2))
+    hall.wait(5)
+    assert hall.epoch == 0
+    hall.connect(hello("b", min_replicas=2))
+    hall.wait(0.3)
+    assert hall.names == ["a", "b"]
+
+
+def test_a_replica_is_there_when_all_its_ranks_are() -> None:
+    hall = Hall(expected=1, settle_s=0.1)
+    hall.connect(hello("a", place=0, width=2))
+    hall.wait(1)
+    assert hall.epoch == 0
+    hall.connect(hello("a", place=1, width=2))
+    assert hall.names == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (hello("b", job={"seed": "2"}), "seed"),
+        (hello("b", job={}), "seed"),
+        (hello("b", job={"seed": "1", "code": "x"}), "code"),
+        (hello("b", width=2), "ranks of a replica"),
+    ],
+    ids=["another seed", "no seed", "one more", "other ranks"],
+)
+def test_a_replica_that_differs_is_refused_by_name(other: object, what: str) -> None:
+    hall, _ = running("a")
+    conn = hall.connect(other)  # type: ignore[arg-type]
+    out = hall.out(conn)
+    assert isinstance(out, Refused)
+    assert out.facts["what"] == what
+    hall.wait(2)
+    assert hall.names == ["a"]
+
+
+def test_all_ranks_of_a_refused_replica_are_refused() -> None:
+    hall = Hall(expected=1)
+    first = hall.connect(hello("b", place=0, width=2))
+    second = hall.connect(hello("b", place=1, width=2, job={"seed": "2"}))
+    assert isinstance(hall.out(first), Refused)
+    assert isinstance(hall.out(second), Refused)
+
+
+# Losses
+
+
+def test_the_others_go_on_without_a_lost_member() -> None:
+    hall, conns = running("a", "b", "c")
+    hall.lose(conns["b"])
+    assert (hall.epoch, hall.names) == (2, ["a", "c"])
+    assert [hall.members[conns[each]].epoch for each in "ac"] == [2, 2]
+
+
+def test_a_lost_rank_takes_its_replica_with_it() -> None:
+    hall = Hall(expected=2)
+    conns = [hall.connect(hello(name, place, 2)) for name in "ab" for place in (0, 1)]
+    hall.lose(conns[3])
+    assert isinstance(hall.out(conns[2]), Fenced)
+    assert hall.names == ["a"]
+
+
+def test_a_lease_that_ends_is_a_loss() -> None:
+    hall, conns = running("a", "b")
+    hall.deaf.add(conns["b"])
+    hall.wait(0.9)
+    assert hall.names == ["a", "b"]
+    hall.wait(0.3)
+    assert hall.names == ["a"]
+
+
+def test_a_coordinator_that_stood_still_expels_nobody() -> None:
+    hall, conns = running("a", "b")
+    hall.wait(0.5)
+    hall.now += 30
+    hall.deliver(hall.coordinator.tick(hall.now))
+    hall.wait(0.9, beats=False)
+    assert (hall.epoch, hall.names) == (1, ["a", "b"])
+    hall.deaf.add(conns["b"])
+    hall.wait(0.5)
+    assert hall.names == ["a"]
+
+
+def test_a_name_that_was_fenced_never_comes_back() -> None:
+    hall, conns = running("a", "b")
+    hall.lose(conns["b"])
+    conn = hall.connect(hall.members[conns["b"]])
+    assert isinstance(hall.out(conn), Fenced)
+    assert hall.names == ["a"]
+
+
+def test_a_second_connection_under_a_name_is_a_loss() -> None:
+    """The end of the first one may come later. It was looked up in replicas that are gone."""
+    hall, conns = running("a", "b")
+    again = hall.connect(hall.members[conns["b"]])
+    assert isinstance(hall.out(again), Fenced)
+    assert hall.names == ["a"]
+    hall.lose(conns["b"])
+    hall.say(conns["b"], Beat(Round(0)))
+    hall.wait(3)
+    assert hall.names == ["a"]
+
+
+def test_a_loss_during_the_preparation_does_not_hold_it_up() -> None:
+    hall, conns = running("a", "b", "c")
+    hall.deaf.add(conns["c"])
+    hall.lose(conns["b"])
+    assert hall.epoch == 1
+    hall.lose(conns["c"])
+    assert hall.names == ["a"]
+
+
+def test_when_all_are_lost_a_new_run_waits_for_the_expected_replicas() -> None:
+    """The first one to come back would begin alone, with a state that may be old."""
+    hall, conns = running("a", "b")
+    hall.deaf |= set(conns.values())
+    hall.lose(conns["a"])
+    hall.lose(conns["b"])
+    hall.connect(hello("c"))
+    hall.wait(0.5)
+    assert not hall.names
+    hall.connect(hello("d", view=View(Round(7), digest="newer")))
+    assert hall.names == ["c", "d"]
+    assert all(hall.members[conn].round == Round(7) for conn in (3, 4))
+
+
+def test_newcomers_of_a_preparation_without_members_can_promise_again() -> None:
+    """Seed 500259: they had promised a later epoch than they were asked for next."""
+    hall, conns = running("a")
+    hall.deaf.add(conns["a"])
+    hall.say(conns["a"], Complaint(1, "failed"))
+    newcomer = hall.connect(hello("b"))
+    assert hall.members[newcomer].promised == 2
+    hall.lose(conns["a"])
+    hall.wait(2)
+    assert hall.names == ["b"]
+    assert hall.members[newcomer].epoch == hall.epoch > 2
+
+
+def test_fewer_than_min_replicas_wait() -> None:
+    hall = Hall(expected=2)
+    conns = [hall.connect(hello(name, min_replicas=2)) for name in "ab"]
+    hall.lose(conns[1])
+    hall.wait(5)
+    assert hall.members[conns[0]].is_changing
+    hall.connect(hello("c", min_replicas=2))
+    assert hall.names == ["a", "c"]
+    assert hall.members[3].must_fetch
+
+
+# Complaints
+
+
+def test_a_complaint_leads_to_another_epoch_once() -> None:
+    hall, conns = running("a", "b")
+    for conn in conns.values():
+        hall.say(conn, Complaint(1, "failed"))
+    assert (hall.epoch, hall.names) == (2, ["a", "b"])
+
+
+def test_members_that_fail_for_ever_are_not_kept_together() -> None:
+    hall, conns = running("a", "b", "c")
+    for _ in range(FRUITLESS_MAX):
+        hall.say(conns["b"], Complaint(hall.epoch, "cannot reach a"))
+    assert isinstance(hall.out(conns["b"]), Fenced)
+    assert hall.names == ["a", "c"]
+
+
+def test_newcomers_do_not_hide_that_members_fail_for_ever() -> None:
+    """Each one made the count begin anew."""
+    hall, conns = running("a", "b")
+    for number in range(FRUITLESS_MAX):
+        hall.connect(hello(f"new {number}"))
+        hall.say(conns["a"], Complaint(hall.epoch, "cannot reach b"))
+    assert isinstance(hall.out(conns["a"]), Fenced)
+
+
+def test_failures_with_progress_between_them_expel_nobody() -> None:
+    """Three failures in a month made the last member go."""
+    hall, conns = running("a", "b")
+    for _ in range(3 * FRUITLESS_MAX):
+        hall.say(conns["b"], Complaint(hall.epoch, "failed"))
+        commit(hall, *conns.values())
+    assert hall.names == ["a", "b"]
+
+
+# Joining and leaving
+
+
+def test_a_joiner_waits_for_the_end_of_the_step() -> None:
+    hall, conns = running("a", "b")
+    newcomer = hall.connect(hello("c"))
+    assert hall.epoch == 1
+    assert Waiting(1) in hall.heard[conns["a"]]
+    for name in "ab":
+        member = hall.members[conns[name]]
+        assert member.joiners_wait
+        member.vote(1)
+        member.commit(1, again=False, end_epoch=True)
+    hall.say(conns["a"], Promise(2, hall.members[conns["a"]].view))
+    assert hall.names == ["a", "b", "c"]
+    joiner = hall.members[newcomer]
+    assert (joiner.round, joiner.share, joiner.must_fetch) == (Round(1), (), True)
+    assert joiner.holders == ("a", "b")
+
+
+def test_the_last_step_of_one_that_has_left_is_known() -> None:
+    hall, conns = running("a", "b")
+    for conn in conns.values():
+        assert hall.members[conn].vote(1)
+    commit(hall, conns["a"])
+    hall.say(conns["a"], Leave(hall.members[conns["a"]].view))
+    hall.say(conns["b"], Complaint(1, "a has gone"))
+    assert hall.members[conns["b"]].is_behind
+    assert hall.names == ["b"]
+
+
+def test_a_replica_of_torn_ranks_begins_no_run() -> None:
+    hall = Hall(expected=2)
+    torn = hall.connect(hello("a", view=View(TORN)))
+    hall.connect(hello("b"))
+    assert isinstance(hall.out(torn), Fenced)
+    assert hall.names == ["b"]
+
+
+# Restarts
+
+
+def reconnected(hall: Hall, names: dict[str, int]) -> dict[str, int]:
+    return {name: hall.connect(hall.members[conn]) for name, conn in names.items()}
+
+
+def test_after_a_restart_all_members_go_on_in_their_epoch() -> None:
+    hall, conns = running("a", "b", "c")
+    hall.restart()
+    conns = reconnected(hall, conns)
+    assert (hall.epoch, hall.names) == (1, ["a", "b", "c"])
+    assert not any(hall.heard[conn] for conn in conns.values())
+
+
+def test_after_a_restart_a_complaint_that_was_lost_is_known() -> None:
+    hall, conns = running("a", "b")
+    hall.restart()
+    hall.members[conns["a"]].complain("failed")
+    reconnected(hall, conns)
+    assert hall.epoch == 2
+
+
+def test_after_a_restart_most_members_go_on_after_a_lease() -> None:
+    hall, conns = running("a", "b", "c")
+    late = hall.members[conns.pop("c")]
+    hall.restart(settle_s=1.0)
+    reconnected(hall, conns)
+    hall.wait(1.9)
+    assert hall.epoch == 0
+    hall.wait(0.4)
+    assert hall.names == ["a", "b"]
+    assert isinstance(hall.out(hall.connect(late)), Fenced)
+
+
+def test_after_a_restart_few_members_go_on_after_longer() -> None:
+    hall, conns = running("a", "b", "c")
+    hall.restart(settle_s=1.0)
+    reconnected(hall, {"a": conns["a"]})
+    hall.wait(PATIENCE)
+    assert hall.epoch == 0
+    hall.wait(1.5)
+    assert hall.names == ["a"]
+
+
+def test_newcomers_do_not_make_the_members_wait_longer() -> None:
+    """A replica that crashed and came again every second held the others up for ever."""
+    hall, conns = running("a", "b", "c")
+    conns.pop("c")
+    hall.restart(settle_s=1.0)
+    reconnected(hall, conns)
+    for number in range(4):
+        hall.wait(0.9)
+        hall.lose(hall.connect(hello(f"crashes {number}")))
+    assert hall.names == ["a", "b"]
+
+
+def test_the_members_define_the_job_after_a_restart() -> None:
+    """A newcomer that came first had all members refused."""
+    hall, conns = running("a", "b")
+    hall.restart()
+    wrong = hall.connect(hello("c", job={"seed": "2"}))
+    reconnected(hall, conns)
+    assert isinstance(hall.out(wrong), Refused)
+    assert hall.names == ["a", "b"]
+
+
+def test_a_newcomer_that_has_promised_to_the_coordinator_before_can_promise() -> None:
+    hall = Hall(expected=2)
+    first = Member(hello("a"), MICROBATCHES)
+    first.receive(Prepare(5))
+    hall.connect(first)
+    second = Member(hello("b"), MICROBATCHES)
+    second.receive(Prepare(9))
+    hall.connect(second)
+    assert hall.names == ["a", "b"]
+    assert hall.epoch > 9
+
+
+def test_a_replica_in_preparation_that_has_promised_more_is_asked_for_more() -> None:
+    """Seed 78: it was asked for an epoch before the one that it had promised."""
+    hall, conns = running("a", "b")
+    hall.deaf.add(conns["b"])
+    hall.say(conns["a"], Complaint(1, "failed"))
+    member = Member(hello("c"), MICROBATCHES)
+    member.receive(Prepare(40))
+    hall.connect(member)
+    hall.lose(conns["b"])
+    assert (hall.epoch, hall.names) == (41, ["a", "c"])
+
+
+def test_a_half_fenced_replica_is_fenced() -> None:
+    """One of its ranks had entered no epoch. It waited for the other one for ever."""
+    hall = Hall(expected=1)
+    hall.connect(hello("a", place=0, width=2))
+    hall.connect(hello("a", place=1, width=2))
+    old = replace(hello("x", place=1, width=2), epoch=1, promised=1, members=("x",))
+    first = hall.connect(hello("x", place=0, width=2))
+    second = hall.connect(Told(old))
+    assert isinstance(hall.out(first), Fenced)
+    assert isinstance(hall.out(second), Fenced)
+    assert hall.names == ["a"]
+
+
+class Told(Member):
+    """A member that says this Hello, whatever it knows."""
+
+    def __init__(self, told: object) -> None:
+        super().__init__(told, MICROBATCHES)  # type: ignore[arg-type]
+        self._told = told
+
+    def hello(self) -> object:  # type: ignore[override]
+        return self._told
+
+
+def test_an_install_names_the_store_of_the_first_member() -> None:
+    hall = Hall(expected=2)
+    hall.connect(hello("a", store="host:1"))
+    conn = hall.connect(hello("b", store="host:2"))
+    installs = [each for each in hall.heard[conn] if isinstance(each, Install)]
+    assert [each.store for each in installs] == ["host:1"]
