@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +34,6 @@ class Round:
 
 # The round of a rank whose state is neither its own nor that of others: a transfer has broken off.
 TORN = Round(-1)
-# The digest of a state that has come from members: those of the same round are equal.
-FETCHED = "fetched"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,7 @@ class View:
     voted: it has reduced this round and entered the vote, so another rank may have committed it.
     share: the microbatches that it contributes to this round.
     member: it holds the state of the run. A rank that has just come does not.
-    digest: of its state, if it has just come: equal states need no transfer. The view of a replica
-        has those of all its ranks.
+    digest: of its state, if it has just come: equal states need no transfer.
     """
 
     round: Round
@@ -65,7 +63,7 @@ class Hello:
     job: what all replicas must have in common, by name.
     epoch, promised, members: the membership that this rank is in; 0 and () if in none.
     failed: the newest epoch whose groups have failed for it.
-    desk: the address where this rank lets the ranks of an epoch meet (R9).
+    store: the address of the torch.distributed store that this rank serves, for groups (R9).
     """
 
     replica: str
@@ -79,7 +77,7 @@ class Hello:
     promised: int = 0
     failed: int = 0
     members: tuple[str, ...] = ()
-    desk: str = ""
+    store: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +134,14 @@ class Install:
 
     views: of each member by its name, in the order of the members.
     departed: views of replicas that have left after their last step.
-    desk: where the ranks of this epoch meet: at its first member.
+    store: the address of the store for the groups of this epoch: its first member serves it.
     drawn: checksums of what lost replicas have drawn in this round.
     """
 
     epoch: int
     views: Mapping[str, View]
     departed: tuple[View, ...] = ()
-    desk: str = ""
+    store: str = ""
     drawn: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -199,13 +197,12 @@ def decode(line: bytes) -> Message:
     try:
         fields = json.loads(line)
         kind = _KINDS[fields.pop("is")]
-        known = {each.name for each in dataclasses.fields(kind)}
-        if fields.keys() - known:
-            raise ValueError(f"unknown members {sorted(fields.keys() - known)}")
-        message: Message = kind(**{name: _read(name, value) for name, value in fields.items()})
-        return message
-    except (AttributeError, KeyError, TypeError) as error:
+        message: Message = kind(**{name: _READERS[name](each) for name, each in fields.items()})
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not a message: {line[:200]!r}") from error
+    if isinstance(message, Hello) and message.place >= message.width:
+        raise ValueError(f"not a place: {message.place} of {message.width}")
+    return message
 
 
 def _plain(value: object) -> Any:
@@ -214,29 +211,74 @@ def _plain(value: object) -> Any:
     raise TypeError(f"{type(value).__name__} is in no message")
 
 
+def _is(*kinds: type) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if type(value) not in kinds:
+            raise TypeError(f"{type(value).__name__} instead of {kinds[0].__name__}")
+        return value
+
+    return read
+
+
+_text, _number, _flag, _list, _object = _is(str), _is(int), _is(bool), _is(list), _is(dict)
+
+
+def _at_least(least: int) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        found: int = _number(value)
+        if found < least:
+            raise ValueError(f"{found} is less than {least}")
+        return found
+
+    return read
+
+
+def _seconds(value: Any) -> float:
+    seconds: float = _is(float, int)(value)
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{seconds} is no time")
+    return seconds
+
+
+def _tuple(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda value: tuple(read(each) for each in _list(value))
+
+
+def _mapping(read: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {name: read(each) for name, each in _object(value).items()}
+
+
 def _round(value: Any) -> Round:
-    return Round(int(value["step"]), int(value["attempt"]))
+    return Round(_number(value["step"]), _number(value["attempt"]))
 
 
 def _view(value: Any) -> View:
     return View(
         round=_round(value["round"]),
-        voted=bool(value["voted"]),
-        share=tuple(int(index) for index in value["share"]),
-        member=bool(value["member"]),
-        digest=str(value["digest"]),
+        voted=_flag(value["voted"]),
+        share=_tuple(_number)(value["share"]),
+        member=_flag(value["member"]),
+        digest=_text(value["digest"]),
     )
 
 
-def _read(name: str, value: Any) -> Any:
-    if name == "round":
-        return _round(value)
-    if name == "view":
-        return _view(value)
-    if name == "views":
-        return {member: _view(each) for member, each in value.items()}
-    if name == "departed":
-        return tuple(_view(each) for each in value)
-    if name == "members":
-        return tuple(str(each) for each in value)
-    return value
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "replica": _text,
+    "place": _at_least(0),
+    "width": _at_least(1),
+    "job": _mapping(_text),
+    "view": _view,
+    "min_replicas": _at_least(1),
+    "lease_s": _seconds,
+    "epoch": _at_least(0),
+    "promised": _at_least(0),
+    "failed": _at_least(0),
+    "members": _tuple(_text),
+    "store": _text,
+    "round": _round,
+    "drawn": _mapping(_number),
+    "reason": _text,
+    "views": _mapping(_view),
+    "departed": _tuple(_view),
+    "facts": _mapping(_text),
+}

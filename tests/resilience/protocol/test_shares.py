@@ -1,0 +1,107 @@
+"""Shares: each microbatch belongs to one member, and survivors keep theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from statehold.errors import InvariantError
+from statehold.resilience.protocol.messages import Install, Round, View, decode, encode
+from statehold.resilience.protocol.shares import fresh, resolve, spread
+
+members = st.lists(st.text("abcdefgh", min_size=1, max_size=3), min_size=1, max_size=8, unique=True)
+microbatches = st.integers(1, 40)
+
+
+def of_all(shares: Mapping[str, tuple[int, ...]]) -> list[int]:
+    return sorted(index for share in shares.values() for index in share)
+
+
+def view(step: int, share: tuple[int, ...], voted: bool = False, member: bool = True) -> View:
+    return View(Round(step), voted, share, member, "" if member else "own")
+
+
+@given(microbatches, members)
+def test_fresh_shares_are_equal(count: int, names: list[str]) -> None:
+    shares = fresh(count, names)
+    assert list(shares) == names
+    assert of_all(shares) == list(range(count))
+    lengths = {len(share) for share in shares.values()}
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(microbatches, members, st.data())
+def test_losses_leave_survivors_what_they_have(
+    count: int, names: list[str], data: st.DataObject
+) -> None:
+    shares: Mapping[str, tuple[int, ...]] = fresh(count, names)
+    alive = list(names)
+    while len(alive) > 1:
+        gone = data.draw(st.lists(st.sampled_from(alive), min_size=1, unique=True))
+        alive = [each for each in alive if each not in gone] or alive[:1]
+        before = shares
+        views = {each: view(3, shares[each]) for each in alive}
+        found = resolve(count, views)
+        shares = found.shares
+        assert of_all(shares) == list(range(count))
+        for each in alive:
+            assert shares[each][: len(before[each])] == before[each]
+        lengths = [len(share) for share in shares.values()]
+        grown = [len(shares[each]) for each in alive if len(shares[each]) > len(before[each])]
+        assert not grown or max(grown) - min(lengths) <= 1
+        if len(alive) == 1:
+            break
+
+
+@given(microbatches, members)
+def test_all_members_compute_the_same_from_what_they_hear(count: int, names: list[str]) -> None:
+    shares = fresh(count, names)
+    views = {each: view(3, shares[each]) for each in names[: len(names) // 2 + 1]}
+    heard = decode(encode(Install(2, views, (view(2, ()),))))
+    assert isinstance(heard, Install)
+    mine = resolve(count, views, (view(2, ()),))
+    theirs = resolve(count, heard.views, heard.departed)
+    assert mine == theirs
+    assert list(mine.shares) == list(theirs.shares)
+
+
+def test_missing_microbatches_go_to_the_smallest_shares() -> None:
+    shares = {"a": (0, 1), "b": (2,), "c": ()}
+    assert spread({3, 4, 5}, shares) == {"a": (0, 1), "b": (2, 4), "c": (3, 5)}
+
+
+def test_who_is_behind_has_no_share_yet() -> None:
+    views = {"a": view(7, (0, 2)), "b": view(6, (1, 3), voted=True)}
+    found = resolve(4, views)
+    assert found.round == Round(7)
+    assert found.shares == {"a": (0, 2), "b": (1, 3)}
+
+
+def test_one_that_has_left_tells_how_far_the_run_is() -> None:
+    found = resolve(2, {"a": view(6, (0,), voted=True)}, (view(7, ()),))
+    assert found.round == Round(7)
+    assert found.shares == {"a": (0, 1)}
+
+
+def test_a_joiner_has_no_share_and_holds_nothing() -> None:
+    found = resolve(2, {"a": view(6, (0, 1)), "b": view(9, (), member=False)})
+    assert (found.round, found.holders, found.joiners) == (Round(6), ("a",), ("b",))
+    assert found.shares == {"a": (0, 1)}
+
+
+def test_a_new_run_begins_at_the_furthest_state() -> None:
+    def own(step: int, digest: str) -> View:
+        return View(Round(step), digest=digest)
+
+    views = {"a": own(3, "x"), "b": own(5, "y"), "c": own(5, "z"), "d": own(5, "y")}
+    found = resolve(2, views)
+    assert (found.round, found.holders, found.joiners) == (Round(5), ("b", "d"), ("a", "c"))
+
+
+@pytest.mark.parametrize("share", [(0, 1), (1, 9), (1, -1)], ids=str)
+def test_shares_that_overlap_or_are_of_another_job_are_refused(share: tuple[int, ...]) -> None:
+    with pytest.raises(InvariantError, match="share a microbatch"):
+        resolve(4, {"a": view(6, (0, 2)), "b": view(6, share)})
