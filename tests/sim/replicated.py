@@ -3,7 +3,8 @@
 The protocol is the product's (resilience/protocol): the members, their rounds and the coordinator.
 Simulated are the clock, the network to the coordinator, the collectives of the groups, and what a
 step computes. Collectives fail as Gloo's do: a ring may finish on some ranks and fail on others,
-and a rank whose neighbours live may wait for ever.
+and a rank whose neighbours live may wait for ever. Processes die at any time, and also in the very
+moment in which they act or answer.
 
 The oracle knows the state of an undisturbed run after each step. It compares it with the state of
 every rank after every commit, and looks at every sum for microbatches that are missing or counted
@@ -12,314 +13,30 @@ twice. When the faults have ended, the run must reach its last step.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import math
 import random
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 from sim.clock import Clock
+from sim.replica import Collective, Rank
 from sim.seeds import Report
-from sim.undisturbed import MODULUS, gradient, overflows, updated
-from statehold.errors import InvariantError
-from statehold.resilience.protocol import rounds
+from sim.undisturbed import MODULUS, gradient, updated
 from statehold.resilience.protocol.coordinator import Coordinator
 from statehold.resilience.protocol.member import Member
-from statehold.resilience.protocol.messages import (
-    Beat,
-    Hello,
-    Leave,
-    Promise,
-    Round,
-    View,
-    decode,
-    encode,
-)
-from statehold.resilience.protocol.rounds import GroupLost
+from statehold.resilience.protocol.messages import Hello, decode, encode
 
 FAULTS = (
-    "kill", "stop", "cut off", "coordinator dies", "spurious failure", "overflow", "growth",
-    "fenced", "half a collective", "caught up", "two deaths at once", "all lost", "rejoined",
+    "kill", "stop", "hang", "cut off", "reset", "coordinator dies", "coordinator stops",
+    "spurious failure", "severed", "overflow", "growth", "fenced", "half a collective",
+    "caught up", "two deaths at once", "all lost", "rejoined", "forgotten", "death in an answer",
+    *(f"death in {each}" for each in ("Compute", "Await", "Gather", "Fetch", "Reduce", "Vote")),
 )  # fmt: skip
-LEASE_S, BEAT_S, TICK_S, RECONNECT_S = 1.0, 0.2, 0.05, 0.1
-MICROBATCH_S = 0.05
-END_S, LATE_S = 900.0, 600.0
+TICK_S = 0.05
+END_S, LATE_S = 400.0, 300.0
 SAVE_EVERY = 5
-
-
-@dataclass
-class Collective:
-    """One operation of a group: what the ranks brought, and who has got the result."""
-
-    kind: str
-    needed: frozenset[str]
-    brought: dict[str, Any] = field(default_factory=dict)
-    waiting: dict[str, Rank] = field(default_factory=dict)
-    finished: set[str] = field(default_factory=set)
-
-
-class Rank:
-    """One process: a member, its training thread, and its connection to the coordinator."""
-
-    def __init__(self, world: World, slot: int, life: int, place: int) -> None:
-        self.world = world
-        self.slot, self.life, self.place = slot, life, place
-        self.replica = f"r{slot}.{life}"
-        self.name = f"{self.replica}/{place}"
-        step, state = world.saved
-        hello = Hello(
-            replica=self.replica,
-            place=place,
-            width=world.width,
-            job={"seed": str(world.seed)},
-            view=View(Round(step), digest=f"{state} {place}"),
-            min_replicas=world.min_replicas,
-            lease_s=LEASE_S,
-            desk=self.name,
-        )
-        self.member = Member(hello, world.microbatches)
-        self.state, self.state_of = state, step  # after so many steps
-        self.sums: dict[int, int] = {}
-        self.conn: int | None = None
-        self.is_dead = False
-        self.has_left = False
-        self.stopped_until = 0.0
-        self._playing: Generator[rounds.Action, object, rounds.Played | None] | None = None
-        self._waits_for: int | None = None
-        self._may_fail = False
-        self._gathered = 0
-        self._commits = 0
-        self.busy_in = 0  # the operation that its collective answers
-        self._busy = 0  # counts operations: an answer to an older one is dropped
-        self._used: dict[str, int] = {}
-        self._later: list[Callable[[], None]] = []
-        self.later(0, self.connect)
-        self.later(0, self.begin)
-        self.later(BEAT_S, self.beat)
-
-    # Time of this process
-
-    def later(self, delay: float, event: Callable[[], None]) -> None:
-        """Unless it is dead by then. A stopped process does it when it goes on, in order."""
-
-        def fire() -> None:
-            if self.is_dead:
-                return
-            if self.world.clock.now < self.stopped_until:
-                self._later.append(event)
-            else:
-                event()
-
-        self.world.clock.after(delay, fire)
-
-    def stop(self, seconds: float) -> None:
-        self.stopped_until = self.world.clock.now + seconds
-        self.world.clock.after(seconds + 1e-6, self.go_on)
-
-    def go_on(self) -> None:
-        while self._later and not self.is_dead and self.world.clock.now >= self.stopped_until:
-            self._later.pop(0)()
-
-    def die(self) -> None:
-        self.is_dead = True
-        self.world.drop(self)
-        self.world.hang_up(self.conn)
-
-    # The connection
-
-    def connect(self) -> None:
-        if self.member.fenced is None and self.conn is None and not self.has_left:
-            self.conn = self.world.dial(self)
-            if self.conn is None:
-                self.later(RECONNECT_S, self.connect)
-            else:
-                self.send(self.member.hello())
-
-    def send(self, message: Any) -> None:
-        if self.conn is not None:
-            self.world.to_coordinator(self.conn, encode(message))
-
-    def disconnected(self, conn: int) -> None:
-        if conn == self.conn:
-            self.conn = None
-            self.later(RECONNECT_S, self.connect)
-
-    def beat(self) -> None:
-        self.send(Beat(self.member.round))
-        self.later(BEAT_S, self.beat)
-
-    def heard(self, line: bytes) -> None:
-        promised = self.member.promised
-        answer = self.member.receive(decode(line))
-        if answer is not None:
-            self.send(answer)
-        if self.member.fenced is not None:
-            self.world.report.counts["fenced"] += 1
-            self.world.rejoin(self)
-            return
-        self.world.installed(self.member)
-        if self.member.promised != promised:
-            self.revoked()
-        if self._waits_for is not None and self.member.epoch > self._waits_for:
-            self._waits_for = None
-            self.advance(None)
-
-    def revoked(self) -> None:
-        """The training thread gives up the running operation, a little later."""
-        busy = self._busy
-        self.world.drop(self)
-        self.later(0.001, lambda: self.failed(busy))
-
-    # The training thread
-
-    def begin(self) -> None:
-        """The next round, or the end of the run."""
-        self._playing = rounds.play(self.member, contextlib.nullcontext(), self.world.steps)
-        self.sums = {}
-        self.advance(None)
-
-    def advance(self, result: object, error: Exception | None = None) -> None:
-        assert self._playing is not None
-        was_behind = self.member.is_behind
-        try:
-            action = self._playing.throw(error) if error else self._playing.send(result)
-        except StopIteration as stop:
-            self._busy += 1
-            self._may_fail = False
-            if stop.value is None:
-                self.leave()
-            else:
-                self.world.report.counts["caught up"] += was_behind
-                self.committed(stop.value)
-            return
-        except InvariantError as broken:
-            self.world.report.wrong(f"{self.name}: {broken}")
-            self.is_dead = True
-            return
-        self._busy += 1
-        self._may_fail = not isinstance(action, rounds.Compute | rounds.Await)
-        self.act(action)
-
-    def leave(self) -> None:
-        self.has_left = True
-        self.send(Leave(self.member.view))
-        self.world.drop(self)
-
-    def failed(self, busy: int) -> None:
-        if busy == self._busy and self._may_fail:
-            self._busy += 1
-            if not self.member.is_changing:
-                self.send(self.member.complain("failed"))
-            self.advance(None, GroupLost("failed"))
-
-    def act(self, action: rounds.Action) -> None:
-        member, random = self.member, self.world.random
-        if isinstance(action, rounds.Compute):
-            self.later(MICROBATCH_S * random.uniform(0.5, 1.5), lambda: self.compute(action.index))
-        elif isinstance(action, rounds.Await):
-            if member.epoch > action.after:
-                self.later(0, lambda: self.advance(None))
-            else:
-                self._waits_for = action.after
-        elif isinstance(action, rounds.Gather):
-            if self._gathered == action.epoch:
-                self.later(0, lambda: self.advance(None))
-            else:
-                self.meet("gather", None)
-        elif isinstance(action, rounds.Fetch):
-            busy = self._busy
-            self.state = -1  # parts of different states, until all has come
-            self.later(random.uniform(0.01, 0.3), lambda: self.fetched(busy, action))
-        elif isinstance(action, rounds.Reduce):
-            self.meet("reduce", (member.round, dict(self.sums)))
-        elif isinstance(action, rounds.Vote):
-            self.meet("vote", action.ballot)
-
-    def compute(self, index: int) -> None:
-        if index in self.sums:
-            self.world.report.wrong(f"{self.name} computes {index} of {self.member.round} twice")
-        self.sums[index] = gradient(self.state, self.member.round.step, index)
-        self.advance(None)
-
-    def fetched(self, busy: int, action: rounds.Fetch) -> None:
-        if busy != self._busy:
-            return
-        holders = [
-            rank
-            for rank in self.world.living()
-            if rank.replica in action.holders and rank.place == self.place
-        ]
-        if any(rank.state_of < self.member.round.step for rank in holders):
-            self.later(0.01, lambda: self.fetched(busy, action))  # it has to catch up
-            return
-        if not holders or self.member.epoch != action.epoch or self.member.is_changing:
-            self.failed(busy)
-            return
-        self.state, self.state_of = holders[0].state, holders[0].state_of
-        self.world.report.counts["fetched"] += 1
-        self.advance(None)
-
-    def meet(self, kind: str, value: object) -> None:
-        """A collective of the column; a vote goes over the row, too."""
-        epoch, busy = self.member.epoch, self._busy
-        spurious = self.world.faulty("spurious failure", 0.002)
-        if self.member.is_changing or spurious:
-            self.later(0.001, lambda: self.failed(busy))
-            if spurious:
-                self.world.drop(self)
-            return
-        group = f"{self.member.desk}:{epoch}:{self.member.members}:{self.place}"
-        members = frozenset(f"{each}/{self.place}" for each in self.member.members)
-        self.join(group, members, kind, value, busy)
-
-    def join(
-        self, group: str, members: frozenset[str], kind: str, value: object, busy: int
-    ) -> None:
-        number = self._used[group] = self._used.get(group, 0) + 1
-        self.world.collective(f"{group}:{number}", members, kind, self, value, busy)
-
-    def met(self, busy: int, collective: Collective) -> None:
-        """A collective has finished for this rank."""
-        if busy != self._busy:
-            return
-        if collective.kind == "vote":
-            row = f"{self.member.desk}:{self.member.epoch}:row:{self.replica}:{self.member.members}"
-            members = frozenset(f"{self.replica}/{i}" for i in range(self.world.width))
-            ballots = list(collective.brought.values())
-            self.join(row, members, "row", (any(b.joiners_wait for b in ballots), ballots), busy)
-        elif collective.kind == "row":
-            self.advance(next(v[1] for n, v in collective.brought.items() if n == self.name))
-        elif collective.kind == "reduce":
-            self.reduced(collective)
-        else:
-            self._gathered = self.member.epoch
-            self.advance(None)
-
-    def reduced(self, collective: Collective) -> None:
-        found = list(collective.brought.values())
-        indices = sorted(index for _, sums in found for index in sums)
-        if {round for round, _ in found} != {self.member.round}:
-            self.world.report.wrong(f"{self.name} reduces rounds {[r for r, _ in found]}")
-        if indices != list(range(self.world.microbatches)):
-            self.world.report.wrong(f"{self.name}: {self.member.round} sums up {indices}")
-        self.total = sum(sum(sums.values()) for _, sums in found) % MODULUS
-        self.world.report.counts["reductions"] += 1
-        self.advance(overflows(self.world.seed, self.member.round))
-
-    def committed(self, played: rounds.Played) -> None:
-        if played.again:
-            self.world.report.counts["overflow"] += 1
-        else:
-            self.state = updated(self.state, played.round.step, self.total)
-            self.state_of = played.round.step + 1
-            self.world.report.counts["rejoined"] += self.life > 1 and not self._commits
-            self._commits += 1
-            self.world.committed(self, played.round.step)
-        if self.member.is_changing:
-            self.send(Promise(self.member.promised, self.member.view))
-            self.world.drop(self)
-        self.later(0.001, self.begin)
+STRIKES = ("kill", "stop", "hang", "cut off", "reset", "coordinator dies", "coordinator stops")
 
 
 class World:
@@ -337,10 +54,12 @@ class World:
         self.steps = draw.choice((12, 30))
         self.min_replicas = draw.choice((1, 1, 2)) if self.replicas > 1 else 1
         self.weather = {
-            each: draw.choice((0.0, 1.0, 3.0))
-            for each in ("kill", "stop", "cut off", "coordinator dies", "spurious failure")
+            each: draw.choice((0.0, 1.0, 3.0)) for each in (*STRIKES, "spurious failure", "death")
         }
         self.growth = draw.random() < 0.4
+        self.slowness = draw.choice((0.001, 0.02, 0.2))  # of threads, from a wish to its effect
+        self.network_s = draw.choice((0.005, 0.005, 0.3))
+        self.severed = self.sever()
         self.fault_end = draw.uniform(2.0, 25.0)
         self.saved = (0, 1)
         self.reference = [1]
@@ -349,7 +68,7 @@ class World:
         self.collectives: dict[str, Collective] = {}
         self.epochs: dict[tuple[str, int], tuple[str, ...]] = {}
         self.conns: dict[int, Rank] = {}
-        self.cut_until: dict[int, float] = {}
+        self.cut_until: dict[str, float] = {}
         self.last: dict[tuple[int, bool], float] = {}
         self.numbers = itertools.count(1)
         self.coordinator: Coordinator | None = None
@@ -357,13 +76,17 @@ class World:
         for slot in range(self.replicas):
             self.start(slot, draw.uniform(0, 0.5))
         self.clock.after(TICK_S, self.tick)
-        for fault in ("kill", "stop", "cut off", "coordinator dies"):
+        for fault in STRIKES:
             self.clock.after(draw.uniform(0.3, 3.0), lambda fault=fault: self.strike(fault))
         if self.growth:
             self.clock.after(draw.uniform(1, 10), self.grow)
 
     def run(self) -> Report:
-        done = self.clock.run(self.is_over)
+        try:
+            done = self.clock.run(lambda: bool(self.report.violations) or self.is_over())
+        except Exception as error:  # of the coordinator, or of a member that hears
+            self.report.wrong(f"{type(error).__name__}: {error}")
+            return self.report
         if not done:
             ranks = [(r.name, r.member.round, r.member.epoch) for r in self.living()]
             epoch = self.coordinator.epoch if self.coordinator else None
@@ -378,7 +101,11 @@ class World:
         return len(left) < self.min_replicas if self.clock.now > LATE_S else not left
 
     def living(self) -> list[Rank]:
-        return [rank for rank in self.ranks if not rank.is_dead and rank.member.fenced is None]
+        return [each for each in self.ranks if self.is_there(each) and not each.is_hung]
+
+    def is_there(self, rank: Rank) -> bool:
+        """Whether its connections are open."""
+        return not rank.is_dead and rank.member.fenced is None
 
     def trace(self, what: str) -> None:
         self.report.trace.append(f"{self.clock.now:8.3f} {what}")
@@ -421,27 +148,37 @@ class World:
 
     def installed(self, member: Member) -> None:
         if member.epoch:
-            key = (member.desk, member.epoch)
+            key = (member.store, member.epoch)
             if self.epochs.setdefault(key, member.members) != member.members:
                 self.report.wrong(f"epoch {member.epoch} has two memberships")
 
     # Collectives
 
     def collective(
-        self, key: str, needed: frozenset[str], kind: str, rank: Rank, value: object, busy: int
+        self,
+        key: str,
+        epoch: int,
+        needed: frozenset[str],
+        kind: str,
+        rank: Rank,
+        value: object,
+        busy: int,
     ) -> None:
-        found = self.collectives.setdefault(key, Collective(kind, needed))
+        found = self.collectives.setdefault(key, Collective(kind, epoch, needed))
         if found.kind != kind:
             self.report.wrong(f"{rank.name} is in {kind}, others are in {found.kind}: {key}")
         found.brought[rank.name] = value
         found.waiting[rank.name] = rank
         rank.busy_in = busy
         if found.brought.keys() == needed and found.waiting.keys() == needed:
+            if self.is_severed(found):
+                return
             for each in list(found.waiting.values()):
                 delay = self.random.uniform(0.001, 0.02)
                 each.later(delay, lambda each=each: self.finish(found, each))
         else:
-            gone = needed - {r.name for r in self.living()} - found.waiting.keys()
+            there = {each.name for each in self.ranks if self.is_there(each)}
+            gone = needed - there - found.waiting.keys()
             if gone:
                 self.break_for(found, rank)
 
@@ -451,9 +188,32 @@ class World:
             found.finished.add(rank.name)
             rank.met(rank.busy_in, found)
 
-    def drop(self, rank: Rank) -> None:
-        """The rank gives up its groups: the operations of others break, finish or hang."""
+    def sever(self) -> frozenset[int]:
+        """In some seeds there are two replicas that never reach each other."""
+        if self.replicas <= self.min_replicas or self.random.random() > 0.1:
+            return frozenset()
+        return frozenset(self.random.sample(range(self.replicas), 2))
+
+    def is_severed(self, found: Collective) -> bool:
+        """Those two notice, and the others wait for ever."""
+        two = [each for each in found.waiting.values() if each.slot in self.severed]
+        if len({each.slot for each in two}) < 2:
+            return False
+        self.report.counts["severed"] += 1
+        found.waiting.clear()
+        for each in two:
+            busy = each.busy_in
+            each.later(self.random.uniform(0.001, 0.3), lambda e=each, b=busy: e.failed(b))
+        return True
+
+    def drop(self, rank: Rank, before: int | None = None) -> None:
+        """The rank gives up its groups, all or those of the epochs before that one.
+
+        The operations of others break, finish or hang.
+        """
         for found in self.collectives.values():
+            if before is not None and found.epoch >= before:
+                continue
             if rank.name in found.needed and rank.name not in found.finished:
                 found.waiting.pop(rank.name, None)
                 if found.finished:
@@ -474,6 +234,25 @@ class World:
 
     def start_coordinator(self) -> None:
         self.coordinator = Coordinator(self.replicas, settle_s=1.0)
+        self.coordinator_stopped_until = 0.0
+        self.coordinator_later: list[Callable[[], None]] = []
+
+    def stop_coordinator(self, seconds: float) -> None:
+        """What arrives meanwhile waits in its sockets."""
+        self.trace(f"the coordinator stops for {seconds} s")
+        self.coordinator_stopped_until = self.clock.now + seconds
+
+        def go_on() -> None:
+            while self.coordinator_later and self.clock.now >= self.coordinator_stopped_until:
+                self.coordinator_later.pop(0)()
+
+        self.clock.after(seconds + 1e-6, go_on)
+
+    def at_coordinator(self, event: Callable[[], None]) -> None:
+        if self.clock.now < self.coordinator_stopped_until or self.coordinator_later:
+            self.coordinator_later.append(event)
+        else:
+            event()
 
     def dial(self, rank: Rank) -> int | None:
         if self.coordinator is None or self.is_cut(rank):
@@ -483,16 +262,16 @@ class World:
         return conn
 
     def is_cut(self, rank: Rank) -> bool:
-        return self.clock.now < self.cut_until.get(rank.slot, 0.0)
+        return self.clock.now < self.cut_until.get(rank.name, 0.0)
 
     def deliver(self, conn: int, up: bool, event: Callable[[], None]) -> None:
         """In order, with a delay; after the end of a partition if there is one."""
         rank = self.conns[conn]
-        at = self.clock.now + self.random.uniform(0.0002, 0.005)
-        at = max(at, self.cut_until.get(rank.slot, 0.0), self.last.get((conn, up), 0.0))
+        at = self.clock.now + self.random.uniform(0.0002, self.network_s)
+        at = max(at, self.cut_until.get(rank.name, 0.0), self.last.get((conn, up), 0.0))
         self.last[conn, up] = at
         if up:
-            self.clock.after(at - self.clock.now, event)
+            self.clock.after(at - self.clock.now, lambda: self.at_coordinator(event))
         else:
             rank.later(at - self.clock.now, event)
 
@@ -536,8 +315,21 @@ class World:
         if conn is not None and conn in self.conns:
             self.deliver(conn, True, gone)
 
+    def reset(self, rank: Rank) -> None:
+        """The connection ends at both sides, with what is on its way; the process lives."""
+        conn, target = rank.conn, self.coordinator
+        if conn is None or self.conns.pop(conn, None) is None:
+            return
+
+        def gone() -> None:
+            if target is not None and target is self.coordinator:
+                self.to_ranks(target.lost(conn, self.clock.now))
+
+        self.clock.after(self.random.uniform(0.001, 0.3), lambda: self.at_coordinator(gone))
+        rank.later(self.random.uniform(0.001, 0.3), lambda: rank.disconnected(conn))
+
     def tick(self) -> None:
-        if self.coordinator is not None:
+        if self.coordinator is not None and self.clock.now >= self.coordinator_stopped_until:
             self.to_ranks(self.coordinator.tick(self.clock.now))
         self.clock.after(TICK_S, self.tick)
 
@@ -552,6 +344,19 @@ class World:
             self.report.counts[fault] += 1
         return happens
 
+    def dies(self, rank: Rank, where: str) -> bool:
+        """Whether the rank dies in this very moment."""
+        if not self.faulty("death", 0.001):
+            return False
+        self.report.counts[f"death in {where}"] += 1
+        self.trace(f"{rank.name} dies in {where}, {rank.member.round}")
+        rank.die()
+        self.start_again(rank, self.random.uniform(0.2, 4.0))
+        return True
+
+    def reaction(self) -> float:
+        return self.random.uniform(0.0005, self.slowness)
+
     def strike(self, fault: str) -> None:
         if self.clock.now >= self.fault_end:
             return
@@ -563,6 +368,9 @@ class World:
         if fault == "coordinator dies":
             self.kill_coordinator()
             return
+        if fault == "coordinator stops":
+            self.stop_coordinator(self.random.choice((0.1, 0.4, 1.5, 4.0)))
+            return
         victims = self.random.sample(self.living(), min(len(self.living()), self.strength()))
         self.report.counts["two deaths at once"] += fault == "kill" and len(victims) == 2
         for rank in victims:
@@ -572,8 +380,13 @@ class World:
                 self.start_again(rank, self.random.uniform(0.2, 4.0))
             elif fault == "stop":
                 rank.stop(self.random.choice((0.1, 0.9, 1.1, 3.0)))
+            elif fault == "hang":
+                rank.stop(math.inf)
+                self.start_again(rank, self.random.uniform(2.0, 6.0))
+            elif fault == "reset":
+                self.reset(rank)
             else:
-                self.cut_until[rank.slot] = self.clock.now + self.random.choice((0.3, 0.9, 2.5))
+                self.cut_until[rank.name] = self.clock.now + self.random.choice((0.3, 0.9, 2.5))
         if not self.living():
             self.report.counts["all lost"] += 1
 

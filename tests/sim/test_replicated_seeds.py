@@ -1,0 +1,142 @@
+"""Some seeds of replicas that train together. Many: `make sim SEEDS=5000 ARGS=--replicas`.
+
+Each protocol that is broken on purpose must be found, or the simulation looks at too little.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sim.campaign import missing, summary
+from sim.replica import Rank
+from sim.replicated import FAULTS, run_replicated
+from statehold.resilience.protocol import member, rounds, shares
+from statehold.resilience.protocol.coordinator import Coordinator, _Replica
+from statehold.resilience.protocol.member import Member
+from statehold.resilience.protocol.messages import Complaint, Message, View
+from statehold.resilience.protocol.shares import Resolution, Share, resolve, spread
+
+SEEDS, FIRST = int(os.environ.get("STATEHOLD_REPLICATED_SEEDS", "30")), 500_000
+# A broken protocol must be found in so few seeds.
+CONTROL_SEEDS = 20
+# A campaign has these, too; so few seeds may not.
+RARE = {each for each in FAULTS if each.startswith("death in")} | {"all lost", "forgotten"}
+
+
+def test_seeds() -> None:
+    counts, failed = summary(run_replicated(seed) for seed in range(FIRST, FIRST + SEEDS))
+    assert not failed
+    assert counts["steps"] > 10 * SEEDS
+    assert not set(missing(counts, FAULTS)) - RARE
+
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def commit_after_a_promise(patch: pytest.MonkeyPatch) -> None:
+    real = Member.commit
+
+    def commit(self: Member, epoch: int, *, again: bool, end_epoch: bool) -> bool:
+        promised, self.promised = self.promised, self.epoch
+        committed = real(self, self.epoch, again=again, end_epoch=end_epoch)
+        self.promised = max(promised, self.promised)
+        return committed
+
+    patch.setattr(Member, "commit", commit)
+
+
+def forget_a_lost_microbatch(patch: pytest.MonkeyPatch) -> None:
+    def forgetful(missing: Any, shares: Mapping[str, Share]) -> dict[str, Share]:
+        return spread(list(missing)[any(shares.values()) :], shares)
+
+    patch.setattr(shares, "spread", forgetful)
+
+
+def share_all_anew(patch: pytest.MonkeyPatch) -> None:
+    def anew(microbatches: int, views: Mapping[str, View], departed: Any) -> Resolution:
+        found = resolve(microbatches, views, departed)
+        return replace(found, shares=shares.fresh(microbatches, found.holders))
+
+    patch.setattr(member, "resolve", anew)
+
+
+def join_without_the_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Member, "must_fetch", property(lambda self: False))
+
+
+def let_the_fenced_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Coordinator, "_problem", lambda self, message: None)
+
+
+def ignore_votes(patch: pytest.MonkeyPatch) -> None:
+    real = Rank.act
+
+    def act(self: Rank, action: rounds.Action) -> None:
+        if isinstance(action, rounds.Vote):
+            self.later(0, lambda: self.advance([action.ballot]))
+        else:
+            real(self, action)
+
+    patch.setattr(Rank, "act", act)
+    patch.setattr(rounds, "_check", lambda *_: None)
+
+
+def skip_the_catch_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Member, "is_behind", property(lambda self: False))
+
+
+def install_before_all_have_promised(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Replica, "has_promised", property(lambda self: bool(self.promises)))
+
+
+def keep_what_others_compute(patch: pytest.MonkeyPatch) -> None:
+    real = Rank.act
+
+    def act(self: Rank, action: rounds.Action) -> None:
+        if isinstance(action, rounds.Forget):
+            self.soon()
+        else:
+            real(self, action)
+
+    patch.setattr(Rank, "act", act)
+
+
+def end_no_lease(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Coordinator, "tick", lambda self, now: self._sent(now))
+
+
+def hear_no_complaint(patch: pytest.MonkeyPatch) -> None:
+    real = Coordinator.receive
+
+    def receive(self: Coordinator, conn: int, message: Message, now: float) -> Any:
+        return [] if isinstance(message, Complaint) else real(self, conn, message, now)
+
+    patch.setattr(Coordinator, "receive", receive)
+
+
+# From which seed on it is found soon.
+BROKEN: dict[Break, int] = {
+    commit_after_a_promise: 500_020,
+    forget_a_lost_microbatch: FIRST,
+    share_all_anew: FIRST,
+    join_without_the_state: FIRST,
+    let_the_fenced_back: 500_011,
+    ignore_votes: FIRST,
+    skip_the_catch_up: 500_007,
+    install_before_all_have_promised: 500_044,
+    end_no_lease: 500_006,
+    hear_no_complaint: 500_009,
+    keep_what_others_compute: 500_090,
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda each: each.__name__)
+def test_what_is_broken_is_found(monkeypatch: pytest.MonkeyPatch, broken: Break) -> None:
+    broken(monkeypatch)
+    first = BROKEN[broken]
+    assert any(run_replicated(seed).violations for seed in range(first, first + CONTROL_SEEDS))
