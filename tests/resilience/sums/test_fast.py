@@ -182,6 +182,43 @@ def test_a_failed_reduction_costs_nothing(watched: bool) -> None:
     assert fails_at > 3
 
 
+@pytest.mark.parametrize("watching", [{0}, {0, 1, 2}])
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_a_membership_has_summed_ends_with_it(watched: bool, watching: set[int]) -> None:
+    """Some of three members sum buckets in their last pass. Then one leaves, and nobody notices."""
+    members = [Member() for _ in range(3)]
+    three, two = Column(3), Column(2)
+
+    def play(number: int) -> None:
+        members[number].sums.begin()
+        start = three.start(number) if number in watching else None
+        members[number].compute([number, 3 + number], start)
+
+    together(play, 3)
+    assert [count > 0 for count in three.counts] == [number in watching for number in range(3)]
+
+    def again(number: int) -> None:
+        members[number].compute([2 + 3 * number], two.start(number) if watched else None)
+        members[number].sums.reduce(two.start(number))
+        members[number].sums.finish()
+
+    together(again, 2)
+    check(members[:2])
+
+
+def test_a_sum_may_be_repeated() -> None:
+    """By the same members, for instance because their vote has failed."""
+    members = [Member(), Member()]
+
+    def act(member: Member, start: Any, number: int) -> None:
+        member.compute(range(number, M, 2), start)
+        member.sums.reduce(start)
+        member.sums.reduce(start)
+
+    step(members, act)
+    check(members)
+
+
 def test_a_failure_to_start_leaves_the_pass_whole() -> None:
     """`start` raises in a hook. The pass goes on, and `reduce` raises what it was."""
     member, fired = Member(), []
@@ -213,6 +250,7 @@ def test_what_is_trained_may_change() -> None:
     frozen = member.sums.announced_bytes
     assert member.model.first.weight.grad is None
     member.model.first.requires_grad_(True)
+    member.model.last.bias.grad = torch.ones(2)  # what a user leaves behind is no part of a step
     step([member], act)
     check([member])
     assert member.sums.announced_bytes == frozen + 4 * (32 + 8)
