@@ -35,9 +35,9 @@ class Pending(Protocol):
         """
 
 
-# Starts an all_reduce(SUM) of a contiguous tensor, in place, over the ranks that sum together. The
-# Start of one membership must not equal that of another one: what was started under a membership
-# that has ended is not part of a sum (FastSum.watch).
+# Starts an all_reduce(SUM) of a contiguous tensor, in place, over the ranks that sum together. Two
+# of them are equal (==) if they are of the same membership, and only then: the fast sum drops what
+# it has started under another membership.
 Start = Callable[[Tensor], Pending]
 
 
