@@ -311,6 +311,17 @@ def test_after_a_restart_a_complaint_that_was_lost_is_known() -> None:
     assert hall.epoch == 2
 
 
+def test_what_members_say_while_others_come_back_is_known() -> None:
+    """It was of no epoch that the coordinator knew, and was dropped."""
+    for message in (Complaint(1, "failed"), Promise(2, View(Round(1), member=True))):
+        hall, conns = running("a", "b")
+        hall.restart()
+        first = hall.connect(hall.members[conns["a"]])
+        hall.say(first, message)
+        hall.connect(hall.members[conns["b"]])
+        assert hall.epoch > 1
+
+
 def test_after_a_restart_most_members_go_on_after_a_lease() -> None:
     hall, conns = running("a", "b", "c")
     late = hall.members[conns.pop("c")]

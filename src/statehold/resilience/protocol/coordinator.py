@@ -160,6 +160,8 @@ class Coordinator:
         name, place = self._names[conn]
         replica = self._replicas[name]
         self._beats[conn] = now
+        if not self.epoch:
+            _note(replica.hellos, place, message)
         if isinstance(message, Beat):
             replica.drawn = dict(message.drawn)
         elif isinstance(message, Promise):
@@ -382,6 +384,14 @@ class Coordinator:
         for name in names:
             for place in sorted(self._replicas[name].ranks):
                 yield self._replicas[name].ranks[place]
+
+
+def _note(hellos: dict[int, Hello], place: int, message: Message) -> None:
+    """What a rank says before the others have come back, as if its Hello had said it (R12)."""
+    if isinstance(message, Promise):
+        hellos[place] = replace(hellos[place], promised=message.epoch)
+    elif isinstance(message, Complaint):
+        hellos[place] = replace(hellos[place], failed=message.epoch)
 
 
 def _difference(expected: Hello, got: Hello) -> Refused | None:
