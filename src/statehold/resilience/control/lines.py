@@ -36,11 +36,12 @@ class Lines:
             if not found:
                 raise ConnectionResetError(errno.ECONNRESET, "the peer has closed the connection")
             self._in += found
-        *lines, rest = self._in.split(b"\n")
-        if len(rest) > LINES_MAX:
+            if b"\n" in found:
+                *lines, self._in = self._in.split(b"\n")
+                return [bytes(line) for line in lines]
+        if len(self._in) > LINES_MAX:
             raise ConnectionAbortedError(errno.EMSGSIZE, "the peer sends no end of a line")
-        self._in = rest
-        return [bytes(line) for line in lines]
+        return []
 
     def write(self, data: bytes) -> None:
         """Send the data, now or with `flush`."""

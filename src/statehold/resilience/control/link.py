@@ -6,7 +6,8 @@ restarted. The training thread waits on `changed` for what the member has learne
 Invariants:
 - The member is touched only under `changed`.
 - A beat is sent only while the training thread makes progress (R5).
-- After Fenced or Refused the link ends, and says nothing more under that name (R10).
+- After Fenced or Refused the link ends, and says nothing more under that name (R10). A message that
+  breaks the protocol does the same, so that nobody waits for a link that has ended.
 Not here: what a message means (protocol/member), the groups (groups).
 """
 
@@ -20,10 +21,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from statehold.errors import InvariantError
 from statehold.process import forks
 from statehold.resilience.control.lines import Lines
 from statehold.resilience.protocol.member import Member
-from statehold.resilience.protocol.messages import Beat, Leave, Message, decode, encode
+from statehold.resilience.protocol.messages import (
+    Beat,
+    Fenced,
+    Leave,
+    Message,
+    decode,
+    encode,
+)
 
 BEATS_OF_LEASE = 5
 _CONNECT_S = 5.0
@@ -61,7 +70,8 @@ class Link:
         self._lines: Lines | None = None
         self._outbox: collections.deque[Message] = collections.deque()
         self._wake, self._waker = socket.socketpair()
-        self._wake.setblocking(False)
+        for each in (self._wake, self._waker):
+            each.setblocking(False)
         self._ends = False
         forks.forget_in_children(self)
         self._thread = threading.Thread(target=self._run, name="statehold-link", daemon=True)
@@ -74,7 +84,8 @@ class Link:
 
     def leave(self) -> None:
         """Tell that the last step is committed, and end."""
-        self._outbox.append(Leave(self._member.view))
+        with self.changed:
+            self._outbox.append(Leave(self._member.view))
         self.close()
 
     def close(self) -> None:
@@ -117,9 +128,12 @@ class Link:
         return Lines(connected)
 
     def _talk(self, lines: Lines) -> None:
+        for _ in range(len(self._outbox)):  # what comes from now on is not in the Hello
+            each = self._outbox.popleft()
+            if isinstance(each, Leave):
+                self._outbox.append(each)
         with self.changed:
             hello = self._member.hello()
-        self._outbox = collections.deque(each for each in self._outbox if isinstance(each, Leave))
         lines.write(encode(hello))
         due = time.monotonic()
         while self._member.fenced is None:
@@ -139,22 +153,33 @@ class Link:
 
     def _beat(self, lines: Lines) -> None:
         if not self._is_stuck():
-            lines.write(encode(Beat(self._member.round, self._drawn())))
+            with self.changed:
+                beat = Beat(self._member.round, self._drawn())
+            lines.write(encode(beat))
 
     def _receive(self, lines: Lines, message: Message) -> None:
         with self.changed:
-            answer = self._member.receive(message)
+            try:
+                answer = self._member.receive(message)
+            except InvariantError as error:
+                self._member.fenced, answer = Fenced(f"the protocol is broken: {error}"), None
             self._on_change()
             self.changed.notify_all()
         if answer is not None:
             lines.write(encode(answer))
 
     def _finish(self, lines: Lines) -> None:
-        """Hand over what is on its way, so that the end of the connection does not overtake it."""
+        """Hand over what is on its way, and wait until the other side has read all of it.
+
+        A socket that is closed before it has been read from may drop what it had to send.
+        """
         deadline = time.monotonic() + _LEAVE_S
-        while lines.must_write and time.monotonic() < deadline:
-            self._wait(lines, self._beat_s)
+        while time.monotonic() < deadline:
             lines.flush()
+            if not lines.must_write:
+                lines.socket.shutdown(socket.SHUT_WR)
+            self._wait(lines, self._beat_s)
+            lines.read()  # until ConnectionError: the other side has closed
 
     def _nudge(self) -> None:
         with contextlib.suppress(OSError):  # the thread has ended

@@ -8,6 +8,7 @@ Not here: decisions (protocol/coordinator).
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import selectors
@@ -53,6 +54,8 @@ class Server:
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._lines: dict[int, Lines] = {}
         self._names: dict[int, str] = {}
+        self._unsent: collections.deque[tuple[int, Message]] = collections.deque()
+        self._sends = False
         self._told: Message | None = None
         self._next = 0
 
@@ -106,6 +109,8 @@ class Server:
     def _receive(self, conn: int, message: Message) -> None:
         now = time.monotonic()
         if isinstance(message, Hello):
+            if conn in self._names:
+                raise ValueError("a second Hello")
             self._names[conn] = f"{message.replica} rank {message.place}"
             self._report(f"{self._names[conn]} has connected, {message.view.round}")
             self._send(self._coordinator.hello(conn, message, now))
@@ -122,7 +127,13 @@ class Server:
         self._send(self._coordinator.lost(conn, time.monotonic()))
 
     def _send(self, sent: Iterable[tuple[int, Message]]) -> None:
-        for conn, message in sent:
+        """In the order of the coordinator, also if a peer is lost meanwhile."""
+        self._unsent.extend(sent)
+        if self._sends:
+            return
+        self._sends = True
+        while self._unsent:
+            conn, message = self._unsent.popleft()
             lines = self._lines.get(conn)
             if lines is None:
                 continue
@@ -132,6 +143,7 @@ class Server:
             except OSError as error:
                 self._lose(conn, error)
             self._watch(conn)
+        self._sends = False
 
     def _watch(self, conn: int) -> None:
         lines = self._lines.get(conn)
