@@ -30,6 +30,7 @@ CONNECT_S = 5.0
 # Operations wait for the slowest rank. Leases find the dead ones, so this is as good as for ever.
 OPERATION = timedelta(days=1)
 
+_ATTEMPTS = 5
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 Address = tuple[str, int]
@@ -48,12 +49,7 @@ class Line:
     def __init__(self, host: str) -> None:
         self.addresses: set[Address] = set()
         with _finding:
-            before = set(_listening())
-            self.device = _device(host)
-            found = set(_listening()) - before
-        if len(found) != 1:  # another thread has begun to listen at the same time
-            raise GroupLostError(f"gloo listens on one of {sorted(found)}, and it is unknown which")
-        (self.own,) = found
+            self.device, self.own = _device_and_address(host)
         self.addresses.add(self.own)
 
     def hang_up(self) -> None:
@@ -98,6 +94,17 @@ def build(meeting: Meeting, line: Line, rank: int, size: int) -> Any:
     group: Any = ProcessGroupGloo(_Names(meeting, line), rank, size, options)
     group._set_default_timeout(OPERATION)
     return group
+
+
+def _device_and_address(host: str) -> tuple[Any, Address]:
+    """A device of gloo does not tell its address: its socket is the one that is new."""
+    for _ in range(_ATTEMPTS):
+        before = set(_listening())
+        device = _device(host)
+        found = set(_listening()) - before
+        if len(found) == 1:  # otherwise another thread has begun to listen at the same time
+            return device, found.pop()
+    raise GroupLostError(f"gloo listens on one of {sorted(found)}, and it is unknown which")
 
 
 def _device(host: str) -> Any:

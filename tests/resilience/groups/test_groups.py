@@ -115,6 +115,25 @@ def test_hanging_up_leaves_other_connections_alone(desk: Desk) -> None:
         assert other.result() == ["a", "b"]
 
 
+def test_a_line_knows_its_address_while_others_begin_to_listen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others: list[socket.socket] = []
+    device = gloo._device
+
+    def interfering(host: str) -> Any:
+        if len(others) < 2:
+            others.append(socket.create_server((HOST, 0)))
+        return device(host)
+
+    monkeypatch.setattr(gloo, "_device", interfering)
+    line = gloo.Line(HOST)
+    assert len(others) == 2
+    assert line.own not in [each.getsockname() for each in others]
+    for each in others:
+        each.close()
+
+
 def test_a_host_that_is_not_here_is_told(desk: Desk) -> None:
     with pytest.raises(GroupLostError, match="has failed") as caught:
         Groups(desk.address, 7, (0, 0), (2, 1), "192.0.2.254", threading.Event())
