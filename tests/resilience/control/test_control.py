@@ -112,6 +112,7 @@ def test_a_complaint_is_not_lost_between_a_hello_and_the_first_beat() -> None:
         hasty: Any = newcomer.member
         hasty.peer = newcomer
         member = peers["a"].member
+        peers["a"].until(lambda each: each.joiners_wait)
         with peers["a"].link.changed:
             assert member.commit(1, again=False, end_epoch=True)
         peers["a"].link.send(Promise(2, member.view))
