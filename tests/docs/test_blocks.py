@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import runpy
 import shutil
 import subprocess
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -26,6 +28,9 @@ from torch import nn
 
 import statehold
 from statehold.checkpoint.levels.memory import memory_root
+from statehold.resilience import replicas
+from statehold.resilience.control.server import Server
+from statehold.resilience.protocol.coordinator import Coordinator
 from support import fourbit, s3
 from support.documents import Block, blocks, docstring_block
 
@@ -117,11 +122,29 @@ def stock(seed: int) -> Iterator[dict[str, Any]]:
         yield names
 
 
+@contextlib.contextmanager
+def coordinated(seed: int) -> Iterator[dict[str, Any]]:
+    """A job of one replica has a coordinator."""
+    torch.manual_seed(seed)
+    server = Server(Coordinator(1), "127.0.0.1", 0, lambda event: None)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    os.environ[replicas.ENVIRONMENT] = f"127.0.0.1:{server.port}"
+    try:
+        yield {}
+    finally:
+        del os.environ[replicas.ENVIRONMENT]
+        server.stop()
+        thread.join()
+        server.close()
+
+
 PREAMBLES: dict[tuple[str, str], Callable[[int], AbstractContextManager[dict[str, Any]]]] = {
     ("guide.md", "QLoRA"): qlora,
     ("guide.md", "Restoring"): opened,
     ("guide.md", "Leaving in time"): opened,
     ("dcp.md", "Restoring what others wrote"): stock,
+    ("resilience.md", "Resilience: training steps that survive the loss of ranks"): coordinated,
 }
 # Blocks with an object store, and whether they save a step there.
 WITH_THE_BUCKET = {("guide.md", "Levels"): False, ("guide.md", "How often"): True}
