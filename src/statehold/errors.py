@@ -8,8 +8,10 @@
     │   ├── StepOrderError         a save of a step older than the newest one
     │   ├── ClosedError            the Checkpointer was closed
     │   ├── RunBusyError           another process (or object) is saving into this run directory
+    │   ├── ReplicaRefusedError    the replica differs from the job that it wants to join
     │   └── PortInUseError         something else listens on the port for metrics
     ├── TornSnapshot               a tensor changed while it was being copied; nothing was published
+    ├── ReplicaLostError           the job goes on without this replica
     ├── ReplicasDifferError        ranks hold different values of a tensor that was equal
     ├── MicrobatchError            about one microbatch; `step`, `index` and `samples` say which
     │   ├── DatasetError           the data set has failed
@@ -60,6 +62,8 @@ __all__ = [
     "PeerFailedError",
     "PeerLostError",
     "PortInUseError",
+    "ReplicaLostError",
+    "ReplicaRefusedError",
     "ReplicasDifferError",
     "RunBusyError",
     "StateMismatchError",
@@ -153,6 +157,14 @@ class TornSnapshot(StateholdError):
 
 class ReplicasDifferError(StateholdError):
     """A tensor that several ranks held alike differs between them; the step was not published."""
+
+
+class ReplicaRefusedError(UsageError):
+    """The replica differs from the job that it wants to join; `facts` say in what."""
+
+
+class ReplicaLostError(StateholdError):
+    """The job goes on without this replica: it was taken for dead, or has lost one of its ranks."""
 
 
 class MicrobatchError(StateholdError):

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own that build, use and lose groups as they are told.
+"""Ranks in processes of their own that use groups and transfers, and lose them, as they are told.
 
 A rank does one thing at a time and tells how it has ended. It may be revoked meanwhile.
 """
@@ -71,7 +71,7 @@ def _live(pipe: Connection) -> None:
         if what == "revoke":
             rank.revoked.set()
             continue
-        if what == "build":
+        if what in ("build", "serve", "fetch"):
             rank.revoked = threading.Event()
         run = getattr(rank, what)
         threading.Thread(target=_tell, args=(pipe, run, args), daemon=True).start()
@@ -90,6 +90,7 @@ class _Rank:
     def __init__(self) -> None:
         self.revoked = threading.Event()
         self.groups: Any = None
+        self.transfer: Any = None
 
     def build(self, desk: str, epoch: int, rank: int, size: int) -> str:
         from statehold.resilience.groups import Groups
@@ -108,6 +109,30 @@ class _Rank:
 
     def gather(self, value: int) -> list[int]:
         return [each[0][0] for each in self.groups.gather([value])]
+
+    def make(self, seed: int, elements: int) -> str:
+        """A model whose optimizer has stepped; the digest of its state. Seed 0: a fresh one."""
+        import torch
+
+        from statehold.resilience.transfer import Transfer
+
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(elements, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        if seed:
+            model(torch.randn(1, elements)).sum().backward()
+            optimizer.step()
+        self.transfer = Transfer({"model": model, "optimizer": optimizer}, "127.0.0.1")
+        return self.transfer.digest()
+
+    def serve(self, desk: str, epoch: int, rank: int, size: int) -> str:
+        self.transfer.serve(desk, epoch, (rank, 0), (size, 1), self.revoked)
+        return "serves"
+
+    def fetch(self, desk: str, epoch: int, rank: int, size: int) -> str:
+        """The digest of the state that has come."""
+        self.transfer.fetch(desk, epoch, (rank, 0), (size, 1), self.revoked)
+        return str(self.transfer.digest())
 
     def drop(self) -> bool:
         """Whether everything was released."""

@@ -12,6 +12,7 @@ Not here: sending, and checksums of what is sent (transfer).
 
 from __future__ import annotations
 
+import ctypes
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,11 +45,11 @@ class Run:
     def read(self, begin: int, into: Tensor) -> None:
         """Copy the bytes from `begin` on, as many as `into` has."""
         for live, part in self._parts(begin, into):
-            part.copy_(live)
+            _move(live, part)
 
     def write(self, begin: int, data: Tensor) -> None:
         for live, part in self._parts(begin, data):
-            live.copy_(part)
+            _move(part, live)
 
     def _parts(self, begin: int, piece: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         at, end = begin, begin + piece.numel()
@@ -63,10 +64,13 @@ class Run:
 
 
 class Offer:
-    """A state that others may take, until its optimizer steps."""
+    """A state that others may take, until its optimizer steps.
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        found = capture(state)
+    among: (rank, number of ranks) in torch's job, whose DTensors the state has. None: alone.
+    """
+
+    def __init__(self, state: Mapping[str, Any], among: tuple[int, int] | None = None) -> None:
+        found = capture(state) if among is None else capture(state, among[0], world=among[1])
         if found.stored:
             found.release()
             raise UsageError(
@@ -78,7 +82,10 @@ class Offer:
         captured = [found.tensors[index] for index in range(len(found.tensors.specs))]
         tensors = [each.tensor.detach().clone() if each.eager else each.tensor for each in captured]
         self.tensors = [each.detach().contiguous() for each in tensors]
-        entries = [[each.spec.name, each.spec.dtype, each.spec.shape] for each in captured]
+        entries = [
+            [each.spec.name, each.spec.dtype, each.spec.global_shape or each.spec.shape]
+            for each in captured
+        ]
         sizes = [each.spec.nbytes for each in captured]
         self.document = json.dumps(
             {"state": found.tree, "tensors": entries, "sizes": sizes}
@@ -92,11 +99,17 @@ class Offer:
 
 
 class Arriving:
-    """A live state that takes the state of a document. Raises StateMismatchError if it cannot."""
+    """A live state that takes the state of a document. Raises StateMismatchError if it cannot.
 
-    def __init__(self, state: Mapping[str, Any], document: bytes) -> None:
+    among: as for an Offer. A rank takes the parts of the rank at its place in another replica.
+    """
+
+    def __init__(
+        self, state: Mapping[str, Any], document: bytes, among: tuple[int, int] | None = None
+    ) -> None:
         described = json.loads(document)
-        self._restoration = prepare(state, _Described(described))
+        rank = None if among is None else among[0]
+        self._restoration = prepare(state, _Described(described), rank=rank)
         self._staged: list[tuple[Tensor, Tensor]] = []
         takers: dict[str, Tensor] = {}
         for each in self._restoration.destinations:
@@ -142,6 +155,14 @@ class _Described(SavedStep):
     def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
         """One chunk, with a checksum that equals no other: no two tensors are taken for ties."""
         return [PlacedChunk(box, "", 0, 0, 0, name)]
+
+
+def _move(source: Tensor, target: Tensor) -> None:
+    """Copy bytes. On the host without torch, which would use its threads for every piece."""
+    if source.is_cpu and target.is_cpu:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+    else:
+        target.copy_(source)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -24,10 +24,11 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from statehold import _core
 from statehold.resilience.lost import GroupLostError
@@ -46,16 +47,20 @@ _LENGTH_BYTES = 8
 
 
 class Transfer:
-    """state: as save() and restore() take it. host: the address of this machine for others."""
+    """state: as save() and restore() take it. host: the address of this machine for others.
 
-    def __init__(self, state: Mapping[str, Any], host: str) -> None:
+    width: how many ranks of torch's default group hold the state of a replica together.
+    """
+
+    def __init__(self, state: Mapping[str, Any], host: str, width: int = 1) -> None:
         self._state = state
         self._host = host
+        self._among = (dist.get_rank(), dist.get_world_size()) if width > 1 else None
         self._server: _Server | None = None
 
     def digest(self) -> str:
         """Of the state. UsageError for a state that cannot be given to others."""
-        return Offer(self._state).digest()
+        return Offer(self._state, self._among).digest()
 
     def serve(
         self,
@@ -68,7 +73,7 @@ class Transfer:
         """Let the joiners of `epoch` have the state. Does not wait for them. Arguments: Groups."""
         if self._server is None:
             self._server = _Server(self._host)
-        self._server.offer(epoch, Offer(self._state))
+        self._server.offer(epoch, Offer(self._state, self._among))
         says = self._server.address
 
         def tell() -> None:
@@ -93,7 +98,7 @@ class Transfer:
         """Take the state. After an error the live state has parts of both. Arguments: Groups."""
         says = meet(desk, _group(epoch, place), place[0], size[0], "", revoked)
         fetching = _Fetching(epoch, [each for each in says if each], revoked)
-        fetching.run(self._state)
+        fetching.run(lambda document: Arriving(self._state, document, self._among))
 
     def close(self) -> None:
         if self._server is not None:
@@ -200,11 +205,11 @@ class _Fetching:
         self._missing = 0
         self._lock = threading.Lock()
 
-    def run(self, state: Mapping[str, Any]) -> None:
+    def run(self, arrive: Callable[[bytes], Arriving]) -> None:
         try:
             documents = self._connect()
             document = next(iter(documents.values()))
-            arriving = Arriving(state, document)
+            arriving = arrive(document)
             self._missing = arriving.run.nbytes
             self._left.extend(
                 (at, min(self._missing, at + RANGE_BYTES))

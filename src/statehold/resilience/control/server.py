@@ -20,6 +20,7 @@ from statehold.errors import PortInUseError, UsageError
 from statehold.resilience.control.lines import Lines
 from statehold.resilience.protocol.coordinator import Coordinator
 from statehold.resilience.protocol.messages import (
+    Complaint,
     Fenced,
     Hello,
     Install,
@@ -114,8 +115,10 @@ class Server:
             self._names[conn] = f"{message.replica} rank {message.place}"
             self._report(f"{self._names[conn]} has connected, {message.view.round}")
             self._send(self._coordinator.hello(conn, message, now))
-        else:
-            self._send(self._coordinator.receive(conn, message, now))
+            return
+        if isinstance(message, Complaint):
+            self._report(f"{self._names.get(conn)} complains: {message.reason}")
+        self._send(self._coordinator.receive(conn, message, now))
 
     def _lose(self, conn: int, error: Exception) -> None:
         lines = self._lines.pop(conn, None)

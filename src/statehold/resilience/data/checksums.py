@@ -20,6 +20,7 @@ import torch
 
 from statehold import _core
 from statehold.tensors.fingerprints import on_host
+from statehold.tensors.storable import local_of
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _BYTES = (bytes, bytearray, memoryview)
@@ -33,7 +34,7 @@ def checksum(value: Any) -> int:
 def _sum(value: Any) -> bytes:
     kind = type(value).__qualname__
     if isinstance(value, torch.Tensor):
-        return _joined("tensor", _of_tensor(value))
+        return _joined("tensor", _of_tensor(local_of(value)))  # of a DTensor: this rank's part
     if isinstance(value, _PLAIN):
         return _joined(kind, repr(value).encode("utf-8", "surrogatepass"))
     if isinstance(value, _BYTES):

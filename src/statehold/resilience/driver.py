@@ -1,0 +1,178 @@
+"""Driver: executes the actions of rounds with torch, step after step (R1 to R11).
+
+    for index in driver.step(until): ...     the microbatches of this replica; returns the number
+                                             of the committed step, or None when the run is over
+
+Invariants: the gradients of a step are in p.grad when `step` returns, on every member alike. A seat
+that was fenced is given up with everything that it has computed; a new one begins as a joiner.
+Not here: the order of actions (protocol/rounds), groups and links (seat), the user's loop (step).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
+
+from statehold.errors import ReplicaLostError
+from statehold.resilience.lost import GroupLostError
+from statehold.resilience.protocol import rounds
+from statehold.resilience.protocol.messages import View
+from statehold.resilience.seat import Fenced, Seat
+from statehold.resilience.sums.interface import Start, Sum
+from statehold.resilience.transfer import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+class Driver:
+    """take_seat: a new seat for a rank whose state is that of a view.
+
+    learn: called with the checksums that lost replicas have left. transfer: of the state.
+    computed: the microbatches of the step in progress that this replica has computed.
+    """
+
+    def __init__(
+        self,
+        take_seat: Callable[[View], Seat],
+        view: View,
+        sums: Sum,
+        transfer: Transfer,
+        learn: Callable[[Mapping[str, int]], None],
+    ) -> None:
+        self._take_seat = take_seat
+        self._sums = sums
+        self._transfer = transfer
+        self._learn = learn
+        self.computed: set[int] = set()
+        self._served = 0
+        self.seat = take_seat(view)
+
+    @property
+    def number(self) -> int:
+        """The step in progress."""
+        return self.seat.member.round.step
+
+    def admit(self) -> None:
+        """Wait until this rank belongs to the job, so that the number of the step is known."""
+        while self.seat.member.epoch == 0:
+            try:
+                self.seat.wait(0)
+            except Fenced as fenced:
+                self._come_back(fenced)
+
+    def step(self, until: int) -> Generator[int, None, int | None]:
+        while True:
+            try:
+                played = yield from self._round(until)
+            except Fenced as fenced:
+                self._come_back(fenced)
+                continue
+            if played is None:
+                return None
+            self._transfer.stop_serving()
+            self._sums.finish()
+            self.seat.end_epoch()
+            return played.round.step
+
+    def start(self, index: int) -> Start | None:
+        """If this microbatch is the last: what starts reductions during its backward pass."""
+        is_last = set(self.seat.member.share) <= self.computed | {index}
+        return self.seat.start if is_last and self.seat.has_groups else None
+
+    def leave(self) -> None:
+        """The run is over."""
+        self.seat.leave()
+        self._transfer.close()
+
+    def close(self) -> None:
+        self.seat.close()
+        self._transfer.close()
+
+    def _round(self, until: int) -> Generator[int, None, rounds.Played | None]:
+        self._sums.begin()
+        self.computed = set()
+        member = self.seat.member
+        playing = rounds.play(member, self.seat.link.changed, until)
+        result: object = None
+        error: rounds.GroupLost | None = None
+        while True:
+            try:
+                action = playing.throw(error) if error else playing.send(result)
+            except StopIteration as stop:
+                played: rounds.Played | None = stop.value
+                return played
+            result = error = None
+            self.seat.check()
+            try:
+                if isinstance(action, rounds.Compute):
+                    self._serve()
+                    yield action.index
+                    self.computed.add(action.index)
+                else:
+                    result = self.execute(action)
+            except GroupLostError as lost:
+                self.seat.complain(str(lost))
+                error = rounds.GroupLost(str(lost))
+
+    def execute(self, action: rounds.Action) -> object:
+        """Do what the round asks for. Raises GroupLostError when the groups have failed."""
+        if isinstance(action, rounds.Await):
+            self.seat.wait(action.after)
+            self._learn(self.seat.member.drawn)
+        elif isinstance(action, rounds.Gather):
+            self._serve()
+            self.seat.gather(action.epoch)
+        elif isinstance(action, rounds.Fetch):
+            self._fetch(action)
+        elif isinstance(action, rounds.Reduce):
+            self._sums.reduce(self.seat.start)
+        elif isinstance(action, rounds.Vote):
+            return self._vote(action)
+        return None
+
+    def _vote(self, action: rounds.Vote) -> list[rounds.Ballot]:
+        """The ballots of the column. A wish of any rank of a replica is the wish of the replica."""
+        rows = self.seat.exchange(action.ballot.values())
+        found = [[rounds.Ballot(*values) for values in row] for row in rows]
+        return [
+            replace(row[self.seat.place], joiners_wait=max(each.joiners_wait for each in row))
+            for row in found
+        ]
+
+    def _serve(self) -> None:
+        """Let joiners have the state of the round's beginning, once in an epoch (R11)."""
+        member = self.seat.member
+        if member.joiners and self._served != member.epoch and not member.must_fetch:
+            desk, epoch, place, size, _, revoked = self.seat.where(member.epoch)
+            self._served = epoch
+            self._transfer.serve(desk, epoch, place, size, revoked)
+
+    def _fetch(self, action: rounds.Fetch) -> None:
+        desk, epoch, place, size, _, revoked = self.seat.where(action.epoch)
+        self._transfer.fetch(desk, epoch, place, size, revoked)
+
+    def _come_back(self, fenced: Fenced) -> None:
+        """Join again under another name: the state is that of the round's beginning, as it was.
+
+        The ranks of a larger replica cannot: one of them may be dead.
+        """
+        member = self.seat.member
+        if self.seat.width > 1:
+            raise ReplicaLostError(
+                f"this replica is out of the job: {fenced}",
+                facts={
+                    "replica": member.name,
+                    "step": member.round.step,
+                    "state": "the other replicas have it, and go on",
+                },
+                hint="start all ranks of this replica again: they join, and get the state",
+            ) from fenced
+        logger.warning(
+            "statehold: replica %s is out of the job: %s. It joins again.", member.name, fenced
+        )
+        self.seat.close()
+        self._sums.begin()
+        self._served = 0
+        self.seat = self._take_seat(member.own_view)
+        self.admit()

@@ -1,0 +1,316 @@
+"""Replicas: a training loop whose steps survive the loss of replicas: the public face.
+
+    with Replicas(model, optimizer, microbatches=64, samples=n, batch=8, seed=1) as replicas:
+        for step in replicas.steps(until=1000):
+            for microbatch in step:
+                microbatch.backward(loss_of(model, batch_of(microbatch.samples)))
+            optimizer.step(); optimizer.zero_grad()
+
+Owns: what a job has in common, the state of a run, and when it is saved and restored.
+Invariants: all members have the same state at the beginning of every step. Only the first member
+saves, so a run directory has one writer.
+Not here: the protocol (protocol), its execution (driver), the loop over a step (step).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from statehold.checkpoint.checkpointer import Checkpointer
+from statehold.errors import RunBusyError, StateMismatchError, UsageError
+from statehold.resilience import identity
+from statehold.resilience.data.course import Course
+from statehold.resilience.data.loader import Loader
+from statehold.resilience.data.purity import Purity
+from statehold.resilience.driver import Driver
+from statehold.resilience.meeting import Desk
+from statehold.resilience.progress import Progress
+from statehold.resilience.protocol.messages import Hello, Round, View
+from statehold.resilience.protocol.shares import fresh
+from statehold.resilience.seat import Seat, Surroundings
+from statehold.resilience.step import Step, Work
+from statehold.resilience.sums.exact import ExactSum
+from statehold.resilience.sums.fast import FastSum
+from statehold.resilience.transfer import Transfer
+
+ENVIRONMENT = "STATEHOLD_COORDINATOR"
+_SUMS: dict[str, type[ExactSum] | type[FastSum]] = {"exact": ExactSum, "fast": FastSum}
+
+logger = logging.getLogger(__name__)
+
+
+class Replicas:
+    """One replica of a job, and its rank if it has several.
+
+    model, optimizer: of this rank. The model may be sharded over the ranks of the replica (FSDP2,
+        tensor parallel); the default process group, or `group`, spans the ranks of one replica.
+    microbatches: of a step, over all replicas. samples: of the data set. batch: samples of a
+        microbatch. seed: of the order of the samples and of all random numbers.
+    coordinator: "host:port" of `statehold coordinate`. None: STATEHOLD_COORDINATOR says it.
+    checkpointer: restores the newest step at the start, and saves after each step that is due.
+    reduction: "exact": the same bits for any number of replicas; "fast": floating point, overlapped
+        with backward.
+    min_replicas: no step is taken with fewer. wait_s: so long waits a replica for enough of them.
+    lease_s: a rank that has been silent for so long is taken for dead.
+    stuck_s: a microbatch that takes longer is taken for hung. None: ten times the longest one so
+        far, and at least 60 s.
+    state: more of the state, by name: a scheduler, a scaler. It travels to joiners and into
+        checkpoints.
+    Raises UsageError for arguments that make no job.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        microbatches: int,
+        samples: int,
+        batch: int,
+        seed: int,
+        coordinator: str | None = None,
+        checkpointer: Checkpointer | None = None,
+        reduction: str = "exact",
+        min_replicas: int = 1,
+        lease_s: float = 1.0,
+        wait_s: float = 600.0,
+        stuck_s: float | None = None,
+        state: Mapping[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._course = Course(samples, batch, microbatches, seed)
+        self._checkpointer = checkpointer
+        self._group = group
+        self._min_replicas = _at_least("min_replicas", min_replicas, 1)
+        self._lease_s = _at_least("lease_s", lease_s, 0.05)
+        _at_least("wait_s", wait_s, 0)
+        _refuse_running_statistics(model)
+        self._sums = _sum_of(reduction)(model.named_parameters(), microbatches)
+        self._position = _Position(self._course, self._sums)
+        self.state: dict[str, Any] = {
+            "model": model,
+            "optimizer": optimizer,
+            **(state or {}),
+            "replicas": self._position,
+        }
+        self._place, self._width = identity.place_in(group)
+        address = _address(coordinator)
+        host = identity.reachable_host(address)
+        self._desk = Desk(host)
+        self._purity = Purity(self._course)
+        self._progress = Progress(stuck_s)
+        self._around = Surroundings(
+            address=address,
+            microbatches=microbatches,
+            wait_s=wait_s,
+            desk=self._desk,
+            host=host,
+            device=next((each.device for each in model.parameters()), torch.device("cpu")),
+            is_stuck=self._progress.is_stuck,
+            drawn=self._drawn,
+        )
+        self._job = {
+            "microbatches": str(microbatches),
+            "samples": str(samples),
+            "batch": str(batch),
+            "seed": str(seed),
+            "reduction": reduction,
+            "ranks of a replica": str(self._width),
+            "parameters": identity.model_digest([model]),
+            "optimizer": type(optimizer).__qualname__,
+            "code": identity.code_digest(),
+        }
+        self._driver: Driver | None = None
+        self._step: Step | None = None
+        self._loader: Loader | None = None
+        self._expected: tuple[int, tuple[int, ...]] | None = None
+
+    # -- the loop --------------------------------------------------------------------------
+
+    def steps(self, until: int) -> Iterator[Step]:
+        """The steps from the position of the run to `until`, which is not taken any more.
+
+        The first call joins the job: it restores the newest step of the checkpointer, or takes the
+        state from live replicas. Raises ReplicaRefusedError for a replica that differs from the
+        job, and WaitTimeout if there are too few replicas for `wait_s` seconds.
+        """
+        if self._driver is None:
+            self._driver = self._join()
+        driver = self._driver
+        driver.admit()
+        work = Work(driver, self._sums, self._course, self._purity, self._progress, self._expect)
+        while driver.number < until:
+            self._step = step = Step(work, until)
+            yield step
+            step.check()
+            if step.is_over:
+                break
+            self._position.step = step.number + 1
+            self._purity.forget(step.number + 1)
+            self._save(step.number + 1)
+        self._step = None
+        if driver.seat.member.must_fetch:
+            logger.warning("statehold: the run has ended without this replica; its state is older")
+        driver.leave()
+
+    def loader(self, dataset: Any, **options: Any) -> Loader:
+        """What draws the samples of microbatches ahead of time: see data.loader.Loader.
+
+        Make it before the first step, so that its workers do not inherit connections. It does what
+        Microbatch.drew does.
+        """
+        self._loader = Loader(dataset, self._course, purity=self._purity, **options)
+        return self._loader
+
+    def close(self) -> None:
+        """Leave the job: the others go on with the step in progress."""
+        if self._driver is not None:
+            self._driver.close()
+        self._desk.close()
+        if self._loader is not None:
+            self._loader.close()
+
+    def __enter__(self) -> Replicas:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- joining ---------------------------------------------------------------------------
+
+    def _join(self) -> Driver:
+        restored = None
+        if self._checkpointer is not None:
+            restored = self._checkpointer.restore(self.state)
+        transfer = Transfer(self.state, self._around.host)
+        view = View(Round(restored or 0), digest=transfer.digest())
+        return Driver(self._take_seat, view, self._sums, transfer, self._learn)
+
+    def _take_seat(self, view: View) -> Seat:
+        hello = Hello(
+            replica=identity.new_name(self._group, self._width),
+            place=self._place,
+            width=self._width,
+            job=self._job,
+            view=view,
+            min_replicas=self._min_replicas,
+            lease_s=self._lease_s,
+            desk=self._desk.address,
+        )
+        return Seat(hello, self._around)
+
+    def _drawn(self) -> dict[str, int]:
+        """What this replica has drawn in the step in progress, for those who take it over."""
+        number = 0 if self._driver is None else self._driver.number
+        return {f"{number}.{index}": sum for index, sum in self._purity.drawn(number).items()}
+
+    def _learn(self, drawn: Mapping[str, int]) -> None:
+        for name, found in drawn.items():
+            step, _, index = name.partition(".")
+            self._purity.learn(int(step), {int(index): found})
+
+    def _expect(self) -> None:
+        """Let the loader draw the rest of this step, and what the next one is likely to have."""
+        assert self._driver is not None
+        member, step = self._driver.seat.member, self._driver.number
+        if self._loader is None or self._expected == (step, member.share):
+            return
+        self._expected = (step, member.share)
+        following = fresh(self._course.microbatches, member.members)[member.name]
+        rest = [index for index in member.share if index not in self._driver.computed]
+        self._loader.expect([(step, i) for i in rest] + [(step + 1, i) for i in following])
+
+    # -- checkpoints -----------------------------------------------------------------------
+
+    def _save(self, step: int) -> None:
+        assert self._driver is not None
+        member = self._driver.seat.member
+        if self._checkpointer is None or member.members[:1] != (member.name,):
+            return
+        try:
+            self._checkpointer.save(step, self.state)
+        except RunBusyError as busy:
+            logger.warning("statehold: step %d is not saved: %s", step, busy.summary)
+
+
+class _Position:
+    """Where the run is: an entry of the state."""
+
+    def __init__(self, course: Course, sums: ExactSum | FastSum) -> None:
+        self.step = 0
+        self._course = course
+        self._sums = sums
+
+    def _facts(self) -> dict[str, int]:
+        course = self._course
+        return {
+            "samples": course.size,
+            "batch": course.batch,
+            "microbatches": course.microbatches,
+            "seed": course.seed,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "course": self._facts(), "sums": self._sums.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, value in self._facts().items():
+            if state["course"].get(name) != value:
+                raise StateMismatchError(
+                    f"the saved run has another number of {name}"
+                    if name != "seed"
+                    else "the saved run has another seed",
+                    facts={"expected": state["course"].get(name), "got": value},
+                    hint="the order of the samples would change: go on with the saved numbers",
+                )
+        self.step = int(state["step"])
+        self._sums.load_state_dict(state["sums"])
+
+
+def _sum_of(reduction: str) -> type[ExactSum] | type[FastSum]:
+    if reduction not in _SUMS:
+        facts = {"expected": " or ".join(map(repr, _SUMS)), "got": repr(reduction)[:80]}
+        raise UsageError("there is no such reduction", facts=facts)
+    return _SUMS[reduction]
+
+
+def _at_least(name: str, value: float, least: float) -> Any:
+    if not value >= least:
+        raise UsageError(f"{name} must be at least {least:g}", facts={"got": repr(value)[:80]})
+    return value
+
+
+def _address(coordinator: str | None) -> tuple[str, int]:
+    text = coordinator or os.environ.get(ENVIRONMENT, "")
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(
+            "a job of replicas needs the address of its coordinator",
+            facts={"expected": f'"host:port", as coordinator= or in {ENVIRONMENT}', "got": text},
+            hint="start one: statehold coordinate --port 29400",
+        )
+    return host.strip("[]"), int(port)
+
+
+def _refuse_running_statistics(model: nn.Module) -> None:
+    """They would depend on which replica computes which microbatch."""
+    for name, module in model.named_modules():
+        if getattr(module, "track_running_stats", False):
+            raise UsageError(
+                "running statistics differ between replicas",
+                facts={"module": name or "the model", "type": type(module).__qualname__},
+                hint="use LayerNorm or GroupNorm, or track_running_stats=False",
+            )

@@ -1,0 +1,220 @@
+"""Seat: the place of this rank in the job under one name, from its first Hello until it is fenced.
+
+It holds the member, the link to the coordinator and the groups of the epoch. The control thread
+revokes the groups as soon as the member has promised another epoch. The training thread does the
+rest.
+
+Invariants: groups are built for the newest epoch only. After the rank has promised another epoch,
+every operation on them raises GroupLostError.
+Not here: the order of actions (protocol/rounds), what is done with them (driver).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from statehold.errors import ReplicaRefusedError, WaitTimeout
+from statehold.resilience.control.link import Link
+from statehold.resilience.groups import Groups
+from statehold.resilience.lost import GroupLostError
+from statehold.resilience.meeting import Desk
+from statehold.resilience.protocol.member import Member
+from statehold.resilience.protocol.messages import Hello, Promise, Refused
+from statehold.resilience.sums.interface import Pending
+
+
+class Fenced(Exception):
+    """The job goes on without this seat."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all seats of a rank have in common.
+
+    address: of the coordinator. microbatches: of a step. wait_s: the longest wait for an epoch.
+    device: of the gradients. host: the address of this machine that others can reach. desk: where
+    the ranks of an epoch meet if this rank is the first.
+    """
+
+    address: tuple[str, int]
+    microbatches: int
+    wait_s: float
+    desk: Desk
+    host: str
+    device: torch.device
+    is_stuck: Callable[[], bool]
+    drawn: Callable[[], Mapping[str, int]]
+
+
+class Where(NamedTuple):
+    """Where the ranks of an epoch find each other: see Groups."""
+
+    desk: str
+    epoch: int
+    place: tuple[int, int]
+    size: tuple[int, int]
+    host: str
+    revoked: threading.Event
+
+
+class Seat:
+    """See the module. The Hello names the seat."""
+
+    def __init__(self, hello: Hello, around: Surroundings) -> None:
+        self.place = hello.place
+        self.member = Member(hello, around.microbatches)
+        self._around = around
+        self.width = hello.width
+        self._min_replicas = hello.min_replicas
+        self._groups: Groups | None = None
+        self._groups_epoch = 0
+        self._epoch = 0  # of `_revoked`
+        self._revoked = threading.Event()
+        self.link = Link(
+            around.address,
+            self.member,
+            lease_s=hello.lease_s,
+            on_change=self._changed,
+            is_stuck=around.is_stuck,
+            drawn=around.drawn,
+        )
+
+    def _changed(self) -> None:
+        if self.member.epoch != self._epoch:
+            self._revoked.set()
+            self._epoch, self._revoked = self.member.epoch, threading.Event()
+        if self.member.fenced is not None or self.member.promised > self._epoch:
+            self._revoked.set()
+
+    def check(self) -> None:
+        """Raise Fenced if the job goes on without it, ReplicaRefusedError if it may not join."""
+        out = self.member.fenced
+        if isinstance(out, Refused):
+            raise ReplicaRefusedError(out.reason, facts=out.facts)
+        if out is not None:
+            raise Fenced(out.reason)
+
+    def wait(self, after: int) -> None:
+        """Wait for an epoch later than `after` (R7). Raises WaitTimeout after `wait_s` seconds."""
+        self.drop()
+        deadline = time.monotonic() + self._around.wait_s
+        member, changed = self.member, self.link.changed
+        with changed:
+            while member.epoch <= after and member.fenced is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self._timeout()
+                changed.wait(left)
+        self.check()
+
+    def gather(self, epoch: int) -> None:
+        """Have the groups of the epoch (R9). Raises GroupLostError."""
+        if self._groups is not None and self._groups_epoch == epoch:
+            return
+        self.drop()
+        self._groups_epoch = epoch
+        self._groups = Groups(*self.where(epoch), device=self._around.device)
+
+    def where(self, epoch: int) -> Where:
+        """Where the ranks of an epoch find each other. Raises GroupLostError if it has ended."""
+        with self.link.changed:
+            member = self.member
+            if member.is_changing or member.epoch != epoch or member.fenced is not None:
+                raise GroupLostError(f"epoch {epoch} has ended")
+            return Where(
+                member.desk,
+                epoch,
+                (member.members.index(member.name), self.place),
+                (len(member.members), self.width),
+                self._around.host,
+                self._revoked,
+            )
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the groups of the epoch in force are here, and are not revoked."""
+        return (
+            self._groups is not None
+            and self._groups_epoch == self._epoch
+            and not self._revoked.is_set()
+        )
+
+    def start(self, tensor: Tensor) -> Pending:
+        """Begin to sum `tensor` over the column (R2). Nothing is raised before `wait()`."""
+        try:
+            return self._held().start(tensor)
+        except GroupLostError as lost:
+            return _Lost(lost)
+
+    def exchange(self, values: Sequence[int]) -> list[list[list[int]]]:
+        """The values of rank j of replica i at [i][j] (R3). Raises GroupLostError."""
+        return self._held().gather(values)
+
+    def _held(self) -> Groups:
+        if self._groups is None:
+            raise GroupLostError("the groups have been dropped")
+        return self._groups
+
+    def complain(self, reason: str) -> None:
+        """The groups of the newest epoch have failed here (R5). Of an older one it is no news."""
+        self.drop()
+        with self.link.changed:
+            if self.member.is_changing or self.member.epoch != self._groups_epoch:
+                return
+            complaint = self.member.complain(reason)
+        self.link.send(complaint)
+
+    def end_epoch(self) -> None:
+        """After a commit: send the promise that it implied, if it ended the epoch (R11)."""
+        with self.link.changed:
+            if not self.member.is_changing:
+                return
+            promise = Promise(self.member.promised, self.member.view)
+        self.drop()
+        self.link.send(promise)
+
+    def drop(self) -> None:
+        """Give up the groups, so that the operations of others end."""
+        if self._groups is not None:
+            groups, self._groups = self._groups, None
+            groups.drop()
+
+    def leave(self) -> None:
+        """The run is over: tell it, and end."""
+        self.link.leave()
+        self.drop()
+
+    def close(self) -> None:
+        self.link.close()
+        self.drop()
+
+    def _timeout(self) -> WaitTimeout:
+        host, port = self._around.address
+        return WaitTimeout(
+            f"no membership after {self._around.wait_s:g} s",
+            facts={
+                "replica": self.member.name,
+                "coordinator": f"{host}:{port}",
+                "connection": self.link.problem or "up",
+                "expected": f"{self._min_replicas} replicas or more (min_replicas)",
+                "state": f"that of the beginning of step {self.member.round.step}, intact",
+            },
+            hint="start more replicas, or the coordinator: statehold coordinate",
+        )
+
+
+class _Lost:
+    """An operation that could not be started."""
+
+    def __init__(self, lost: GroupLostError) -> None:
+        self._lost = lost
+
+    def wait(self) -> None:
+        raise self._lost

@@ -1,0 +1,152 @@
+"""Step and Microbatch: what the user's loop sees of a step.
+
+    for microbatch in step:
+        microbatch.backward(loss_of(model, batch_of(microbatch.samples)))
+
+Invariants: the gradients are in p.grad after the loop, and only then. A loop that is left early, or
+a microbatch without a backward pass, raises UsageError before anything is summed up.
+Not here: which microbatches this replica has (protocol), the sums (sums).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from statehold.errors import UsageError
+from statehold.resilience.data.checksums import checksum
+from statehold.resilience.data.course import Course
+from statehold.resilience.data.purity import Purity
+from statehold.resilience.data.seeding import seed_microbatch
+from statehold.resilience.driver import Driver
+from statehold.resilience.progress import Progress
+from statehold.resilience.sums.interface import Sum
+
+
+@dataclass(frozen=True)
+class Work:
+    """What steps work with."""
+
+    driver: Driver
+    sums: Sum
+    course: Course
+    purity: Purity
+    progress: Progress
+    expect: Callable[[], None]  # called when the share may have changed
+
+
+class Microbatch:
+    """One of the microbatches of a step.
+
+    step, index: its name. samples: the numbers of its samples, a pure function of the name.
+    """
+
+    def __init__(self, work: Work, step: int, index: int) -> None:
+        self.step = step
+        self.index = index
+        self.samples = work.course.samples(step, index)
+        self._work = work
+        self._is_counted = False
+
+    def drew(self, batch: Any) -> None:
+        """Say what was drawn for it: tensors, arrays, plain values, and containers of these.
+
+        Raises ImpureSamplesError if another draw of the same microbatch was different. A Loader
+        does this by itself.
+        """
+        self._work.purity.check(self.step, self.index, checksum(batch))
+
+    def backward(self, loss: Tensor, *, report: Tensor | None = None) -> None:
+        """Compute the gradients of `loss`, and add them to the step.
+
+        loss: a scalar: the mean over the samples of this microbatch. It may be scaled.
+        report: the loss for `step.losses`, if `loss` is scaled. The step's gradient is the mean
+        over all its microbatches.
+        """
+        if self._is_counted:
+            raise UsageError("backward() was called twice for a microbatch", facts=self._facts)
+        self._work.sums.watch(self._work.driver.start(self.index))
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._work.sums.count(self.index, loss if report is None else report)
+        self._is_counted = True
+
+    def check(self) -> None:
+        if not self._is_counted:
+            raise UsageError("backward() was not called for a microbatch", facts=self._facts)
+
+    @property
+    def _facts(self) -> dict[str, int]:
+        return {"step": self.step, "microbatch": self.index}
+
+
+class Step:
+    """A step: iterate it once, to the end. `number` is final after the loop.
+
+    The number of the step changes during the loop if this replica was taken for dead: it then joins
+    again at the step that the others are in.
+    """
+
+    def __init__(self, work: Work, until: int) -> None:
+        self._work = work
+        self._until = until
+        self._has_begun = False
+        self._number: int | None = None
+        self.is_over = False
+
+    @property
+    def number(self) -> int:
+        return self._work.driver.number if self._number is None else self._number
+
+    @property
+    def is_committed(self) -> bool:
+        return self._number is not None
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of the step's microbatches on all replicas, by index."""
+        self.check()
+        return list(self._work.sums.losses)
+
+    @property
+    def loss(self) -> float:
+        """Their mean: the same bits on every replica."""
+        self.check()
+        return self._work.sums.mean_loss
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        if self._has_begun:
+            raise UsageError("a step can be iterated once", facts={"step": self.number})
+        self._has_begun = True
+        work = self._work
+        indices = work.driver.step(self._until)
+        try:
+            while True:
+                index = next(indices)
+                yield from self._microbatch(index)
+        except StopIteration as stop:
+            self._number = stop.value
+            self.is_over = self._number is None
+
+    def _microbatch(self, index: int) -> Iterator[Microbatch]:
+        work, number = self._work, self.number
+        microbatch = Microbatch(work, number, index)
+        work.expect()
+        seed_microbatch(work.course.seed, number, index)
+        work.progress.begin()
+        try:
+            yield microbatch
+            microbatch.check()
+        finally:
+            work.progress.end()
+
+    def check(self) -> None:
+        """Raise UsageError if the loop over the step has not come to its end."""
+        if not self.is_committed and not self.is_over:
+            raise UsageError(
+                "the loop over a step was left before its end",
+                facts={"step": self.number, "state": "its gradients are nowhere applied"},
+                hint="iterate `for microbatch in step` to the end, and then call optimizer.step()",
+            )

@@ -1,0 +1,175 @@
+"""A replica of a test: trains a small model, writes down what it does, and dies when it has to.
+
+Lines of its log, as JSON: {"computed": [step, index, samples]}, {"step", "loss", "seconds"}, and
+at the end {"weights": checksum}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from statehold import Checkpointer
+from statehold.resilience import Replicas
+from statehold.resilience.data.checksums import checksum
+from statehold.resilience.driver import Driver
+from statehold.resilience.seat import Seat
+from statehold.tensors.storable import local_of
+
+SAMPLES, BATCH, MICROBATCHES, SEED = 96, 2, 8, 7
+FEATURES = 16
+LEASE_S = 30.0  # deaths are seen at once; a busy machine is no death
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a replica does.
+
+    doom: (step, moment): it dies then. Moments are "backward", before the gradients of a
+    microbatch; "sum", in the middle of the reduction; the name of an action of rounds, and "after"
+    that. place, width: which rank of the replica it is, and of how many. They shard the model
+    (FSDP2), and each takes its part of the samples. pause_s: of each microbatch. run: the directory
+    of its checkpoints. options: for Replicas.
+    """
+
+    coordinator: str
+    log: Path
+    until: int
+    doom: tuple[int, str] | None = None
+    place: int = 0
+    width: int = 1
+    pause_s: float = 0.0
+    run: Path | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def data() -> torch.Tensor:
+    return torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(1))
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(FEATURES, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, FEATURES)
+    )
+
+
+def train(order: Order) -> None:
+    """In a process of its own: the number of threads is set, and the process may die."""
+    torch.set_num_threads(1)
+    model, samples = sharded(model_of(), order), data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with (
+        order.log.open("w", buffering=1) as log,
+        doomed(order.doom),
+        checkpoints(order.run) as checkpointer,
+        Replicas(
+            model,
+            optimizer,
+            microbatches=MICROBATCHES,
+            samples=SAMPLES,
+            batch=BATCH,
+            seed=SEED,
+            coordinator=order.coordinator,
+            checkpointer=checkpointer,
+            **{"lease_s": LEASE_S, **dict(order.options)},
+        ) as replicas,
+    ):
+
+        def say(**line: Any) -> None:
+            log.write(json.dumps(line) + "\n")
+
+        begin = time.monotonic()
+        for step in replicas.steps(order.until):
+            for microbatch in step:
+                x = samples[microbatch.samples[order.place :: order.width]]
+                microbatch.drew(x)
+                time.sleep(order.pause_s)
+                microbatch.backward(nn.functional.mse_loss(model(x), x))
+                say(computed=[microbatch.step, microbatch.index, microbatch.samples])
+            optimizer.step()
+            optimizer.zero_grad()
+            now = time.monotonic()
+            say(step=step.number, loss=step.loss.hex(), seconds=now - begin)
+            begin = now
+        say(weights=checksum([local_of(each) for each in model.parameters()]))
+
+
+def sharded(model: nn.Module, order: Order) -> nn.Module:
+    """Over the ranks of the replica, which meet at a file beside the log."""
+    if order.width == 1:
+        return model
+    meeting = order.log.with_suffix(".meeting")
+    distributed.init_process_group(
+        "gloo", f"file://{meeting}", rank=order.place, world_size=order.width
+    )
+    mesh = init_device_mesh("cpu", (order.width,))
+    return fully_shard(model, mesh=mesh)
+
+
+@contextlib.contextmanager
+def checkpoints(run: Path | None) -> Iterator[Checkpointer | None]:
+    if run is None:
+        yield None
+        return
+    with Checkpointer(run) as checkpointer:
+        yield checkpointer
+
+
+@contextlib.contextmanager
+def doomed(doom: tuple[int, str] | None) -> Iterator[None]:
+    """This process ends with SIGKILL at a moment of a step."""
+    if doom is None:
+        yield
+        return
+    at, moment = doom
+    execute, start, begin = Driver.execute, Seat.start, Driver.start
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def executing(driver: Driver, action: Any) -> object:
+        if driver.number == at and type(action).__name__ == moment:
+            die()
+        result = execute(driver, action)
+        if driver.number == at and f"after {type(action).__name__}" == moment:
+            die()
+        return result
+
+    def starting(seat: Seat, tensor: torch.Tensor) -> Any:
+        pending = start(seat, tensor)
+        if seat.member.round.step == at and moment == "sum":
+            die()
+        return pending
+
+    def beginning(driver: Driver, index: int) -> Any:
+        if driver.number == at and moment == "backward":
+            die()
+        return begin(driver, index)
+
+    with patched(Driver, execute=executing, start=beginning), patched(Seat, start=starting):
+        yield
+
+
+@contextlib.contextmanager
+def patched(owner: type, **members: Callable[..., Any]) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in members}
+    for name, value in members.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

@@ -1,0 +1,160 @@
+"""Real replicas that die inside a step: the others finish it, as if one had done it alone."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from resilience.jobs import Job, Log, coordinated, step_indices, undisturbed
+from resilience.replica import BATCH, MICROBATCHES, SAMPLES, SEED, model_of
+from statehold.errors import ReplicaRefusedError, UsageError, WaitTimeout
+from statehold.resilience import Replicas
+
+UNTIL = 12
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Log:
+    """One replica that nothing happens to."""
+    return undisturbed(tmp_path_factory.mktemp("alone") / "run", UNTIL)[0]
+
+
+def assert_like(log: Log, alone: Log) -> None:
+    """The same losses and weights, bit for bit, and no microbatch twice."""
+    assert log.losses == {step: alone.losses[step] for step in log.losses}
+    assert not [each for each, times in log.computed.items() if times > 1]
+    if UNTIL - 1 in log.losses:
+        assert log.weights == alone.weights
+
+
+def test_replicas_that_die_at_every_moment_of_a_step(tmp_path: Path, alone: Log) -> None:
+    dooms = [(2, "backward"), (4, "sum"), (6, "Vote"), (8, "after Vote")]
+    with coordinated(5) as meeting, Job(tmp_path, meeting, UNTIL) as job:
+        for doom in dooms:
+            job.start(doom)
+        job.start()
+        logs = job.wait()
+    assert [each.exitcode for each in job.processes] == [-signal.SIGKILL] * 4 + [0]
+    for log in logs:
+        assert_like(log, alone)
+    survivor = logs[-1]
+    assert sorted(survivor.losses) == list(range(UNTIL))
+    assert survivor.weights == alone.weights
+    for step in range(UNTIL):
+        shares = [step_indices(step) & log.computed.keys() for log in logs]
+        assert set.union(*shares) == step_indices(step)
+        lost = [doom for doom in dooms if doom[0] == step]
+        assert sum(map(len, shares)) == len(step_indices(step)) or lost
+
+
+def test_a_run_goes_on_with_another_number_of_replicas(tmp_path: Path, alone: Log) -> None:
+    run = tmp_path / "run"
+    logs = []
+    for count, until in ((2, 5), (1, 8), (3, UNTIL)):
+        folder = tmp_path / f"{count}"
+        folder.mkdir()
+        with coordinated(count) as meeting, Job(folder, meeting, until, run=run) as job:
+            for _ in range(count):
+                job.start()
+            logs += job.wait()
+    for log in logs:
+        assert_like(log, alone)
+    assert [sorted(log.losses) for log in logs] == [
+        *[[*range(5)]] * 2, [5, 6, 7], *[[*range(8, UNTIL)]] * 3
+    ]  # fmt: skip
+    assert logs[-1].weights == alone.weights
+
+
+def test_a_replica_that_comes_later_takes_part_in_the_next_steps(tmp_path: Path) -> None:
+    until = 1 << 30
+    with coordinated(2) as meeting, Job(tmp_path, meeting, until, pause_s=0.01) as job:
+        job.start()
+        job.start()
+        meeting.wait_for("has 2 replicas")
+        job.start()
+        meeting.wait_for("has 3 replicas")
+        job.processes[0].kill()
+        meeting.wait_for("has 2 replicas", times=2)
+        job.start()
+        meeting.wait_for("has 3 replicas", times=2)
+        late = job.logged(3, steps=2)
+        logs = job.stop()
+    first, last = min(late.losses), max(late.losses)
+    assert first > min(logs[1].losses)
+    for step in range(first, last + 1):
+        assert late.losses[step] == logs[1].losses[step] == logs[2].losses[step]
+    assert step_indices(first + 1) & late.computed.keys()
+
+
+def replica(address: str | None, **options: object) -> Replicas:
+    model = model_of()
+    facts: dict[str, Any] = {
+        "microbatches": MICROBATCHES, "samples": SAMPLES, "batch": BATCH, "seed": SEED, **options
+    }  # fmt: skip
+    return Replicas(model, torch.optim.AdamW(model.parameters()), coordinator=address, **facts)
+
+
+def test_a_replica_that_differs_is_refused_by_name(tmp_path: Path) -> None:
+    with coordinated(3) as meeting, Job(tmp_path, meeting, 1 << 30) as job:
+        job.start()
+        meeting.wait_for("has connected")
+        with (
+            replica(meeting.address, seed=SEED + 1) as other,
+            pytest.raises(ReplicaRefusedError) as refused,
+        ):
+            next(other.steps(1))
+    assert refused.value.facts == {"what": "seed", "expected": str(SEED), "got": str(SEED + 1)}
+
+
+def test_a_replica_that_stays_alone_says_what_it_waits_for() -> None:
+    with (
+        coordinated(1) as meeting,
+        replica(meeting.address, min_replicas=2, wait_s=0.2) as lonely,
+        pytest.raises(WaitTimeout, match=r"2 replicas or more") as late,
+    ):
+        next(lonely.steps(1))
+    assert late.value.facts["coordinator"] == meeting.address
+    assert late.value.facts["connection"] == "up"
+
+
+def test_a_replica_without_a_coordinator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STATEHOLD_COORDINATOR", raising=False)
+    with pytest.raises(UsageError, match="needs the address of its coordinator"):
+        replica(None)
+    with coordinated(1) as meeting:
+        address = meeting.address
+    with replica(address, wait_s=0.2) as lost, pytest.raises(WaitTimeout) as late:
+        next(lost.steps(1))
+    assert "refused" in late.value.facts["connection"]
+
+
+def test_bad_arguments_are_refused() -> None:
+    for options in ({"reduction": "best"}, {"min_replicas": 0}, {"lease_s": 0.0}, {"batch": 0}):
+        with pytest.raises(UsageError):
+            replica("127.0.0.1:1", **options)
+    norm = torch.nn.BatchNorm1d(4)
+    with pytest.raises(UsageError, match="running statistics"):
+        Replicas(
+            norm, torch.optim.SGD(norm.parameters()), microbatches=1, samples=1, batch=1, seed=0,
+            coordinator="127.0.0.1:1",
+        )  # fmt: skip
+
+
+def test_loops_that_are_left_early_are_refused() -> None:
+    with coordinated(1) as meeting, replica(meeting.address) as replicas:
+        steps = replicas.steps(3)
+        for microbatch in next(steps):
+            loss = next(iter(replicas.state["model"].parameters())).sum()
+            microbatch.backward(loss)
+            with pytest.raises(UsageError, match="twice"):
+                microbatch.backward(loss)
+        step = next(steps)
+        with pytest.raises(UsageError, match="left before its end"):
+            _ = step.loss
+        with pytest.raises(UsageError, match="was not called"):
+            for _ in step:
+                pass
