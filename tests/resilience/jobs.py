@@ -18,6 +18,7 @@ from statehold.resilience.protocol.coordinator import Coordinator
 from support.forked import forked
 
 DEADLINE_S = 60
+SETTLE_S = 30.0  # of a replica that starts slowly
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Meeting:
 def coordinated(replicas: int, port: int = 0) -> Iterator[Meeting]:
     """A coordinator of so many replicas, in a thread."""
     meeting = Meeting()
-    server = Server(Coordinator(replicas, 0.5), "127.0.0.1", port, meeting.report)
+    server = Server(Coordinator(replicas, SETTLE_S), "127.0.0.1", port, meeting.report)
     meeting.address = f"127.0.0.1:{server.port}"
     thread = threading.Thread(target=server.serve)
     thread.start()

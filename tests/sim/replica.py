@@ -61,10 +61,10 @@ class Rank:
             place=place,
             width=world.width,
             job={"seed": str(world.seed)},
-            view=View(Round(step), digest=str(state)),
+            view=View(Round(step), digest=f"{state} {place}"),
             min_replicas=world.min_replicas,
             lease_s=LEASE_S,
-            store=self.name,
+            desk=self.name,
         )
         self.member = Member(hello, world.microbatches)
         self.state, self.state_of = state, step  # after so many steps
@@ -286,7 +286,7 @@ class Rank:
             if spurious:
                 self.world.drop(self)
             return
-        self._group = f"{self.member.store}:{epoch}:{self.member.members}"
+        self._group = f"{self.member.desk}:{epoch}:{self.member.members}"
         members = frozenset(f"{each}/{self.place}" for each in self.member.members)
         self.join(f"{self._group}:{self.place}", members, kind, value, busy)
 

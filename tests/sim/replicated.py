@@ -148,7 +148,7 @@ class World:
 
     def installed(self, member: Member) -> None:
         if member.epoch:
-            key = (member.store, member.epoch)
+            key = (member.desk, member.epoch)
             if self.epochs.setdefault(key, member.members) != member.members:
                 self.report.wrong(f"epoch {member.epoch} has two memberships")
 

@@ -128,7 +128,7 @@ BROKEN: dict[Break, int] = {
     let_the_fenced_back: 500_011,
     ignore_votes: FIRST,
     skip_the_catch_up: 500_007,
-    install_before_all_have_promised: 500_044,
+    install_before_all_have_promised: FIRST,
     end_no_lease: 500_006,
     hear_no_complaint: 500_009,
     keep_what_others_compute: 500_090,

@@ -10,6 +10,7 @@ Not here: the order of actions (protocol/rounds), groups and links (seat), the u
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
@@ -90,8 +91,7 @@ class Driver:
         self._transfer.close()
 
     def _round(self, until: int) -> Generator[int, None, rounds.Played | None]:
-        self._sums.begin()
-        self.computed = set()
+        self._forget()
         member = self.seat.member
         playing = rounds.play(member, self.seat.link.changed, until)
         result: object = None
@@ -109,6 +109,8 @@ class Driver:
                     self._serve()
                     yield action.index
                     self.computed.add(action.index)
+                elif isinstance(action, rounds.Forget):
+                    self._forget()
                 else:
                     result = self.execute(action)
             except GroupLostError as lost:
@@ -131,6 +133,11 @@ class Driver:
             return self._vote(action)
         return None
 
+    def _forget(self) -> None:
+        """Nothing is computed in this round."""
+        self._sums.begin()
+        self.computed = set()
+
     def _vote(self, action: rounds.Vote) -> list[rounds.Ballot]:
         """The ballots of the column. A wish of any rank of a replica is the wish of the replica."""
         rows = self.seat.exchange(action.ballot.values())
@@ -143,7 +150,9 @@ class Driver:
     def _serve(self) -> None:
         """Let joiners have the state of the round's beginning, once in an epoch (R11)."""
         member = self.seat.member
-        if member.joiners and self._served != member.epoch and not member.must_fetch:
+        if not member.joiners or self._served == member.epoch or member.must_fetch:
+            return
+        with contextlib.suppress(GroupLostError):  # it has ended, and they join in the next one
             desk, epoch, place, size, _, revoked = self.seat.where(member.epoch)
             self._served = epoch
             self._transfer.serve(desk, epoch, place, size, revoked)

@@ -416,7 +416,7 @@ class Told(Member):
 
 def test_an_install_names_the_store_of_the_first_member() -> None:
     hall = Hall(expected=2)
-    hall.connect(hello("a", store="host:1"))
-    conn = hall.connect(hello("b", store="host:2"))
+    hall.connect(hello("a", desk="host:1"))
+    conn = hall.connect(hello("b", desk="host:2"))
     installs = [each for each in hall.heard[conn] if isinstance(each, Install)]
-    assert [each.store for each in installs] == ["host:1"]
+    assert [each.desk for each in installs] == ["host:1"]

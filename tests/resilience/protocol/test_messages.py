@@ -47,7 +47,7 @@ hellos = st.builds(
     promised=numbers,
     failed=numbers,
     members=st.lists(names, max_size=3).map(tuple),
-    store=names,
+    desk=names,
 )
 messages = st.one_of(
     hellos,

@@ -13,7 +13,7 @@ Invariants:
 - A coordinator that has been restarted waits for all members of the newest epoch that a rank knows
   (R12). After a lease it goes on with more than half of them, and after PATIENCE leases with any.
   A member that comes later is fenced.
-Not here: sockets, the store of the groups (control), what members do with an epoch (member).
+Not here: sockets (control), what members do with an epoch (member).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from statehold.resilience.protocol.messages import (
+    FETCHED,
     TORN,
     Beat,
     Complaint,
@@ -87,14 +88,17 @@ class _Replica:
     @property
     def view(self) -> View:
         """Of its furthest rank. Its other ranks have voted in the round before, and follow."""
-        furthest = max(self.promises.values(), key=lambda view: view.round)
-        return replace(furthest, member=all(view.member for view in self.promises.values()))
+        views = [self.promises[place] for place in sorted(self.promises)]
+        furthest = max(views, key=lambda view: view.round)
+        is_member = all(view.member for view in views)
+        return replace(furthest, member=is_member, digest=" ".join(view.digest for view in views))
 
     @property
     def is_torn(self) -> bool:
         """Whether its ranks hold different states: the transfer to it has ended in the middle."""
-        states = {replace(view, voted=False, share=()) for view in self.promises.values()}
-        return len(states) > 1 or any(view.round == TORN for view in states)
+        views = self.promises.values()
+        states = {(view.round, view.member, view.digest == FETCHED) for view in views}
+        return len(states) > 1 or any(view.round == TORN for view in views)
 
 
 class Coordinator:
@@ -309,15 +313,15 @@ class Coordinator:
         self.members = list(views)
         departed, drawn = tuple(self._departed), dict(self._drawn)
         self._departed, self._drawn = [], {}
-        store = self._replicas[self.members[0]].hellos[0].store
-        self._tell(self.members, Install(self.epoch, views, departed, store, drawn))
+        desk = self._replicas[self.members[0]].hellos[0].desk
+        self._tell(self.members, Install(self.epoch, views, departed, desk, drawn))
 
     def _end_fruitless(self) -> None:
         """Members that cannot reach each other would fail for ever, so one goes.
 
         Those two notice first. The others only see that their operations do not end.
         """
-        if self._complaints.total() >= FRUITLESS_MAX and len(self.members) > 1:
+        if self._complaints.total() >= FRUITLESS_MAX:
             name = max(self.members, key=lambda each: self._complaints[each])
             self._complaints.clear()
             self._lose(name, Fenced(f"{FRUITLESS_MAX} epochs with it have failed"))

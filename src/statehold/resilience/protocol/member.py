@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from statehold.errors import InvariantError
 from statehold.resilience.protocol.messages import (
+    FETCHED,
     TORN,
     Complaint,
     Fenced,
@@ -32,9 +33,6 @@ from statehold.resilience.protocol.messages import (
     Waiting,
 )
 from statehold.resilience.protocol.shares import Resolution, Share, fresh, resolve
-
-# The digest of a state that has come from members: those of the same round are equal.
-FETCHED = "fetched"
 
 
 class Member:
@@ -53,7 +51,7 @@ class Member:
         self.members: tuple[str, ...] = ()
         self.holders: tuple[str, ...] = ()
         self.joiners: tuple[str, ...] = ()
-        self.store = ""
+        self.desk = ""
         self.joiners_wait = False
         self.drawn: Mapping[str, int] = {}
         self.fenced: Fenced | Refused | None = None
@@ -69,6 +67,11 @@ class Member:
         if not self._holds_state:
             return self._own
         return View(self.round, self._voted, self.share, member=True)
+
+    @property
+    def own_view(self) -> View:
+        """Of its tensors, for another seat: nobody else has this state, as far as it knows."""
+        return View(self.round, digest=self.name) if self._holds_state else self._own
 
     @property
     def is_changing(self) -> bool:
@@ -126,7 +129,7 @@ class Member:
         if self.name not in install.views:
             raise InvariantError("an epoch without this member", facts={"epoch": install.epoch})
         found = resolve(self.microbatches, install.views, install.departed)
-        self.epoch, self.store = install.epoch, install.store
+        self.epoch, self.desk = install.epoch, install.desk
         self.members = install.members
         self.holders, self.joiners = found.holders, found.joiners
         self.joiners_wait, self.drawn, self._next = False, install.drawn, None

@@ -34,6 +34,8 @@ class Round:
 
 # The round of a rank whose state is neither its own nor that of others: a transfer has broken off.
 TORN = Round(-1)
+# The digest of a state that has come from members: those of the same round are equal.
+FETCHED = "fetched"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ class View:
     voted: it has reduced this round and entered the vote, so another rank may have committed it.
     share: the microbatches that it contributes to this round.
     member: it holds the state of the run. A rank that has just come does not.
-    digest: of its state, if it has just come: equal states need no transfer.
+    digest: of its state, if it has just come: equal states need no transfer. The view of a replica
+        has those of all its ranks.
     """
 
     round: Round
@@ -63,7 +66,7 @@ class Hello:
     job: what all replicas must have in common, by name.
     epoch, promised, members: the membership that this rank is in; 0 and () if in none.
     failed: the newest epoch whose groups have failed for it.
-    store: the address of the torch.distributed store that this rank serves, for groups (R9).
+    desk: the address where this rank lets the ranks of an epoch meet (R9).
     """
 
     replica: str
@@ -77,7 +80,7 @@ class Hello:
     promised: int = 0
     failed: int = 0
     members: tuple[str, ...] = ()
-    store: str = ""
+    desk: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +137,14 @@ class Install:
 
     views: of each member by its name, in the order of the members.
     departed: views of replicas that have left after their last step.
-    store: the address of the store for the groups of this epoch: its first member serves it.
+    desk: where the ranks of this epoch meet: at its first member.
     drawn: checksums of what lost replicas have drawn in this round.
     """
 
     epoch: int
     views: Mapping[str, View]
     departed: tuple[View, ...] = ()
-    store: str = ""
+    desk: str = ""
     drawn: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -274,7 +277,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "promised": _at_least(0),
     "failed": _at_least(0),
     "members": _tuple(_text),
-    "store": _text,
+    "desk": _text,
     "round": _round,
     "drawn": _mapping(_number),
     "reason": _text,
