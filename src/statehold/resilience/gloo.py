@@ -3,7 +3,7 @@
 Gloo cannot interrupt an operation: it ends when a connection breaks, or after its timeout. So a
 group knows the addresses that its ranks listen on, and `hang_up` shuts down every connection of
 this process from or to one of them. All operations of the group then fail within milliseconds, here
-and at the peers.
+and at the peers, also if a forked process has copies of the sockets.
 
 Invariants: `hang_up` touches connections of this group only, and no listening socket: gloo ends
 the process when one of these breaks. No name is looked up: addresses are numbers.

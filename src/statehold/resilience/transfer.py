@@ -312,4 +312,6 @@ class _Fetching:
 
     def _hang_up(self) -> None:
         for each in self._connections.values():
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # a forked process may have a copy
             each.close()

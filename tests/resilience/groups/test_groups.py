@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -89,6 +90,30 @@ def test_a_rank_that_drops_its_groups_ends_what_the_others_wait_for(desk: Desk) 
         return caught.value.facts["epoch"]
 
     assert on_ranks(desk, 3, (3, 1), run) == {(0, 0): None, (1, 0): 3, (2, 0): 3}
+
+
+def test_a_fork_of_a_rank_holds_nobody(desk: Desk) -> None:
+    """Its copies of the sockets stay open."""
+
+    def run(groups: Groups, i: int, j: int) -> None:
+        if i == 0:
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+            forked.append(child)
+            groups.drop()
+            return
+        with pytest.raises(GroupLostError):
+            groups.start(torch.ones(3)).wait()
+
+    forked: list[int] = []
+    try:
+        on_ranks(desk, 9, (2, 1), run)
+    finally:
+        for each in forked:
+            os.kill(each, signal.SIGKILL)
+            os.waitpid(each, 0)
+    assert forked
 
 
 def test_what_was_not_waited_for_is_released(desk: Desk) -> None:
