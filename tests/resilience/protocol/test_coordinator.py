@@ -231,6 +231,20 @@ def test_members_that_fail_for_ever_are_not_kept_together() -> None:
     assert hall.names == ["a", "c"]
 
 
+def test_after_the_only_member_has_failed_for_ever_the_expected_replicas_begin() -> None:
+    """The first one to come began alone, as after any other loss of all members."""
+    hall = Hall(expected=1)
+    conn = hall.connect(hello("a"))
+    hall.coordinator._expected = 2
+    for _ in range(FRUITLESS_MAX):
+        hall.say(conn, Complaint(hall.epoch, "failed"))
+    assert isinstance(hall.out(conn), Fenced)
+    hall.connect(hello("b"))
+    assert not hall.names
+    hall.connect(hello("c"))
+    assert hall.names == ["b", "c"]
+
+
 def test_newcomers_do_not_hide_that_members_fail_for_ever() -> None:
     """Each one made the count begin anew."""
     hall, conns = running("a", "b")

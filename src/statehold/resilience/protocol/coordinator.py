@@ -215,7 +215,8 @@ class Coordinator:
             self._form(now)
         elif self._failed:
             self._end_fruitless()
-            self._prepare(self.epoch + 1)
+            if self.members:
+                self._prepare(self.epoch + 1)
         elif self._newcomers() and not self._told_waiting:
             self._told_waiting = True
             self._tell(self.members, Waiting(self.epoch))
