@@ -87,10 +87,15 @@ class Offer:
             for each in captured
         ]
         sizes = [each.spec.nbytes for each in captured]
+        self._capture = found
         self.document = json.dumps(
             {"state": found.tree, "tensors": entries, "sizes": sizes}
         ).encode()
         self.run = Run(self.tensors, sizes)
+
+    def changed(self) -> str | None:
+        """The name of a tensor that is shown in place, and has changed nevertheless."""
+        return self._capture.moved(eager=False)
 
     def digest(self) -> str:
         """Equal states have equal digests; different ones practically never."""

@@ -12,7 +12,8 @@ holder that dies, or sends a wrong byte, comes from another one. The bytes go th
 their own: a process group would fail as a whole, and cannot be given up piece by piece.
 
 Invariants: a piece is read while the state cannot change, under the lock that `stop_serving` takes.
-A piece is placed only after its checksum has been verified.
+A piece is placed only after its checksum has been verified. A state that changes nevertheless, in a
+forward pass, is not given to anybody.
 Not here: what the bytes mean (state_bytes), who holds the state and who joins (protocol).
 """
 
@@ -22,6 +23,7 @@ import contextlib
 import json
 import logging
 import socket
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -40,8 +42,9 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 1 << 20
 RANGE_BYTES = 8 << 20
 _POLL_S = 0.01
-# A holder that sends nothing for so long has died, whatever its connection says.
+# A rank that sends or takes nothing for so long has died, whatever its connection says.
 _SILENCE_S = 10.0
+_SEND_TIMEOUT = struct.pack("ll", int(_SILENCE_S), 0)
 _SUM_BYTES = 8
 _LENGTH_BYTES = 8
 
@@ -155,13 +158,16 @@ class _Server:
         piece = bytearray(PIECE_BYTES)
         try:
             with connection, connection.makefile("rb") as requests:
-                connection.settimeout(_SILENCE_S)
+                # For sending only: a joiner may need long to prepare a large state.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
                 offer = self._find(json.loads(requests.readline()))
                 connection.sendall(len(offer.document).to_bytes(_LENGTH_BYTES, "little"))
                 connection.sendall(offer.document)
                 for line in requests:
-                    for begin, end in _pieces(*json.loads(line)):
-                        self._send(connection, offer, begin, memoryview(piece)[: end - begin])
+                    first, last = json.loads(line)
+                    for begin, end in _pieces(first, last):
+                        part = memoryview(piece)[: end - begin]
+                        self._send(connection, offer, begin, part, is_last=end == last)
         except (OSError, ValueError, TypeError, GroupLostError):
             pass  # the joiner has gone, or the offer; the joiner asks somebody else
         finally:
@@ -174,12 +180,25 @@ class _Server:
                 raise GroupLostError("the offer has ended")
             return self._offer
 
-    def _send(self, connection: socket.socket, offer: Offer, begin: int, piece: memoryview) -> None:
+    def _send(
+        self,
+        connection: socket.socket,
+        offer: Offer,
+        begin: int,
+        piece: memoryview,
+        *,
+        is_last: bool,
+    ) -> None:
+        """is_last: of its range. Then nothing has changed while the range was read."""
         tensor = torch.frombuffer(piece, dtype=torch.uint8)
         with self._lock:
             if self._offer is not offer:
                 raise GroupLostError("the offer has ended")
             offer.run.read(begin, tensor)
+            changed = offer.changed() if is_last else None
+        if changed is not None:
+            logger.error("statehold: no replica can join: %s changes inside a step", changed)
+            raise GroupLostError("the offer has changed")
         connection.sendall(
             _core.hash_memory(tensor.data_ptr(), len(piece)).to_bytes(_SUM_BYTES, "little")
         )

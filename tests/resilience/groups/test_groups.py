@@ -99,6 +99,7 @@ def test_a_fork_of_a_rank_holds_nobody(desk: Desk) -> None:
         if i == 0:
             child = os.fork()
             if child == 0:
+                signal.alarm(60)
                 signal.pause()
             forked.append(child)
             groups.drop()

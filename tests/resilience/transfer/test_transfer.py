@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -118,7 +119,7 @@ def job() -> Iterator[Job]:
 def instead(server: Any, name: str, call: Callable[..., Any]) -> None:
     """Replace a method of one server; `call` gets the original one first."""
     original = getattr(server, name)
-    setattr(server, name, lambda *args: call(original, *args))
+    setattr(server, name, lambda *args, **given: call(partial(original, **given), *args))
 
 
 def test_every_bit_arrives_and_training_goes_on_alike(small_pieces: None, job: Job) -> None:
@@ -212,6 +213,18 @@ def test_the_state_stops_to_be_read_in_the_middle(
     with pytest.raises(GroupLostError) as caught:
         job.fetch()
     assert caught.value.facts["reason"] == "no holder of the state is left"
+
+
+def test_a_parameter_that_changes_inside_a_step_is_told(
+    small_pieces: None, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.serve()
+    for each in job.states:
+        with torch.no_grad():
+            each["model"].first.bias.mul_(0.5)
+    with pytest.raises(GroupLostError, match="the transfer of the state has failed"):
+        job.fetch()
+    assert "model.first.bias changes inside a step" in caplog.text
 
 
 def test_a_transfer_ends_with_its_epoch(small_pieces: None, job: Job) -> None:
