@@ -69,6 +69,22 @@ def test_a_run_goes_on_with_another_number_of_replicas(tmp_path: Path, alone: Lo
     assert logs[-1].weights == alone.weights
 
 
+def test_a_replica_of_two_ranks_is_lost_with_one_of_them(tmp_path: Path) -> None:
+    whole = undisturbed(tmp_path / "whole", UNTIL, width=2)
+    with coordinated(3) as meeting, Job(tmp_path, meeting, UNTIL, width=2) as job:
+        job.start((3, "sum"))
+        job.start((6, "after Vote"))
+        job.start()
+        logs = job.wait()
+    codes = [each.exitcode for each in job.processes]
+    assert codes[1] == codes[3] == -signal.SIGKILL
+    assert codes[0] == codes[2] == 1  # nothing to go on with
+    assert codes[4:] == [0, 0]
+    for number, log in enumerate(logs):
+        assert_like(log, whole[number % 2])
+    assert [log.weights for log in logs[4:]] == [log.weights for log in whole]
+
+
 def test_a_replica_that_comes_later_takes_part_in_the_next_steps(tmp_path: Path) -> None:
     until = 1 << 30
     with coordinated(2) as meeting, Job(tmp_path, meeting, until, pause_s=0.01) as job:

@@ -195,7 +195,7 @@ class Replicas:
         restored = None
         if self._checkpointer is not None:
             restored = self._checkpointer.restore(self.state)
-        transfer = Transfer(self.state, self._around.host)
+        transfer = Transfer(self.state, self._around.host, self._width)
         view = View(Round(restored or 0), digest=transfer.digest())
         return Driver(self._take_seat, view, self._sums, transfer, self._learn)
 
