@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from resilience.jobs import Job, Log, coordinated, step_indices, undisturbed
-from resilience.replica import BATCH, MICROBATCHES, SAMPLES, SEED, model_of
+from resilience.replica import BATCH, MICROBATCHES, SAMPLES, SEED, data, model_of
 from statehold.errors import ReplicaRefusedError, UsageError, WaitTimeout
 from statehold.resilience import Replicas
 
@@ -174,3 +174,14 @@ def test_loops_that_are_left_early_are_refused() -> None:
         with pytest.raises(UsageError, match="was not called"):
             for _ in step:
                 pass
+
+
+def test_a_second_loop_goes_on_where_the_first_one_has_ended() -> None:
+    with coordinated(1) as meeting, replica(meeting.address) as replicas:
+        numbers = []
+        for until in (1, 3):
+            for step in replicas.steps(until):
+                for microbatch in step:
+                    microbatch.backward(replicas.state["model"](data()[:1]).sum())
+                numbers.append(step.number)
+    assert numbers == [0, 1, 2]

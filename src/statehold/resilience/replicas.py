@@ -129,7 +129,7 @@ class Replicas:
             "code": identity.code_digest(),
         }
         self._driver: Driver | None = None
-        self._step: Step | None = None
+        self._has_restored = False
         self._loader: Loader | None = None
         self._expected: tuple[int, tuple[int, ...]] | None = None
 
@@ -139,7 +139,8 @@ class Replicas:
         """The steps from the position of the run to `until`, which is not taken any more.
 
         The first call joins the job: it restores the newest step of the checkpointer, or takes the
-        state from live replicas. Raises ReplicaRefusedError for a replica that differs from the
+        state from live replicas. A later call joins again, and goes on from the step that it has
+        come to. Raises ReplicaRefusedError for a replica that differs from the
         job, and WaitTimeout if there are too few replicas for `wait_s` seconds.
         """
         if self._driver is None:
@@ -148,7 +149,7 @@ class Replicas:
         driver.admit()
         work = Work(driver, self._sums, self._course, self._purity, self._progress, self._expect)
         while driver.number < until:
-            self._step = step = Step(work, until)
+            step = Step(work, until)
             yield step
             step.check()
             if step.is_over:
@@ -156,10 +157,10 @@ class Replicas:
             self._position.step = step.number + 1
             self._purity.forget(step.number + 1)
             self._save(step.number + 1)
-        self._step = None
         if driver.seat.member.must_fetch:
             logger.warning("statehold: the run has ended without this replica; its state is older")
         driver.leave()
+        self._driver = None
 
     def loader(self, dataset: Any, **options: Any) -> Loader:
         """What draws the samples of microbatches ahead of time: see data.loader.Loader.
@@ -192,11 +193,11 @@ class Replicas:
     # -- joining ---------------------------------------------------------------------------
 
     def _join(self) -> Driver:
-        restored = None
-        if self._checkpointer is not None:
-            restored = self._checkpointer.restore(self.state)
+        if self._checkpointer is not None and not self._has_restored:
+            self._checkpointer.restore(self.state)
+            self._has_restored = True
         transfer = Transfer(self.state, self._around.host, self._width)
-        view = View(Round(restored or 0), digest=transfer.digest())
+        view = View(Round(self._position.step), digest=transfer.digest())
         return Driver(self._take_seat, view, self._sums, transfer, self._learn)
 
     def _take_seat(self, view: View) -> Seat:
