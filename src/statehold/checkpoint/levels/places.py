@@ -387,13 +387,25 @@ class DirectoryPlace(Shared):
             source = opened.enter_context(copy.opened(file))
             write_copy(self._site.engine(), file, source, target, copy.before, there)
 
-    def take_in(self, step: int, attempt: str | None, file: DataFile, path: str) -> bool:
-        """D1 and D2 of a file of a save that lies at `path`: a second name for it.
+    def take_in(
+        self, step: int, attempt: str | None, files: Sequence[tuple[DataFile, str]]
+    ) -> list[str]:
+        """D1 and D2 of files of a save, each with its path: second names for them.
 
-        False if the file system gives it none: then it is copied, and verified on the way.
+        Returns the paths of those that the file system gives none. They are copied, and verified
+        on the way.
         """
-        if self.store.link(step, file.name, path, attempt):
-            return True
+        copied, names = [], list[str]()
+        for file, path in files:
+            if self.store.link(step, file.name, path, attempt):
+                names.append(file.name)
+            else:
+                self._copy_in(step, attempt, file, path)
+                copied.append(path)
+        self.store.sync_links(step, names, attempt)
+        return copied
+
+    def _copy_in(self, step: int, attempt: str | None, file: DataFile, path: str) -> None:
         target, _ = self.store.data_file(step, file.name, file.bytes, attempt)
         with contextlib.ExitStack() as opened:
             if not target.mapped:
@@ -401,7 +413,6 @@ class DirectoryPlace(Shared):
             source = self._fs.open_read(path)
             opened.callback(source.close)
             write_copy(self._site.engine(), file, source, target, lambda _: None)
-        return False
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
         attempt = self._named(attempt, manifest)

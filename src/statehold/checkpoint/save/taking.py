@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.copying import data_files
+from statehold.checkpoint.levels.copying import DataFile, data_files
 from statehold.errors import InvariantError
 from statehold.format.entries import record_file
 from statehold.format.trees import tensors_of
@@ -34,17 +34,16 @@ def take_in(work: Work, log: BackgroundLog) -> None:
     elsewhere = [held for stored in work.stored for held in stored.elsewhere]
     check(files, plan.rank, names)
     _check_named(work, names.union(held.name for held in [*held_in(files), *elsewhere]))
-    copied, folders = 0, set()
+    given = list[tuple[DataFile, str]]()
     for part, file in enumerate(files, 1):
         entry, tensors = record_file(file.placed(plan, part), file.sums)
         chunks = {name: each.chunks for name, each in tensors.items()}
         (source,) = data_files([entry], chunks, BLOCK_BYTES)
-        if not work.place.take_in(work.save.step, work.attempt, source, file.path):
-            copied += file.file_bytes
-            folders.add(os.path.dirname(file.path))
+        given.append((source, file.path))
+    copied = set(work.place.take_in(work.save.step, work.attempt, given))
     work.taken = StoredPart(files, elsewhere)
-    _account(work, copied)
-    for folder in sorted(folders):
+    _account(work, sum(file.file_bytes for file in files if file.path in copied))
+    for folder in sorted({os.path.dirname(path) for path in copied}):
         log.warn_once(
             "saves copy the files of an optimizer in %s, because the file system of level %s does "
             "not link them: put this Path on the file system of the run, and saves write far less",

@@ -16,8 +16,8 @@ step, and every older step untouched:
     D3 fsync step-n.partial/                          D4 every rank has done D1 to D3
     D5 write and fsync the manifest                   D6 rename step-n.partial to step-n
     D7 fsync the run directory
-The engine does D1 and D2 on files that `data_file` opens, and `link` does them for a file that is
-on storage already. `commit` does D3 to D7.
+The engine does D1 and D2 on files that `data_file` opens. For files that are on storage already,
+`link` does D1 and `sync_links` does D2. `commit` does D3 to D7.
 If several ranks write, each calls `begin`, `data_file` and `seal`, which is D3 on its own host and
 also writes its record. The peers do D4. Then one rank commits: rank 0, or the first rank of a host
 that has its own store. It leads: only this rank makes, hides and deletes directories, recovers,
@@ -42,7 +42,7 @@ import contextlib
 import errno
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from statehold.checkpoint.store.directories import delete, make_directories, unless
@@ -60,7 +60,7 @@ from statehold.checkpoint.store.replacing import (
     where,
 )
 from statehold.checkpoint.store.room import Rooms
-from statehold.checkpoint.store.second_names import linked
+from statehold.checkpoint.store.second_names import linked, sync_all
 from statehold.checkpoint.store.unfinished import COPY
 from statehold.errors import (
     CorruptionError,
@@ -378,8 +378,12 @@ class Store:
         return file, reused
 
     def link(self, step: int, name: str, path: str, attempt: str | None = None) -> bool:
-        """D1 and D2 of a file that is on storage: a second name for it (second_names.linked)."""
+        """D1 of a file that is on storage: a second name for it (second_names.linked)."""
         return linked(self.fs, path, f"{self.partial(step, attempt)}/{name}")
+
+    def sync_links(self, step: int, names: Sequence[str], attempt: str | None = None) -> None:
+        """D2 of files that have got a second name."""
+        sync_all(self.fs, [f"{self.partial(step, attempt)}/{name}" for name in names])
 
     def has_ready(self, name: str) -> bool:
         """Whether a file of this name is mapped, and only waits to be overwritten."""
