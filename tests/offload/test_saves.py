@@ -105,6 +105,26 @@ def test_a_save_links_what_is_on_storage(folders: Callable[[str], Path], dtype: 
     assert all(map(same_bits, twins.params, other.params))
 
 
+def test_only_the_first_save_writes_headers(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later files have theirs when they are written."""
+    late, open_held = list[str](), StateFiles.open_held
+    monkeypatch.setattr(
+        StateFiles, "open_held", lambda *given: late.append(given[1]) or open_held(*given)
+    )
+    twins, counts = twins_at(folders("opt")), []
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        for step in range(1, 4):
+            twins.train(1)
+            ckpt.save(step, state_of(twins)).wait("committed", DEADLINE_S)
+            counts.append(len(late))
+        assert 0 < counts[0] == counts[1] == counts[2]
+        other = twins_at(folders("opt2"), seed=1)
+        assert ckpt.restore(state_of(other)) == 3
+    check_equal(twins.ours, other.ours)
+
+
 @pytest.mark.parametrize("wrap", [Subclassing, Imitating, Holder, Extra])
 def test_a_wrapper_that_passes_everything_on_changes_nothing(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, wrap: Any
@@ -266,8 +286,11 @@ def twins_numel(twins: Twins, name: str) -> int:
 
 
 def test_a_parameter_that_was_never_updated_has_no_state(folders: Callable[[str], Path]) -> None:
-    """A part of it lies in a subgroup of others, and the rest in subgroups that were never made."""
-    params = [torch.nn.Parameter(torch.randn(size)) for size in (5000, 50_000, 5000)]
+    """A part of it lies in a subgroup of others, and the rest in subgroups that were never made.
+
+    The second update writes a file with the header of the first save, which the next one replaces.
+    """
+    params = [torch.nn.Parameter(torch.randn(size)) for size in (5000, 150_000, 5000)]
     given: dict[str, Any] = {"subgroup_bytes": 98_304}
     optimizer = offload.AdamW(params, tiers=[offload.Path(folders("opt"))], **given)
     run, state = folders("run"), {"params": dict(zip("abc", params, strict=True)), "opt": optimizer}

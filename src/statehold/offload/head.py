@@ -1,11 +1,12 @@
 """The header of a file on a path: it makes the file one of a step, and says what the step calls it.
 
-Only a save knows the names, so files get their headers when a save takes them. Until then there is
-room for one.
+Only a save knows the names. So a file has room for a header, and the first save that takes it
+writes one. A later file gets the header of the newest save when it is written. A save that has
+another header overwrites that one.
 
-Invariants: the header of a subgroup's file follows from the names, so every generation has the same
-one. Every part has a name: the tensor of the step that it is a run of, or a name of its own if the
-step has that tensor elsewhere.
+Invariants: a file that a step has keeps its header. The header changes only when a parameter has
+got its first update, and that update has written new files. Every part has a name: the tensor of
+the step that it is a run of, or a name of its own if the step has that tensor elsewhere.
 Not here: where the parts lie (file_form), which parameters a save takes from files (saving).
 """
 
@@ -21,7 +22,7 @@ from statehold import _core
 from statehold.encoding import header
 from statehold.layout.plan import TensorSpec, metadata_of
 from statehold.layout.stored import SUM_BYTES, StoredFile
-from statehold.offload.file_form import FileForm
+from statehold.offload.file_form import FileForm, Piece
 from statehold.offload.subgroups import ITEM_BYTES, Part, Subgroup
 
 __all__ = ["Head", "own_spec", "room_for"]
@@ -74,6 +75,11 @@ class Head:
     def memory(self) -> torch.Tensor:
         """The same bytes."""
         return torch.frombuffer(bytearray(self.encoded), dtype=torch.uint8)
+
+    @property
+    def ranges(self) -> list[tuple[Piece, int]]:
+        """What is written of it: its pieces, each with the address of byte 0 of the file."""
+        return [(piece, self.memory.data_ptr()) for piece in self.form.head]
 
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:

@@ -212,6 +212,7 @@ class OffloadedState:
             if naming.in_files[index]:
                 fields[index] = self._fields_in_files(self.parameters[index], saved[index])
         elsewhere = tuple(naming.elsewhere(started))
+        self._store.heads = heads
         held = self._pipeline.hold(heads)
         tree = [fields.get(index) for index in range(len(self.parameters))]
         return StoredState(tree, partial(held.files, heads), held.release, elsewhere)

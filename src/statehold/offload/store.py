@@ -15,7 +15,7 @@ import errno
 import os
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -83,7 +83,8 @@ class Store:
         fs: Fs | None = None,
     ) -> None:
         self.forms, self._names = forms, names
-        self._headed = set[str]()  # the files that have their header
+        self.heads: Mapping[int, Head] = {}  # of the newest save, by the index of the subgroup
+        self._headed: dict[str, bytes] = {}  # the headers that files have
         self._head_guard = threading.Lock()
         self._owned = contextlib.ExitStack()
         with contextlib.ExitStack() as owned:
@@ -110,33 +111,38 @@ class Store:
         self.timeline = Timeline()
 
     def write(self, subgroup: Subgroup, memory: torch.Tensor, path: int) -> Stored:
-        """Write the next generation of a subgroup to a path."""
-        form = self.forms[subgroup.index]
+        """Write the next generation of a subgroup to a path, with the header of the newest save.
+
+        The next save most likely wants the same header. Then it has no header to write, one by one.
+        """
+        form, head = self.forms[subgroup.index], self.heads.get(subgroup.index)
         name, file = self.files[path].take(form.nbytes)
-        self._headed.discard(name)
+        self._headed.pop(name, None)
         try:
             with self._moving(file, "write", subgroup, path):
                 ranges = [(piece, memory.data_ptr() - form.data_begin) for piece in form.parts]
                 if not file.direct:  # else the last page of each part is filled with zeros
                     ranges += [(piece, _zeros.data_ptr() - piece[0]) for piece in form.padding]
+                ranges += [] if head is None else head.ranges
                 sums = self._transfer(file, ranges, memory, path, None)
         except BaseException:
             self.files[path].give_back(name)
             raise
+        if head is not None:
+            self._headed[name] = head.encoded
         return Stored(path, name, sums[: SUM_BYTES * len(form.parts)])
 
     def write_head(self, stored: Stored, head: Head) -> None:
-        """Write the header of a file that is held, unless it is there. A subgroup has only one."""
+        """Write the header of a file that is held, unless it is there."""
         with self._head_guard:  # a file that has its header may have a second name
-            if stored.file in self._headed:
+            if self._headed.get(stored.file) == head.encoded:
                 return
             file = self.files[stored.path].open_held(stored.file, head.form.nbytes)
             try:
-                ranges = [(piece, head.memory.data_ptr()) for piece in head.form.head]
-                self._transfer(file, ranges, head.memory, stored.path, None)
+                self._transfer(file, head.ranges, head.memory, stored.path, None)
             finally:
                 file.close()
-            self._headed.add(stored.file)
+            self._headed[stored.file] = head.encoded
 
     def read(self, subgroup: Subgroup, stored: Stored, memory: torch.Tensor) -> None:
         """Read a subgroup. Raises ChecksumError, with its parameters, for a damaged one."""
