@@ -126,13 +126,14 @@ def sharing(setup: Setup) -> list[Case]:
 
 
 def saving(setup: Setup) -> list[Case]:
-    """A save after each update."""
+    """A save after each update, and a full save of the same state by torch's AdamW."""
     path = (directory_of(setup.paths[0]),)
     never = "no saves"
     return [
         Case(name=never, paths=path),
         Case(name="saves; an update waits for the commit", paths=path, saves="waits", of=never),
         Case(name="saves; an update does not wait", paths=path, saves="lazy", of=never),
+        Case(name=FULL_SAVE, kind="torch_saving", paths=path, saves="waits"),
     ]
 
 
@@ -195,6 +196,7 @@ ON_DEVICE = "all on the device: torch's fused AdamW"
 # Bytes of a parameter there: bfloat16 weight and gradient; master, its gradient, two moments.
 ON_DEVICE_BYTES = 2 + 2 + 4 * 4
 IN_HOST = "Host"
+FULL_SAVE = "torch, saves of all state"
 NO_IDEA = "none: one path, fixed order, gradients on storage"
 # The smallest pool with which DeepSpeed's pipelined swapper does not run out of buffers, and its
 # subgroup in parameters; the buffers that our pipeline has for one path.

@@ -29,7 +29,9 @@ import statehold
 from bench.offload.cases import Case, directory_of, rate_of, width_of
 from statehold import offload
 
-WARM_UP = 2  # updates until every file is there and every path has been measured
+# Updates until every path has been measured, and every file is there: those of the state, and with
+# saves those of two steps.
+WARM_UP = 4
 LR = 1e-4
 TORCH, TORCH_CAST = "torch, float32 masters", "torch, float32 masters, and casts"
 
@@ -105,15 +107,15 @@ def run_offload(case: Case, numel: int, updates: int, ready: Callable[[], None])
         forget_peak()
         before = memory_bytes("VmRSS")
         optimizer = stack.enter_context(contextlib.closing(_optimizer(case, model)))
-        after_update = _saving(case, model, optimizer, stack)
+        saves = Saves(case, {"model": model, "optimizer": optimizer}, stack)
         for update in range(WARM_UP + updates):
             if update == WARM_UP:
                 ready()
                 figures = optimizer.stats
             if case.trains:
                 trained.timed(model.backward)
-            clock.timed(lambda: (optimizer.step(), after_update()))
-        found = _figures(figures, optimizer.stats)
+            clock.timed(lambda: (optimizer.step(), saves.save()))
+        found = _figures(figures, optimizer.stats) | saves.figures(updates)
         peak = memory_bytes("VmHWM") - before
     return [
         {
@@ -141,21 +143,34 @@ def _optimizer(case: Case, model: Model) -> offload.AdamW:
     )
 
 
-def _saving(
-    case: Case, model: Model, optimizer: offload.AdamW, stack: contextlib.ExitStack
-) -> Callable[[], object]:
-    if not case.saves:
-        return lambda: None
-    folder = stack.enter_context(tempfile.TemporaryDirectory(dir=directory_of(case.paths[0])))
-    run = stack.enter_context(statehold.Checkpointer(folder, keep=1))
-    steps = iter(range(1, 1 << 30))
+class Saves:
+    """Saves `state` into a run beside the first path, if the case saves."""
 
-    def save() -> None:
-        handle = run.save(next(steps), {"model": model, "optimizer": optimizer})
-        if case.saves == "waits":
-            handle.wait("committed")
+    def __init__(self, case: Case, state: Record, stack: contextlib.ExitStack) -> None:
+        self._case, self._state = case, state
+        self._handles: list[statehold.Save] = []
+        if case.saves:
+            path = directory_of(case.paths[0])
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=path))
+            self._run = stack.enter_context(statehold.Checkpointer(folder, keep=1))
 
-    return save
+    def save(self) -> None:
+        if self._case.saves:
+            handle = self._run.save(len(self._handles) + 1, self._state)
+            self._handles.append(handle)
+            if self._case.saves == "waits":
+                handle.wait("committed")
+
+    def figures(self, count: int) -> Record:
+        """Of the last saves: seconds from the call to the commit, and bytes."""
+        stats = [handle.wait("committed").stats for handle in self._handles[-count:]]
+        return {
+            "saves": [
+                {"wall_s": each.committed_s, "written_bytes": each.written_bytes,
+                 "linked_bytes": each.linked_bytes}
+                for each in stats
+            ]
+        }  # fmt: skip
 
 
 def _figures(before: offload.Stats, after: offload.Stats) -> Record:
@@ -174,6 +189,52 @@ def _figures(before: offload.Stats, after: offload.Stats) -> Record:
     }
 
 
+class Masters:
+    """torch's optimizer on float32 masters of `params`, and the casts of training in 16 bit: of
+    gradients from `params`, and of weights to `weights`."""
+
+    def __init__(self, params: list[torch.nn.Parameter], weights: list[torch.Tensor]) -> None:
+        self._params, self._weights = params, weights
+        self.masters = [torch.nn.Parameter(param.detach().float()) for param in params]
+        for master, param in zip(self.masters, params, strict=True):
+            master.grad = param.grad.float()  # type: ignore[union-attr]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=LR, fused=True)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for master, param in zip(self.masters, self._params, strict=True):
+            master.grad.copy_(param.grad)  # type: ignore[union-attr, arg-type]
+        self.optimizer.step()
+        for weight, master in zip(self._weights, self.masters, strict=True):
+            weight.copy_(master)
+
+
+def run_torch_saving(
+    case: Case, numel: int, updates: int, ready: Callable[[], None]
+) -> list[Record]:
+    """torch's optimizer with the same state in memory, all of which a save writes."""
+    model, clock = Model(numel), Clock()
+    model.give_gradients()
+    params = list(model.parameters())
+    torchs = Masters(params, params)
+    state = {"model": model, "masters": torchs.masters, "optimizer": torchs.optimizer}
+    with contextlib.ExitStack() as stack:
+        saves = Saves(case, state, stack)
+        for update in range(WARM_UP + updates):
+            if update == WARM_UP:
+                ready()
+            clock.timed(lambda: (torchs.update(), saves.save()))
+        found = saves.figures(updates)
+    return [
+        {
+            "name": case.name,
+            "updates": clock.updates[WARM_UP:],
+            "digest": digest(model.parameters()),
+            **found,
+        }
+    ]
+
+
 def run_beside_torch(
     case: Case, numel: int, updates: int, ready: Callable[[], None]
 ) -> list[Record]:
@@ -185,21 +246,8 @@ def run_beside_torch(
     model = Model(numel)
     model.give_gradients()
     params = list(model.parameters())
-    masters = [torch.nn.Parameter(param.detach().float()) for param in params]
-    grads = [torch.empty_like(master) for master in masters]
-    for master, grad, param in zip(masters, grads, params, strict=True):
-        master.grad = grad.copy_(param.grad)  # type: ignore[arg-type]
     rounded = [torch.empty_like(param) for param in params]
-    plain = torch.optim.AdamW(masters, lr=LR, fused=True)
-
-    @torch.no_grad()
-    def with_casts() -> None:
-        for grad, param in zip(grads, params, strict=True):
-            grad.copy_(param.grad)  # type: ignore[arg-type]
-        plain.step()
-        for into, master in zip(rounded, masters, strict=True):
-            into.copy_(master)
-
+    torchs = Masters(params, rounded)
     alone, cast, ours = Clock(), Clock(), Clock()
     with contextlib.closing(_optimizer(case, model)) as optimizer:
         for update in range(0, WARM_UP + updates, 2):
@@ -207,9 +255,9 @@ def run_beside_torch(
                 ready()
                 for clock in (alone, cast, ours):
                     clock.updates.clear()
-            alone.timed(plain.step)
+            alone.timed(torchs.optimizer.step)
             ours.timed(optimizer.step)
-            cast.timed(with_casts)
+            cast.timed(torchs.update)
             ours.timed(optimizer.step)
     return [
         {"name": TORCH, "updates": alone.updates, "digest": digest(rounded)},
@@ -221,6 +269,7 @@ def run_beside_torch(
 RUNNERS: dict[str, Callable[[Case, int, int, Callable[[], None]], list[Record]]] = {
     "offload": run_offload,
     "beside_torch": run_beside_torch,
+    "torch_saving": run_torch_saving,
 }
 
 

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from bench.offload.cases import FULL_SAVE
+
 MIB = 1 << 20
 Record = dict[str, Any]
 
@@ -29,6 +31,12 @@ class Row:
         """With the backward pass, where there is one."""
         return self.update_s + statistics.median(self.of("wall_s", "backward") or [0.0])
 
+    @property
+    def commit_s(self) -> float | None:
+        """From the call of save() to the commit."""
+        taken = self.of("wall_s", "saves")
+        return statistics.median(taken) if taken else None
+
     def figure(self, key: str) -> float | None:
         values = [record[key] for record in self.records if key in record]
         return statistics.median(values) if values else None
@@ -43,8 +51,10 @@ def table(records: Sequence[Record], numel: int) -> str:
     rows = rows_of(records)
     lines = [
         f"{'case':50} {'update s: min med max':>23} {'backward':>8} {'cpu s':>7} {'io B/par':>8} "
-        f"{'of limit':>8} {'hidden':>6} {'MiB':>6} {'announced':>9} {'faster':>6}"
+        f"{'of limit':>8} {'hidden':>6} {'MiB':>6} {'announced':>9} {'faster':>6} {'commit s':>8} "
+        f"{'sooner':>6}"
     ]
+    full = rows.get(FULL_SAVE)
     for row in rows.values():
         of = rows.get(row.records[0]["of"])
         taken = row.of("wall_s")
@@ -62,9 +72,11 @@ def table(records: Sequence[Record], numel: int) -> str:
             f"{_cell(limit and limit / row.update_s, '8.2f')} "
             f"{_cell(hidden and compute and min(1.0, hidden / compute), '6.2f')} "
             f"{_cell(peak and peak / MIB, '6.0f')} {_cell(announced and announced / MIB, '9.0f')} "
-            f"{_cell(of and of.total_s / row.total_s, '6.2f')}"
+            f"{_cell(of and of.total_s / row.total_s, '6.2f')} "
+            f"{_cell(row.commit_s, '8.3f')} "
+            f"{_cell(row.commit_s and full and full.commit_s / row.commit_s, '6.2f')}"
         )
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _cell(value: float | None, form: str) -> str:
