@@ -2,7 +2,8 @@
 
 Invariants: all contestants of a case run in the same processes, one step each in turn, so they meet
 the same load. A ratio is the median of the ratios of such turns. Memory is measured in processes
-that run one contestant only.
+that run one contestant only. Where the machine is busy, the processor time of a step says more
+than its duration.
 Not here: what a contestant does in a step (sums_replica).
 """
 
@@ -65,7 +66,8 @@ def table(records: Sequence[Record]) -> str:
     lines = [
         f"{times[0]['numel']:,} parameters in float32",
         f"{'case, microbatches of each replica':36} {'step s: min med max':>23} {'/DDP':>6} "
-        f"{'count s':>7} {'reduce':>7} {'ns/param: count':>15} {'reduce':>7}",
+        f"{'cpu s':>6} {'/DDP':>6} {'count s':>7} {'reduce':>7} "
+        f"{'ns/param: count':>15} {'reduce':>7}",
     ]
     for record in times:
         ddp = next(r for r in times if r["name"] == DDP and r["share"] == record["share"])
@@ -82,12 +84,17 @@ def table(records: Sequence[Record]) -> str:
 
 def _time_line(record: Record, ddp: Record) -> str:
     taken = record["step_s"]
-    ratio = statistics.median(map(lambda one, of: one / of, taken, ddp["step_s"]))
     name = f"{record['name']}, {record['share']}"
     parts = {key: statistics.median(record[key] or [0.0]) for key in ("count_s", "reduce_s")}
     each = 1e9 / record["numel"]
     return (
         f"{name:36} {min(taken):7.3f} {statistics.median(taken):7.3f} {max(taken):7.3f} "
-        f"{ratio:6.3f} {parts['count_s']:7.3f} {parts['reduce_s']:7.3f} "
+        f"{_ratio(record, ddp, 'step_s'):6.3f} "
+        f"{statistics.median(record['cpu_s']):6.3f} {_ratio(record, ddp, 'cpu_s'):6.3f} "
+        f"{parts['count_s']:7.3f} {parts['reduce_s']:7.3f} "
         f"{parts['count_s'] * each / record['share']:15.2f} {parts['reduce_s'] * each:7.2f}"
     )
+
+
+def _ratio(record: Record, of: Record, key: str) -> float:
+    return statistics.median(map(lambda mine, theirs: mine / theirs, record[key], of[key]))

@@ -52,20 +52,18 @@ def main() -> None:
 def _record(each: Contestant, spec: Record) -> Record:
     numel = sum(param.numel() for param in each.model.parameters())
     return {"name": each.name, "share": spec["share"], "numel": numel,
-            "step_s": [], "count_s": [], "reduce_s": []}  # fmt: skip
+            "step_s": [], "count_s": [], "reduce_s": [], "cpu_s": []}  # fmt: skip
 
 
 def _step(each: Contestant, number: int, share: range) -> dict[str, float]:
     dist.barrier()
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     each.step(number, share)
-    taken = torch.tensor([time.perf_counter() - begin, *_parts(each)], dtype=torch.float64)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return dict(zip(("step_s", "count_s", "reduce_s"), taken.tolist(), strict=True))
-
-
-def _parts(each: Contestant) -> list[float]:
-    return [each.spent.get(key, 0.0) for key in ("count_s", "reduce_s")]
+    taken = {"step_s": time.perf_counter() - begin, "cpu_s": time.process_time() - cpu,
+             **{key: each.spent.get(key, 0.0) for key in ("count_s", "reduce_s")}}  # fmt: skip
+    slowest = torch.tensor([*taken.values()], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return dict(zip(taken, slowest.tolist(), strict=True))
 
 
 def _check(given: list[Contestant]) -> None:
