@@ -25,7 +25,7 @@ from statehold import Checkpointer
 from statehold.resilience import Replicas
 from statehold.resilience.data.checksums import checksum
 from statehold.resilience.driver import Driver
-from statehold.resilience.seat import Seat
+from statehold.resilience.seat import ColumnStart
 from statehold.tensors.storable import local_of
 
 SAMPLES, BATCH, MICROBATCHES, SEED = 96, 2, 8, 7
@@ -135,12 +135,14 @@ def doomed(doom: tuple[int, str] | None) -> Iterator[None]:
         yield
         return
     at, moment = doom
-    execute, start, begin = Driver.execute, Seat.start, Driver.start
+    execute, start, begin = Driver.execute, ColumnStart.__call__, Driver.start
+    numbers: list[int] = []
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def executing(driver: Driver, action: Any) -> object:
+        numbers.append(driver.number)
         if driver.number == at and type(action).__name__ == moment:
             die()
         result = execute(driver, action)
@@ -148,18 +150,22 @@ def doomed(doom: tuple[int, str] | None) -> Iterator[None]:
             die()
         return result
 
-    def starting(seat: Seat, tensor: torch.Tensor) -> Any:
-        pending = start(seat, tensor)
-        if seat.member.round.step == at and moment == "sum":
+    def starting(column: ColumnStart, tensor: torch.Tensor) -> Any:
+        pending = start(column, tensor)
+        if numbers[-1] == at and moment == "sum":
             die()
         return pending
 
     def beginning(driver: Driver, index: int) -> Any:
+        numbers.append(driver.number)
         if driver.number == at and moment == "backward":
             die()
         return begin(driver, index)
 
-    with patched(Driver, execute=executing, start=beginning), patched(Seat, start=starting):
+    with (
+        patched(Driver, execute=executing, start=beginning),
+        patched(ColumnStart, __call__=starting),
+    ):
         yield
 
 

@@ -27,7 +27,7 @@ from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import Desk
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import Hello, Promise, Refused
-from statehold.resilience.sums.interface import Pending
+from statehold.resilience.sums.interface import Pending, Start
 
 
 class Fenced(Exception):
@@ -146,12 +146,10 @@ class Seat:
             and not self._revoked.is_set()
         )
 
-    def start(self, tensor: Tensor) -> Pending:
-        """Begin to sum `tensor` over the column (R2). Nothing is raised before `wait()`."""
-        try:
-            return self._held().start(tensor)
-        except GroupLostError as lost:
-            return _Lost(lost)
+    @property
+    def start(self) -> Start:
+        """What begins sums over the column of the groups that are here (R2)."""
+        return ColumnStart(self._groups)
 
     def exchange(self, values: Sequence[int]) -> list[list[list[int]]]:
         """The values of rank j of replica i at [i][j] (R3). Raises GroupLostError."""
@@ -208,6 +206,25 @@ class Seat:
             },
             hint="start more replicas, or the coordinator: statehold coordinate",
         )
+
+
+@dataclass(frozen=True)
+class ColumnStart:
+    """Begins sums over a column. Two of them are equal if they have the same groups.
+
+    So the sums of gradients know what they have begun under an epoch that has ended.
+    """
+
+    groups: Groups | None
+
+    def __call__(self, tensor: Tensor) -> Pending:
+        """Nothing is raised before `wait()`."""
+        try:
+            if self.groups is None:
+                raise GroupLostError("the groups have been dropped")
+            return self.groups.start(tensor)
+        except GroupLostError as lost:
+            return _Lost(lost)
 
 
 class _Lost:
