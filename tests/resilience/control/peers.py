@@ -79,10 +79,15 @@ def until(true: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def meeting(*names: str, lease_s: float = LONG_LEASE_S) -> Iterator[tuple[Office, dict[str, Peer]]]:
-    """Ranks in their first epoch."""
+def meeting(
+    *names: str, last_lease_s: float = LONG_LEASE_S
+) -> Iterator[tuple[Office, dict[str, Peer]]]:
+    """Ranks in their first epoch. last_lease_s: of the last one."""
     office = Office(len(names))
-    peers = {name: Peer(name, office.port, lease_s) for name in names}
+    leases = [LONG_LEASE_S] * (len(names) - 1) + [last_lease_s]
+    peers = {
+        name: Peer(name, office.port, lease) for name, lease in zip(names, leases, strict=True)
+    }
     try:
         for peer in peers.values():
             peer.until_in(*names)

@@ -63,7 +63,7 @@ def test_a_cut_connection_fences_its_rank_and_the_others_go_on() -> None:
 
 
 def test_a_rank_that_makes_no_progress_is_expelled_after_its_lease() -> None:
-    with meeting("a", "b", lease_s=2.0) as (_, peers):
+    with meeting("a", "b", last_lease_s=1.0) as (_, peers):
         peers["b"].is_stuck = True
         peers["a"].until_in("a", after=1)
         peers["b"].until(lambda member: isinstance(member.fenced, Fenced))

@@ -55,7 +55,7 @@ def port_in(line: str) -> int:
 
 
 def test_a_stopped_process_is_expelled_and_learns_it_when_it_goes_on() -> None:
-    with meeting("a") as (office, peers), process(RANK, "b", office.port, 1.5) as rank:
+    with meeting("a") as (office, peers), process(RANK, "b", office.port, 1.0) as rank:
         peers["a"].until(lambda member: member.joiners_wait)
         os.kill(rank.pid, signal.SIGSTOP)
         with peers["a"].link.changed:
