@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+import statehold
 from statehold import offload
-from statehold.errors import MissingFileError, StorageError, UsageError
+from statehold.errors import MissingFileError, NoSpaceError, StorageError, UsageError
 from statehold.offload import stalls
 from statehold.planners import placement
 from statehold.testing import SimFs, checkpointer_on
@@ -207,6 +208,41 @@ def test_a_file_system_that_fills_up(tmp_path: Path, caplog: pytest.LogCaptureFi
         twins.check()
         assert errno.errorcode[errno.ENOSPC] in given_up(twins)[str(memory / "opt")]
         assert "Committed steps are safe" in caplog.text
+        twins.ours.close()
+
+
+@needs_tmpfs
+def test_the_only_path_fills_up_with_kept_steps(tmp_path: Path) -> None:
+    """The error says what is to be done, and a restore goes on from the committed step."""
+    with tmpfs(tmp_path, 64 << 20) as memory:
+        (memory / "opt").mkdir()
+        twins = twins_on(memory / "opt")
+        state = {"weights": list(twins.params), "optimizer": twins.ours}
+        with statehold.Checkpointer(memory / "run") as ckpt:
+            twins.train(2)
+            ckpt.save(2, state).wait("committed", DEADLINE_S)
+            with nearly_full(memory, 2 * SMALL), pytest.raises(NoSpaceError) as caught:
+                twins.train(2)
+            failed = rf"writing subgroup \d+ to {memory}/opt: its file needs [\d.]+ KiB"
+            assert re.fullmatch(failed, caught.value.facts["failed"])
+            assert caught.value.facts["path"].startswith(f"{memory}/opt/optimizer-")
+            assert "free space" in (caught.value.hint or "")
+            assert "committed steps are untouched" in (caught.value.hint or "")
+            with pytest.raises(UsageError, match="belongs to no step"):
+                ckpt.save(3, state)
+            assert not given_up(twins)
+            assert ckpt.restore(state) == 2
+            other = twins_on(tmp_path)
+            assert ckpt.restore({"weights": list(other.params), "optimizer": other.ours}) == 2
+            for each in (twins, other):
+                each.random.manual_seed(3)
+                each.ours.zero_grad()
+                for _ in range(2):
+                    each.backward()
+                    each.ours.step()
+                    each.ours.zero_grad()
+            assert all(map(torch.equal, twins.params, other.params))
+            ckpt.save(4, state).wait("committed", DEADLINE_S)
         twins.ours.close()
 
 

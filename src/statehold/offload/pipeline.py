@@ -36,6 +36,7 @@ from statehold.offload.store import Store, Stored
 from statehold.offload.subgroups import Subgroup
 from statehold.offload.targets import Targets
 from statehold.planners import placement
+from statehold.units import format_bytes
 
 # Of a subgroup, its buffer, and whether it is fresh: then the buffer has any content. Returns what
 # waits for the end of a use elsewhere, on a thread of the pipeline; None: the use has ended.
@@ -228,4 +229,6 @@ class Pipeline:
                     return self._store.write(self._subgroups[index], memory, path)
             except StateholdError as error:
                 if not self.targets.give_up(path, error, what):
+                    needed = format_bytes(self._store.forms[index].nbytes)
+                    error.with_fact("failed", f"{what}: its file needs {needed}")
                     raise
