@@ -56,11 +56,13 @@ campaigns: export STATEHOLD_OFFLOAD_STEPS = 200
 campaigns: export STATEHOLD_GROUP_KILLS = 1000
 campaigns: export STATEHOLD_GROUP_FAILURES = 1000
 campaigns: export STATEHOLD_PLANNER_RUNS = 20000
+campaigns: export STATEHOLD_PLANNER_TABLES = all
 campaigns: export STATEHOLD_BENCH = all
 campaigns: export STATEHOLD_OFFLOAD_DEMO = 1
 campaigns: setup  ## the tests of which `make test` takes a sample, whole: hours
 	@$(pytest) -o faulthandler_exit_on_timeout=false tests/crash tests/sim tests/ranks tests/agent tests/preemption tests/hostile tests/cli \
-	  tests/checkpointer tests/devices tests/tensors tests/bench tests/offload tests/resilience tests/unit/test_redundancy.py $(ARGS)
+	  tests/checkpointer tests/devices tests/tensors tests/bench tests/offload tests/resilience tests/unit/test_redundancy.py \
+	  tests/unit/test_plan_resilience.py $(ARGS)
 
 sim: setup  ## SEEDS=n seeds of the simulation: faults, crashes, ranks that die
 	@$(bin)/python tests/sim/campaign.py --seeds $(SEEDS) $(ARGS)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -172,6 +173,34 @@ def _add_plan(commands: Any) -> None:
     offload.add_argument("--device-link", metavar="BYTES",
                          help="what the link to the device moves one way in a second")  # fmt: skip
     offload.add_argument("--subgroup", metavar="BYTES", help="instead of the size that it chooses")
+    _add_plan_resilience(group)
+
+
+def _add_plan_resilience(group: Any) -> None:
+    found = _command(group, "resilience", "choose redundancy, interval and spares under failures")
+    found.set_defaults(module="plan_resilience")
+    add = found.add_argument
+    add("--replicas", metavar="N", type=int, required=True, help="of the job")
+    add("--mtbf", metavar="S", type=float, help="between two losses of a replica, in the whole job")
+    add("--trace", metavar="FILE", help="failures, instead of --mtbf (docs/planning.md)")
+    add("--shape", metavar="K", type=float, default=1.0,
+        help="of the Weibull clocks of nodes, such as 0.78 (1: exponential)")  # fmt: skip
+    add("--nodes", metavar="N", type=int, default=1, help="clocks of a replica (1)")
+    add("--seed", metavar="N", type=int, default=0, help="of the failures (0)")
+    add("--save-seconds", metavar="S", type=float, required=True,
+        help="how long a checkpoint stops the training")  # fmt: skip
+    add("--restart-seconds", metavar="S", type=float, default=600.0,
+        help="from a failure until all train again from a checkpoint (600)")  # fmt: skip
+    add("--repair-seconds", metavar="S", type=float, default=math.inf,
+        help="until a machine is back (only with a restart)")  # fmt: skip
+    add("--step-seconds", metavar="S", type=float, default=60.0, help="of a step (60)")
+    add("--reduce-seconds", metavar="S", type=float, default=2.0, help="of them, to reduce (2)")
+    add("--steps", metavar="N", type=int, default=2000, help="to simulate (2000)")
+    add("--microbatches", metavar="N", type=int, help="of a step (4 for each replica)")
+    add("--min-replicas", metavar="N", type=int, help="with fewer the job restarts (half)")
+    add("--policy", action="append", help="only this one, or these",
+        choices=("restart", "drop", "quota", "stacked", "exact"))  # fmt: skip
+    add("--plot", metavar="FILE", help="draw where the time goes (matplotlib)")
 
 
 def _add_coordinate(commands: Any) -> None:

@@ -1,0 +1,173 @@
+"""`statehold plan resilience`: redundancy, interval and spares of a job, for each policy.
+
+Invariants: it measures nothing. The same arguments print the same plan. SimPy is needed, and
+matplotlib for `--plot` only.
+Not here: the choice (planners/resilience), what policies do (planners/policies).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from statehold.cli import codes
+from statehold.cli.output import emit, table
+from statehold.errors import UsageError
+from statehold.planners import resilience, traces
+from statehold.planners.policies import Job
+from statehold.planners.resilience import Choice, Rates
+from statehold.units import format_seconds
+
+_PARTS = ("ideal_s", "saving_s", "down_s", "lost_s", "recovery_s", "slower_s")
+_COLORS = ("#6c8ebf", "#82b366", "#c23b22", "#d79b00", "#9673a6", "#b0b0b0")
+
+
+def run(args: argparse.Namespace) -> int:
+    job, trace = _job(args), _trace(args)
+    mtbf_s = trace.mtbf_s() if isinstance(trace, traces.Given) else args.mtbf
+    rates = Rates(mtbf_s, repair_s=args.repair_seconds)
+    found = resilience.plan(job, rates, trace, args.policy or resilience.POLICIES)
+    if args.plot:
+        _draw(found, Path(args.plot))
+    document = _document(job, rates, found)
+    emit(document) if args.json else print(_text(job, rates, found))
+    return codes.YES
+
+
+def _job(args: argparse.Namespace) -> Job:
+    positive = ("replicas", "steps", "step_seconds")
+    for name in (*positive, "mtbf", "save_seconds", "restart_seconds", "repair_seconds"):
+        value = getattr(args, name)
+        least = 1 if name in ("replicas", "steps") else 0
+        if value is not None and not (value >= least and (value > 0 or name not in positive)):
+            raise _refused(name, value, "1 or more" if least else "a number from 0 on")
+    if not 0 <= args.reduce_seconds < args.step_seconds:
+        raise _refused("reduce_seconds", args.reduce_seconds, "less than --step-seconds")
+    microbatches = args.microbatches or 4 * args.replicas
+    least_replicas = args.min_replicas or max(1, args.replicas // 2)
+    if microbatches < args.replicas:
+        raise _refused("microbatches", microbatches, "at least one for each replica")
+    if not 1 <= least_replicas <= args.replicas:
+        raise _refused("min_replicas", least_replicas, f"1 to {args.replicas}")
+    compute_s = args.step_seconds - args.reduce_seconds
+    return Job(
+        args.replicas, args.steps, compute_s, args.reduce_seconds, args.save_seconds,
+        args.restart_seconds, microbatches, min_replicas=least_replicas,
+    )  # fmt: skip
+
+
+def _refused(name: str, value: object, expected: str) -> UsageError:
+    option = "--" + name.replace("_", "-")
+    return UsageError(f"{option} is out of range", facts={"expected": expected, "got": value})
+
+
+def _trace(args: argparse.Namespace) -> traces.Trace:
+    if (args.mtbf is None) is (args.trace is None):
+        raise UsageError("a plan needs either --mtbf or --trace")
+    if args.trace is not None:
+        try:
+            return traces.parse(Path(args.trace).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            facts = {"file": args.trace, "error": str(error)}
+            raise UsageError("the trace cannot be read", facts=facts) from error
+    if not 0 < args.mtbf < math.inf:
+        raise _refused("mtbf", args.mtbf, "seconds above 0")
+    if not 0 < args.shape < math.inf:
+        raise _refused("shape", args.shape, "a number above 0")
+    if args.nodes < 1:
+        raise _refused("nodes", args.nodes, "1 or more")
+    return traces.Drawn(
+        args.replicas, args.mtbf, args.seed, args.shape, args.nodes, args.repair_seconds
+    )
+
+
+def _document(job: Job, rates: Rates, found: Sequence[Choice]) -> dict[str, Any]:
+    return {
+        **asdict(job),
+        "mtbf_s": rates.mtbf_s,
+        "best": _best(found),
+        "policies": [
+            {
+                **asdict(each.chosen),
+                "closed": asdict(each.closed),
+                "finished": each.outcome.is_finished,
+                "time_over_ideal": each.outcome.time_over_ideal,
+                "goodput": each.outcome.goodput_allocated,
+                "goodput_alive": each.outcome.goodput_alive,
+                "availability": each.outcome.availability,
+                **{part: getattr(each.outcome, part) for part in _PARTS},
+                "failures": each.outcome.failures,
+                "restarts": each.outcome.restarts,
+                "lost_batches": each.outcome.lost_batches,
+                "again_batches": each.outcome.again_batches,
+            }
+            for each in found
+        ],
+    }
+
+
+def _best(found: Sequence[Choice]) -> str | None:
+    """The best policy that finishes, and trains every sample."""
+    exact = [each for each in found if each.outcome.is_finished and not each.outcome.lost_batches]
+    return resilience.best(exact).chosen.policy if exact else None
+
+
+def _text(job: Job, rates: Rates, found: Sequence[Choice]) -> str:
+    rows = [_row(each) for each in found]
+    header = ("POLICY", "REDUNDANCY", "INTERVAL", "SPARES", "TIME", "GOODPUT", "UP", "RESTARTS",
+              "LOST", "AGAIN")  # fmt: skip
+    best = _best(found)
+    return "\n\n".join(
+        [
+            f"{job.replicas} replicas, {job.steps} steps of {format_seconds(job.step_s)}, "
+            f"a failure every {format_seconds(rates.mtbf_s)}",
+            table(header, rows, right=" ".join(header[1:]))
+            + "\nTIME: of the ideal time. GOODPUT: useful time of all machines, with spares. "
+            "LOST, AGAIN: batches that are never trained, or computed twice.",
+            f"Use: {best}" if best else "No policy finishes the job with every sample.",
+        ]
+    )
+
+
+def _row(each: Choice) -> tuple[object, ...]:
+    chosen, out = each.chosen, each.outcome
+    settings = (chosen.policy, chosen.redundancy, format_seconds(chosen.interval_s), chosen.spares)
+    if not out.is_finished:
+        return (*settings, "never", "-", "-", out.restarts, "-", "-")
+    return (
+        *settings, f"{out.time_over_ideal:.2f}", f"{out.goodput_allocated:.1%}",
+        f"{out.availability:.1%}", out.restarts, f"{out.lost_batches:.1f}",
+        f"{out.again_batches:.1f}",
+    )  # fmt: skip
+
+
+def _draw(found: Sequence[Choice], path: Path) -> None:
+    """A bar for each policy that finishes: where its time goes."""
+    try:
+        importlib.import_module("matplotlib").use("Agg")
+        pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    except ImportError as error:
+        hint = "pip install matplotlib, or leave --plot out"
+        raise UsageError("a plot needs matplotlib, which is missing", hint=hint) from error
+    done = [each for each in reversed(found) if each.outcome.is_finished]
+    figure, axis = pyplot.subplots(figsize=(9, 1.5 + 0.5 * len(done)))
+    begin = [0.0] * len(done)
+    for part, color in zip(_PARTS, _COLORS, strict=True):
+        sizes = [getattr(each.outcome, part) / each.outcome.ideal_s for each in done]
+        axis.barh(range(len(done)), sizes, left=begin, color=color, label=part[:-2])
+        begin = [a + b for a, b in zip(begin, sizes, strict=True)]
+    axis.set_yticks(range(len(done)), [each.chosen.policy for each in done])
+    axis.set_xlabel("time over the ideal time")
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=6, fontsize=8, frameon=False)
+    try:
+        figure.savefig(path, dpi=110, bbox_inches="tight")
+    except (OSError, ValueError) as error:
+        facts = {"file": str(path), "error": str(error)}
+        raise UsageError("the plot cannot be written", facts=facts) from error
+    finally:
+        pyplot.close(figure)
