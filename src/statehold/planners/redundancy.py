@@ -113,7 +113,9 @@ def time_over_ideal(replicas: int, redundancy: int, costs: Costs) -> float:
 def best_redundancy(replicas: int, costs: Costs) -> int:
     """The redundancy with the least J, at least 2: with 1, nothing is stacked."""
     if replicas < 2:
-        raise UsageError("one replica cannot be stacked", facts={"replicas": replicas})
+        facts = {"replicas": replicas}
+        hint = "leave the policy `stacked` out, with --policy"
+        raise UsageError("one replica cannot be stacked", facts=facts, hint=hint)
     tried = range(2, min(REDUNDANCY_MAX, replicas) + 1)
     return min(tried, key=lambda each: time_over_ideal(replicas, each, costs))
 
