@@ -277,7 +277,8 @@ class _Run:
         """Steps that are alike, until the next save. A failure or a join ends that early."""
         step = self._new_step()
         length_s = step.left_s
-        each = self._policy.batches(self._job, self._machines.replicas)
+        alive = self._machines.replicas
+        each = self._policy.batches(self._job, alive)
         wanted = math.ceil((self._job.steps - self._at.batches) / each - _NEARLY)
         if math.isfinite(self._interval_s):
             until_save_s = self._interval_s - self._unsaved.s
@@ -287,7 +288,7 @@ class _Run:
         whole = min(int((self._env.now - begin_s) / length_s + _NEARLY), wanted)
         if event is not None:
             whole = min(whole, wanted - 1)  # it hits the last step, if only at its very end
-        self._commit(whole, whole * length_s)
+        self._commit(whole, alive, whole * length_s)
         if whole < wanted:
             step.spend(max(0.0, self._env.now - begin_s - whole * length_s))
             yield from self._finish(step, event)
@@ -306,7 +307,9 @@ class _Run:
             event = yield from self._wait(step.left_s)
             step.spend(self._env.now - begin_s)
             if event is None:
-                return self._commit(1, step.spent_s, step.spent_s - normal_s)
+                return self._commit(
+                    1, self._machines.replicas, step.spent_s, step.spent_s - normal_s
+                )
 
     def _recover(self, step: Step, loss: _Loss) -> None:
         """The survivors go on. The work of the lost one, and a reduction, are done again."""
@@ -361,8 +364,8 @@ class _Run:
     def _new_step(self) -> Step:
         return Step(self._policy.compute_s(self._job, self._machines.replicas), self._job.reduce_s)
 
-    def _commit(self, steps: int, taken_s: float, recovery_s: float = 0.0) -> None:
-        alive = self._machines.replicas
+    def _commit(self, steps: int, alive: int, taken_s: float, recovery_s: float = 0.0) -> None:
+        """alive: the replicas in these steps, before a loss that ended them."""
         self._at.batches += steps * self._policy.batches(self._job, alive)
         self._at.lost_batches += steps * self._policy.unused(self._job, alive)
         self._at.recovery_s += recovery_s
