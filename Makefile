@@ -6,6 +6,7 @@ RANKS ?= 1
 SEEDS ?= 1000
 SECONDS ?= 600
 STATES ?= 5000
+FAULTS ?= 1000
 MINUTES ?= 120
 bin := .venv/bin
 # A worker more than there are cores; a run of one test is quicker without: ARGS="-n0 -k torn".
@@ -19,7 +20,7 @@ warnings := 'error,ignore:FSDP2-wrapped module:UserWarning,ignore:`torch.jit:Dep
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test campaigns sim powerloss modes sanitize fuzz soak check bench gpu clean
+.PHONY: help setup build demo test campaigns sim replicas powerloss modes sanitize fuzz soak check bench gpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
@@ -66,6 +67,9 @@ campaigns: setup  ## the tests of which `make test` takes a sample, whole: hours
 
 sim: setup  ## SEEDS=n seeds of the simulation: faults, crashes, ranks that die
 	@$(bin)/python tests/sim/campaign.py --seeds $(SEEDS) $(ARGS)
+
+replicas: setup  ## FAULTS=1000 faults of real replicas: killed, stopped, without a coordinator
+	@$(bin)/python tests/resilience/campaign.py --faults $(FAULTS) $(ARGS)
 
 powerloss: setup  ## STATES=5000 states of a real block device after losses of power; needs root
 	@PYTHONPATH=tests $(bin)/python -m powerloss --states $(STATES) $(ARGS)

@@ -17,7 +17,7 @@ from statehold.resilience.control.server import Server
 from statehold.resilience.protocol.coordinator import Coordinator
 from support.forked import forked
 
-DEADLINE_S = 60
+DEADLINE_S = 30
 SETTLE_S = 30.0  # of a replica that starts slowly
 
 
@@ -28,6 +28,7 @@ class Log:
     losses: dict[int, str]
     computed: Counter[tuple[int, int]]
     seconds: dict[int, float]
+    times: list[float]  # of commits
     weights: int | None
 
     @classmethod
@@ -42,6 +43,7 @@ class Log:
                 (each[0], each[1]) for line in lines for each in [line.get("computed")] if each
             ),
             {line["step"]: line["seconds"] for line in steps},
+            [line["at"] for line in steps],
             weights[0] if weights else None,
         )
 
@@ -49,10 +51,32 @@ class Log:
 class Meeting:
     """Where replicas meet: the address of a coordinator, and what it has reported."""
 
-    def __init__(self) -> None:
-        self.address = ""
+    def __init__(self, replicas: int) -> None:
         self.events: list[str] = []
+        self._replicas = replicas
         self._changed = threading.Condition()
+        self._begin(0)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._server.port}"
+
+    def restart(self) -> None:
+        """Another coordinator at the same address, which knows nothing."""
+        port = self._server.port
+        self.end()
+        self._begin(port)
+
+    def end(self) -> None:
+        self._server.stop()
+        self._thread.join()
+        self._server.close()
+
+    def _begin(self, port: int) -> None:
+        coordinator = Coordinator(self._replicas, SETTLE_S)
+        self._server = Server(coordinator, "127.0.0.1", port, self.report)
+        self._thread = threading.Thread(target=self._server.serve)
+        self._thread.start()
 
     def report(self, event: str) -> None:
         with self._changed:
@@ -68,19 +92,13 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def coordinated(replicas: int, port: int = 0) -> Iterator[Meeting]:
+def coordinated(replicas: int) -> Iterator[Meeting]:
     """A coordinator of so many replicas, in a thread."""
-    meeting = Meeting()
-    server = Server(Coordinator(replicas, SETTLE_S), "127.0.0.1", port, meeting.report)
-    meeting.address = f"127.0.0.1:{server.port}"
-    thread = threading.Thread(target=server.serve)
-    thread.start()
+    meeting = Meeting(replicas)
     try:
         yield meeting
     finally:
-        server.stop()
-        thread.join()
-        server.close()
+        meeting.end()
 
 
 class Job:
@@ -90,6 +108,7 @@ class Job:
         self._folder = folder
         self._order = Order(meeting.address, folder, until, **order)
         self._logs: list[Path] = []
+        self._counted: dict[int, tuple[int, int]] = {}
         self.processes: list[Any] = []
 
     def start(self, doom: tuple[int, str] | None = None) -> list[Any]:
@@ -115,6 +134,32 @@ class Job:
                     return log
             time.sleep(0.01)
         raise TimeoutError(f"rank {number} does no {steps} steps")
+
+    def living(self) -> list[Any]:
+        return [process for process in self.processes if process.is_alive()]
+
+    def progress(self, replicas: int, steps: int) -> None:
+        """Until so many replicas have done so many more steps."""
+        before = [self._steps(number) for number in range(len(self._logs))]
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            more = [self._steps(number) - count for number, count in enumerate(before)]
+            if sum(each >= steps for each in more) >= replicas:
+                return
+            time.sleep(0.02)
+        raise TimeoutError(f"fewer than {replicas} replicas go on")
+
+    def _steps(self, number: int) -> int:
+        """How many steps a rank has written down; what has been counted is not read again."""
+        offset, count = self._counted.get(number, (0, 0))
+        if self._logs[number].exists():
+            with self._logs[number].open("rb") as log:
+                log.seek(offset)
+                text = log.read()
+            end = text.rfind(b"\n") + 1
+            offset, count = offset + end, count + text[:end].count(b'"step"')
+            self._counted[number] = offset, count
+        return count
 
     def stop(self) -> list[Log]:
         """Kill all, and see what they have done."""

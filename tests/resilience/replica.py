@@ -1,12 +1,13 @@
 """A replica of a test: trains a small model, writes down what it does, and dies when it has to.
 
-Lines of its log, as JSON: {"computed": [step, index, samples]}, {"step", "loss", "seconds"}, and
-at the end {"weights": checksum}.
+Lines of its log, as JSON: {"computed": [step, index, samples]}, {"step", "loss", "seconds", "at"},
+and at the end {"weights": checksum}.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -69,6 +70,7 @@ def model_of() -> nn.Module:
 def train(order: Order) -> None:
     """In a process of its own: the number of threads is set, and the process may die."""
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)  # tells where it stands
     model, samples = sharded(model_of(), order), data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with (
@@ -102,7 +104,7 @@ def train(order: Order) -> None:
             optimizer.step()
             optimizer.zero_grad()
             now = time.monotonic()
-            say(step=step.number, loss=step.loss.hex(), seconds=now - begin)
+            say(step=step.number, loss=step.loss.hex(), seconds=now - begin, at=now)
             begin = now
         say(weights=checksum([local_of(each) for each in model.parameters()]))
 
