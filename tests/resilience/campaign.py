@@ -55,9 +55,7 @@ class Campaign:
             self.job.progress(REPLICAS, steps=4)
         except TimeoutError:
             print("\n".join(self.meeting.events[-40:]), self.counts, sep="\n", flush=True)
-            for process in self.job.living():
-                os.kill(process.pid, signal.SIGUSR1)
-            time.sleep(1)
+            print(self.job.stacks())
             raise
 
     def kill(self) -> None:
@@ -79,7 +77,7 @@ class Campaign:
 
 
 def pauses(logs: list[Log], faults: list[tuple[str, float]], kind: str) -> list[float]:
-    """Of each fault of the kind: the longest pause of a survivor."""
+    """Of each fault of the kind: the longest pause of a replica, with that of a stopped one."""
     usual = statistics.median(each for log in logs for each in log.seconds.values())
     found = []
     for what, at in faults:

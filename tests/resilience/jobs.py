@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -17,7 +19,7 @@ from statehold.resilience.control.server import Server
 from statehold.resilience.protocol.coordinator import Coordinator
 from support.forked import forked
 
-DEADLINE_S = 30
+DEADLINE_S = 60
 SETTLE_S = 30.0  # of a replica that starts slowly
 
 
@@ -137,6 +139,14 @@ class Job:
 
     def living(self) -> list[Any]:
         return [process for process in self.processes if process.is_alive()]
+
+    def stacks(self) -> str:
+        """Where the living ranks stand."""
+        for process in self.living():
+            os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        files = [log.with_suffix(".stacks") for log in self._logs]
+        return "\n".join(f"{each.stem}: {each.read_text('utf-8')}" for each in files)
 
     def progress(self, replicas: int, steps: int) -> None:
         """Until so many replicas have done so many more steps."""

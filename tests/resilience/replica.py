@@ -70,7 +70,8 @@ def model_of() -> nn.Module:
 def train(order: Order) -> None:
     """In a process of its own: the number of threads is set, and the process may die."""
     torch.set_num_threads(1)
-    faulthandler.register(signal.SIGUSR1)  # tells where it stands
+    stacks = order.log.with_suffix(".stacks").open("w")
+    faulthandler.register(signal.SIGUSR1, stacks)  # where it stands
     model, samples = sharded(model_of(), order), data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with (

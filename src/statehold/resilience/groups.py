@@ -19,7 +19,9 @@ Not here: who belongs to an epoch (protocol), how gloo is made to give up (gloo)
 from __future__ import annotations
 
 import atexit
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +36,9 @@ __all__ = ["GroupLostError", "Groups", "Pending"]
 
 _ENDED = "the epoch has ended"
 _POLL_S = 0.005
+_POLL_LEAST_S = 0.0002
+# After it is given up, an operation ends within milliseconds, or never.
+_GIVE_UP_S = 0.5
 _alive: set[Groups] = set()
 
 
@@ -48,6 +53,9 @@ class Pending:
 
     def wait(self) -> None:
         """Return when the result is there. GroupLostError: it never will be."""
+        running = self._running
+        if running is not None and not self._groups.ends(running[0]):
+            raise self._groups.lost(self._what, _ENDED)  # the groups' thread settles it
         self.settle()
         if self._failure:
             raise self._groups.lost(self._what, self._failure)
@@ -145,6 +153,24 @@ class Groups:
         """Wait until everything is released. False: not yet."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def ends(self, work: Any) -> bool:
+        """Wait for the end of an operation. False: the groups are given up, and it does not end.
+
+        gloo has operations that never notice that their connections are gone. (Its ring waits for a
+        send that was queued before its process was stopped.)
+        """
+        pause, deadline = _POLL_LEAST_S, math.inf
+        while not work.is_completed():
+            if self._revoked.is_set():
+                deadline = min(deadline, time.monotonic() + _GIVE_UP_S)
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(pause)
+            else:
+                self._revoked.wait(pause)
+            pause = min(2 * pause, _POLL_S)
+        return True
 
     def finish(self, work: Any) -> None:
         """Wait for an operation. On a device: until it has run there."""

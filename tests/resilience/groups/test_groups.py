@@ -227,3 +227,28 @@ def _fail(desk: Desk, number: int) -> None:
             groups.start(torch.ones(1000)).wait()
 
     on_ranks(desk, 100 + number, (2, 1), run)
+
+
+class Stuck:
+    """An operation that never notices the end of its connections."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def is_completed(self) -> bool:
+        return self.released.is_set()
+
+    def wait(self) -> None:
+        self.released.wait()
+
+
+def test_an_operation_that_does_not_end_is_left_to_the_thread_of_the_groups(desk: Desk) -> None:
+    revoked, stuck = threading.Event(), Stuck()
+    groups = Groups(desk.address, 1, (0, 0), (1, 1), HOST, revoked)
+    pending = groups._run("a sum", lambda: stuck, None)
+    groups.drop()
+    with pytest.raises(GroupLostError, match="the epoch has ended"):
+        pending.wait()
+    assert not groups.join(0)  # it keeps what the operation may write into
+    stuck.released.set()
+    assert groups.join(30)
