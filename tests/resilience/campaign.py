@@ -10,6 +10,7 @@ two commits around a fault, less the median step.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from resilience.jobs import Job, Log, Meeting, coordinated, undisturbed
@@ -26,7 +28,14 @@ from resilience.jobs import Job, Log, Meeting, coordinated, undisturbed
 REPLICAS = 4
 FOREVER = 1 << 30
 MICROBATCH_S = 0.02
-AFTERWARDS_S = 5.0
+
+
+class Fault(NamedTuple):
+    """What has happened, when, and to which replica."""
+
+    kind: str
+    at: float
+    victim: int
 
 
 class Campaign:
@@ -36,7 +45,7 @@ class Campaign:
         self.job, self.meeting = job, meeting
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
-        self.faults: list[tuple[str, float]] = []  # and when
+        self.faults: list[Fault] = []
 
     def run(self, faults: int) -> None:
         for _ in range(REPLICAS):
@@ -59,15 +68,13 @@ class Campaign:
             raise
 
     def kill(self) -> None:
-        victim = self.random.choice(self.job.living())
-        self.faults.append(("kill", time.monotonic()))
+        victim = self._strikes("kill")
         victim.kill()
         victim.join()
         self.job.start()
 
     def stop(self) -> None:
-        victim = self.random.choice(self.job.living())
-        self.faults.append(("stop", time.monotonic()))
+        victim = self._strikes("stop")
         os.kill(victim.pid, signal.SIGSTOP)
         time.sleep(self.random.uniform(0.2, 2.5))
         os.kill(victim.pid, signal.SIGCONT)
@@ -75,17 +82,23 @@ class Campaign:
     def coordinator(self) -> None:
         self.meeting.restart()
 
+    def _strikes(self, kind: str) -> Any:
+        victim = self.random.choice(self.job.living())
+        number = self.job.processes.index(victim)
+        self.faults.append(Fault(kind, time.monotonic(), number))
+        return victim
 
-def pauses(logs: list[Log], faults: list[tuple[str, float]], kind: str) -> list[float]:
-    """Of each fault of the kind: the longest pause of a replica, with that of a stopped one."""
+
+def pauses(logs: list[Log], faults: list[Fault], kind: str) -> list[float]:
+    """Of each fault of the kind: the longest pause of a survivor."""
     usual = statistics.median(each for log in logs for each in log.seconds.values())
     found = []
-    for what, at in faults:
+    for what, at, victim in faults:
         gaps = [
             end - begin - usual
-            for log in logs
-            for begin, end in zip(log.times, log.times[1:], strict=False)
-            if what == kind and begin <= at <= end and end - begin < AFTERWARDS_S
+            for number, log in enumerate(logs)
+            for begin, end in itertools.pairwise(log.times)
+            if what == kind and number != victim and begin <= at <= end
         ]
         found += [max(gaps)] if gaps else []
     return sorted(found)
