@@ -42,7 +42,7 @@ class Order:
     microbatch; "sum", in the middle of the reduction; the name of an action of rounds, and "after"
     that. place, width: which rank of the replica it is, and of how many. They shard the model
     (FSDP2), and each takes its part of the samples. pause_s: of each microbatch. run: the directory
-    of its checkpoints. options: for Replicas.
+    of its checkpoints. is_impure: what it draws depends on the process. options: for Replicas.
     """
 
     coordinator: str
@@ -53,6 +53,7 @@ class Order:
     width: int = 1
     pause_s: float = 0.0
     run: Path | None = None
+    is_impure: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -98,7 +99,7 @@ def train(order: Order) -> None:
         for step in replicas.steps(order.until):
             for microbatch in step:
                 x = samples[microbatch.samples[order.place :: order.width]]
-                microbatch.drew(x)
+                microbatch.drew((x, os.getpid()) if order.is_impure else x)
                 time.sleep(order.pause_s)
                 microbatch.backward(nn.functional.mse_loss(model(x), x))
                 say(computed=[microbatch.step, microbatch.index, microbatch.samples])

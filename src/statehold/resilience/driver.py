@@ -47,6 +47,7 @@ class Driver:
         self._learn = learn
         self.computed: set[int] = set()
         self._served = 0
+        self._heard = 0
         self.seat = take_seat(view)
 
     @property
@@ -104,6 +105,7 @@ class Driver:
                 return played
             result = error = None
             self.seat.check()
+            self._hear()
             try:
                 if isinstance(action, rounds.Compute):
                     self._serve()
@@ -121,7 +123,6 @@ class Driver:
         """Do what the round asks for. Raises GroupLostError when the groups have failed."""
         if isinstance(action, rounds.Await):
             self.seat.wait(action.after)
-            self._learn(self.seat.member.drawn)
         elif isinstance(action, rounds.Gather):
             self._serve()
             self.seat.gather(action.epoch)
@@ -146,6 +147,13 @@ class Driver:
             replace(row[self.seat.place], joiners_wait=max(each.joiners_wait for each in row))
             for row in found
         ]
+
+    def _hear(self) -> None:
+        """Learn what lost replicas have drawn, once in an epoch: it may begin in any moment."""
+        member = self.seat.member
+        if member.epoch != self._heard:
+            self._heard = member.epoch
+            self._learn(member.drawn)
 
     def _serve(self) -> None:
         """Let joiners have the state of the round's beginning, once in an epoch (R11)."""
