@@ -232,7 +232,9 @@ def test_every_block_that_looks_like_python_is_one_that_runs() -> None:
     others = [each for each in BLOCKS if each.language != "python"]
     assert len(others) > 20
     assert [str(each) for each in others if python.search(each.code)] == []
-    assert {each.path.name for each in PYTHON} == {"README.md", "guide.md", "dcp.md", "offload.md"}
+    assert {each.path.name for each in PYTHON} == {
+        "README.md", "guide.md", "dcp.md", "offload.md", "resilience.md"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "bash"], ids=str)

@@ -31,6 +31,7 @@ class Log:
     computed: Counter[tuple[int, int]]
     seconds: dict[int, float]
     times: list[float]  # of commits
+    errors: list[str]
     weights: int | None
 
     @classmethod
@@ -46,6 +47,7 @@ class Log:
             ),
             {line["step"]: line["seconds"] for line in steps},
             [line["at"] for line in steps],
+            [line["error"] for line in lines if "error" in line],
             weights[0] if weights else None,
         )
 

@@ -1,7 +1,7 @@
 """A replica of a test: trains a small model, writes down what it does, and dies when it has to.
 
 Lines of its log, as JSON: {"computed": [step, index, samples]}, {"step", "loss", "seconds", "at"},
-and at the end {"weights": checksum}.
+{"error": its class}, and at the end {"weights": checksum}.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from statehold import Checkpointer
+from statehold.errors import StateholdError
 from statehold.resilience import Replicas
 from statehold.resilience.data.checksums import checksum
 from statehold.resilience.driver import Driver
@@ -99,7 +100,8 @@ def train(order: Order) -> None:
         for step in replicas.steps(order.until):
             for microbatch in step:
                 x = samples[microbatch.samples[order.place :: order.width]]
-                microbatch.drew((x, os.getpid()) if order.is_impure else x)
+                with said(say):
+                    microbatch.drew((x, os.getpid()) if order.is_impure else x)
                 time.sleep(order.pause_s)
                 microbatch.backward(nn.functional.mse_loss(model(x), x))
                 say(computed=[microbatch.step, microbatch.index, microbatch.samples])
@@ -109,6 +111,16 @@ def train(order: Order) -> None:
             say(step=step.number, loss=step.loss.hex(), seconds=now - begin, at=now)
             begin = now
         say(weights=checksum([local_of(each) for each in model.parameters()]))
+
+
+@contextlib.contextmanager
+def said(say: Callable[..., None]) -> Iterator[None]:
+    """Write down an error, and go on with it."""
+    try:
+        yield
+    except StateholdError as error:
+        say(error=type(error).__name__)
+        raise
 
 
 def sharded(model: nn.Module, order: Order) -> nn.Module:

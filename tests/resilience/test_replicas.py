@@ -106,16 +106,14 @@ def test_a_replica_that_comes_later_takes_part_in_the_next_steps(tmp_path: Path)
     assert step_indices(first + 1) & late.computed.keys()
 
 
-def test_a_replica_that_draws_other_samples_than_a_lost_one_stops(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_replica_that_draws_other_samples_than_a_lost_one_stops(tmp_path: Path) -> None:
     order: dict[str, Any] = {"options": (("lease_s", 2.0),), "pause_s": 0.6, "is_impure": True}
     with coordinated(2) as meeting, Job(tmp_path, meeting, UNTIL, **order) as job:
         job.start((0, "backward"))  # after a beat has told what it has drawn
         job.start()
-        job.wait()
+        logs = job.wait()
     assert [each.exitcode for each in job.processes] == [-signal.SIGKILL, 1]
-    assert "ImpureSamplesError" in capfd.readouterr().err
+    assert [log.errors for log in logs] == [[], ["ImpureSamplesError"]]
 
 
 def replica(address: str | None, **options: object) -> Replicas:
