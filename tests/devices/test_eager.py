@@ -193,7 +193,7 @@ def test_a_device_that_fails_meanwhile_wakes_the_trainer(
 
     machine.fails_at = fails_at
     with pytest.raises(statehold.errors.DeviceError):
-        ckpt.save(1, state)
+        ckpt.save(1, state).wait("staged", 60)  # save() raises it, unless it was already through
     assert machine.failure
 
 
