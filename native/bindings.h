@@ -222,7 +222,7 @@ class PyBufferPool {
 
 using Timeout = std::optional<double>;
 
-// None, more than a clock can add, and what is no number stand for decades.
+// None, NaN, and more seconds than a clock can add stand for decades.
 inline std::chrono::steady_clock::duration duration_of(Timeout timeout_s) {
   constexpr double at_most_s = 1e9;
   const double wanted_s = timeout_s.value_or(at_most_s);

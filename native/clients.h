@@ -3,7 +3,7 @@
 //
 // Every client has at least one buffer of its own, so none can be starved of memory (lending.h).
 // Processors and the disk are shared by weight where clients compete for them (shares.h), and all
-// of them goes to whoever is there where they do not.
+// of them goes to the clients that are there where they do not.
 #pragma once
 
 #include <cstdint>

@@ -61,7 +61,7 @@ class SimDisk {
   void record();
   std::vector<std::string> recorded();
   SimTree recorded_tree(size_t index);
-  // Where the files are of which some bytes are not what was written.
+  // Where files are that have bytes other than what was written.
   std::vector<std::string> damaged();
   void fail_next(const std::string& operation, int error, int count, int skip);
   void count(const std::string& fault);

@@ -8,7 +8,7 @@
 // that span and in kCatchUpNs more, and one transfer.
 //
 // What waits for a limit keeps its buffer: a client whose writes to one path are held back may have
-// none left for another path. Whoever needs both at full speed gives each a client of its own.
+// none left for another path. Give each path a client of its own if both need full speed.
 //
 // The time is the caller's, so that tests are exact. Not synchronised: the engine's mutex guards
 // it.

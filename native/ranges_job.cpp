@@ -203,7 +203,8 @@ void RangesJob::run(const Work& work) {
   CHECK(false);  // no such kind
 }
 
-// Whoever works on a block reads what it needs without the mutex: nobody else changes it meanwhile.
+// The thread that works on a block reads what it needs without the mutex: nobody else changes it
+// meanwhile.
 void RangesJob::start(uint64_t index) {
   const Block& block = blocks_[index];
   IoRequest request;

@@ -15,7 +15,7 @@
 // Invariants:
 // - The job owns memory and ranges until it is done, or has failed and is quiet, which it is only
 //   when all its transfers have ended: a write that lands later could destroy what the next job
-//   writes there. Whoever changes memory that is being written gets a checksum of other bytes.
+//   writes there. A caller that changes memory while it is written gets a checksum of other bytes.
 // - Nothing is written outside a range, except zeros in the rest of its last page in a direct file.
 //   So there a range begins on a page of its own.
 // - Memory that was read into is right only when its range is done: a failure leaves anything.

@@ -123,7 +123,7 @@ class HookedFs final : public Fs {
   const std::shared_ptr<SimFs> fs_;
 };
 
-// A job that throws where it is told to.
+// A job that throws at a chosen call.
 class ThrowingJob final : public Job {
  public:
   enum class Where : uint8_t { take, drop_queued };

@@ -417,7 +417,7 @@ class Reader {
   Stored stored_;
 };
 
-// Files of which all comes through Python, one buffer at a time, as copies to other levels do.
+// Files whose bytes all come through Python, one buffer at a time, as copies to other levels do.
 class Copier {
  public:
   Copier(World& world, uint64_t seed)

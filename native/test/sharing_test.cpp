@@ -33,7 +33,8 @@ uint64_t number_from_env(const char* name, uint64_t otherwise) {
   return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
 }
 
-// Lets a transfer through when it is told to, or all of them. The client is the file's name.
+// Holds transfers back until the test lets one or all of them through. The client is the file's
+// name.
 class SlowDisk final : public SimFs {
  public:
   using SimFs::SimFs;

@@ -17,7 +17,7 @@ from statehold.checkpoint.store.lock import RunLock
 from statehold.errors import RunBusyError
 from support.faults import DEADLINE_S
 
-# Holds the lock as an agent does; says so; ends when it is wanted, or when told to.
+# Holds the lock as an agent does; says so; ends when the lock is wanted, or when the test says so.
 AGENT = """
 import select, sys
 from statehold.checkpoint.store.lock import RunLock
@@ -29,7 +29,7 @@ lock.release()
 print("gone", flush=True)
 """
 
-# Tries to get the lock when told to; says how that went; keeps it until told to end.
+# Tries to get the lock when the test asks; says how that went; keeps it until the test ends it.
 TRAINER = """
 import sys
 from statehold.errors import RunBusyError

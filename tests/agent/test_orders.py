@@ -1,4 +1,4 @@
-"""What an agent is told is what the trainer has, and nothing else is believed."""
+"""An agent's orders say what the trainer has, and it believes nothing else."""
 
 from __future__ import annotations
 

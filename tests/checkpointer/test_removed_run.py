@@ -43,7 +43,7 @@ def test_saves_go_on_after_the_run_directory_was_removed(tmp_path: Path, caplog)
     assert caplog.text.count("was removed; creating and locking it again") == 1
 
 
-# Makes and locks a run directory, says so, and keeps it until it is told to end.
+# Makes and locks a run directory, says so, and keeps it until the test ends it.
 OTHER_JOB = """
 import os, sys
 from statehold.checkpoint.store.lock import RunLock

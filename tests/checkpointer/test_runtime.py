@@ -37,7 +37,7 @@ def resident_bytes(runtime: Runtime) -> int:
 
 @pytest.fixture
 def runtimes(tmp_path: Path) -> Iterator[list[Runtime]]:
-    """One for each process of a job, of which there are three at most."""
+    """One for each process of a job. A job has three at most."""
     found = [Runtime(options_of(OPTIONS), str(tmp_path)) for _ in range(3)]
     yield found
     for each in found:

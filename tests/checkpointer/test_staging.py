@@ -24,7 +24,7 @@ PLENTY = 600 * MiB
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """A host of which the memory that is available can be set; 2 MiB of staging to begin with."""
+    """A host whose available memory a test can set; 2 MiB of staging to begin with."""
     found = {"available": PLENTY}
     monkeypatch.setattr(staging, "FIRST_BYTES", 2 * MiB)
     monkeypatch.setattr(memory, "available", lambda: memory.Room(found["available"], "on a test"))

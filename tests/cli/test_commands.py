@@ -313,7 +313,7 @@ def test_doctor(tmp_path: Path, ask: Ask, say: Say) -> None:
     code, document = ask("doctor", tmp_path)
     assert code == 0
     assert document.keys() == {"path", "healthy", "checks"}
-    # What else jobs have left on this host is none of this test's.
+    # This test ignores what other jobs have left on this host.
     names = [each["name"] for each in document["checks"] if each["name"] not in LEFT_ON_HOST]
     assert names == [
         "system", "cores", "torch", "numpy", "backend", "kernel.io_uring_disabled",

@@ -136,7 +136,7 @@ class Waiting(dcp.DefaultSavePlanner):
 
 
 def test_a_save_that_begins_before_another_ends(tmp_path: Path) -> None:
-    """One writer, two saves: each goes where it was told to."""
+    """One writer, two saves: each goes to its own directory."""
     writer, planner = StorageWriter(), Waiting()
     one, two = tmp_path / "step-1", tmp_path / "step-2"
     first = dcp.async_save(

@@ -1,4 +1,4 @@
-"""Files of torch.save; what is no checkpoint says so; rename= is that of a Checkpointer."""
+"""Files of torch.save; other files raise an error; rename= is that of a Checkpointer."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Run:
         self.optimizer = Bump([self.live[name] for name in SHAPES])
 
     def state(self) -> dict[str, Any]:
-        """The optimizer makes its parameters lazy; what is no parameter is eager."""
+        """The optimizer makes its parameters lazy; all other tensors are eager."""
         return {**self.live, "optimizer": self.optimizer}
 
     # -- what a schedule is made of ----------------------------------------------------------

@@ -249,7 +249,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 def test_every_dtype_goes_to_every_kind_of_memory(
     ckpt: statehold.Checkpointer, machine: Machine, dtype: torch.dtype, is_large: bool
 ) -> None:
-    """Bit for bit, also what is no number."""
+    """Bit for bit, also NaN."""
     rows = 3 << 10 if is_large else 5  # over several buffers, or less than one
     patterns = torch.randint(
         0, 2 if dtype is torch.bool else 256, (rows, 60 * dtype.itemsize), dtype=torch.uint8

@@ -290,7 +290,7 @@ def test_ranks_with_different_levels_are_told_when_they_restore() -> None:
 
 
 def test_ranks_of_which_one_has_no_first_save_compare_their_levels_no_more() -> None:
-    """The failure of that save is told; it does not stick."""
+    """The failure of that save raises an error once; it does not stick."""
     with job(SimFs(seed=1)) as ranks:
         failures = ranks.failures(1, lambda rank: {"x": object()} if rank == 1 else state(rank, 1))
         assert isinstance(failures[1], UnsupportedValueError)

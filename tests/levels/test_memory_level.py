@@ -37,7 +37,7 @@ def levels(memory: Path, **options: object) -> list[statehold.Memory | statehold
 
 
 def mapped_files(folder: Path) -> list[str]:
-    """The files below `folder` of which this process has a mapping."""
+    """The files below `folder` that this process has mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sorted({line.split(None, 5)[5] for line in lines if f"{folder}/" in line})
 

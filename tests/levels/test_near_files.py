@@ -159,7 +159,7 @@ def content() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def ckpt(tmp_path: Path) -> Iterator[statehold.Checkpointer]:
-    """A run of which the only copy left is in an object store."""
+    """A run whose only copy left is in an object store."""
     pytest.importorskip("obstore")
     (tmp_path / "bucket").mkdir()
     store = statehold.ObjectStore(f"file://{tmp_path}/bucket/run")

@@ -1,4 +1,4 @@
-"""A host that answers wrongly, late or not at all: whoever reads from it is told so, in time."""
+"""A host answers wrongly, late or not at all: its readers get an error in time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Answer = Callable[[socket.socket], None]
 
 @contextlib.contextmanager
 def host_that(answer: Answer, deadline_s: float = DEADLINE_S) -> Iterator[RemoteFiles]:
-    """A host of which every connection is answered by `answer`, and then closed."""
+    """A host that answers every connection with `answer`, and then closes it."""
     listener = socket.create_server(("127.0.0.1", 0))
     over = threading.Event()
 

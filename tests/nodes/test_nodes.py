@@ -48,7 +48,7 @@ pytestmark = pytest.mark.skipif(not permitted(), reason="namespaces for nodes ar
 
 
 class Cluster:
-    """Nodes, of which some are lost; what was promised so far."""
+    """Nodes that may be lost; what was promised so far."""
 
     def __init__(self, folder: Path, count: int) -> None:
         (folder / "disk").mkdir()

@@ -20,7 +20,7 @@ __all__ = ["Asked", "Seen", "ask", "copied", "golden", "run", "seen", "shared", 
 
 
 class Seen(NamedTuple):
-    """A run with steps 1 to 3, of which 2 and 3 are kept, and where its trace lies."""
+    """A run that has saved steps 1 to 3 and keeps 2 and 3, and where its trace lies."""
 
     run: Path
     trace: Path
@@ -59,7 +59,7 @@ def told() -> Iterator[list[logging.LogRecord]]:
 
 @pytest.fixture(scope="session")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run at two levels, of which step 1 was copied, and its trace."""
+    """A run at two levels whose step 1 was copied, and its trace."""
     folder = tmp_path_factory.mktemp("copied")
     levels = [statehold.Directory(), statehold.Directory(path=folder / "far", name="far")]
     with statehold.Checkpointer(

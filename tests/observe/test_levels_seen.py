@@ -127,4 +127,4 @@ def test_the_line_of_a_copy_says_what_held_it_up() -> None:
     about = {"step": 7, "level": "objects", "bytes": 1 << 30, "seconds": 2.0, "limited_s": 0.0}
     text = "step 7 is committed at level objects: 1 GiB in 2 s (512 MiB/s)"
     assert copied_text(about) == text
-    assert copied_text({**about, "limited_s": 1.5}).startswith(f"{text}, of which 1.5")
+    assert copied_text({**about, "limited_s": 1.5}).startswith(f"{text}; it waited 1.5")

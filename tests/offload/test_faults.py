@@ -53,7 +53,7 @@ def test_short_and_reordered_transfers_change_nothing(seed: int) -> None:
 @pytest.mark.parametrize("skip", range(6))
 @pytest.mark.parametrize("operation", ["read", "write", "open_read", "open_write"])
 def test_an_update_that_fails_leaves_a_state_that_refuses(operation: str, skip: int) -> None:
-    """Nothing goes on from a state of which a part is one update ahead. A load makes it whole."""
+    """Nothing goes on from a state with a part that is one update ahead. A load makes it whole."""
     fs = simulated()
     twins = twins_on(fs)
     twins.train(2)

@@ -1,6 +1,6 @@
 """Loss of power on a real block device, in thousands of ways: python -m powerloss --states 5000
 
-Prints how many states of which kind were checked, and every violation with its seed. Fails if there
+Prints the number of checked states by kind, and every violation with its seed. Fails if there
 is one, or if a control, which breaks the commit protocol on purpose, is not noticed.
 `--seed N --states 1` runs one session again.
 """

@@ -1,4 +1,4 @@
-"""What happened in a run, and at which position of the disk's log: what the oracle is told.
+"""What happened in a run, and at which position of the disk's log: what the oracle knows.
 
 A process that saves notes each fact with the position that the log had then: what it begins, before
 it begins; what it was told, after it was told. So a disk whose power went off at position p has

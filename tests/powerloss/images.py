@@ -1,4 +1,4 @@
-"""Images of disks: sparse files, of which only what was ever written is copied."""
+"""Images of disks: sparse files. Only what was ever written is copied."""
 
 from __future__ import annotations
 

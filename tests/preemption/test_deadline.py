@@ -39,7 +39,7 @@ class Clock:
 
 
 class Ended:
-    """Stands for the end of the process. What is told: the exit code, and the time."""
+    """Stands for the end of the process. It notes the exit code and the time."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -138,7 +138,7 @@ def test_signals_are_given_back(tmp_path: Path) -> None:
 
 
 def test_a_fork_is_not_watched(tmp_path: Path) -> None:
-    """A data-loading worker that is told to end ends, and its trainer goes on."""
+    """A data-loading worker that gets a SIGTERM ends, and its trainer goes on."""
     with statehold.Checkpointer(tmp_path / "run") as ckpt:
         ckpt.leave_on(signal.SIGTERM, within_s=60)
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""Four ranks, of which some are asked to leave at a random moment: all leave, in time, alike.
+"""Some of four ranks are asked to leave at a random moment: all leave, in time, alike.
 
 Processes that meet in an all-reduce at each step. What has to hold: all end with one exit code and
 one last step, which is there afterwards bit for bit if the code says so, and nothing half is.
@@ -59,7 +59,7 @@ class Job:
         self._server.stdin.flush()
 
     def until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
-        """Take in reports up to one of which this holds."""
+        """Take in reports up to the first that satisfies it."""
         assert self._server.stdout is not None
         while True:
             event = json.loads(self._server.stdout.readline())
@@ -138,7 +138,7 @@ def wait_s(seconds: float) -> None:
 
 
 def asked_at_random(jobs: Jobs, chance: random.Random, **order: Any) -> tuple[Job, float]:
-    """A job of which some ranks are asked to leave, and how long it took until all had ended."""
+    """A job whose ranks are asked to leave, some of them, and the time until all had ended."""
     job = jobs.new(
         body=chance.choice(["every", "every", "rare"]),
         memory=str(jobs.memory),

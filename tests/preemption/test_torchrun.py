@@ -1,4 +1,4 @@
-"""torchrun is told to end: its workers get SIGTERM, save the same last step, and end in time."""
+"""torchrun gets SIGTERM and passes it on: its workers save the same last step, and end in time."""
 
 from __future__ import annotations
 

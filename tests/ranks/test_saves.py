@@ -322,8 +322,8 @@ def test_ranks_make_the_run_directory_together() -> None:
 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_ranks_that_go_on_after_a_failure_save_again(ranks: Ranks, failing: int) -> None:
-    """Who is told of an earlier failure does not begin, and so fails the save of the others: that
-    must not be told again, or the ranks would fail one another's saves for ever."""
+    """A rank that hears of an earlier failure does not begin, and so fails the save of the others.
+    It must not report that again, or the ranks would fail one another's saves for ever."""
 
     def train(rank: int) -> tuple[list[int], list[int]]:
         raised, failed = [], []

@@ -1,4 +1,4 @@
-"""Jobs of four processes of which one is killed: a fork server, so that torch is imported once.
+"""Jobs of four processes, one of them killed: a fork server, so that torch is imported once.
 
 victim.py FD...: one lane for each socket (a packet is a JSON object), each runs one job at a time.
 A request is {"run", "kind": "store" or "directory", "timeout_s", "saves", "kill": null or

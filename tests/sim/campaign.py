@@ -52,7 +52,7 @@ def summary(reports: Iterable[Report]) -> tuple[Counter[str], list[Report]]:
 
 
 def reports(seeds: range, processes: int, run: Run) -> Iterator[Report]:
-    """What became of each seed. Processes are new for every batch: what leaks is told apart from
+    """What became of each seed. Processes are new for every batch: what leaks is kept apart from
     what a seed does. Raises BrokenProcessPool where one of them dies."""
     context = multiprocessing.get_context("spawn")
     for first in seeds[::BATCH]:

@@ -5,7 +5,7 @@ So whatever a restore brings back says itself which save it is, and is compared 
 for bit.
 
     begun       saves that may be there: they were started
-    promised    the newest save of each step of which some rank was told that it is committed
+    promised    the newest save of each step that some rank was told is committed
     suspect     steps with bytes that rot or a misdirected write has changed: these may be refused
     far         steps that only the second level has: it may not have got the newest save of them
 
@@ -53,7 +53,7 @@ def blank() -> dict[str, Any]:
 
 
 def differs(found: dict[str, Any], rank: int, names: Iterable[str]) -> str | None:
-    """What is wrong with a restored state, of which `names` were restored."""
+    """What is wrong with a state after a restore of `names`."""
     expected = content(rank, found["step"], found["serial"])
     for name in names:
         value = expected[name]

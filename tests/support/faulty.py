@@ -1,4 +1,4 @@
-"""A process whose libc can be told to fail, to do less than asked, and to wait (faulty.c).
+"""A process whose libc fails, does less than asked, or waits, as a test asks (faulty.c).
 
 The compiled library is preloaded into a process and driven from inside of it: a Faults arms one
 rule, for the calls of some functions on the paths of one run. What io_uring does goes past libc, so

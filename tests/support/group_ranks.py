@@ -1,4 +1,4 @@
-"""Ranks in processes of their own that use groups and transfers, and lose them, as they are told.
+"""Ranks in processes of their own that follow orders to use and to lose groups and transfers.
 
 A rank does one thing at a time and tells how it has ended. It may be revoked meanwhile.
 """

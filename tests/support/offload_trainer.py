@@ -1,4 +1,4 @@
-"""A trainer with an offloaded optimizer, of which every update is known beforehand.
+"""A trainer with an offloaded optimizer whose every update is known beforehand.
 
 An update's gradients follow from its number. So what a step must hold is what torch's optimizer has
 after as many updates on the same gradients.

@@ -1,4 +1,4 @@
-"""A training of which every step is known: by plain AdamW here, on tiers in other processes."""
+"""A training whose every step is known: by plain AdamW here, on tiers in other processes."""
 
 from __future__ import annotations
 

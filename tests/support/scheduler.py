@@ -110,7 +110,7 @@ class Scheduler:
         return hashlib.sha256("\n".join(self.trace).encode()).hexdigest()[:16]
 
     def current(self) -> Task | None:
-        """The task of this thread; None for a thread that is none of ours."""
+        """The task of this thread; None for a foreign thread."""
         return self._by_thread.get(get_ident())
 
     def say(self, what: str) -> None:

@@ -26,7 +26,7 @@ def tree(run: Path) -> dict[str, int]:
 
 
 def use_everything(ckpt: statehold.Checkpointer, save: statehold.Save, optimizer) -> None:
-    """What a fork may try with what its parent has opened: it is told so, and waits for nothing."""
+    """A fork that uses what its parent has opened gets an error, and waits for nothing."""
     attempts: list[Callable[[], object]] = [
         lambda: ckpt.save(9, content(9)),
         lambda: ckpt.restore(content(0)),

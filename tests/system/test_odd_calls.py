@@ -113,7 +113,7 @@ def test_failing_reads_are_errors_and_set_nothing_aside(
     victims.run(failing_reads, quick, function, harmless)
 
 
-# In the order of a save; "" is the run directory, of which only D7 and R2 are syncs.
+# In the order of a save; "" is the run directory; only D7 and R2 sync it.
 HELD = [
     ("mkdir", ".partial"), ("open", ".partial"), ("fallocate", ".partial"), ("pwrite", ".partial"),
     ("fdatasync", ".partial"), ("fsync", ".partial"), ("write", ".partial"), ("rename", ".partial"),

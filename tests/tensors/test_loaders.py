@@ -310,7 +310,7 @@ def test_blocks_that_overlap_in_two_threads_leave_no_trace() -> None:
     assert draw() == expected
 
 
-# -- what is told --------------------------------------------------------------------------------
+# -- warnings ------------------------------------------------------------------------------------
 
 
 class Counting:

@@ -37,7 +37,7 @@ logger = logging.getLogger("statehold")
 
 
 def chosen(step_bytes: int, available_bytes: int, ranks: int) -> int:
-    """The staging memory for steps of which this rank writes `step_bytes`.
+    """The staging memory for steps in which this rank writes `step_bytes`.
 
     A quarter more than the step. So a state may grow a little, and the next save finds buffers
     while the last ones of this save are written.

@@ -1,7 +1,7 @@
 """Each optimizer has a folder of its own on a path: `PATH/optimizer-0`, `PATH/optimizer-1`, ...
 
 So the ranks of a node, and the optimizers of a process, can share a path. An optimizer has the
-first folder of which no living optimizer has locked `.lock`. The kernel drops that lock when its
+first folder whose `.lock` no living optimizer has locked. The kernel drops that lock when its
 owner dies. Folders and their locks stay when an optimizer goes, and are used again: to remove them
 would race with the next owner.
 

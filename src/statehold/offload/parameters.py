@@ -104,7 +104,7 @@ class Parameter:
         return self.local.is_contiguous()
 
     def place(self, rank: int | None) -> Placed:
-        """Which box of which global tensor the local one is, and in which layout.
+        """The box that the local tensor is of a global one, and its layout.
 
         rank: this one in a job of several, None in a job of one. The optimizer does not know which
         plain tensors DistributedDataParallel replicates; they are this rank's own here.

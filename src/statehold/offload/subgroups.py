@@ -190,7 +190,7 @@ def _next(rest: Span, extent: Extent, unit: int, left: int) -> Span | None:
 
 
 def _unit(extent: Extent, subgroup_bytes: int) -> tuple[int, int]:
-    """(the elements of which each cut is a multiple, the elements of which no span crosses one)."""
+    """(each cut is a multiple of so many elements, no span crosses a multiple of so many)."""
     block = max(1, extent.numel)
     for row in extent.rows:
         unit = math.lcm(max(1, row), CUT)

@@ -135,7 +135,7 @@ class Targets:
                 self._seen[path], self._measured_at[path] = moved, self._clock()
 
     def _to_measure_again(self, usable: Sequence[int]) -> int | None:
-        """A path without subgroups of which the bandwidth may have changed."""
+        """A path without subgroups whose bandwidth may have changed."""
         now, nbytes = self._clock(), max(self._sizes)
         for path in usable:
             if self.counts[path] == 0 and placement.is_worth_measuring(

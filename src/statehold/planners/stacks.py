@@ -58,7 +58,7 @@ class Stacks:
 
 
 def spread(replicas: int, redundancy: int) -> Stacks:
-    """Stacks of which any two share one shard at most, as the paper wants.
+    """Stacks such that any two share one shard at most, as the paper wants.
 
     Stacks of neighbours endure more losses that do not depend on each other, and are used where so
     many distinct differences do not fit.

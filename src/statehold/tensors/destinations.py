@@ -106,7 +106,7 @@ class Destinations:
         place = place or self.place(live, name)
         return self.fits(live, name, place) and self.fill(live, name, place) is None
 
-    @torch.inference_mode(False)  # training changes it in place, whoever restores
+    @torch.inference_mode(False)  # training changes it in place later
     def make(self, name: str, device: torch.device, beside: torch.Tensor | None = None) -> Any:
         """A new tensor for `name`; one for all places that were tied. beside: the parameter whose
         state it is; one of the same shape gives it its strides, a DTensor its placements, too."""

@@ -4,7 +4,7 @@ Owns: ties; that no name is taken twice; which tensors are recognised from the c
 added without asking again what follows from what they show, many at once or one by one.
 Invariants: a recognised tensor is added as it would be in full: the same spec, at the same place of
 the order, with the memory and the version that it has now. A tensor at whose address another one
-was found, or of which anything is out of the ordinary, is never recognised.
+was found, or that is out of the ordinary in any way, is never recognised.
 Not here: which tensors a state has, where they lie, and which of them are eager (capture).
 """
 

@@ -78,7 +78,7 @@ class Matching:
         return taken
 
     def _differs(self, node: Any, path: str) -> bool:
-        """Whether ranks saved different values, of which none is meant here: a problem."""
+        """Whether ranks saved different values, and none of them is meant here: a problem."""
         found = nodes.differing(node) if self._saved.world_size > 1 else None
         if found is not None:
             saved = f"{self._saved.world_size} ranks saved their own ({found})"

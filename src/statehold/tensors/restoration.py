@@ -87,7 +87,7 @@ class Restoration:
                     act()
             for act in self.generators:
                 act()
-        # Memory was written behind autograd's back: tell whoever saved these for a backward.
+        # Memory was written behind autograd's back: a backward that has saved these must raise.
         torch.autograd.graph.increment_version(
             [tensor for tensor in self.live if not tensor.is_inference()]
         )

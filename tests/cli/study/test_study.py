@@ -199,7 +199,7 @@ def test_exit_codes(
 
 
 class FakeBench:
-    """Rates by a rule, which is told how many cases were timed."""
+    """Rates by a rule that counts how many cases were timed."""
 
     def __init__(self, rate: Callable[[Strategy, int], float]) -> None:
         self.rate = rate

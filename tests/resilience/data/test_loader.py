@@ -39,7 +39,7 @@ class Samples(torch.utils.data.Dataset[Any]):
 
 
 class OneWorker:
-    """Does what Workers do, one call at a time, and only when it is told to."""
+    """Does what Workers do, one call at a time, and only when a test asks."""
 
     def __init__(self, draw: Draw, *_: Any) -> None:
         self._draw = draw

@@ -125,7 +125,7 @@ class Timeline:
         self.check("cudaEventSynchronize")
         self.host_waits.append(threading.current_thread().name)
         if not self.may_finish.wait(60):
-            raise TimeoutError("the device was never told to finish")
+            raise TimeoutError("the test never let the device finish")
         self._dawdle()
         with self._guard:
             self._reach(event)

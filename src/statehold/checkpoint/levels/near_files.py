@@ -51,7 +51,7 @@ class NearFiles:
         needed: Sequence[Range] | None,
         fetch: Callable[[Sequence[Target]], None],
     ) -> str:
-        """The path of a file of which `fetch` has filled the ranges `needed` (None: all of it).
+        """The path of a file after `fetch` has filled its ranges `needed` (None: all of it).
 
         A second call fetches the file again, because the caller was not content with the first one.
         """

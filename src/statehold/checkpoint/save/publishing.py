@@ -138,7 +138,7 @@ class Together:
         self._claims = claims
         self.rank: int | None = peers.rank
         self.leads = peers.rank == 0
-        self._arrived = -1  # the newest save of which this rank's part is durable
+        self._arrived = -1  # the newest save whose part of this rank is durable
         self._outcome = b""
 
     def attempt(self, number: int) -> str | None:

@@ -166,5 +166,5 @@ def copied_text(facts: dict[str, Any]) -> str:
     rate = format_bytes(int(facts["bytes"] / max(facts["seconds"], 1e-9)))
     took = f"{format_bytes(facts['bytes'])} in {format_seconds(facts['seconds'])} ({rate}/s)"
     limited = facts["limited_s"]
-    waited = f", of which {format_seconds(limited)} waiting for its turn" if limited > 0.1 else ""
+    waited = f"; it waited {format_seconds(limited)} for its turn" if limited > 0.1 else ""
     return f"step {facts['step']} is committed at level {facts['level']}: {took}{waited}"

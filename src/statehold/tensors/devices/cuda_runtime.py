@@ -46,7 +46,7 @@ def path_in(maps: str) -> str | None:
 
 def clear_error() -> None:
     """Forget an error of this thread that was dealt with: the runtime reports it once more to
-    whoever launches a kernel next, and that must not be the trainer."""
+    the next launch of a kernel, and that must not be one of the trainer."""
     if (get := _function("GetLastError")) is not None:
         get()
 

@@ -1,2 +1,2 @@
-"""Levels of which each host has its own: which hosts there are, which steps are whole, file
+"""Levels that each host has for itself: which hosts there are, which steps are whole, file
 transfer."""

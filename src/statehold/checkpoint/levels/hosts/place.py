@@ -73,7 +73,7 @@ class CopiesAt:
 
 
 class HostPlace(DirectoryPlace):
-    """A level of which each host has a part. Thread-safe.
+    """A level that is spread over hosts: each has a part. Thread-safe.
 
     copies: the copies of other hosts' files on this host.
     """
@@ -98,7 +98,7 @@ class HostPlace(DirectoryPlace):
 
     @property
     def is_apart(self) -> bool:
-        """Whether there are several hosts, each of which has a part of this level."""
+        """Whether several hosts share this level, each with a part of it."""
         return len(self.hosts) > 1
 
     def met(self, hosts: Sequence[Host], mine: int, rank: int, near: Nearby) -> None:
@@ -459,7 +459,7 @@ class CopiesPlace(DirectoryPlace):
 
 @dataclass(frozen=True, slots=True)
 class _Missed:
-    """A copy of which this rank has missed the end, and the step, which is `kept` meanwhile."""
+    """A copy whose end this rank has missed, and its step, which is `kept` meanwhile."""
 
     step: int
     manifest: bytes
