@@ -12,21 +12,20 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sim.undisturbed import MODULUS, gradient, overflows, updated
+from sim.undisturbed import MODULUS, gradient, updated
 from statehold.errors import InvariantError
-from statehold.resilience.protocol import rounds
+from statehold.resilience.protocol import actions
+from statehold.resilience.protocol.actions import GroupLost
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import (
     Beat,
     Hello,
     Leave,
     Promise,
-    Round,
     View,
     decode,
     encode,
 )
-from statehold.resilience.protocol.rounds import GroupLost
 
 if TYPE_CHECKING:
     from sim.replicated import World
@@ -61,7 +60,7 @@ class Rank:
             place=place,
             width=world.width,
             job={"seed": str(world.seed)},
-            view=View(Round(step), digest=f"{state} {place}"),
+            view=View(step, digest=f"{state} {place}"),
             min_replicas=world.min_replicas,
             lease_s=LEASE_S,
             desk=self.name,
@@ -73,7 +72,7 @@ class Rank:
         self.is_dead = False
         self.has_left = False
         self.stopped_until = 0.0
-        self._playing: Generator[rounds.Action, object, rounds.Played | None] | None = None
+        self._playing: Generator[actions.Action, object, int | None] | None = None
         self._waits_for: int | None = None
         self._may_fail = False
         self._acts_in = 0  # the epoch of the action
@@ -142,7 +141,7 @@ class Rank:
             self.later(RECONNECT_S, self.connect)
 
     def beat(self) -> None:
-        self.send(Beat(self.member.round))
+        self.send(Beat(self.member.step))
         self.later(BEAT_S, self.beat)
 
     def heard(self, line: bytes) -> None:
@@ -180,8 +179,8 @@ class Rank:
     # The training thread
 
     def begin(self) -> None:
-        """The next round, or the end of the run."""
-        self._playing = rounds.play(self.member, contextlib.nullcontext(), self.world.steps)
+        """The next step, or the end of the run."""
+        self._playing = actions.play(self.member, contextlib.nullcontext(), self.world.steps)
         self.sums = {}
         self.advance(None)
 
@@ -204,7 +203,7 @@ class Rank:
             self.is_dead = True
             return
         self._busy += 1
-        self._may_fail = not isinstance(action, rounds.Compute | rounds.Forget | rounds.Await)
+        self._may_fail = not isinstance(action, actions.Compute | actions.Forget | actions.Await)
         self._acts_in = getattr(action, "epoch", 0)
         if not self.world.dies(self, type(action).__name__):
             self.act(action)
@@ -221,31 +220,31 @@ class Rank:
                 self.send(self.member.complain("failed"))
             self.advance(None, GroupLost("failed"))
 
-    def act(self, action: rounds.Action) -> None:
+    def act(self, action: actions.Action) -> None:
         member, random = self.member, self.world.random
-        if isinstance(action, rounds.Compute):
+        if isinstance(action, actions.Compute):
             self.later(MICROBATCH_S * random.uniform(0.5, 1.5), lambda: self.compute(action.index))
-        elif isinstance(action, rounds.Forget):
+        elif isinstance(action, actions.Forget):
             self.world.report.counts["forgotten"] += 1
             self.sums = {}
             self.soon()
-        elif isinstance(action, rounds.Await):
+        elif isinstance(action, actions.Await):
             if member.epoch > action.after:
                 self.soon()
             else:
                 self._waits_for = action.after
-        elif isinstance(action, rounds.Gather):
+        elif isinstance(action, actions.Gather):
             if self._gathered == action.epoch:
                 self.soon()
             else:
                 self.meet("gather", None)
-        elif isinstance(action, rounds.Fetch):
+        elif isinstance(action, actions.Fetch):
             busy = self._busy
             self.state = -1  # parts of different states, until all has come
             self.later(random.uniform(0.01, 0.3), lambda: self.fetched(busy, action))
-        elif isinstance(action, rounds.Reduce):
-            self.meet("reduce", (member.round, dict(self.sums)))
-        elif isinstance(action, rounds.Vote):
+        elif isinstance(action, actions.Reduce):
+            self.meet("reduce", (member.step, dict(self.sums)))
+        elif isinstance(action, actions.Vote):
             self.meet("vote", action.ballot)
 
     def soon(self) -> None:
@@ -255,11 +254,11 @@ class Rank:
 
     def compute(self, index: int) -> None:
         if index in self.sums:
-            self.world.report.wrong(f"{self.name} computes {index} of {self.member.round} twice")
-        self.sums[index] = gradient(self.state, self.member.round.step, index)
+            self.world.report.wrong(f"{self.name} computes {index} of {self.member.step} twice")
+        self.sums[index] = gradient(self.state, self.member.step, index)
         self.advance(None)
 
-    def fetched(self, busy: int, action: rounds.Fetch) -> None:
+    def fetched(self, busy: int, action: actions.Fetch) -> None:
         if busy != self._busy:
             return
         holders = [
@@ -267,7 +266,7 @@ class Rank:
             for rank in self.world.living()
             if rank.replica in action.holders and rank.place == self.place
         ]
-        if any(rank.state_of < self.member.round.step for rank in holders):
+        if any(rank.state_of < self.member.step for rank in holders):
             self.later(0.01, lambda: self.fetched(busy, action))  # it has to catch up
             return
         if not holders or self.member.epoch != action.epoch or self.member.is_changing:
@@ -317,23 +316,20 @@ class Rank:
     def reduced(self, collective: Collective) -> None:
         found = list(collective.brought.values())
         indices = sorted(index for _, sums in found for index in sums)
-        if {round for round, _ in found} != {self.member.round}:
-            self.world.report.wrong(f"{self.name} reduces rounds {[r for r, _ in found]}")
+        if {step for step, _ in found} != {self.member.step}:
+            self.world.report.wrong(f"{self.name} reduces steps {[r for r, _ in found]}")
         if indices != list(range(self.world.microbatches)):
-            self.world.report.wrong(f"{self.name}: {self.member.round} sums up {indices}")
+            self.world.report.wrong(f"{self.name}: {self.member.step} sums up {indices}")
         self.total = sum(sum(sums.values()) for _, sums in found) % MODULUS
         self.world.report.counts["reductions"] += 1
-        self.advance(overflows(self.world.seed, self.member.round))
+        self.advance(None)
 
-    def committed(self, played: rounds.Played) -> None:
-        if played.again:
-            self.world.report.counts["overflow"] += 1
-        else:
-            self.state = updated(self.state, played.round.step, self.total)
-            self.state_of = played.round.step + 1
-            self.world.report.counts["rejoined"] += self.life > 1 and not self._commits
-            self._commits += 1
-            self.world.committed(self, played.round.step)
+    def committed(self, step: int) -> None:
+        self.state = updated(self.state, step, self.total)
+        self.state_of = step + 1
+        self.world.report.counts["rejoined"] += self.life > 1 and not self._commits
+        self._commits += 1
+        self.world.committed(self, step)
         if self.member.is_changing:
             self.send(Promise(self.member.promised, self.member.view))
             self.world.drop(self, self.member.promised)

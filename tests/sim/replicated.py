@@ -29,7 +29,7 @@ from statehold.resilience.protocol.messages import Hello, decode, encode
 
 FAULTS = (
     "kill", "stop", "hang", "cut off", "reset", "coordinator dies", "coordinator stops",
-    "spurious failure", "severed", "overflow", "growth", "fenced", "half a collective",
+    "spurious failure", "severed", "growth", "fenced", "half a collective",
     "caught up", "two deaths at once", "all lost", "rejoined", "forgotten", "death in an answer",
     *(f"death in {each}" for each in ("Compute", "Await", "Gather", "Fetch", "Reduce", "Vote")),
 )  # fmt: skip
@@ -88,7 +88,7 @@ class World:
             self.report.wrong(f"{type(error).__name__}: {error}")
             return self.report
         if not done:
-            ranks = [(r.name, r.member.round, r.member.epoch) for r in self.living()]
+            ranks = [(r.name, r.member.step, r.member.epoch) for r in self.living()]
             epoch = self.coordinator.epoch if self.coordinator else None
             self.report.wrong(f"the run stands still: {ranks}, coordinator {epoch}")
         self.report.counts["steps"] += self.steps if done else 0
@@ -349,7 +349,7 @@ class World:
         if not self.faulty("death", 0.001):
             return False
         self.report.counts[f"death in {where}"] += 1
-        self.trace(f"{rank.name} dies in {where}, {rank.member.round}")
+        self.trace(f"{rank.name} dies in {where}, {rank.member.step}")
         rank.die()
         self.start_again(rank, self.random.uniform(0.2, 4.0))
         return True
@@ -374,7 +374,7 @@ class World:
         victims = self.random.sample(self.living(), min(len(self.living()), self.strength()))
         self.report.counts["two deaths at once"] += fault == "kill" and len(victims) == 2
         for rank in victims:
-            self.trace(f"{fault} {rank.name} in {rank.member.round}")
+            self.trace(f"{fault} {rank.name} in {rank.member.step}")
             if fault == "kill":
                 rank.die()
                 self.start_again(rank, self.random.uniform(0.2, 4.0))

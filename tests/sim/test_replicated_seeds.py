@@ -15,7 +15,7 @@ import pytest
 from sim.campaign import missing, summary
 from sim.replica import Rank
 from sim.replicated import FAULTS, run_replicated
-from statehold.resilience.protocol import member, rounds, shares
+from statehold.resilience.protocol import actions, member, shares
 from statehold.resilience.protocol.coordinator import Coordinator, _Replica
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import Complaint, Message, View
@@ -41,9 +41,9 @@ Break = Callable[[pytest.MonkeyPatch], None]
 def commit_after_a_promise(patch: pytest.MonkeyPatch) -> None:
     real = Member.commit
 
-    def commit(self: Member, epoch: int, *, again: bool, end_epoch: bool) -> bool:
+    def commit(self: Member, epoch: int, *, end_epoch: bool) -> bool:
         promised, self.promised = self.promised, self.epoch
-        committed = real(self, self.epoch, again=again, end_epoch=end_epoch)
+        committed = real(self, self.epoch, end_epoch=end_epoch)
         self.promised = max(promised, self.promised)
         return committed
 
@@ -76,14 +76,14 @@ def let_the_fenced_back(patch: pytest.MonkeyPatch) -> None:
 def ignore_votes(patch: pytest.MonkeyPatch) -> None:
     real = Rank.act
 
-    def act(self: Rank, action: rounds.Action) -> None:
-        if isinstance(action, rounds.Vote):
+    def act(self: Rank, action: actions.Action) -> None:
+        if isinstance(action, actions.Vote):
             self.later(0, lambda: self.advance([action.ballot]))
         else:
             real(self, action)
 
     patch.setattr(Rank, "act", act)
-    patch.setattr(rounds, "_check", lambda *_: None)
+    patch.setattr(actions, "_check", lambda *_: None)
 
 
 def skip_the_catch_up(patch: pytest.MonkeyPatch) -> None:
@@ -97,8 +97,8 @@ def install_before_all_have_promised(patch: pytest.MonkeyPatch) -> None:
 def keep_what_others_compute(patch: pytest.MonkeyPatch) -> None:
     real = Rank.act
 
-    def act(self: Rank, action: rounds.Action) -> None:
-        if isinstance(action, rounds.Forget):
+    def act(self: Rank, action: actions.Action) -> None:
+        if isinstance(action, actions.Forget):
             self.soon()
         else:
             real(self, action)

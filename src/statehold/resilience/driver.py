@@ -1,11 +1,11 @@
-"""Driver: executes the actions of rounds with torch, step after step (R1 to R11).
+"""Driver: executes the actions of the protocol with torch, step after step (R1 to R11).
 
     for index in driver.step(until): ...     the microbatches of this replica; returns the number
                                              of the committed step, or None when the run is over
 
 Invariants: the gradients of a step are in p.grad when `step` returns, on every member alike. A seat
 that was fenced is given up with everything that it has computed; a new one begins as a joiner.
-Not here: the order of actions (protocol/rounds), groups and links (seat), the user's loop (step).
+Not here: the order of actions (protocol/actions), groups and links (seat), the user's loop (step).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from statehold.errors import ReplicaLostError
 from statehold.resilience.lost import GroupLostError
-from statehold.resilience.protocol import rounds
+from statehold.resilience.protocol import actions
 from statehold.resilience.protocol.messages import View
 from statehold.resilience.seat import Fenced, Seat
 from statehold.resilience.sums.interface import Start, Sum
@@ -53,7 +53,7 @@ class Driver:
     @property
     def number(self) -> int:
         """The step in progress."""
-        return self.seat.member.round.step
+        return self.seat.member.step
 
     def admit(self) -> None:
         """Wait until this rank belongs to the job, so that the number of the step is known."""
@@ -66,7 +66,7 @@ class Driver:
     def step(self, until: int) -> Generator[int, None, int | None]:
         while True:
             try:
-                played = yield from self._round(until)
+                played = yield from self._play(until)
             except Fenced as fenced:
                 self._come_back(fenced)
                 continue
@@ -75,7 +75,7 @@ class Driver:
             self._transfer.stop_serving()
             self._sums.finish()
             self.seat.end_epoch()
-            return played.round.step
+            return played
 
     def start(self, index: int) -> Start | None:
         """If this microbatch is the last: what starts reductions during its backward pass."""
@@ -91,58 +91,58 @@ class Driver:
         self.seat.close()
         self._transfer.close()
 
-    def _round(self, until: int) -> Generator[int, None, rounds.Played | None]:
+    def _play(self, until: int) -> Generator[int, None, int | None]:
         self._forget()
         member = self.seat.member
-        playing = rounds.play(member, self.seat.link.changed, until)
+        playing = actions.play(member, self.seat.link.changed, until)
         result: object = None
-        error: rounds.GroupLost | None = None
+        error: actions.GroupLost | None = None
         while True:
             try:
                 action = playing.throw(error) if error else playing.send(result)
             except StopIteration as stop:
-                played: rounds.Played | None = stop.value
+                played: int | None = stop.value
                 return played
             result = error = None
             self.seat.check()
             self._hear()
             try:
-                if isinstance(action, rounds.Compute):
+                if isinstance(action, actions.Compute):
                     self._serve()
                     yield action.index
                     self.computed.add(action.index)
-                elif isinstance(action, rounds.Forget):
+                elif isinstance(action, actions.Forget):
                     self._forget()
                 else:
                     result = self.execute(action)
             except GroupLostError as lost:
                 self.seat.complain(str(lost))
-                error = rounds.GroupLost(str(lost))
+                error = actions.GroupLost(str(lost))
 
-    def execute(self, action: rounds.Action) -> object:
-        """Do what the round asks for. Raises GroupLostError when the groups have failed."""
-        if isinstance(action, rounds.Await):
+    def execute(self, action: actions.Action) -> object:
+        """Do what the protocol asks for. Raises GroupLostError when the groups have failed."""
+        if isinstance(action, actions.Await):
             self.seat.wait(action.after)
-        elif isinstance(action, rounds.Gather):
+        elif isinstance(action, actions.Gather):
             self._serve()
             self.seat.gather(action.epoch)
-        elif isinstance(action, rounds.Fetch):
+        elif isinstance(action, actions.Fetch):
             self._fetch(action)
-        elif isinstance(action, rounds.Reduce):
+        elif isinstance(action, actions.Reduce):
             self._sums.reduce(self.seat.start)
-        elif isinstance(action, rounds.Vote):
+        elif isinstance(action, actions.Vote):
             return self._vote(action)
         return None
 
     def _forget(self) -> None:
-        """Nothing is computed in this round."""
+        """Nothing is computed in this step."""
         self._sums.begin()
         self.computed = set()
 
-    def _vote(self, action: rounds.Vote) -> list[rounds.Ballot]:
+    def _vote(self, action: actions.Vote) -> list[actions.Ballot]:
         """The ballots of the column. A wish of any rank of a replica is the wish of the replica."""
         rows = self.seat.exchange(action.ballot.values())
-        found = [[rounds.Ballot(*values) for values in row] for row in rows]
+        found = [[actions.Ballot(*values) for values in row] for row in rows]
         return [
             replace(row[self.seat.place], joiners_wait=max(each.joiners_wait for each in row))
             for row in found
@@ -156,7 +156,7 @@ class Driver:
             self._learn(member.drawn)
 
     def _serve(self) -> None:
-        """Let joiners have the state of the round's beginning, once in an epoch (R11)."""
+        """Let joiners have the state of the step's beginning, once in an epoch (R11)."""
         member = self.seat.member
         if not member.joiners or self._served == member.epoch or member.must_fetch:
             return
@@ -165,12 +165,12 @@ class Driver:
             self._served = epoch
             self._transfer.serve(desk, epoch, place, size, revoked)
 
-    def _fetch(self, action: rounds.Fetch) -> None:
+    def _fetch(self, action: actions.Fetch) -> None:
         desk, epoch, place, size, _, revoked = self.seat.where(action.epoch)
         self._transfer.fetch(desk, epoch, place, size, revoked)
 
     def _come_back(self, fenced: Fenced) -> None:
-        """Join again under another name: the state is that of the round's beginning, as it was.
+        """Join again under another name: the state is that of the step's beginning, as it was.
 
         The ranks of a larger replica cannot: one of them may be dead.
         """
@@ -180,7 +180,7 @@ class Driver:
                 f"this replica is out of the job: {fenced}",
                 facts={
                     "replica": member.name,
-                    "step": member.round.step,
+                    "step": member.step,
                     "state": "the other replicas have it, and go on",
                 },
                 hint="start all ranks of this replica again: they join, and get the state",

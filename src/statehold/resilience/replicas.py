@@ -33,7 +33,7 @@ from statehold.resilience.data.purity import Purity
 from statehold.resilience.driver import Driver
 from statehold.resilience.meeting import Desk
 from statehold.resilience.progress import Progress
-from statehold.resilience.protocol.messages import Hello, Round, View
+from statehold.resilience.protocol.messages import Hello, View
 from statehold.resilience.protocol.shares import fresh
 from statehold.resilience.seat import Seat, Surroundings
 from statehold.resilience.step import Step, Work
@@ -197,7 +197,7 @@ class Replicas:
             self._checkpointer.restore(self.state)
             self._has_restored = True
         transfer = Transfer(self.state, self._around.host, self._width)
-        view = View(Round(self._position.step), digest=transfer.digest())
+        view = View(self._position.step, digest=transfer.digest())
         return Driver(self._take_seat, view, self._sums, transfer, self._learn)
 
     def _take_seat(self, view: View) -> Seat:

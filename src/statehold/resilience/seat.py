@@ -6,7 +6,7 @@ rest.
 
 Invariants: groups are built for the newest epoch only. After the rank has promised another epoch,
 every operation on them raises GroupLostError.
-Not here: the order of actions (protocol/rounds), what is done with them (driver).
+Not here: the order of actions (protocol/actions), what is done with them (driver).
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Seat:
                 "coordinator": f"{host}:{port}",
                 "connection": self.link.problem or "up",
                 "expected": f"{self._min_replicas} replicas or more (min_replicas)",
-                "state": f"that of the beginning of step {self.member.round.step}, intact",
+                "state": f"that of the beginning of step {self.member.step}, intact",
             },
             hint="start more replicas, or the coordinator: statehold coordinate",
         )

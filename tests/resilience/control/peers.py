@@ -12,7 +12,7 @@ from statehold.resilience.control.link import Link
 from statehold.resilience.control.server import Server
 from statehold.resilience.protocol.coordinator import Coordinator
 from statehold.resilience.protocol.member import Member
-from statehold.resilience.protocol.messages import Hello, Round, View
+from statehold.resilience.protocol.messages import Hello, View
 
 PATIENCE_S = 60.0  # a test that fails waits so long; no other waits
 LONG_LEASE_S = 30.0
@@ -42,7 +42,7 @@ class Peer:
     def __init__(
         self, name: str, port: int, lease_s: float = LONG_LEASE_S, member: type[Member] = Member
     ) -> None:
-        hello = Hello(name, 0, 1, {"seed": "1"}, View(Round(0), digest="same"), lease_s=lease_s)
+        hello = Hello(name, 0, 1, {"seed": "1"}, View(0, digest="same"), lease_s=lease_s)
         self.member = member(hello, 4)
         self.is_stuck = False
         self.link = Link(

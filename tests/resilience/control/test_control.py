@@ -22,13 +22,12 @@ from statehold.resilience.protocol.messages import (
     Prepare,
     Promise,
     Refused,
-    Round,
     View,
     decode,
     encode,
 )
 
-HELLO = Hello("x", 0, 1, {"seed": "1"}, View(Round(0), digest="same"), lease_s=LONG_LEASE_S)
+HELLO = Hello("x", 0, 1, {"seed": "1"}, View(0, digest="same"), lease_s=LONG_LEASE_S)
 
 
 def stranger(office: Office) -> socket.socket:
@@ -72,7 +71,7 @@ def test_a_rank_that_makes_no_progress_is_expelled_after_its_lease() -> None:
 def test_a_replica_that_differs_is_refused_and_stays_out() -> None:
     with meeting("a") as (office, _):
         other = stranger(office)
-        other.sendall(encode(Hello("b", 0, 1, {"seed": "2"}, View(Round(0)))))
+        other.sendall(encode(Hello("b", 0, 1, {"seed": "2"}, View(0))))
         refused = decode(other.makefile("rb").readline())
         assert isinstance(refused, Refused)
         assert dict(refused.facts) == {"what": "seed", "expected": "1", "got": "2"}
@@ -114,7 +113,7 @@ def test_a_complaint_is_not_lost_between_a_hello_and_the_first_beat() -> None:
         member = peers["a"].member
         peers["a"].until(lambda each: each.joiners_wait)
         with peers["a"].link.changed:
-            assert member.commit(1, again=False, end_epoch=True)
+            assert member.commit(1, end_epoch=True)
         peers["a"].link.send(Promise(2, member.view))
         newcomer.until_in("a", "b")
         office.close()
@@ -130,7 +129,7 @@ def test_a_message_that_breaks_the_protocol_ends_the_seat() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     peer = Peer("a", listener.getsockname()[1])
     connected, _ = listener.accept()
-    install = Install(1, {"b": View(Round(0))})
+    install = Install(1, {"b": View(0)})
     connected.sendall(encode(Prepare(1)) + encode(install))
     peer.until(lambda member: isinstance(member.fenced, Fenced))
     assert isinstance(peer.member.fenced, Fenced)
@@ -144,7 +143,7 @@ def test_one_that_leaves_is_known_to_have_left() -> None:
     with meeting("a", "b") as (office, peers):
         peers["b"].link.leave()
         until(lambda: office.coordinator.members == ["a"])
-        assert [view.round for view in office.coordinator._departed] == [Round(0)]
+        assert [view.step for view in office.coordinator._departed] == [0]
         assert office.coordinator.epoch == 1
 
 

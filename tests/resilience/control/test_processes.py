@@ -59,7 +59,7 @@ def test_a_stopped_process_is_expelled_and_learns_it_when_it_goes_on() -> None:
         peers["a"].until(lambda member: member.joiners_wait)
         os.kill(rank.pid, signal.SIGSTOP)
         with peers["a"].link.changed:
-            peers["a"].member.commit(1, again=False, end_epoch=True)
+            peers["a"].member.commit(1, end_epoch=True)
         peers["a"].link.send(Promise(2, peers["a"].member.view))
         peers["a"].until_in("a", after=1)  # it did not wait for ever
         os.kill(rank.pid, signal.SIGCONT)

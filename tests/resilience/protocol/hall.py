@@ -12,7 +12,6 @@ from statehold.resilience.protocol.messages import (
     Hello,
     Message,
     Refused,
-    Round,
     View,
     decode,
     encode,
@@ -23,7 +22,7 @@ JOB = {"seed": "1"}
 
 
 def hello(name: str, place: int = 0, width: int = 1, **more: object) -> Hello:
-    first = Hello(name, place, width, JOB, View(Round(0), digest="same"))
+    first = Hello(name, place, width, JOB, View(0, digest="same"))
     return replace(first, **more)  # type: ignore[arg-type]
 
 
@@ -60,7 +59,7 @@ class Hall:
         while self.now < end:
             self.now += 0.1
             for conn in self.members.keys() - self.deaf if beats else ():
-                self.say(conn, Beat(self.members[conn].round))
+                self.say(conn, Beat(self.members[conn].step))
             self.deliver(self.coordinator.tick(self.now))
 
     def restart(self, settle_s: float = 1.0) -> None:

@@ -19,7 +19,6 @@ from statehold.resilience.protocol.messages import (
     Prepare,
     Promise,
     Refused,
-    Round,
     View,
     Waiting,
 )
@@ -35,7 +34,7 @@ def commit(hall: Hall, *conns: int) -> None:
     for conn in conns:
         member = hall.members[conn]
         assert member.vote(member.epoch)
-        assert member.commit(member.epoch, again=False, end_epoch=False)
+        assert member.commit(member.epoch, end_epoch=False)
 
 
 # A run begins
@@ -161,7 +160,7 @@ def test_a_second_connection_under_a_name_is_a_loss() -> None:
     assert isinstance(hall.out(again), Fenced)
     assert hall.names == ["a"]
     hall.lose(conns["b"])
-    hall.say(conns["b"], Beat(Round(0)))
+    hall.say(conns["b"], Beat(0))
     hall.wait(3)
     assert hall.names == ["a"]
 
@@ -184,9 +183,9 @@ def test_when_all_are_lost_a_new_run_waits_for_the_expected_replicas() -> None:
     hall.connect(hello("c"))
     hall.wait(0.5)
     assert not hall.names
-    hall.connect(hello("d", view=View(Round(7), digest="newer")))
+    hall.connect(hello("d", view=View(7, digest="newer")))
     assert hall.names == ["c", "d"]
-    assert all(hall.members[conn].round == Round(7) for conn in (3, 4))
+    assert all(hall.members[conn].step == 7 for conn in (3, 4))
 
 
 def test_newcomers_of_a_preparation_without_members_can_promise_again() -> None:
@@ -275,11 +274,11 @@ def test_a_joiner_waits_for_the_end_of_the_step() -> None:
         member = hall.members[conns[name]]
         assert member.joiners_wait
         member.vote(1)
-        member.commit(1, again=False, end_epoch=True)
+        member.commit(1, end_epoch=True)
     hall.say(conns["a"], Promise(2, hall.members[conns["a"]].view))
     assert hall.names == ["a", "b", "c"]
     joiner = hall.members[newcomer]
-    assert (joiner.round, joiner.share, joiner.must_fetch) == (Round(1), (), True)
+    assert (joiner.step, joiner.share, joiner.must_fetch) == (1, (), True)
     assert joiner.holders == ("a", "b")
 
 
@@ -327,7 +326,7 @@ def test_after_a_restart_a_complaint_that_was_lost_is_known() -> None:
 
 def test_what_members_say_while_others_come_back_is_known() -> None:
     """It was of no epoch that the coordinator knew, and was dropped."""
-    for message in (Complaint(1, "failed"), Promise(2, View(Round(1), member=True))):
+    for message in (Complaint(1, "failed"), Promise(2, View(1, member=True))):
         hall, conns = running("a", "b")
         hall.restart()
         first = hall.connect(hall.members[conns["a"]])

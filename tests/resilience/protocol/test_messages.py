@@ -20,7 +20,6 @@ from statehold.resilience.protocol.messages import (
     Prepare,
     Promise,
     Refused,
-    Round,
     View,
     Waiting,
     decode,
@@ -29,9 +28,9 @@ from statehold.resilience.protocol.messages import (
 
 numbers = st.integers(0, 2**62)
 names = st.text(max_size=20)
-found_rounds = st.builds(Round, st.integers(-1, 2**40), st.integers(0, 9))
+found_steps = st.integers(-1, 2**40)
 shares = st.lists(numbers, max_size=5).map(tuple)
-views = st.builds(View, found_rounds, st.booleans(), shares, st.booleans(), names)
+views = st.builds(View, found_steps, st.booleans(), shares, st.booleans(), names)
 drawn = st.dictionaries(names, numbers, max_size=3)
 texts = st.dictionaries(names, names, max_size=3)
 hellos = st.builds(
@@ -51,7 +50,7 @@ hellos = st.builds(
 )
 messages = st.one_of(
     hellos,
-    st.builds(Beat, found_rounds, drawn),
+    st.builds(Beat, found_steps, drawn),
     st.builds(Promise, numbers, views),
     st.builds(Complaint, numbers, names),
     st.builds(Leave, views),
@@ -68,7 +67,7 @@ messages = st.one_of(
     st.builds(Fenced, names),
     st.builds(Refused, names, texts),
 )
-HELLO = Hello("a", 0, 1, {"seed": "1"}, View(Round(0)))
+HELLO = Hello("a", 0, 1, {"seed": "1"}, View(0))
 
 
 @settings(max_examples=50)
@@ -129,7 +128,7 @@ def test_a_message_with_another_value_is_one_or_a_value_error(
         {"epoch": True},
         {"job": {"seed": 1}},
         {"members": "ab"},
-        {"view": {"round": {"step": float("inf"), "attempt": 0}}},
+        {"view": {"step": float("inf")}},
         {"stranger": 1},
     ],
     ids=str,

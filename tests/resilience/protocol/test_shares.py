@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from statehold.errors import InvariantError
-from statehold.resilience.protocol.messages import Install, Round, View, decode, encode
+from statehold.resilience.protocol.messages import Install, View, decode, encode
 from statehold.resilience.protocol.shares import fresh, resolve, spread
 
 members = st.lists(st.text("abcdefgh", min_size=1, max_size=3), min_size=1, max_size=8, unique=True)
@@ -21,7 +21,7 @@ def of_all(shares: Mapping[str, tuple[int, ...]]) -> list[int]:
 
 
 def view(step: int, share: tuple[int, ...], voted: bool = False, member: bool = True) -> View:
-    return View(Round(step), voted, share, member, "" if member else "own")
+    return View(step, voted, share, member, "" if member else "own")
 
 
 @given(microbatches, members)
@@ -76,29 +76,29 @@ def test_missing_microbatches_go_to_the_smallest_shares() -> None:
 def test_who_is_behind_has_no_share_yet() -> None:
     views = {"a": view(7, (0, 2)), "b": view(6, (1, 3), voted=True)}
     found = resolve(4, views)
-    assert found.round == Round(7)
+    assert found.step == 7
     assert found.shares == {"a": (0, 2), "b": (1, 3)}
 
 
 def test_one_that_has_left_tells_how_far_the_run_is() -> None:
     found = resolve(2, {"a": view(6, (0,), voted=True)}, (view(7, ()),))
-    assert found.round == Round(7)
+    assert found.step == 7
     assert found.shares == {"a": (0, 1)}
 
 
 def test_a_joiner_has_no_share_and_holds_nothing() -> None:
     found = resolve(2, {"a": view(6, (0, 1)), "b": view(9, (), member=False)})
-    assert (found.round, found.holders, found.joiners) == (Round(6), ("a",), ("b",))
+    assert (found.step, found.holders, found.joiners) == (6, ("a",), ("b",))
     assert found.shares == {"a": (0, 1)}
 
 
 def test_a_new_run_begins_at_the_furthest_state() -> None:
     def own(step: int, digest: str) -> View:
-        return View(Round(step), digest=digest)
+        return View(step, digest=digest)
 
     views = {"a": own(3, "x"), "b": own(5, "y"), "c": own(5, "z"), "d": own(5, "y")}
     found = resolve(2, views)
-    assert (found.round, found.holders, found.joiners) == (Round(5), ("b", "d"), ("a", "c"))
+    assert (found.step, found.holders, found.joiners) == (5, ("b", "d"), ("a", "c"))
 
 
 @pytest.mark.parametrize("share", [(0, 1), (1, 9), (1, -1)], ids=str)

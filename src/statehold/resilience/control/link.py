@@ -154,7 +154,7 @@ class Link:
     def _beat(self, lines: Lines) -> None:
         if not self._is_stuck():
             with self.changed:
-                beat = Beat(self._member.round, self._drawn())
+                beat = Beat(self._member.step, self._drawn())
             lines.write(encode(beat))
 
     def _receive(self, lines: Lines, message: Message) -> None:

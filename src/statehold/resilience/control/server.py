@@ -113,7 +113,7 @@ class Server:
             if conn in self._names:
                 raise ValueError("a second Hello")
             self._names[conn] = f"{message.replica} rank {message.place}"
-            self._report(f"{self._names[conn]} has connected, {message.view.round}")
+            self._report(f"{self._names[conn]} has connected, {message.view.step}")
             self._send(self._coordinator.hello(conn, message, now))
             return
         if isinstance(message, Complaint):

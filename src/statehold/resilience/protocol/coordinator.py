@@ -36,7 +36,6 @@ from statehold.resilience.protocol.messages import (
     Prepare,
     Promise,
     Refused,
-    Round,
     View,
     Waiting,
 )
@@ -87,9 +86,9 @@ class _Replica:
 
     @property
     def view(self) -> View:
-        """Of its furthest rank. Its other ranks have voted in the round before, and follow."""
+        """Of its furthest rank. Its other ranks have voted in the step before, and follow."""
         views = [self.promises[place] for place in sorted(self.promises)]
-        furthest = max(views, key=lambda view: view.round)
+        furthest = max(views, key=lambda view: view.step)
         is_member = all(view.member for view in views)
         return replace(furthest, member=is_member, digest=" ".join(view.digest for view in views))
 
@@ -97,8 +96,8 @@ class _Replica:
     def is_torn(self) -> bool:
         """Whether its ranks hold different states: the transfer to it has ended in the middle."""
         views = self.promises.values()
-        states = {(view.round, view.member, view.digest == FETCHED) for view in views}
-        return len(states) > 1 or any(view.round == TORN for view in views)
+        states = {(view.step, view.member, view.digest == FETCHED) for view in views}
+        return len(states) > 1 or any(view.step == TORN for view in views)
 
 
 class Coordinator:
@@ -124,7 +123,7 @@ class Coordinator:
         self._told_waiting = False
         self._failed = False
         self._complaints: Counter[str] = Counter()
-        self._furthest: Round | None = None
+        self._furthest: int | None = None
         self._changed_at = 0.0
         self._returned_at = 0.0
         self._ticked_at: float | None = None
@@ -178,7 +177,7 @@ class Coordinator:
             replica.left[place] = message.view
             if len(replica.left) == replica.hello.width:
                 if name in self.members or not self.epoch:
-                    self._departed.append(max(replica.left.values(), key=lambda view: view.round))
+                    self._departed.append(max(replica.left.values(), key=lambda view: view.step))
                 self._forget(name, Fenced("it has left"))
         return self._sent(now)
 
@@ -307,7 +306,7 @@ class Coordinator:
     def _install(self, views: Mapping[str, View]) -> None:
         assert self._target is not None
         self.epoch, self._target, self._failed = self._target, None, False
-        furthest = max(view.round for view in views.values())
+        furthest = max(view.step for view in views.values())
         if furthest != self._furthest:
             self._furthest = furthest
             self._complaints.clear()

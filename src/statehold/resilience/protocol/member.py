@@ -1,14 +1,14 @@
 """Member: what one rank has promised, and what it may commit.
 
 Two threads use it, under one lock that their owner holds: the control thread brings the messages of
-the coordinator, and the training thread plays rounds.
+the coordinator, and the training thread plays steps.
 
 Invariants:
-- A rank commits a round only under the newest epoch that it has promised (R4, R6). A promise and a
+- A rank commits a step only under the newest epoch that it has promised (R4, R6). A promise and a
   commit exclude each other, so a view never misses a commit.
-- The round never goes back. The share of a round only grows.
-- A rank that has voted keeps what it reduced until the round is committed or reduced again.
-Not here: waiting, sockets and groups (control, groups), the order of a round's actions (rounds).
+- The step never goes back. The share of a step only grows.
+- A rank that has voted keeps what it reduced until the step is committed or reduced again.
+Not here: waiting, sockets and groups (control, groups), the order of actions (actions).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from statehold.resilience.protocol.messages import (
     Prepare,
     Promise,
     Refused,
-    Round,
     View,
     Waiting,
 )
@@ -36,7 +35,7 @@ from statehold.resilience.protocol.shares import Resolution, Share, fresh, resol
 
 
 class Member:
-    """A rank of a replica, at the beginning of the round of its first Hello.
+    """A rank of a replica, at the beginning of the step of its first Hello.
 
     microbatches: of a step.
     """
@@ -44,7 +43,7 @@ class Member:
     def __init__(self, hello: Hello, microbatches: int) -> None:
         self.name = hello.replica
         self.microbatches = microbatches
-        self.round = hello.view.round
+        self.step = hello.view.step
         self.share: Share = ()
         self.epoch = 0
         self.promised = 0
@@ -66,12 +65,12 @@ class Member:
     def view(self) -> View:
         if not self._holds_state:
             return self._own
-        return View(self.round, self._voted, self.share, member=True)
+        return View(self.step, self._voted, self.share, member=True)
 
     @property
     def own_view(self) -> View:
         """Of its tensors, for another seat: nobody else has this state, as far as it knows."""
-        return View(self.round, digest=self.name) if self._holds_state else self._own
+        return View(self.step, digest=self.name) if self._holds_state else self._own
 
     @property
     def is_changing(self) -> bool:
@@ -80,7 +79,7 @@ class Member:
 
     @property
     def is_behind(self) -> bool:
-        """Another member has committed the round that this one has voted in (R8)."""
+        """Another member has committed the step that this one has voted in (R8)."""
         return self._next is not None
 
     @property
@@ -134,11 +133,11 @@ class Member:
         self.holders, self.joiners = found.holders, found.joiners
         self.joiners_wait, self.drawn, self._next = False, install.drawn, None
         if self.name in found.joiners:
-            self._holds_state, self.round, self.share = False, found.round, ()
-        elif self.round < found.round and self._holds_state:
+            self._holds_state, self.step, self.share = False, found.step, ()
+        elif self.step < found.step and self._holds_state:
             self._next = found
         else:
-            self._begin(found.round, found.shares[self.name])
+            self._begin(found.step, found.shares[self.name])
         return True
 
     def fetching(self) -> None:
@@ -146,42 +145,37 @@ class Member:
         self._own = View(TORN)
 
     def received(self, epoch: int) -> None:
-        """The state of the round's beginning has come from its holders (R11)."""
+        """The state of the step's beginning has come from its holders (R11)."""
         if epoch == self.epoch:
-            self._own = View(self.round, digest=FETCHED)
+            self._own = View(self.step, digest=FETCHED)
             self._holds_state = True
 
     def vote(self, epoch: int) -> bool:
-        """R3: the round is reduced under `epoch`. False if that epoch has ended."""
+        """R3: the step is reduced under `epoch`. False if that epoch has ended."""
         if self.is_changing or epoch != self.epoch:
             return False
         self._voted = True
         return True
 
-    def commit(self, epoch: int, *, again: bool, end_epoch: bool) -> bool:
+    def commit(self, epoch: int, *, end_epoch: bool) -> bool:
         """R4: all members have voted. False if this rank has promised a later epoch meanwhile.
 
-        again: the gradients of the step are taken once more, as the next attempt.
         end_epoch: some member knows of waiting replicas, so this commit ends the epoch (R11).
         """
         if self.is_changing or epoch != self.epoch:
             return False
-        if again:
-            self._begin(self.round.again, self.share)
-        else:
-            following = fresh(self.microbatches, self.members)
-            self._begin(self.round.next_step, following[self.name])
+        self._begin(self.step + 1, fresh(self.microbatches, self.members)[self.name])
         if end_epoch:
             self.promised = self.epoch + 1
         return True
 
     def catch_up(self) -> None:
-        """Commit the round that others have committed, and enter the one in progress."""
+        """Commit the step that others have committed, and enter the one in progress."""
         if self._next is None or not self._voted:
-            raise InvariantError("nothing to catch up with", facts={"round": str(self.round)})
+            raise InvariantError("nothing to catch up with", facts={"step": self.step})
         found, self._next = self._next, None
-        self._begin(found.round, found.shares[self.name])
+        self._begin(found.step, found.shares[self.name])
 
-    def _begin(self, round: Round, share: Share) -> None:
-        self.round, self.share, self._voted = round, share, False
+    def _begin(self, step: int, share: Share) -> None:
+        self.step, self.share, self._voted = step, share, False
         self._holds_state = True

@@ -15,26 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True, order=True)
-class Round:
-    """One attempt to sum the gradients of a step. A second attempt follows an overflow."""
-
-    step: int
-    attempt: int = 0
-
-    @property
-    def next_step(self) -> Round:
-        return Round(self.step + 1)
-
-    @property
-    def again(self) -> Round:
-        return Round(self.step, self.attempt + 1)
-
-
-# The round of a rank whose state is neither its own nor that of others: a transfer has broken off.
-TORN = Round(-1)
-# The digest of a state that has come from members: those of the same round are equal.
+# The step of a rank whose state is neither its own nor that of others: a transfer has broken off.
+TORN = -1
+# The digest of a state that has come from members: those of the same step are equal.
 FETCHED = "fetched"
 
 
@@ -42,15 +25,15 @@ FETCHED = "fetched"
 class View:
     """What a rank tells when it promises (R6).
 
-    round: the round in progress; its state is that of the round's beginning.
-    voted: it has reduced this round and entered the vote, so another rank may have committed it.
-    share: the microbatches that it contributes to this round.
+    step: the step in progress; its state is that of the step's beginning.
+    voted: it has reduced this step and entered the vote, so another rank may have committed it.
+    share: the microbatches that it contributes to this step.
     member: it holds the state of the run. A rank that has just come does not.
     digest: of its state, if it has just come: equal states need no transfer. The view of a replica
         has those of all its ranks.
     """
 
-    round: Round
+    step: int
     voted: bool = False
     share: tuple[int, ...] = ()
     member: bool = False
@@ -87,10 +70,10 @@ class Hello:
 class Beat:
     """The rank is alive, and its training thread makes progress.
 
-    drawn: checksums of what was drawn for microbatches of the round since the last beat.
+    drawn: checksums of what was drawn for microbatches of the step since the last beat.
     """
 
-    round: Round
+    step: int
     drawn: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -138,7 +121,7 @@ class Install:
     views: of each member by its name, in the order of the members.
     departed: views of replicas that have left after their last step.
     desk: where the ranks of this epoch meet: at its first member.
-    drawn: checksums of what lost replicas have drawn in this round.
+    drawn: checksums of what lost replicas have drawn in this step.
     """
 
     epoch: int
@@ -209,7 +192,7 @@ def decode(line: bytes) -> Message:
 
 
 def _plain(value: object) -> Any:
-    if isinstance(value, View | Round):
+    if isinstance(value, View):
         return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
     raise TypeError(f"{type(value).__name__} is in no message")
 
@@ -251,13 +234,9 @@ def _mapping(read: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
     return lambda value: {name: read(each) for name, each in _object(value).items()}
 
 
-def _round(value: Any) -> Round:
-    return Round(_number(value["step"]), _number(value["attempt"]))
-
-
 def _view(value: Any) -> View:
     return View(
-        round=_round(value["round"]),
+        step=_number(value["step"]),
         voted=_flag(value["voted"]),
         share=_tuple(_number)(value["share"]),
         member=_flag(value["member"]),
@@ -278,7 +257,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "failed": _at_least(0),
     "members": _tuple(_text),
     "desk": _text,
-    "round": _round,
+    "step": _number,
     "drawn": _mapping(_number),
     "reason": _text,
     "views": _mapping(_view),

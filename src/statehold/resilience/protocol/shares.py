@@ -5,7 +5,7 @@
 
 Invariants: the shares of a resolution are disjoint and cover all microbatches. A survivor keeps its
 share, so that it repeats nothing. Both are pure functions: all members compute the same.
-Not here: who the members are (coordinator), and what they do with their shares (rounds).
+Not here: who the members are (coordinator), and what they do with their shares (actions).
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from statehold.errors import InvariantError
-from statehold.resilience.protocol.messages import Round, View
+from statehold.resilience.protocol.messages import View
 
 Share = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """The round that the members of an epoch are in.
+    """The step that the members of an epoch are in.
 
-    holders: the members that hold the state of the round's beginning.
-    joiners: the members that receive it from them; they have no share in this round.
+    holders: the members that hold the state of the step's beginning.
+    joiners: the members that receive it from them; they have no share in this step.
     """
 
-    round: Round
+    step: int
     shares: Mapping[str, Share]
     holders: tuple[str, ...]
     joiners: tuple[str, ...]
@@ -51,16 +51,16 @@ def resolve(
 ) -> Resolution:
     """What the members of a new epoch do next, from the views that they gave with their promises.
 
-    A member whose round is behind has voted in it, and some member has committed it (R3): it
-    commits, too, and begins the round in progress.
+    A member whose step is behind has voted in it, and some member has committed it (R3): it
+    commits, too, and begins the step in progress.
     """
     holders = _holders(views)
     told = [views[each] for each in holders] + list(departed)
-    current = max(view.round for view in told)
-    shares = {each: views[each].share if views[each].round == current else () for each in holders}
+    current = max(view.step for view in told)
+    shares = {each: views[each].share if views[each].step == current else () for each in holders}
     counted = [index for share in shares.values() for index in share]
     _each_once(counted, microbatches, current)
-    behind = [views[each] for each in holders if views[each].round < current]
+    behind = [views[each] for each in holders if views[each].step < current]
     late = [view for view in behind if not view.voted]
     if late:
         raise InvariantError(
@@ -78,13 +78,13 @@ def _holders(views: Mapping[str, View]) -> list[str]:
     members = [each for each, view in views.items() if view.member]
     if members:
         return members
-    furthest = max(view.round for view in views.values())
-    digest = next(view.digest for view in views.values() if view.round == furthest)
-    return [each for each, view in views.items() if (view.round, view.digest) == (furthest, digest)]
+    furthest = max(view.step for view in views.values())
+    digest = next(view.digest for view in views.values() if view.step == furthest)
+    return [each for each, view in views.items() if (view.step, view.digest) == (furthest, digest)]
 
 
-def _each_once(counted: Sequence[int], microbatches: int, current: Round) -> None:
+def _each_once(counted: Sequence[int], microbatches: int, current: int) -> None:
     if len(set(counted)) != len(counted) or not set(counted) <= set(range(microbatches)):
         raise InvariantError(
-            "members share a microbatch", facts={"round": str(current), "shares": sorted(counted)}
+            "members share a microbatch", facts={"step": current, "shares": sorted(counted)}
         )

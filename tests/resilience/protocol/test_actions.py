@@ -1,4 +1,4 @@
-"""Members and the actions of their rounds: what is promised, and what is committed."""
+"""Members and the actions of their steps: what is promised, and what is committed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import pytest
 
 from resilience.protocol.hall import MICROBATCHES, hello
 from statehold.errors import InvariantError
-from statehold.resilience.protocol import rounds
+from statehold.resilience.protocol import actions
+from statehold.resilience.protocol.actions import (
+    Await,
+    Compute,
+    Fetch,
+    Forget,
+    Gather,
+    GroupLost,
+    Reduce,
+    Vote,
+)
 from statehold.resilience.protocol.member import FETCHED, Member
 from statehold.resilience.protocol.messages import (
     TORN,
@@ -18,24 +28,12 @@ from statehold.resilience.protocol.messages import (
     Install,
     Prepare,
     Promise,
-    Round,
     View,
     Waiting,
 )
-from statehold.resilience.protocol.rounds import (
-    Await,
-    Compute,
-    Fetch,
-    Forget,
-    Gather,
-    GroupLost,
-    Played,
-    Reduce,
-    Vote,
-)
 
-Playing = Generator[Any, Any, Played | None]
-NEW = View(Round(0), digest="same")
+Playing = Generator[Any, Any, int | None]
+NEW = View(0, digest="same")
 
 
 def member(name: str = "a", *others: str) -> Member:
@@ -53,7 +51,7 @@ def enter(found: Member, epoch: int, views: dict[str, View], *departed: View) ->
 
 
 def playing(found: Member, until: int = 100) -> Playing:
-    return rounds.play(found, contextlib.nullcontext(), until)
+    return actions.play(found, contextlib.nullcontext(), until)
 
 
 def until_vote(play: Playing, action: Any = None) -> Vote:
@@ -63,23 +61,22 @@ def until_vote(play: Playing, action: Any = None) -> Vote:
     return action
 
 
-def ended(play: Playing, result: Any) -> Played | None:
+def ended(play: Playing, result: Any) -> int | None:
     with pytest.raises(StopIteration) as stop:
         play.send(result)
-    played: Played | None = stop.value.value
+    played: int | None = stop.value.value
     return played
 
 
-def both(vote: Vote, **of_other: int) -> list[rounds.Ballot]:
+def both(vote: Vote, **of_other: int) -> list[actions.Ballot]:
     """The ballots of this rank, and of one that has computed the rest."""
     mine = vote.ballot
     rest = {0, 1, 2, 3} - COMPUTED
-    marks = sum(map(rounds.mark, rest)) % (1 << 62)
-    other = rounds.Ballot(
+    marks = sum(map(actions.mark, rest)) % (1 << 62)
+    other = actions.Ballot(
         **{
             "epoch": mine.epoch,
             "step": mine.step,
-            "attempt": mine.attempt,
             "count": len(rest),
             "marks": marks,
             "joiners_wait": 0,
@@ -104,8 +101,8 @@ def test_a_promise_excludes_the_commit() -> None:
     found = member("a", "b")
     assert found.vote(1)
     promise = found.receive(Prepare(2))
-    assert promise == Promise(2, View(Round(0), True, (0, 2), member=True))
-    assert not found.commit(1, again=False, end_epoch=False)
+    assert promise == Promise(2, View(0, True, (0, 2), member=True))
+    assert not found.commit(1, end_epoch=False)
     assert not found.vote(1)
     assert found.view == promise.view
 
@@ -122,11 +119,11 @@ def test_an_older_promise_is_not_given() -> None:
 def test_a_member_that_is_behind_catches_up() -> None:
     found = member("a", "b")
     found.vote(1)
-    views = {"a": found.view, "b": View(Round(1), False, (1, 3), member=True)}
+    views = {"a": found.view, "b": View(1, False, (1, 3), member=True)}
     enter(found, 2, views)
-    assert (found.is_behind, found.round, found.share) == (True, Round(0), (0, 2))
+    assert (found.is_behind, found.step, found.share) == (True, 0, (0, 2))
     found.catch_up()
-    assert (found.is_behind, found.round, found.share) == (False, Round(1), (0, 2))
+    assert (found.is_behind, found.step, found.share) == (False, 1, (0, 2))
 
 
 def test_only_what_was_voted_for_is_caught_up_with() -> None:
@@ -139,29 +136,29 @@ def test_a_member_is_not_behind_any_more_when_the_one_ahead_is_lost() -> None:
     """It had not begun to catch up. It then committed with the shares of another epoch."""
     found = member("a", "b")
     found.vote(1)
-    enter(found, 2, {"a": found.view, "b": View(Round(1), False, (1, 3), member=True)})
+    enter(found, 2, {"a": found.view, "b": View(1, False, (1, 3), member=True)})
     assert found.is_behind
     enter(found, 3, {"a": found.view})
     assert not found.is_behind
-    assert (found.round, found.share) == (Round(0), (0, 2, 1, 3))
+    assert (found.step, found.share) == (0, (0, 2, 1, 3))
 
 
 def test_a_view_behind_without_a_vote_breaks_the_protocol() -> None:
     found = member("a", "b")
     with pytest.raises(InvariantError, match="has not reduced"):
-        enter(found, 2, {"a": found.view, "b": View(Round(1), False, (), member=True)})
+        enter(found, 2, {"a": found.view, "b": View(1, False, (), member=True)})
 
 
 def test_a_joiner_has_the_state_when_it_has_come() -> None:
     found = member("c")
-    enter(found, 4, {"b": View(Round(6), False, (0, 1, 2, 3), member=True), "c": found.view})
-    assert (found.round, found.share, found.must_fetch) == (Round(6), (), True)
+    enter(found, 4, {"b": View(6, False, (0, 1, 2, 3), member=True), "c": found.view})
+    assert (found.step, found.share, found.must_fetch) == (6, (), True)
     found.fetching()
     assert found.view == View(TORN)
     found.received(3)
     assert found.must_fetch
     found.received(4)
-    assert found.view == View(Round(6), member=True)
+    assert found.view == View(6, member=True)
     assert found._own.digest == FETCHED
 
 
@@ -169,7 +166,7 @@ def test_waiting_is_for_one_epoch() -> None:
     found = member("a", "b")
     found.receive(Waiting(1))
     assert found.joiners_wait
-    enter(found, 2, {"a": found.view, "b": View(Round(0), False, (1, 3), member=True)})
+    enter(found, 2, {"a": found.view, "b": View(0, False, (1, 3), member=True)})
     assert not found.joiners_wait
     found.receive(Waiting(1))
     assert not found.joiners_wait
@@ -178,15 +175,8 @@ def test_waiting_is_for_one_epoch() -> None:
 def test_the_end_of_an_epoch_is_a_promise() -> None:
     found = member("a", "b")
     found.vote(1)
-    assert found.commit(1, again=False, end_epoch=True)
-    assert (found.promised, found.is_changing, found.round) == (2, True, Round(1))
-
-
-def test_an_attempt_keeps_the_share() -> None:
-    found = member("a", "b")
-    found.vote(1)
-    assert found.commit(1, again=True, end_epoch=False)
-    assert (found.round, found.share) == (Round(0, 1), (0, 2))
+    assert found.commit(1, end_epoch=True)
+    assert (found.promised, found.is_changing, found.step) == (2, True, 1)
 
 
 def test_a_hello_tells_everything_after_a_restart() -> None:
@@ -215,8 +205,8 @@ def test_the_actions_of_an_undisturbed_round() -> None:
         actions.append(play.send(None))
     vote = actions.pop()
     assert actions == [Compute(0), Compute(2), Gather(1), Reduce(1)]
-    assert ended(play, both(vote)) == Played(Round(0), again=False)
-    assert (found.round, found.share) == (Round(1), (0, 2))
+    assert ended(play, both(vote)) == 0
+    assert (found.step, found.share) == (1, (0, 2))
 
 
 def test_no_epoch_is_waited_for() -> None:
@@ -225,16 +215,6 @@ def test_no_epoch_is_waited_for() -> None:
     assert next(play) == Await(0)
     enter(found, 1, {"a": NEW})
     assert play.send(None) == Compute(0)
-
-
-def test_an_overflow_is_another_attempt() -> None:
-    found = member("a", "b")
-    play = playing(found)
-    for expected in (Compute(0), Compute(2), Gather(1), Reduce(1)):
-        assert (next(play) if expected == Compute(0) else play.send(None)) == expected
-    vote = play.send(True)
-    assert ended(play, both(vote)) == Played(Round(0), again=True)
-    assert found.round == Round(0, 1)
 
 
 def test_the_run_is_over_at_its_last_step() -> None:
@@ -261,7 +241,7 @@ def test_a_failure_leads_to_the_next_epoch_and_repeats_no_microbatch(kind: type)
         computed += [action.index] if isinstance(action, Compute) else []
         action = play.send(None)
     assert computed == [0, 2, 1, 3]
-    assert ended(play, [action.ballot]) == Played(Round(0), again=False)
+    assert ended(play, [action.ballot]) == 0
 
 
 def test_a_promise_between_the_vote_and_the_commit_prevents_it() -> None:
@@ -270,7 +250,7 @@ def test_a_promise_between_the_vote_and_the_commit_prevents_it() -> None:
     vote = until_vote(play)
     found.receive(Prepare(2))
     assert play.send(both(vote)) == Await(1)
-    assert found.round == Round(0)
+    assert found.step == 0
 
 
 def test_who_is_behind_commits_what_it_has_reduced() -> None:
@@ -279,16 +259,16 @@ def test_who_is_behind_commits_what_it_has_reduced() -> None:
     until_vote(play)
     found.receive(Prepare(2))
     assert play.throw(GroupLost("revoked")) == Await(1)
-    found.receive(Install(2, {"a": found.view, "b": View(Round(1), False, (1, 3), member=True)}))
-    assert ended(play, None) == Played(Round(0), again=False)
-    assert (found.round, found.share) == (Round(1), (0, 2))
+    found.receive(Install(2, {"a": found.view, "b": View(1, False, (1, 3), member=True)}))
+    assert ended(play, None) == 0
+    assert (found.step, found.share) == (1, (0, 2))
 
 
 def joining() -> tuple[Member, Playing]:
     found = member("c")
     play = playing(found)
     assert next(play) == Await(0)
-    enter(found, 4, {"b": View(Round(6), False, (0, 1, 2, 3), member=True), "c": found.view})
+    enter(found, 4, {"b": View(6, False, (0, 1, 2, 3), member=True), "c": found.view})
     return found, play
 
 
@@ -298,7 +278,7 @@ def test_a_joiner_fetches_and_reduces_without_a_share() -> None:
     assert play.send(None) == Fetch(4, ("b",))
     assert found.view == View(TORN)
     assert [play.send(None), play.send(None)] == [Gather(4), Reduce(4)]
-    vote = play.send(False)
+    vote = play.send(None)
     assert (vote.ballot.count, vote.ballot.marks) == (0, 0)
 
 
@@ -316,29 +296,27 @@ def test_a_member_that_becomes_a_joiner_forgets_what_it_has_computed() -> None:
     found = member("a", "b")
     play = playing(found)
     assert [next(play), play.send(None)] == [Compute(0), Compute(2)]
-    own = View(Round(0), digest="same")
-    enter(found, 2, {"b": View(Round(0), False, (1, 3), member=True), "a": own})
+    own = View(0, digest="same")
+    enter(found, 2, {"b": View(0, False, (1, 3), member=True), "a": own})
     assert play.send(None) == Forget()
     assert [play.send(None), play.send(None)] == [Gather(2), Fetch(2, ("b",))]
     assert [play.send(None), play.send(None)] == [Gather(2), Reduce(2)]
-    assert play.send(False).ballot.count == 0
+    assert play.send(None).ballot.count == 0
 
 
 def test_one_that_waits_is_told_in_the_vote() -> None:
     found = member("a", "b")
     play = playing(found)
     vote = until_vote(play)
-    assert ended(play, both(vote, joiners_wait=1)) == Played(Round(0), again=False)
+    assert ended(play, both(vote, joiners_wait=1)) == 0
     assert found.is_changing
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"count": 1}, {"marks": 7}, {"step": 1}, {"attempt": 1}, {"epoch": 2}], ids=str
-)
+@pytest.mark.parametrize("wrong", [{"count": 1}, {"marks": 7}, {"step": 1}, {"epoch": 2}], ids=str)
 def test_ballots_that_do_not_fit_stop_the_commit(wrong: dict[str, int]) -> None:
     found = member("a", "b")
     play = playing(found)
     vote = until_vote(play)
     with pytest.raises(InvariantError, match="counted each microbatch once"):
         play.send(both(vote, **wrong))
-    assert found.round == Round(0)
+    assert found.step == 0

@@ -1,13 +1,13 @@
-"""The actions of one rank in one round, as a generator that its driver executes.
+"""The actions of one rank in one step, as a generator that its driver executes.
 
-    playing = play(member, lock)          one round; returns what was committed
+    playing = play(member, lock)          one step; returns its number
     action = next(playing)                Compute, Forget, Await, Gather, Fetch, Reduce, Vote
     action = playing.send(result)         or playing.throw(GroupLost(...)) if a group has failed
 
 The trainer executes actions with torch, the simulation with a clock of its own: the order of the
 protocol is here once.
 
-Invariants: no microbatch is computed twice in one round by the same rank. What was reduced under an
+Invariants: no microbatch is computed twice in one step by the same rank. What was reduced under an
 epoch that ended is not committed unless another member has committed it.
 Not here: promises (member), who the members are (coordinator).
 """
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from statehold.errors import InvariantError
 from statehold.resilience.protocol.member import Member
-from statehold.resilience.protocol.messages import Round
 
 
 class GroupLost(Exception):
@@ -36,7 +35,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Clear the local sums: others contribute what this rank has computed in the round."""
+    """Clear the local sums: others contribute what this rank has computed in the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Receive the state of the round's beginning from `holders` (R11). May fail."""
+    """Receive the state of the step's beginning from `holders` (R11). May fail."""
 
     epoch: int
     holders: tuple[str, ...]
@@ -63,7 +62,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Sum scratch copies over the members (R2). The result: take the gradients again? May fail."""
+    """Sum scratch copies over the members (R2). May fail."""
 
     epoch: int
 
@@ -74,7 +73,6 @@ class Ballot:
 
     epoch: int
     step: int
-    attempt: int
     count: int
     marks: int
     joiners_wait: int
@@ -83,7 +81,6 @@ class Ballot:
         return [
             self.epoch,
             self.step,
-            self.attempt,
             self.count,
             self.marks,
             self.joiners_wait,
@@ -98,14 +95,6 @@ class Vote:
     ballot: Ballot
 
 
-@dataclass(frozen=True, slots=True)
-class Played:
-    """A committed round. again: its gradients did not fit, and are taken again by the next one."""
-
-    round: Round
-    again: bool
-
-
 Action = Compute | Forget | Await | Gather | Fetch | Reduce | Vote
 
 _MARKS = 1 << 62
@@ -118,28 +107,26 @@ def mark(index: int) -> int:
 
 def play(
     member: Member, lock: contextlib.AbstractContextManager[object], until: int
-) -> Generator[Action, object, Played | None]:
-    """Play the round in progress until it is committed; None if it is of step `until` or later.
+) -> Generator[Action, object, int | None]:
+    """Play the step in progress until it is committed; None if it is `until` or later.
 
     A failure leads to the next epoch.
     """
     computed: set[int] = set()
-    again = False
     while True:
         with lock:
             epoch, is_behind, is_changing = member.epoch, member.is_behind, member.is_changing
             missing = [each for each in member.share if each not in computed]
             is_joiner = member.must_fetch and epoch > 0
-            is_over = epoch > 0 and member.round.step >= until
+            step, is_over = member.step, epoch > 0 and member.step >= until
         if is_over:
             return None
         if is_behind and not is_changing:
             with lock:
                 if member.is_changing:
                     continue
-                played = Played(member.round, again)
                 member.catch_up()
-            return played
+            return step
         if computed and is_joiner:  # a rank of its replica has not entered the epoch before
             yield Forget()
             computed.clear()
@@ -158,7 +145,7 @@ def play(
                     with lock:
                         member.received(epoch)
                     continue
-                again = bool((yield Reduce(epoch)))
+                yield Reduce(epoch)
                 with lock:
                     if not member.vote(epoch):
                         continue
@@ -168,9 +155,8 @@ def play(
                 _check(ballots, ballot, member.microbatches)
                 end_epoch = any(each.joiners_wait for each in ballots)
                 with lock:
-                    played = Played(member.round, again)
-                    if member.commit(epoch, again=again, end_epoch=end_epoch):
-                        return played
+                    if member.commit(epoch, end_epoch=end_epoch):
+                        return step
             except GroupLost:
                 yield Await(epoch)
 
@@ -179,8 +165,7 @@ def _ballot(member: Member, computed: set[int]) -> Ballot:
     marks = sum(map(mark, computed)) % _MARKS
     return Ballot(
         member.epoch,
-        member.round.step,
-        member.round.attempt,
+        member.step,
         len(computed),
         marks,
         int(member.joiners_wait),
@@ -188,12 +173,8 @@ def _ballot(member: Member, computed: set[int]) -> Ballot:
 
 
 def _check(ballots: Sequence[Ballot], mine: Ballot, microbatches: int) -> None:
-    """Each microbatch is in the sum once, and all speak of the same round."""
-    strangers = [
-        each
-        for each in ballots
-        if (each.epoch, each.step, each.attempt) != (mine.epoch, mine.step, mine.attempt)
-    ]
+    """Each microbatch is in the sum once, and all speak of the same step."""
+    strangers = [each for each in ballots if (each.epoch, each.step) != (mine.epoch, mine.step)]
     count = sum(each.count for each in ballots)
     marks = sum(each.marks for each in ballots) % _MARKS
     expected = sum(map(mark, range(microbatches))) % _MARKS
