@@ -69,8 +69,7 @@ Progress apply_result(IoRequest& request, int64_t result, Status& status) {
 }
 
 void call_done(IoRequest& request, Status status) noexcept {
-  // A throw is against its contract. Its caller knows of it, and the threads of the Fs serve others,
-  // too.
+  // A throw is against its contract. The caller knows of it, and the threads serve others, too.
   static_cast<void>(guarded([&] { request.done(std::move(status)); }));
 }
 
