@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,28 @@ def test_replicas_that_die_at_every_moment_of_a_step(tmp_path: Path, alone: Log)
         assert set.union(*shares) == step_indices(step)
         lost = [doom for doom in dooms if doom[0] == step]
         assert sum(map(len, shares)) == len(step_indices(step)) or lost
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_redundant_replicas_compute_nothing_again(
+    tmp_path: Path, alone: Log, reduction: str
+) -> None:
+    """Each of three computes its share and a copy of another one's. Then two die, one by one."""
+    options = (("redundancy", 2), ("reduction", reduction))
+    with coordinated(3) as meeting, Job(tmp_path, meeting, UNTIL, options=options) as job:
+        job.start((3, "sum"))
+        job.start((6, "after Vote"))
+        job.start()
+        logs = job.wait()
+    assert [each.exitcode for each in job.processes] == [-signal.SIGKILL] * 2 + [0]
+    if reduction == "exact":
+        for log in logs:
+            assert_like(log, alone)
+    assert sorted(logs[-1].losses) == list(range(UNTIL))
+    for step in range(UNTIL):
+        times = sum((log.computed for log in logs), Counter())
+        wanted = 2 if step <= 6 else 1
+        assert {times[each] for each in step_indices(step)} == {wanted}
 
 
 def test_a_run_goes_on_with_another_number_of_replicas(tmp_path: Path, alone: Log) -> None:

@@ -65,9 +65,10 @@ class Rank:
             lease_s=LEASE_S,
             desk=self.name,
         )
-        self.member = Member(hello, world.microbatches)
+        self.member = Member(hello, world.microbatches, world.redundancy)
         self.state, self.state_of = state, step  # after so many steps
         self.sums: dict[int, int] = {}
+        self.copies: dict[int, dict[int, int]] = {}
         self.conn: int | None = None
         self.is_dead = False
         self.has_left = False
@@ -181,7 +182,7 @@ class Rank:
     def begin(self) -> None:
         """The next step, or the end of the run."""
         self._playing = actions.play(self.member, contextlib.nullcontext(), self.world.steps)
-        self.sums = {}
+        self.sums, self.copies = {}, {}
         self.advance(None)
 
     def advance(self, result: object, error: Exception | None = None) -> None:
@@ -203,7 +204,9 @@ class Rank:
             self.is_dead = True
             return
         self._busy += 1
-        self._may_fail = not isinstance(action, actions.Compute | actions.Forget | actions.Await)
+        self._may_fail = not isinstance(
+            action, actions.Compute | actions.Adopt | actions.Forget | actions.Await
+        )
         self._acts_in = getattr(action, "epoch", 0)
         if not self.world.dies(self, type(action).__name__):
             self.act(action)
@@ -223,10 +226,14 @@ class Rank:
     def act(self, action: actions.Action) -> None:
         member, random = self.member, self.world.random
         if isinstance(action, actions.Compute):
-            self.later(MICROBATCH_S * random.uniform(0.5, 1.5), lambda: self.compute(action.index))
+            self.later(MICROBATCH_S * random.uniform(0.5, 1.5), lambda: self.compute(action))
+        elif isinstance(action, actions.Adopt):
+            self.world.report.counts["adopted"] += 1
+            self.sums |= self.copies.pop(action.copy)
+            self.soon()
         elif isinstance(action, actions.Forget):
             self.world.report.counts["forgotten"] += 1
-            self.sums = {}
+            self.sums, self.copies = {}, {}
             self.soon()
         elif isinstance(action, actions.Await):
             if member.epoch > action.after:
@@ -252,10 +259,12 @@ class Rank:
         busy = self._busy
         self.later(0, lambda: self.advance(None) if busy == self._busy else None)
 
-    def compute(self, index: int) -> None:
-        if index in self.sums:
-            self.world.report.wrong(f"{self.name} computes {index} of {self.member.step} twice")
-        self.sums[index] = gradient(self.state, self.member.step, index)
+    def compute(self, action: actions.Compute) -> None:
+        index, step = action.index, self.member.step
+        sums = self.copies.setdefault(action.copy, {}) if action.copy else self.sums
+        if index in sums:
+            self.world.report.wrong(f"{self.name} computes {index} of {step} twice")
+        sums[index] = gradient(self.state, step, index)
         self.advance(None)
 
     def fetched(self, busy: int, action: actions.Fetch) -> None:

@@ -1,6 +1,6 @@
 """One seed of replicas that train together while they die, hang, lose their coordinator and come.
 
-The protocol is the product's (resilience/protocol): the members, their rounds and the coordinator.
+The protocol is the product's (resilience/protocol): the members, their steps and the coordinator.
 Simulated are the clock, the network to the coordinator, the collectives of the groups, and what a
 step computes. Collectives fail as Gloo's do: a ring may finish on some ranks and fail on others,
 and a rank whose neighbours live may wait for ever. Processes die at any time, and also in the very
@@ -30,7 +30,8 @@ from statehold.resilience.protocol.messages import Hello, decode, encode
 FAULTS = (
     "kill", "stop", "hang", "cut off", "reset", "coordinator dies", "coordinator stops",
     "spurious failure", "severed", "growth", "fenced", "half a collective",
-    "caught up", "two deaths at once", "all lost", "rejoined", "forgotten", "death in an answer",
+    "caught up", "two deaths at once", "all lost", "rejoined", "forgotten", "adopted",
+    "death in an answer",
     *(f"death in {each}" for each in ("Compute", "Await", "Gather", "Fetch", "Reduce", "Vote")),
 )  # fmt: skip
 TICK_S = 0.05
@@ -51,6 +52,7 @@ class World:
         self.width = draw.choice((1, 1, 2))
         self.replicas = draw.choice((1, 2, 3, 4, 4, 6))
         self.microbatches = draw.choice((4, 7, 16))
+        self.redundancy = random.Random(f"redundancy {seed}").choice((1, 1, 2, 3))
         self.steps = draw.choice((12, 30))
         self.min_replicas = draw.choice((1, 1, 2)) if self.replicas > 1 else 1
         self.weather = {

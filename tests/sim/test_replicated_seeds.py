@@ -106,6 +106,13 @@ def keep_what_others_compute(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Rank, "act", act)
 
 
+def adopt_what_is_not_lost(patch: pytest.MonkeyPatch) -> None:
+    def every(self: Member) -> list[int]:
+        return list(range(1, len(self.stack)))
+
+    patch.setattr(Member, "adopted", property(every))
+
+
 def end_no_lease(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coordinator, "tick", lambda self, now: self._sent(now))
 
@@ -131,7 +138,8 @@ BROKEN: dict[Break, int] = {
     install_before_all_have_promised: FIRST,
     end_no_lease: 500_006,
     hear_no_complaint: 500_009,
-    keep_what_others_compute: 500_090,
+    keep_what_others_compute: 500_400,
+    adopt_what_is_not_lost: FIRST,
 }
 
 

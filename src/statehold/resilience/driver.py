@@ -1,6 +1,6 @@
 """Driver: executes the actions of the protocol with torch, step after step (R1 to R11).
 
-    for index in driver.step(until): ...     the microbatches of this replica; returns the number
+    for work in driver.step(until): ...      the microbatches of this replica; returns the number
                                              of the committed step, or None when the run is over
 
 Invariants: the gradients of a step are in p.grad when `step` returns, on every member alike. A seat
@@ -30,7 +30,7 @@ class Driver:
     """take_seat: a new seat for a rank whose state is that of a view.
 
     learn: called with the checksums that lost replicas have left. transfer: of the state.
-    computed: the microbatches of the step in progress that this replica has computed.
+    computed: what this replica has computed of the work of its member in the step in progress.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Driver:
         self._sums = sums
         self._transfer = transfer
         self._learn = learn
-        self.computed: set[int] = set()
+        self.computed: set[tuple[int, int]] = set()
         self._served = 0
         self._heard = 0
         self.seat = take_seat(view)
@@ -63,7 +63,7 @@ class Driver:
             except Fenced as fenced:
                 self._come_back(fenced)
 
-    def step(self, until: int) -> Generator[int, None, int | None]:
+    def step(self, until: int) -> Generator[actions.Compute, None, int | None]:
         while True:
             try:
                 played = yield from self._play(until)
@@ -77,9 +77,13 @@ class Driver:
             self.seat.end_epoch()
             return played
 
-    def start(self, index: int) -> Start | None:
-        """If this microbatch is the last: what starts reductions during its backward pass."""
-        is_last = set(self.seat.member.share) <= self.computed | {index}
+    def start(self, work: actions.Compute) -> Start | None:
+        """If this microbatch is the last: what starts reductions during its backward pass.
+
+        A copy of another member's share is not reduced.
+        """
+        now = work.index, work.copy
+        is_last = not work.copy and set(self.seat.member.work) <= self.computed | {now}
         return self.seat.start if is_last and self.seat.has_groups else None
 
     def leave(self) -> None:
@@ -91,7 +95,7 @@ class Driver:
         self.seat.close()
         self._transfer.close()
 
-    def _play(self, until: int) -> Generator[int, None, int | None]:
+    def _play(self, until: int) -> Generator[actions.Compute, None, int | None]:
         self._forget()
         member = self.seat.member
         playing = actions.play(member, self.seat.link.changed, until)
@@ -109,8 +113,8 @@ class Driver:
             try:
                 if isinstance(action, actions.Compute):
                     self._serve()
-                    yield action.index
-                    self.computed.add(action.index)
+                    yield action
+                    self.computed.add((action.index, action.copy))
                 elif isinstance(action, actions.Forget):
                     self._forget()
                 else:
@@ -128,6 +132,8 @@ class Driver:
             self.seat.gather(action.epoch)
         elif isinstance(action, actions.Fetch):
             self._fetch(action)
+        elif isinstance(action, actions.Adopt):
+            self._sums.adopt(action.copy)
         elif isinstance(action, actions.Reduce):
             self._sums.reduce(self.seat.start)
         elif isinstance(action, actions.Vote):

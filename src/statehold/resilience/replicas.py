@@ -34,7 +34,6 @@ from statehold.resilience.driver import Driver
 from statehold.resilience.meeting import Desk
 from statehold.resilience.progress import Progress
 from statehold.resilience.protocol.messages import Hello, View
-from statehold.resilience.protocol.shares import fresh
 from statehold.resilience.seat import Seat, Surroundings
 from statehold.resilience.step import Step, Work
 from statehold.resilience.sums.exact import ExactSum
@@ -58,6 +57,8 @@ class Replicas:
     checkpointer: restores the newest step at the start, and saves after each step that is due.
     reduction: "exact": the same bits for any number of replicas; "fast": floating point, overlapped
         with backward.
+    redundancy: so many replicas compute each microbatch. Then redundancy - 1 of them may be lost
+        in a step, and nothing is computed again. A step takes that many times as long.
     min_replicas: no step is taken with fewer. wait_s: so long waits a replica for enough of them.
     lease_s: a rank that has been silent for so long is taken for dead.
     stuck_s: a microbatch that takes longer is taken for hung. None: ten times the longest one so
@@ -79,6 +80,7 @@ class Replicas:
         coordinator: str | None = None,
         checkpointer: Checkpointer | None = None,
         reduction: str = "exact",
+        redundancy: int = 1,
         min_replicas: int = 1,
         lease_s: float = 1.0,
         wait_s: float = 600.0,
@@ -110,6 +112,7 @@ class Replicas:
         self._around = Surroundings(
             address=address,
             microbatches=microbatches,
+            redundancy=_at_least("redundancy", redundancy, 1),
             wait_s=wait_s,
             desk=self._desk,
             host=host,
@@ -123,6 +126,7 @@ class Replicas:
             "batch": str(batch),
             "seed": str(seed),
             "reduction": reduction,
+            "redundancy": str(redundancy),
             "ranks of a replica": str(self._width),
             "parameters": identity.model_digest([model]),
             "optimizer": type(optimizer).__qualname__,
@@ -131,7 +135,7 @@ class Replicas:
         self._driver: Driver | None = None
         self._has_restored = False
         self._loader: Loader | None = None
-        self._expected: tuple[int, tuple[int, ...]] | None = None
+        self._expected: tuple[int, list[tuple[int, int]]] | None = None
 
     # -- the loop --------------------------------------------------------------------------
 
@@ -227,12 +231,12 @@ class Replicas:
         """Let the loader draw the rest of this step, and what the next one is likely to have."""
         assert self._driver is not None
         member, step = self._driver.seat.member, self._driver.number
-        if self._loader is None or self._expected == (step, member.share):
+        if self._loader is None or self._expected == (step, member.work):
             return
-        self._expected = (step, member.share)
-        following = fresh(self._course.microbatches, member.members)[member.name]
-        rest = [index for index in member.share if index not in self._driver.computed]
-        self._loader.expect([(step, i) for i in rest] + [(step + 1, i) for i in following])
+        self._expected = (step, member.work)
+        rest = [each for each in member.work if each not in self._driver.computed]
+        following = member.following()
+        self._loader.expect([(step, i) for i, _ in rest] + [(step + 1, i) for i in following])
 
     # -- checkpoints -----------------------------------------------------------------------
 

@@ -38,13 +38,15 @@ class Fenced(Exception):
 class Surroundings:
     """What all seats of a rank have in common.
 
-    address: of the coordinator. microbatches: of a step. wait_s: the longest wait for an epoch.
-    device: of the gradients. host: the address of this machine that others can reach. desk: where
-    the ranks of an epoch meet if this rank is the first.
+    address: of the coordinator. microbatches: of a step. redundancy: how many replicas compute
+    each of them. wait_s: the longest wait for an epoch. device: of the gradients. host: the address
+    of this machine that others can reach. desk: where the ranks of an epoch meet if this rank is
+    the first.
     """
 
     address: tuple[str, int]
     microbatches: int
+    redundancy: int
     wait_s: float
     desk: Desk
     host: str
@@ -69,7 +71,7 @@ class Seat:
 
     def __init__(self, hello: Hello, around: Surroundings) -> None:
         self.place = hello.place
-        self.member = Member(hello, around.microbatches)
+        self.member = Member(hello, around.microbatches, around.redundancy)
         self._around = around
         self.width = hello.width
         self._min_replicas = hello.min_replicas

@@ -23,6 +23,7 @@ from statehold.resilience.data.purity import Purity
 from statehold.resilience.data.seeding import seed_microbatch
 from statehold.resilience.driver import Driver
 from statehold.resilience.progress import Progress
+from statehold.resilience.protocol.actions import Compute
 from statehold.resilience.sums.interface import Sum
 
 
@@ -44,11 +45,12 @@ class Microbatch:
     step, index: its name. samples: the numbers of its samples, a pure function of the name.
     """
 
-    def __init__(self, work: Work, step: int, index: int) -> None:
+    def __init__(self, work: Work, step: int, asked: Compute) -> None:
         self.step = step
-        self.index = index
-        self.samples = work.course.samples(step, index)
+        self.index = asked.index
+        self.samples = work.course.samples(step, asked.index)
         self._work = work
+        self._asked = asked
         self._is_counted = False
 
     def drew(self, batch: Any) -> None:
@@ -68,7 +70,7 @@ class Microbatch:
         """
         if self._is_counted:
             raise UsageError("backward() was called twice for a microbatch", facts=self._facts)
-        self._work.sums.watch(self._work.driver.start(self.index))
+        self._work.sums.watch(self._work.driver.start(self._asked), self._asked.copy)
         loss.backward()  # type: ignore[no-untyped-call]
         self._work.sums.count(self.index, loss if report is None else report)
         self._is_counted = True
@@ -121,20 +123,19 @@ class Step:
             raise UsageError("a step can be iterated once", facts={"step": self.number})
         self._has_begun = True
         work = self._work
-        indices = work.driver.step(self._until)
+        asked = work.driver.step(self._until)
         try:
             while True:
-                index = next(indices)
-                yield from self._microbatch(index)
+                yield from self._microbatch(next(asked))
         except StopIteration as stop:
             self._number = stop.value
             self.is_over = self._number is None
 
-    def _microbatch(self, index: int) -> Iterator[Microbatch]:
+    def _microbatch(self, asked: Compute) -> Iterator[Microbatch]:
         work, number = self._work, self.number
-        microbatch = Microbatch(work, number, index)
+        microbatch = Microbatch(work, number, asked)
         work.expect()
-        seed_microbatch(work.course.seed, number, index)
+        seed_microbatch(work.course.seed, number, asked.index)
         work.progress.begin()
         try:
             yield microbatch

@@ -12,6 +12,7 @@ from resilience.protocol.hall import MICROBATCHES, hello
 from statehold.errors import InvariantError
 from statehold.resilience.protocol import actions
 from statehold.resilience.protocol.actions import (
+    Adopt,
     Await,
     Compute,
     Fetch,
@@ -52,6 +53,13 @@ def enter(found: Member, epoch: int, views: dict[str, View], *departed: View) ->
 
 def playing(found: Member, until: int = 100) -> Playing:
     return actions.play(found, contextlib.nullcontext(), until)
+
+
+def copying(*others: str) -> Member:
+    """In the first epoch with others; each microbatch is computed by two."""
+    found = Member(hello("a"), MICROBATCHES, redundancy=2)
+    enter(found, 1, dict.fromkeys(("a", *others), NEW))
+    return found
 
 
 def until_vote(play: Playing, action: Any = None) -> Vote:
@@ -262,6 +270,43 @@ def test_who_is_behind_commits_what_it_has_reduced() -> None:
     found.receive(Install(2, {"a": found.view, "b": View(1, False, (1, 3), member=True)}))
     assert ended(play, None) == 0
     assert (found.step, found.share) == (1, (0, 2))
+
+
+def test_copies_are_computed_and_do_not_count() -> None:
+    play = playing(copying("b"))
+    assert [next(play), play.send(None)] == [Compute(0), Compute(2)]
+    assert [play.send(None), play.send(None)] == [Compute(1, copy=1), Compute(3, copy=1)]
+    vote = until_vote(play)
+    assert vote.ballot.count == 2
+    assert ended(play, both(vote)) == 0
+
+
+def test_the_copy_of_a_lost_share_is_adopted() -> None:
+    found = copying("b")
+    play = playing(found)
+    until_vote(play)
+    found.receive(Prepare(2))
+    assert play.throw(GroupLost("revoked")) == Await(1)
+    found.receive(Install(2, {"a": found.view}))
+    assert [play.send(None), play.send(None), play.send(None)] == [Adopt(1), Gather(2), Reduce(2)]
+    vote = play.send(None)
+    assert ended(play, [vote.ballot]) == 0
+
+
+@pytest.mark.parametrize("computed", [1, 2, 3])
+def test_the_order_of_work_does_not_depend_on_when_an_epoch_comes(computed: int) -> None:
+    """The ranks of a replica compute together, and learn of a loss at different moments."""
+    found = copying("b", "c")
+    assert found.share == (0, 3)
+    play = playing(found)
+    done = []
+    action = next(play)
+    while isinstance(action, Compute | Adopt):
+        done.append(action)
+        if len(done) == computed:
+            enter(found, 2, {"a": found.view, "c": View(0, False, (2,), member=True)})
+        action = play.send(None)
+    assert done == [Compute(0), Compute(3), Compute(1, copy=1), Adopt(1)]
 
 
 def joining() -> tuple[Member, Playing]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from statehold.errors import InvariantError
 from statehold.resilience.protocol.messages import Install, View, decode, encode
-from statehold.resilience.protocol.shares import fresh, resolve, spread
+from statehold.resilience.protocol.shares import fresh, resolve, spread, stack_of
 
 members = st.lists(st.text("abcdefgh", min_size=1, max_size=3), min_size=1, max_size=8, unique=True)
 microbatches = st.integers(1, 40)
@@ -105,3 +105,45 @@ def test_a_new_run_begins_at_the_furthest_state() -> None:
 def test_shares_that_overlap_or_are_of_another_job_are_refused(share: tuple[int, ...]) -> None:
     with pytest.raises(InvariantError, match="share a microbatch"):
         resolve(4, {"a": view(6, (0, 2)), "b": view(6, share)})
+
+
+@given(microbatches, members, st.integers(2, 9))
+def test_each_microbatch_is_computed_by_so_many_members(
+    count: int, names: list[str], redundancy: int
+) -> None:
+    shares = fresh(count, names)
+    computed = [
+        index for name in names for part in stack_of(name, shares, redundancy) for index in part
+    ]
+    assert sorted(computed) == sorted([*range(count)] * min(redundancy, len(names)))
+    assert all(stack_of(name, shares, redundancy)[0] == shares[name] for name in names)
+
+
+@given(microbatches, members, st.integers(2, 4), st.data())
+def test_fewer_losses_than_copies_leave_nothing_to_compute(
+    count: int, names: list[str], redundancy: int, data: st.DataObject
+) -> None:
+    """One after the other, or several at once: the survivors have computed all of it (SPARe)."""
+    shares: Mapping[str, tuple[int, ...]] = fresh(count, names)
+    stacks = {name: stack_of(name, shares, redundancy) for name in names}
+    losses = min(redundancy, len(names)) - 1
+    gone = data.draw(st.lists(st.sampled_from(names), max_size=losses, unique=True))
+    for lost in (gone[:1], gone):
+        alive = [name for name in names if name not in lost]
+        views = {
+            name: View(3, False, shares[name], member=True, stack=stacks[name]) for name in alive
+        }
+        shares = resolve(count, views).shares
+        assert of_all(shares) == list(range(count))
+        for name in alive:
+            assert set(shares[name]) <= {index for part in stacks[name] for index in part}
+
+
+def test_what_nobody_has_copies_of_is_spread() -> None:
+    views = {
+        "a": View(3, False, (0, 1), member=True, stack=((0, 1), (2, 3))),
+        "b": View(3, False, (4, 5), member=True, stack=((4, 5), (0, 1))),
+    }
+    found = resolve(8, views)
+    assert found.shares == {"a": (0, 1, 2, 3), "b": (4, 5, 6, 7)}
+    assert not found.begins

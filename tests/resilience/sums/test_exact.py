@@ -113,6 +113,39 @@ def test_bits_do_not_depend_on_the_members(dtype: torch.dtype, octaves: int) -> 
         assert told == [[alone] * members, *([other] * members for (other,) in others)]
 
 
+def test_copies_count_when_they_are_adopted() -> None:
+    """A member computes copies of two shares, and adopts one of them; step after step."""
+    of = gradient(octaves=40)
+    member, other, expected = Member(), Member(), Member()
+    for step in range(3):
+        column = Column(2)
+        parts = {0: [3, 5], 1: [1, 2, 6], 2: [0, 4]}
+
+        def play(number: int, step: int = step, column: Column = column, parts: Any = parts) -> Any:
+            if number:
+                other.sums.begin()
+                other.count(step, [*parts[2], *range(7, M)], of)
+                other.sums.reduce(column.start(number))
+                other.sums.finish()
+                return other.bits()
+            member.sums.begin()
+            for copy in (0, 1, 2):
+                for index in parts[copy]:
+                    member.sums.watch(None, copy)
+                    member.count(step, [index], of)
+            member.sums.adopt(1)
+            member.sums.reduce(column.start(number))
+            member.sums.finish()
+            return member.bits()
+
+        found = together(play, 2)
+        expected.sums.begin()
+        expected.count(step, range(M), of)
+        expected.sums.reduce(Column(1).start(0))
+        expected.sums.finish()
+        assert found == [expected.bits()] * 2
+
+
 def exact_mean(of: Gradient, step: int, number: int) -> list[Fraction]:
     given = [of(step, index, number) for index in range(M)]
     rows = [each.double().reshape(-1).tolist() for each in given if each is not None]

@@ -117,6 +117,29 @@ def test_all_members_have_the_mean(size: int, watched: tuple[int, ...]) -> None:
         check(members)
 
 
+@pytest.mark.parametrize("adopts", [False, True])
+def test_copies_count_only_when_they_are_adopted(adopts: bool) -> None:
+    """Each member computes a copy of the other's share. One adopts it if the other has nothing."""
+    shares = [[0, 5, 4], [2, 3, 1]]
+    members = [Member(), Member()]
+
+    def act(member: Member, start: Any, number: int) -> None:
+        own, others = ([], []) if adopts and number else (shares[number], shares[1 - number])
+        for copy, share in enumerate([own, others]):
+            for index in share:
+                member.sums.watch(None, copy)
+                loss = member.model.loss(index)
+                loss.backward()
+                member.sums.count(index, loss)
+        if adopts and not number:
+            member.sums.adopt(1)
+        member.sums.reduce(start)
+
+    for _ in range(2):
+        step(members, act)
+        check(members)
+
+
 def test_buckets_start_while_the_pass_runs() -> None:
     member, column, seen = Member(), Column(1), []
     member.model.first.weight.register_hook(lambda _: seen.append(column.counts[0]))

@@ -1,7 +1,7 @@
 """The actions of one rank in one step, as a generator that its driver executes.
 
     playing = play(member, lock)          one step; returns its number
-    action = next(playing)                Compute, Forget, Await, Gather, Fetch, Reduce, Vote
+    action = next(playing)                Compute, Adopt, Forget, Await, Gather, Fetch, ...
     action = playing.send(result)         or playing.throw(GroupLost(...)) if a group has failed
 
 The trainer executes actions with torch, the simulation with a clock of its own: the order of the
@@ -28,9 +28,20 @@ class GroupLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Forward and backward of one microbatch, into the local sums (R1)."""
+    """Forward and backward of one microbatch, into the local sums (R1).
+
+    copy: 0, or the sums of their own that copies of another member's share have.
+    """
 
     index: int
+    copy: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Add the sums of a copy to those that count: the member whose share it is has been lost."""
+
+    copy: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +106,7 @@ class Vote:
     ballot: Ballot
 
 
-Action = Compute | Forget | Await | Gather | Fetch | Reduce | Vote
+Action = Compute | Adopt | Forget | Await | Gather | Fetch | Reduce | Vote
 
 _MARKS = 1 << 62
 
@@ -112,11 +123,13 @@ def play(
 
     A failure leads to the next epoch.
     """
-    computed: set[int] = set()
+    done: set[tuple[int, int]] = set()
+    adopted: set[int] = set()
     while True:
         with lock:
             epoch, is_behind, is_changing = member.epoch, member.is_behind, member.is_changing
-            missing = [each for each in member.share if each not in computed]
+            missing = [each for each in member.work if each not in done]
+            copies = [each for each in member.adopted if each not in adopted]
             is_joiner = member.must_fetch and epoch > 0
             step, is_over = member.step, epoch > 0 and member.step >= until
         if is_over:
@@ -127,14 +140,18 @@ def play(
                     continue
                 member.catch_up()
             return step
-        if computed and is_joiner:  # a rank of its replica has not entered the epoch before
+        if done and is_joiner:  # a rank of its replica has not entered the epoch before
             yield Forget()
-            computed.clear()
+            done.clear()
+            adopted.clear()
         elif missing and not is_behind:
-            yield Compute(missing[0])
-            computed.add(missing[0])
+            yield Compute(*missing[0])
+            done.add(missing[0])
         elif is_changing:
             yield Await(epoch)
+        elif copies and not is_behind:
+            yield Adopt(copies[0])
+            adopted.add(copies[0])
         else:
             try:
                 yield Gather(epoch)
@@ -149,7 +166,7 @@ def play(
                 with lock:
                     if not member.vote(epoch):
                         continue
-                    ballot = _ballot(member, computed)
+                    ballot = _ballot(member, {i for i, copy in done if copy in (0, *adopted)})
                 ballots = yield Vote(epoch, ballot)
                 assert isinstance(ballots, list)
                 _check(ballots, ballot, member.microbatches)

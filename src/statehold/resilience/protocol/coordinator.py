@@ -86,9 +86,13 @@ class _Replica:
 
     @property
     def view(self) -> View:
-        """Of its furthest rank. Its other ranks have voted in the step before, and follow."""
+        """Of its furthest rank. Its other ranks have voted in the step before, and follow.
+
+        Of two in one step, the one with the larger share has entered an epoch that the other has
+        not: the other has still to compute what that has added.
+        """
         views = [self.promises[place] for place in sorted(self.promises)]
-        furthest = max(views, key=lambda view: view.step)
+        furthest = max(views, key=lambda view: (view.step, len(view.share)))
         is_member = all(view.member for view in views)
         return replace(furthest, member=is_member, digest=" ".join(view.digest for view in views))
 

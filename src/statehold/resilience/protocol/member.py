@@ -31,20 +31,22 @@ from statehold.resilience.protocol.messages import (
     View,
     Waiting,
 )
-from statehold.resilience.protocol.shares import Resolution, Share, fresh, resolve
+from statehold.resilience.protocol.shares import Resolution, Share, Stack, fresh, resolve, stack_of
 
 
 class Member:
     """A rank of a replica, at the beginning of the step of its first Hello.
 
-    microbatches: of a step.
+    microbatches: of a step. redundancy: how many members compute each of them.
     """
 
-    def __init__(self, hello: Hello, microbatches: int) -> None:
+    def __init__(self, hello: Hello, microbatches: int, redundancy: int = 1) -> None:
         self.name = hello.replica
         self.microbatches = microbatches
+        self._redundancy = redundancy
         self.step = hello.view.step
         self.share: Share = ()
+        self.stack: Stack = ()
         self.epoch = 0
         self.promised = 0
         self.members: tuple[str, ...] = ()
@@ -56,6 +58,7 @@ class Member:
         self.fenced: Fenced | Refused | None = None
         self._hello = hello
         self._own = hello.view  # of the state in its tensors while it is no member
+        self._told = hello.view  # of its replica, in the newest epoch
         self._failed = 0
         self._voted = False
         self._holds_state = False
@@ -65,12 +68,40 @@ class Member:
     def view(self) -> View:
         if not self._holds_state:
             return self._own
-        return View(self.step, self._voted, self.share, member=True)
+        return View(self.step, self._voted, self.share, member=True, stack=self.stack)
 
     @property
     def own_view(self) -> View:
         """Of its tensors, for another seat: nobody else has this state, as far as it knows."""
         return View(self.step, digest=self.name) if self._holds_state else self._own
+
+    @property
+    def work(self) -> list[tuple[int, int]]:
+        """What to compute in this step, in order: (microbatch, place of its copy in the stack).
+
+        The place is 0 for what counts. The order is the same on all ranks of a replica, whenever
+        each of them enters an epoch: they compute together. So copies come before what is gained.
+        """
+        begun = [(index, place) for place, part in enumerate(self.stack) for index in part]
+        counts = [part for place, part in enumerate(self.stack) if place in (0, *self.adopted)]
+        known = {index for part in counts for index in part}
+        return begun + [(index, 0) for index in self.share if index not in known]
+
+    @property
+    def adopted(self) -> list[int]:
+        """The places of the copies that have become part of the share."""
+        own = set(self.share)
+        return [
+            place
+            for place, copy in enumerate(self.stack)
+            if place and copy and own.issuperset(copy)
+        ]
+
+    def following(self) -> list[int]:
+        """The microbatches of the next step, if the members stay the same."""
+        shares = fresh(self.microbatches, self.members)
+        stack = stack_of(self.name, shares, self._redundancy) or (shares[self.name],)
+        return [index for part in stack for index in part]
 
     @property
     def is_changing(self) -> bool:
@@ -128,16 +159,17 @@ class Member:
         if self.name not in install.views:
             raise InvariantError("an epoch without this member", facts={"epoch": install.epoch})
         found = resolve(self.microbatches, install.views, install.departed)
+        self._told = install.views[self.name]
         self.epoch, self.desk = install.epoch, install.desk
         self.members = install.members
         self.holders, self.joiners = found.holders, found.joiners
         self.joiners_wait, self.drawn, self._next = False, install.drawn, None
         if self.name in found.joiners:
-            self._holds_state, self.step, self.share = False, found.step, ()
+            self._holds_state, self.step, self.share, self.stack = False, found.step, (), ()
         elif self.step < found.step and self._holds_state:
             self._next = found
         else:
-            self._begin(found.step, found.shares[self.name])
+            self._begin(found.step, found.shares[self.name], self._stack_in(found))
         return True
 
     def fetching(self) -> None:
@@ -164,7 +196,9 @@ class Member:
         """
         if self.is_changing or epoch != self.epoch:
             return False
-        self._begin(self.step + 1, fresh(self.microbatches, self.members)[self.name])
+        shares = fresh(self.microbatches, self.members)
+        stack = stack_of(self.name, shares, self._redundancy)
+        self._begin(self.step + 1, shares[self.name], stack)
         if end_epoch:
             self.promised = self.epoch + 1
         return True
@@ -174,8 +208,14 @@ class Member:
         if self._next is None or not self._voted:
             raise InvariantError("nothing to catch up with", facts={"step": self.step})
         found, self._next = self._next, None
-        self._begin(found.step, found.shares[self.name])
+        self._begin(found.step, found.shares[self.name], self._stack_in(found))
 
-    def _begin(self, step: int, share: Share) -> None:
-        self.step, self.share, self._voted = step, share, False
+    def _stack_in(self, found: Resolution) -> Stack:
+        """The stack in the step of a resolution: all ranks of the replica have the same."""
+        if found.begins:
+            return stack_of(self.name, found.shares, self._redundancy)
+        return self._told.stack if self._told.step == found.step else ()
+
+    def _begin(self, step: int, share: Share, stack: Stack) -> None:
+        self.step, self.share, self.stack, self._voted = step, share, stack, False
         self._holds_state = True

@@ -28,6 +28,8 @@ class View:
     step: the step in progress; its state is that of the step's beginning.
     voted: it has reduced this step and entered the vote, so another rank may have committed it.
     share: the microbatches that it contributes to this step.
+    stack: what it computes in this step whatever happens: the share that it began with, and copies
+        of those of others (redundancy). Empty without copies.
     member: it holds the state of the run. A rank that has just come does not.
     digest: of its state, if it has just come: equal states need no transfer. The view of a replica
         has those of all its ranks.
@@ -38,6 +40,7 @@ class View:
     share: tuple[int, ...] = ()
     member: bool = False
     digest: str = ""
+    stack: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +244,7 @@ def _view(value: Any) -> View:
         share=_tuple(_number)(value["share"]),
         member=_flag(value["member"]),
         digest=_text(value["digest"]),
+        stack=_tuple(_tuple(_number))(value["stack"]),
     )
 
 

@@ -1,10 +1,12 @@
 """Shares: which replica contributes which microbatches, before and after a loss.
 
     fresh(microbatches, members)              the shares of a new step
+    stack_of(member, shares, redundancy)      what a member computes in it: its share, and copies
     resolve(microbatches, views, departed)    the step in progress after a change (R8)
 
 Invariants: the shares of a resolution are disjoint and cover all microbatches. A survivor keeps its
-share, so that it repeats nothing. Both are pure functions: all members compute the same.
+share, so that it repeats nothing. It takes over the share of a lost member if it computes a copy of
+it. All are pure functions: all members compute the same.
 Not here: who the members are (coordinator), and what they do with their shares (actions).
 """
 
@@ -14,9 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from statehold.errors import InvariantError
+from statehold.planners import stacks
 from statehold.resilience.protocol.messages import View
 
 Share = tuple[int, ...]
+Stack = tuple[Share, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +29,32 @@ class Resolution:
 
     holders: the members that hold the state of the step's beginning.
     joiners: the members that receive it from them; they have no share in this step.
+    begins: nobody has a share or a stack of this step yet.
     """
 
     step: int
     shares: Mapping[str, Share]
     holders: tuple[str, ...]
     joiners: tuple[str, ...]
+    begins: bool
 
 
 def fresh(microbatches: int, members: Sequence[str]) -> dict[str, Share]:
     """Equal shares of all microbatches, which differ by one at most."""
     return spread(range(microbatches), dict.fromkeys(members, ()))
+
+
+def stack_of(member: str, shares: Mapping[str, Share], redundancy: int) -> Stack:
+    """The share of a member, and the shares that it computes copies of; empty without copies.
+
+    Each share is on `redundancy` members, or on all if there are fewer. So any redundancy - 1
+    losses leave each share on a member (planners.stacks, after SPARe, arXiv 2603.00357).
+    """
+    if redundancy == 1:
+        return ()
+    names = list(shares)
+    held = stacks.spread(len(names), min(redundancy, len(names))).held(names.index(member))
+    return tuple(shares[names[place]] for place in held)
 
 
 def spread(missing: Iterable[int], shares: Mapping[str, Share]) -> dict[str, Share]:
@@ -60,6 +79,8 @@ def resolve(
     shares = {each: views[each].share if views[each].step == current else () for each in holders}
     counted = [index for share in shares.values() for index in share]
     _each_once(counted, microbatches, current)
+    copies = {each: views[each].stack[1:] for each in holders if views[each].step == current}
+    begins = not counted and not any(copies.values())
     behind = [views[each] for each in holders if views[each].step < current]
     late = [view for view in behind if not view.voted]
     if late:
@@ -67,10 +88,23 @@ def resolve(
             "a member is behind a committed step that it has not reduced",
             facts={"committed before": str(current), "behind": str(late[0])},
         )
-    shares = spread(set(range(microbatches)) - set(counted), shares)
-    return Resolution(
-        current, shares, tuple(holders), tuple(each for each in views if each not in holders)
-    )
+    missing = set(range(microbatches)) - set(counted)
+    shares = spread(*_adopted(missing, shares, copies))
+    joiners = tuple(each for each in views if each not in holders)
+    return Resolution(current, shares, tuple(holders), joiners, begins)
+
+
+def _adopted(
+    missing: set[int], shares: Mapping[str, Share], copies: Mapping[str, Stack]
+) -> tuple[set[int], dict[str, Share]]:
+    """What is still missing, and the shares, after members have taken over what they copy."""
+    grown = dict(shares)
+    for member, held in copies.items():
+        for copy in held:
+            if missing.issuperset(copy):
+                missing = missing.difference(copy)
+                grown[member] += copy
+    return missing, grown
 
 
 def _holders(views: Mapping[str, View]) -> list[str]:

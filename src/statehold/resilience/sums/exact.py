@@ -9,8 +9,8 @@ change in `finish` only, to a function of that set.
 What is not finite: if any element of the gradient that a microbatch gives to a tensor is NaN or
 infinite, the whole mean gradient of that tensor is NaN on all members. So a GradScaler skips the
 step on all of them.
-Memory: 8 bytes for each element that has a gradient, and two buckets. In a step in which a tensor
-has gradients with n limits, it takes 8 * n bytes for each element. p.grad is
+Memory: 8 bytes for each element that has a gradient, as much for each copy, and two buckets. In a
+step in which a tensor has gradients with n limits, it takes 8 * n bytes for each element. p.grad is
 None while the members reduce, so the means take the place of the gradients.
 """
 
@@ -45,6 +45,8 @@ class ExactSum:
         self._sites = sites_of(params)
         self._grid = Grid(microbatches)
         self._integers = Integers(self._sites, self._grid)
+        self._copies: dict[int, tuple[Integers, Report]] = {}
+        self._copy = 0
         self._transit = Transit(self._sites, self._grid, self._integers)
         self._bases = [LEAST] * len(self._sites)
         self._report = self._empty_report()
@@ -57,15 +59,22 @@ class ExactSum:
     def begin(self) -> None:
         self._integers.clear()
         self._report = self._empty_report()
+        for copy, (integers, _) in self._copies.items():
+            integers.clear()
+            self._copies[copy] = integers, self._empty_report()
+        self._copy = 0
         self._reduced = None
         for site in self._sites:
             site.give(None)
 
-    def watch(self, start: Start | None) -> None:
-        """Nothing: integers are reduced after the last pass."""
+    def watch(self, start: Start | None, copy: int = 0) -> None:
+        """Integers are reduced after the last pass."""
+        self._copy = copy
 
     def count(self, index: int, loss: Tensor | None) -> None:
-        self._report.check(index)
+        integers, report = self._part(self._copy)
+        self._copy = 0
+        report.check(index)
         found = ((number, site.take()) for number, site in enumerate(self._sites))
         grads = {number: grad for number, grad in found if grad is not None}
         marks = [0] * len(self._sites)
@@ -74,10 +83,22 @@ class ExactSum:
             marks[number] = _ZERO + exponent_of(largest) if is_finite else _NOT_FINITE
         for number, grad in grads.items():
             if marks[number] != _NOT_FINITE:
-                self._integers.add(number, self._limit(number, marks[number]), grad)
+                integers.add(number, self._limit(number, marks[number]), grad)
             self._sites[number].give(None)
         value = None if loss is None else local_of(loss.detach()).item()
-        self._report.count(index, value, marks)
+        report.count(index, value, marks)
+
+    def _part(self, copy: int) -> tuple[Integers, Report]:
+        if copy == 0:
+            return self._integers, self._report
+        if copy not in self._copies:
+            self._copies[copy] = Integers(self._sites, self._grid), self._empty_report()
+        return self._copies[copy]
+
+    def adopt(self, copy: int) -> None:
+        integers, report = self._part(copy)
+        self._integers.merge(integers)
+        self._report.add(report)
 
     def _limit(self, number: int, mark: int) -> int:
         return self._grid.limit(mark - _ZERO, self._bases[number])
@@ -124,7 +145,8 @@ class ExactSum:
 
     @property
     def announced_bytes(self) -> int:
-        return self._integers.held_bytes + self._transit.held_bytes
+        copies = sum(integers.held_bytes for integers, _ in self._copies.values())
+        return self._integers.held_bytes + copies + self._transit.held_bytes
 
     def state_dict(self) -> dict[str, Any]:
         """The base of every tensor."""

@@ -10,7 +10,7 @@ Invariants: p.grad stays as it is until `finish`. Members start their buckets in
 their report. If a gradient has changed since its bucket was started, the report says so, and all
 members reduce that bucket once more. `reduce` raises what fails in a hook. If the hook raised it,
 p.grad would have half of a pass.
-Memory: one buffer of the size of all gradients.
+Memory: one buffer of the size of all gradients, and one more for each copy.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ class FastSum:
         self._error: Exception | None = None
         self._reduced: Report | None = None
         self._report = self._finished = Report(microbatches, 0)
+        self._copies: dict[int, _Copy] = {}
+        self._most_copies = 0
+        self._copy: _Copy | None = None
 
     def begin(self) -> None:
         trained = [site for site in self._sites if site.param.requires_grad]
@@ -51,12 +54,22 @@ class FastSum:
             self._trained = trained
             self._buckets = buckets_of(trained)
         self._forget()
-        self._report = Report(self._microbatches, len(trained), len(self._buckets))
+        self._report = self._empty_report()
+        self._copies.clear()
+        self._copy = None
         for site in self._sites:
             site.give(None)
 
-    def watch(self, start: Start | None) -> None:
+    def _empty_report(self) -> Report:
+        return Report(self._microbatches, len(self._trained), len(self._buckets))
+
+    def watch(self, start: Start | None, copy: int = 0) -> None:
         self._unhook()
+        if copy:
+            self._copy = self._copies.setdefault(copy, _Copy(self._empty_report()))
+            self._most_copies = max(self._most_copies, len(self._copies))
+            self._copy.swap(self._trained)
+            return
         if start is None:
             return
         if start != self._start:
@@ -87,7 +100,16 @@ class FastSum:
     def count(self, index: int, loss: Tensor | None) -> None:
         self._unhook()
         marks = [int(site.param.grad is not None) for site in self._trained]
-        self._report.count(index, None if loss is None else local_of(loss.detach()).item(), marks)
+        report = self._report if self._copy is None else self._copy.report
+        report.count(index, None if loss is None else local_of(loss.detach()).item(), marks)
+        if self._copy is not None:
+            self._copy.swap(self._trained)
+            self._copy = None
+
+    def adopt(self, copy: int) -> None:
+        adopted = self._copies.pop(copy)
+        self._report.add(adopted.report)
+        adopted.add_to(self._trained)
 
     def reduce(self, start: Start) -> None:
         self._unhook()
@@ -165,7 +187,7 @@ class FastSum:
 
     @property
     def announced_bytes(self) -> int:
-        return sum(bucket.nbytes for bucket in self._buckets)
+        return sum(bucket.nbytes for bucket in self._buckets) * (1 + self._most_copies)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: a step depends on the parameters only."""
@@ -173,3 +195,27 @@ class FastSum:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing: what an exact sum has saved is not needed."""
+
+
+class _Copy:
+    """The gradients and the report of a copy, while p.grad has those that count."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self._grads: list[Tensor | None] = []
+
+    def swap(self, sites: Sequence[Site]) -> None:
+        """Exchange p.grad with the gradients of the copy."""
+        grads = self._grads or [None] * len(sites)
+        self._grads = [site.param.grad for site in sites]
+        for site, grad in zip(sites, grads, strict=True):
+            site.param.grad = grad
+
+    def add_to(self, sites: Sequence[Site]) -> None:
+        """Add the gradients of the copy to p.grad."""
+        for site, grad in zip(sites, self._grads, strict=True):
+            if site.param.grad is None:
+                site.param.grad = grad
+            elif grad is not None:
+                with torch.no_grad():
+                    site.param.grad += grad

@@ -54,6 +54,16 @@ class Integers:
                 total[part].add_(integers.copy_(scaled))
         self._sums[number, limit] = total
 
+    def merge(self, other: Integers) -> None:
+        """Add all sums of another one, and clear it."""
+        for (number, limit), total in other._sums.items():
+            own = self._sums.get((number, limit))
+            if own is None:
+                self._sums[number, limit] = self._memory(number).copy_(total)
+            else:
+                own.add_(total)
+        other.clear()
+
     def _memory(self, number: int) -> Tensor:
         if number in self._idle:
             return self._idle.pop(number)

@@ -3,9 +3,10 @@
 Nothing in this folder knows replicas, groups or epochs. A step goes like this:
 
     sums.begin()
-    for each microbatch of the share:
-        sums.watch(start or None)          # before the backward pass; start: this one is the last
+    for each microbatch of the share, and of copies of the shares of others:
+        sums.watch(start or None, copy)    # before the backward pass; start: this one is the last
         loss.backward(); sums.count(index, loss)
+    sums.adopt(copy)                       # if the member whose share it is has been lost
     sums.reduce(start)                     # again with another `start` if it raised, or if the
                                            # share has grown; then all members have the same result
     sums.finish()                          # after the vote: p.grad of every parameter is the mean
@@ -47,11 +48,15 @@ class Sum(Protocol):
     def begin(self) -> None:
         """Begin a step: nothing is counted, and p.grad of every parameter is None."""
 
-    def watch(self, start: Start | None) -> None:
+    def watch(self, start: Start | None, copy: int = 0) -> None:
         """Announce a backward pass. With `start` it is the last one before `reduce(start)`.
 
-        The fast sum then reduces gradients while they arrive. A pass need not be announced.
+        The fast sum then reduces gradients while they arrive. A pass need not be announced, unless
+        it belongs to a copy (copy > 0): copies have sums of their own, which are not reduced.
         """
+
+    def adopt(self, copy: int) -> None:
+        """Add the sums of a copy to those that are reduced."""
 
     def count(self, index: int, loss: Tensor | None) -> None:
         """Add what a backward pass has left in p.grad: microbatch `index`, with its loss."""

@@ -47,6 +47,13 @@ class Report:
         self._losses_of(self._vector)[index] = math.nan if loss is None else float(loss)
         self.marks[index] = torch.tensor(marks, dtype=torch.int16)
 
+    def add(self, other: Report) -> None:
+        """Take over the slots that another report of this member has filled."""
+        for index in other._counted:
+            self.check(index)
+        self._counted |= other._counted
+        self._vector[_HEAD:] += other._vector[_HEAD:]
+
     def check(self, index: int) -> None:
         """Raise unless microbatch `index` can be counted."""
         if not 0 <= index < self.microbatches:
