@@ -28,6 +28,8 @@ class Log:
     """What a replica has done."""
 
     losses: dict[int, str]
+    shares: dict[int, list[int]]
+    norms: dict[int, float]
     computed: Counter[tuple[int, int]]
     seconds: dict[int, float]
     times: list[float]  # of commits
@@ -42,6 +44,8 @@ class Log:
         weights = [line["weights"] for line in lines if "weights" in line]
         return cls(
             {line["step"]: line["loss"] for line in steps},
+            {line["step"]: line["share"] for line in steps},
+            {line["step"]: line["norm"] for line in steps},
             Counter(
                 (each[0], each[1]) for line in lines for each in [line.get("computed")] if each
             ),

@@ -1,7 +1,7 @@
 """A replica of a test: trains a small model, writes down what it does, and dies when it has to.
 
-Lines of its log, as JSON: {"computed": [step, index, samples]}, {"step", "loss", "seconds", "at"},
-{"error": its class}, and at the end {"weights": checksum}.
+Lines of its log, as JSON: {"computed": [step, index, samples]}, {"step", "loss", "share", "norm",
+"seconds", "at"}, {"error": its class}, and at the end {"weights": checksum}.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from statehold.resilience.seat import ColumnStart
 from statehold.tensors.storable import local_of
 
 SAMPLES, BATCH, MICROBATCHES, SEED = 96, 2, 8, 7
-FEATURES = 16
+FEATURES, MAX_NORM = 16, 0.1
 LEASE_S = 30.0  # deaths are seen at once; a busy machine is no death
 
 
@@ -105,10 +105,12 @@ def train(order: Order) -> None:
                 time.sleep(order.pause_s)
                 microbatch.backward(nn.functional.mse_loss(model(x), x))
                 say(computed=[microbatch.step, microbatch.index, microbatch.samples])
+            norm = step.clip_grad_norm(MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
             now = time.monotonic()
-            say(step=step.number, loss=step.loss.hex(), seconds=now - begin, at=now)
+            done = {"step": step.number, "loss": step.loss.hex(), "share": step.share}
+            say(**done, norm=norm, seconds=now - begin, at=now)
             begin = now
         say(weights=checksum([local_of(each) for each in model.parameters()]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from resilience.jobs import Job, Log, coordinated, step_indices, undisturbed
-from resilience.replica import BATCH, MICROBATCHES, SAMPLES, SEED, data, model_of
+from resilience.replica import BATCH, MAX_NORM, MICROBATCHES, SAMPLES, SEED, data, model_of
 from statehold.errors import ReplicaRefusedError, UsageError, WaitTimeout
 from statehold.resilience import Replicas
 
@@ -32,6 +33,17 @@ def assert_like(log: Log, alone: Log) -> None:
         assert log.weights == alone.weights
 
 
+def assert_counted_once(logs: list[Log], lost: Iterable[int] = ()) -> None:
+    """Each microbatch of a step is in one share.
+
+    lost: steps with a share of a replica that was killed after its vote, and wrote nothing down.
+    """
+    for step in range(UNTIL):
+        shares = [index for log in logs for index in log.shares.get(step, ())]
+        assert len(shares) == len(set(shares))
+        assert (len(shares) < MICROBATCHES) == (step in lost)
+
+
 def test_replicas_that_die_at_every_moment_of_a_step(tmp_path: Path, alone: Log) -> None:
     dooms = [(2, "backward"), (4, "sum"), (6, "Vote"), (8, "after Vote")]
     with coordinated(5) as meeting, Job(tmp_path, meeting, UNTIL) as job:
@@ -42,6 +54,7 @@ def test_replicas_that_die_at_every_moment_of_a_step(tmp_path: Path, alone: Log)
     assert [each.exitcode for each in job.processes] == [-signal.SIGKILL] * 4 + [0]
     for log in logs:
         assert_like(log, alone)
+    assert_counted_once(logs, lost=[8])
     survivor = logs[-1]
     assert sorted(survivor.losses) == list(range(UNTIL))
     assert survivor.weights == alone.weights
@@ -64,6 +77,7 @@ def test_redundant_replicas_compute_nothing_again(
         job.start()
         logs = job.wait()
     assert [each.exitcode for each in job.processes] == [-signal.SIGKILL] * 2 + [0]
+    assert_counted_once(logs, lost=[6])
     if reduction == "exact":
         for log in logs:
             assert_like(log, alone)
@@ -94,6 +108,8 @@ def test_a_run_goes_on_with_another_number_of_replicas(tmp_path: Path, alone: Lo
 
 def test_a_replica_of_two_ranks_is_lost_with_one_of_them(tmp_path: Path) -> None:
     whole = undisturbed(tmp_path / "whole", UNTIL, width=2)
+    assert whole[0].norms == whole[1].norms  # of the gradients that both hold together
+    assert min(whole[0].norms.values()) > MAX_NORM
     with coordinated(3) as meeting, Job(tmp_path, meeting, UNTIL, width=2) as job:
         job.start((3, "sum"))
         job.start((6, "after Vote"))
@@ -207,6 +223,17 @@ def test_loops_that_are_left_early_are_refused() -> None:
         with pytest.raises(UsageError, match="was not called"):
             for _ in step:
                 pass
+
+
+def test_gradients_are_clipped_by_their_norm_over_all_parameters() -> None:
+    with coordinated(1) as meeting, replica(meeting.address) as replicas:
+        model = replicas.state["model"]
+        step = next(replicas.steps(1))
+        for microbatch in step:
+            microbatch.backward(model(data()[:4]).square().sum())
+        norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()]).item()
+        assert step.clip_grad_norm(norm / 2) == pytest.approx(norm)
+        assert step.clip_grad_norm(norm) == pytest.approx(norm / 2)
 
 
 def test_a_second_loop_goes_on_where_the_first_one_has_ended() -> None:

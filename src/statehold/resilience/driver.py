@@ -46,6 +46,7 @@ class Driver:
         self._transfer = transfer
         self._learn = learn
         self.computed: set[tuple[int, int]] = set()
+        self._adopted = {0}
         self._served = 0
         self._heard = 0
         self.seat = take_seat(view)
@@ -54,6 +55,11 @@ class Driver:
     def number(self) -> int:
         """The step in progress."""
         return self.seat.member.step
+
+    @property
+    def share(self) -> list[int]:
+        """What this replica contributes to the step: what it has computed, less copies."""
+        return sorted(index for index, copy in self.computed if copy in self._adopted)
 
     def admit(self) -> None:
         """Wait until this rank belongs to the job, so that the number of the step is known."""
@@ -134,6 +140,7 @@ class Driver:
             self._fetch(action)
         elif isinstance(action, actions.Adopt):
             self._sums.adopt(action.copy)
+            self._adopted.add(action.copy)
         elif isinstance(action, actions.Reduce):
             self._sums.reduce(self.seat.start)
         elif isinstance(action, actions.Vote):
@@ -144,6 +151,7 @@ class Driver:
         """Nothing is computed in this step."""
         self._sums.begin()
         self.computed = set()
+        self._adopted = {0}
 
     def _vote(self, action: actions.Vote) -> list[actions.Ballot]:
         """The ballots of the column. A wish of any rank of a replica is the wish of the replica."""

@@ -95,6 +95,7 @@ class Replicas:
         self._lease_s = _at_least("lease_s", lease_s, 0.05)
         _at_least("wait_s", wait_s, 0)
         _refuse_running_statistics(model)
+        self._params = list(model.parameters())
         self._sums = _sum_of(reduction)(model.named_parameters(), microbatches)
         self._position = _Position(self._course, self._sums)
         self.state: dict[str, Any] = {
@@ -151,7 +152,16 @@ class Replicas:
             self._driver = self._join()
         driver = self._driver
         driver.admit()
-        work = Work(driver, self._sums, self._course, self._purity, self._progress, self._expect)
+        work = Work(
+            driver=driver,
+            sums=self._sums,
+            course=self._course,
+            purity=self._purity,
+            progress=self._progress,
+            params=self._params,
+            gather=self._gather,
+            expect=self._expect,
+        )
         while driver.number < until:
             step = Step(work, until)
             yield step
@@ -216,6 +226,13 @@ class Replicas:
             desk=self._desk.address,
         )
         return Seat(hello, self._around)
+
+    def _gather(self, mine: float) -> list[float]:
+        """The numbers of all ranks of this replica."""
+        found: list[Any] = [mine] * self._width
+        if self._width > 1:
+            dist.all_gather_object(found, mine, group=self._group)
+        return found
 
     def _drawn(self) -> dict[str, int]:
         """What this replica has drawn in the step in progress, for those who take it over."""

@@ -10,7 +10,7 @@ Not here: which microbatches this replica has (protocol), the sums (sums).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from statehold.resilience.driver import Driver
 from statehold.resilience.progress import Progress
 from statehold.resilience.protocol.actions import Compute
 from statehold.resilience.sums.interface import Sum
+from statehold.resilience.sums.norm import Gather, clip_by_norm
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Work:
     course: Course
     purity: Purity
     progress: Progress
+    params: Sequence[Tensor]
+    gather: Gather
     expect: Callable[[], None]  # called when the share may have changed
 
 
@@ -96,6 +99,7 @@ class Step:
         self._until = until
         self._has_begun = False
         self._number: int | None = None
+        self._share: list[int] = []
         self.is_over = False
 
     @property
@@ -118,6 +122,24 @@ class Step:
         self.check()
         return self._work.sums.mean_loss
 
+    @property
+    def share(self) -> list[int]:
+        """The microbatches that this replica has contributed. All replicas together have each once.
+
+        A replica that has joined in this step has contributed none.
+        """
+        self.check()
+        return list(self._share)
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scale the gradients so that their norm over all parameters is at most `max_norm`.
+
+        Returns the norm before. It has the same bits for any number of replicas and of threads. All
+        ranks of a replica have to call it.
+        """
+        self.check()
+        return clip_by_norm(self._work.params, max_norm, self._work.gather)
+
     def __iter__(self) -> Iterator[Microbatch]:
         if self._has_begun:
             raise UsageError("a step can be iterated once", facts={"step": self.number})
@@ -128,7 +150,7 @@ class Step:
             while True:
                 yield from self._microbatch(next(asked))
         except StopIteration as stop:
-            self._number = stop.value
+            self._number, self._share = stop.value, work.driver.share
             self.is_over = self._number is None
 
     def _microbatch(self, asked: Compute) -> Iterator[Microbatch]:
