@@ -30,6 +30,7 @@ from statehold.checkpoint.save.work import Work
 from statehold.checkpoint.save.writes import build_manifest, build_record, now, writer_name
 from statehold.errors import (
     PUBLISHED,
+    MissingFileError,
     PeerFailedError,
     PeerLostError,
     StateholdError,
@@ -199,7 +200,7 @@ class Together:
 
     def cause(self, work: Work, error: BaseException) -> BaseException:
         # Once a save has failed, rank 0 removes its directory while other ranks still write there.
-        if self.leads or not isinstance(error, StorageError) or error.errno != errno.ENOENT:
+        if self.leads or not _is_missing(error):
             return error
         with contextlib.suppress(StateholdError):
             return self._peers.failure(work.number) or error
@@ -337,6 +338,13 @@ class Together:
         with after_commit(self._log, step, "record how evenly the ranks write"):
             spreads = (Spread(**outcome["balance"][which]) for which in ("ranks", "nodes"))
             work.save._record(balance=Balance(*spreads))
+
+
+def _is_missing(error: BaseException) -> bool:
+    """Whether a file or a directory was not there: to be written, or to be read."""
+    if isinstance(error, StorageError):
+        return error.errno == errno.ENOENT
+    return isinstance(error, MissingFileError)
 
 
 def _check_alike(messages: Sequence[Mapping[str, Any]], key: str, summary: str) -> None:
