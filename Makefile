@@ -20,10 +20,10 @@ warnings := 'error,ignore:FSDP2-wrapped module:UserWarning,ignore:`torch.jit:Dep
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test campaigns sim replicas powerloss modes sanitize fuzz soak check bench gpu clean
+.PHONY: help setup build demo test campaigns integrations sim replicas powerloss modes sanitize fuzz soak check bench gpu clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
 setup:  ## .venv, system packages where you may install them, native module
 	@tools/setup_env.sh
@@ -64,6 +64,9 @@ campaigns: setup  ## the tests of which `make test` takes a sample, whole: hours
 	@$(pytest) -o faulthandler_exit_on_timeout=false tests/crash tests/sim tests/ranks tests/agent tests/preemption tests/hostile tests/cli \
 	  tests/checkpointer tests/devices tests/tensors tests/bench tests/offload tests/resilience tests/unit/test_redundancy.py \
 	  tests/unit/test_plan_resilience.py $(ARGS)
+
+integrations: setup  ## tests/frameworks beside other people's frameworks, in .venv-integrations
+	@tools/integrations.sh $(ARGS)
 
 sim: setup  ## SEEDS=n seeds of the simulation: faults, crashes, ranks that die
 	@$(bin)/python tests/sim/campaign.py --seeds $(SEEDS) $(ARGS)
