@@ -7,6 +7,8 @@
             train_step(...)
             ckpt.save(step + 1, state)
 
+    weights = statehold.load("runs/llama", "model")
+
 Importing this package loads neither torch nor the native core; the first use of a name does.
 """
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from statehold.checkpoint.save.handle import Save as Save
     from statehold.checkpoint.telemetry.save_stats import SaveStats as SaveStats
     from statehold.errors import StateholdError as StateholdError
+    from statehold.reading.load import load as load
+    from statehold.reading.runs import open as open
     from statehold.tensors.marks import Gated as Gated
     from statehold.tensors.marks import Volatile as Volatile
     from statehold.tensors.rng import Rng as Rng
@@ -47,8 +51,10 @@ __all__ = [
     "__version__",
     "allow_tensor_class",
     "errors",
+    "load",
     "metrics",
     "offload",
+    "open",
 ]
 
 _HOMES = {
@@ -63,8 +69,10 @@ _HOMES = {
     "StateholdError": "statehold.errors",
     "Volatile": "statehold.tensors.marks",
     "allow_tensor_class": "statehold.tensors.subclasses",
+    "load": "statehold.reading.load",
     "metrics": "statehold.metrics",
     "offload": "statehold.offload",
+    "open": "statehold.reading.runs",
 }
 
 

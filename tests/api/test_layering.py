@@ -46,6 +46,7 @@ UNITS = [
     "checkpoint.save",
     "checkpoint.restore",
     "checkpoint",
+    "reading",
     "resilience",
     "metrics",
     "testing",
@@ -62,12 +63,13 @@ CORE_USERS = {
     "checkpoint.levels",
     "checkpoint.agent",
     "checkpoint",
+    "reading",
     "resilience",
     "testing",
     "integrations",
     "cli",
 }
-TORCH_USERS = {"tensors", "offload", "resilience", "testing", "integrations"}
+TORCH_USERS = {"tensors", "offload", "reading", "resilience", "testing", "integrations"}
 # Units that may not even name torch in annotations: they make sense without it.
 PURE = {
     "errors",

@@ -27,8 +27,10 @@ PUBLIC = [
     "__version__",
     "allow_tensor_class",
     "errors",
+    "load",
     "metrics",
     "offload",
+    "open",
 ]
 
 SIGNATURES = {
@@ -48,6 +50,10 @@ SIGNATURES = {
     statehold.Checkpointer.write_trace: "(self, path=None)",
     statehold.Checkpointer.close: "(self)",
     statehold.metrics.serve: "(port, host='127.0.0.1')",
+    statehold.load: (
+        "(run, name='', *, step=None, mapped=False, verify=True, device='cpu', rank=None)"
+    ),
+    statehold.open: "(run)",
     statehold.Save.wait: "(self, event='committed', timeout=None)",
     statehold.Save.done: "(self, event='committed')",
     statehold.allow_tensor_class: "(cls, *, rowwise=(), shared=())",

@@ -11,9 +11,9 @@ import torch
 
 from statehold import Checkpointer, Directory, Memory, ObjectStore
 from statehold.cli.codes import NotFoundError
-from statehold.cli.places import run_of
 from statehold.errors import StorageError, UsageError
 from statehold.observe import once
+from statehold.reading.places import run_of
 from support.faults import DEADLINE_S, SMALL
 
 

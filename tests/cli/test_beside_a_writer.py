@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from statehold.cli import checking, places
+from statehold.cli import checking
+from statehold.cli import places as files
+from statehold.reading import places
 from support.runs import arrays_of, write_step
 
 WORDS = {
@@ -89,7 +91,7 @@ def test_a_step_that_is_retired_meanwhile_is_not_found(run, ask, monkeypatch, co
 
 @pytest.mark.parametrize("command", ["ls", "report"])
 def test_a_step_that_is_retired_meanwhile_is_not_listed(run, ask, monkeypatch, command) -> None:
-    load, happened = places.load_manifest, []
+    load, happened = files.load_manifest, []
 
     def loaded(fs, directory: str):  # type: ignore[no-untyped-def]
         if directory.endswith("2") and not happened:
@@ -97,7 +99,7 @@ def test_a_step_that_is_retired_meanwhile_is_not_listed(run, ask, monkeypatch, c
             shutil.rmtree(directory)
         return load(fs, directory)
 
-    monkeypatch.setattr(places, "load_manifest", loaded)
+    monkeypatch.setattr(files, "load_manifest", loaded)
     code, told = ask(*(word.replace("RUN", str(run)) for word in WORDS[command]))
     assert happened
     assert code == 0

@@ -11,7 +11,7 @@ import statehold
 from cli.conftest import Asked
 from statehold.checkpoint.store.lock import RunLock, is_saved_into
 from statehold.cli.left_behind import Left, left_behind
-from statehold.cli.places import file_system
+from statehold.reading.places import file_system
 from support.faults import SMALL
 from support.levels import save
 

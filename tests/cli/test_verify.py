@@ -17,13 +17,13 @@ import pytest
 
 from statehold.cli import scanning, verify
 from statehold.cli.checking import Finding, Report, _Cover, check_step
-from statehold.cli.places import file_system, find
 from statehold.cli.scanning import SpanReader
 from statehold.encoding.header import decode
 from statehold.format.entries import record_file
 from statehold.format.manifest import Manifest
 from statehold.format.record import Record
 from statehold.layout.plan import BLOCK_BYTES, plan_save
+from statehold.reading.places import file_system, find
 from support.records import rewritten
 from support.runs import CREATED, GOLDEN, write_step
 from support.steps import spec, true_sums

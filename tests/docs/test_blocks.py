@@ -144,6 +144,8 @@ PREAMBLES: dict[tuple[str, str], Callable[[int], AbstractContextManager[dict[str
     ("guide.md", "Restoring"): opened,
     ("guide.md", "Leaving in time"): opened,
     ("dcp.md", "Restoring what others wrote"): stock,
+    ("in_and_out.md", "Load tensors of one step"): opened,
+    ("in_and_out.md", "Look at steps"): opened,
     ("resilience.md", "Resilience: training steps that survive the loss of ranks"): coordinated,
 }
 # Blocks with an object store, and whether they save a step there.
@@ -233,7 +235,7 @@ def test_every_block_that_looks_like_python_is_one_that_runs() -> None:
     assert len(others) > 20
     assert [str(each) for each in others if python.search(each.code)] == []
     assert {each.path.name for each in PYTHON} == {
-        "README.md", "guide.md", "dcp.md", "offload.md", "resilience.md"
+        "README.md", "guide.md", "dcp.md", "in_and_out.md", "offload.md", "resilience.md"
     }  # fmt: skip
 
 

@@ -21,8 +21,8 @@ from powerloss.jobs import Where
 from powerloss.journal import Position
 from powerloss.looking import Look
 from powerloss.plans import Plan
-from statehold.cli.places import file_system
 from statehold.cli.scanning import SpanReader
+from statehold.reading.places import file_system
 
 
 class Checker:

@@ -17,8 +17,8 @@ from powerloss.plans import Plan
 from powerloss.workload import Workload
 from sim.oracle import Oracle
 from statehold.cli.checking import check_step
-from statehold.cli.places import find
 from statehold.cli.scanning import SpanReader
+from statehold.reading.places import find
 from support.agents import steps_in
 
 

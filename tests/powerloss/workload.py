@@ -21,7 +21,7 @@ from powerloss.jobs import Job, Where, options_of
 from powerloss.linux import die_with_parent
 from powerloss.plans import Plan
 from statehold import Checkpointer
-from statehold.cli.places import file_system
+from statehold.reading.places import file_system
 from support.agents import said, steps_in, wait_no_agent
 from support.faults import DEADLINE_S, must
 

@@ -16,8 +16,8 @@ import torch
 
 from statehold.checkpoint.agent.looking import LOG_NAME, agents_of
 from statehold.cli.checking import check_step
-from statehold.cli.places import file_system, find
 from statehold.cli.scanning import SpanReader
+from statehold.reading.places import file_system, find
 from support import scripts
 from support.faults import DEADLINE_S, must
 

@@ -31,6 +31,7 @@ from statehold.errors import NoSpaceError, UsageError
 from statehold.io import profile
 from statehold.io.mounts import mount_of
 from statehold.options import Options
+from statehold.reading.places import NotFoundError
 from statehold.units import MiB, format_bytes, format_seconds, parse_bytes
 
 _SIZE_MIN = 1 * MiB
@@ -76,7 +77,7 @@ def study_at(
 def _checked(path: str, args: argparse.Namespace) -> int:
     """The size of the state, if there is space for the study."""
     if not os.path.isdir(path):
-        raise codes.NotFoundError("no such directory", facts={"path": path})
+        raise NotFoundError("no such directory", facts={"path": path})
     size = parse_bytes(args.size)
     if size < _SIZE_MIN or not (0 < args.seconds < math.inf):
         facts = {"expected": f"at least {format_bytes(_SIZE_MIN)}, more than 0 s",

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from statehold.cli.places import Place, load_manifest
 from statehold.cli.scanning import BadPiece, Span, SpanReader, scan
 from statehold.encoding import header
 from statehold.errors import CorruptionError, StateholdError
@@ -24,6 +23,7 @@ from statehold.format.manifest import Commit, Manifest, groups_of
 from statehold.format.record import Record
 from statehold.format.saved import MANIFEST_NAME, read_record
 from statehold.layout.layout import Box, ExplicitLayout
+from statehold.reading.places import Place, load_manifest
 
 if TYPE_CHECKING:
     from statehold._core import Fs

@@ -9,6 +9,7 @@ from statehold.errors import (
     StepNotFoundError,
     UsageError,
 )
+from statehold.reading.places import NotFoundError
 
 YES, NO, USAGE, NOT_FOUND, FAILED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
@@ -18,10 +19,6 @@ exit codes:
   1  no: damaged, different             4  no answer: refused, busy, or a newer format
   2  the command cannot be understood   130  interrupted
 """
-
-
-class NotFoundError(UsageError):
-    """The subject of a command does not exist."""
 
 
 def code_of(error: StateholdError) -> int:

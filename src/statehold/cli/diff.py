@@ -18,7 +18,6 @@ from statehold.cli import codes
 from statehold.cli.content import Content, parts_of
 from statehold.cli.numbers import Difference, bits_of, numpy
 from statehold.cli.output import Progress, counted, emit, plain, table
-from statehold.cli.places import Place, at_rest, file_system
 from statehold.cli.values import leaves_of
 from statehold.encoding.header import DTYPE_BITS, bytes_of
 from statehold.encoding.strictjson import show
@@ -26,6 +25,7 @@ from statehold.errors import StateMismatchError
 from statehold.format.saved import PlacedChunk
 from statehold.layout.layout import Box
 from statehold.layout.ranges import summed_pieces
+from statehold.reading.places import Place, at_rest, file_system
 
 if TYPE_CHECKING:
     from statehold._core import Fs

@@ -27,12 +27,12 @@ from statehold.checkpoint.store.lock import RunLock
 from statehold.cli import codes
 from statehold.cli.left_behind import left_behind
 from statehold.cli.output import emit, table
-from statehold.cli.places import file_system
 from statehold.errors import StateholdError
 from statehold.io.mounts import mount_of
 from statehold.io.profile import described, find, path_for
 from statehold.options import Options
 from statehold.process import host_memory as memory
+from statehold.reading.places import NotFoundError, file_system
 from statehold.units import MiB, format_bytes
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Check:
 def run(args: argparse.Namespace) -> int:
     path = os.path.abspath(args.path)
     if not os.path.isdir(path):
-        raise codes.NotFoundError("no such directory", facts={"path": path})
+        raise NotFoundError("no such directory", facts={"path": path})
     checks = [*_machine(), *_storage(path), *_left(path)]
     healthy = all(check.ok is not False for check in checks)
     if args.json:

@@ -12,7 +12,8 @@ from typing import Any
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
 from statehold.cli.output import emit, plain, table
-from statehold.cli.places import describe, file_system, leftovers_of, run_of
+from statehold.cli.places import describe, leftovers_of
+from statehold.reading.places import file_system, run_of
 from statehold.units import format_bytes
 
 # The names of directories that are not committed steps, for people.

@@ -14,8 +14,9 @@ from statehold.checkpoint.store.lock import RunLock
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes
 from statehold.cli.output import emit, plain, table
-from statehold.cli.places import file_system, leftovers_of, run_of, tree_bytes
+from statehold.cli.places import leftovers_of, tree_bytes
 from statehold.errors import UsageError
+from statehold.reading.places import file_system, run_of
 from statehold.units import format_bytes
 
 

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from statehold.cli import codes, numbers
 from statehold.cli.content import Content
 from statehold.cli.output import Progress, counted, emit, plain, table
-from statehold.cli.places import Place, at_rest, file_system, load_manifest, tree_bytes
+from statehold.cli.places import tree_bytes
 from statehold.cli.values import leaves_of
 from statehold.encoding.header import bytes_of
 from statehold.errors import StateMismatchError
 from statehold.format.selection import nearest
 from statehold.layout.layout import Layout
 from statehold.layout.share import Held
+from statehold.reading.places import NotFoundError, Place, at_rest, file_system, load_manifest
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def _tensor(saved: SavedStep, place: Place, name: str) -> dict[str, Any]:
         near = near or difflib.get_close_matches(name, saved.tensors, n=3)
         near = near or nearest(name, saved.tensors)
         hint = f"did you mean {', '.join(near[:3])}?" if near else "show without TENSOR lists them"
-        raise codes.NotFoundError(
+        raise NotFoundError(
             "no such tensor in this step",
             facts={"step": place.directory, "tensor": name},
             hint=hint,

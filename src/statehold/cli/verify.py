@@ -18,9 +18,10 @@ from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
 from statehold.cli.checking import Finding, Report, check_step
 from statehold.cli.output import Progress, counted, emit, plain, table
-from statehold.cli.places import Place, asked_of, file_system, find, run_of, tree_bytes
+from statehold.cli.places import tree_bytes
 from statehold.cli.scanning import SpanReader
 from statehold.errors import StepNotFoundError, storage_error
+from statehold.reading.places import Place, asked_of, file_system, find, run_of
 from statehold.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -171,7 +171,11 @@ class ReadPlan:
         """
         for name, chunk in self._saved.unread(asked):
             if name not in names:
-                self._append(name, chunk, _all_of(chunk), NOWHERE)
+                self.verify(name, chunk)
+
+    def verify(self, name: str, chunk: PlacedChunk) -> None:
+        """Read a chunk of tensor `name` only to verify it."""
+        self._append(name, chunk, _all_of(chunk), NOWHERE)
 
     def _append(self, name: str, chunk: PlacedChunk, part: Range, where: Where) -> None:
         number, _ = self._files.setdefault(chunk.file, (len(self._files), chunk.file_bytes))

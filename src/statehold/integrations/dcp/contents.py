@@ -27,7 +27,8 @@ from statehold.integrations.dcp.among import rank_and_world
 from statehold.integrations.dcp.targets import Wanted
 from statehold.integrations.dcp.tree import containers, leaves, tensor_of
 from statehold.layout.layout import Box
-from statehold.tensors import dtypes, foreign, subclasses
+from statehold.tensors import dtypes
+from statehold.tensors.built import value_of
 
 _Asked = tuple[str, tuple[int, ...] | None]  # the name of a tensor, and the ranks that share it
 
@@ -152,19 +153,7 @@ class Builder:
                 facts={"name": name, "saved": str(node)},
                 hint="load on as many ranks as saved, where each takes its own",
             )
-        return values.decode(node, self._leaf)
-
-    def _leaf(self, tag: str, payload: Any) -> Any:
-        if tag == "$tensor":
-            return self._tensor(payload)
-        if tag == "$ndarray":
-            return self._tensor(payload).numpy()
-        if tag == "$complex128":
-            is_tensor = isinstance(payload, torch.Tensor)
-            return torch.view_as_complex(payload) if is_tensor else payload.view("c16")[..., 0]
-        if tag == "$subclass":
-            return subclasses.build_saved(payload)
-        return foreign.value_of(tag, payload)
+        return values.decode(node, lambda tag, payload: value_of(tag, payload, self._tensor))
 
     def _tensor(self, name: str) -> torch.Tensor:
         step = self._step

@@ -1,0 +1,205 @@
+"""load(): tensors and values of one step, without a live state to put them into.
+
+Invariants: every byte that is returned was verified, unless verify=False says not to. Only the
+files that hold what was asked for are read. Tensors that were tied in the state are one tensor.
+Nothing is changed on disk, and no lock is taken: a job may save meanwhile.
+Not here: which step a name means (places), which part of its tree (tree), restores into a live
+state (Checkpointer.restore), levels other than the run directory.
+
+mapped: a tensor that one file holds as a whole is mapped privately, so that a change of it does not
+reach the file. The kernel loads its pages when they are used. statehold does not overwrite files
+that a process of this host has mapped. A tensor that is cut over several files, or that begins at
+an address that its elements cannot have, is copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from statehold import _core
+from statehold.checkpoint.restore.read_plan import ReadPlan
+from statehold.encoding import values
+from statehold.errors import StateMismatchError, UsageError
+from statehold.io.clients import open_engine
+from statehold.layout.layout import Box
+from statehold.layout.plan import step_of
+from statehold.observe.progress import Progress
+from statehold.reading.places import Place, asked_of, at_rest, file_system
+from statehold.reading.tree import part_of
+from statehold.tensors import dtypes, nodes
+from statehold.tensors.built import value_of
+from statehold.tensors.devices import Devices
+from statehold.tensors.storable import is_external
+from statehold.units import MiB
+
+if TYPE_CHECKING:
+    from statehold._core import Fs, ReadJob
+    from statehold.format.saved import PlacedChunk, SavedStep
+
+BUFFER_BYTES = 16 * MiB
+STAGING_BYTES = 8 * BUFFER_BYTES
+COPY_THREADS = 2
+_HINT = "load an older step; statehold verify lists all damage"
+
+
+def load(
+    run: str | os.PathLike[str],
+    name: str = "",
+    *,
+    step: int | None = None,
+    mapped: bool = False,
+    verify: bool = True,
+    device: str | torch.device = "cpu",
+    rank: int | None = None,
+) -> Any:
+    """The tensors and values of one step that have `name`: the whole state for "".
+
+    A dict of the state comes back as a dict, a module as its state dict, a tensor as a tensor.
+
+        model.load_state_dict(statehold.load("runs/llama", "model"))
+
+    Args:
+        run: the run directory, "RUN@STEP", or the directory of a step.
+        name: a dotted name in the state, such as "model" or "model.layers.0".
+        step: the step; None means the one in `run`, or the newest.
+        mapped: map the files instead of copying them, which takes no memory until it is used.
+        verify: compare all bytes with their checksums. False is for mapped=True only.
+        device: where tensors are made.
+        rank: of a step that several ranks saved, the rank whose own values are meant.
+
+    Raises:
+        StepNotFoundError: there is no such step.
+        StateMismatchError: the step has nothing of this name, or its ranks saved different things.
+        CorruptionError: bytes are damaged.
+        UsageError: an argument is not valid.
+    """
+    if not verify and not mapped:
+        raise UsageError(
+            "verify=False is for mapped=True", hint="what is copied is verified anyway"
+        )
+    target = torch.device(device)
+    if mapped and target.type != "cpu":
+        facts = {"expected": "device='cpu' with mapped=True", "got": str(target)}
+        raise UsageError("a file can be mapped into host memory only", facts=facts)
+    fs = file_system()
+    with contextlib.closing(fs):
+        wanted = _Wanted(name, mapped, verify, target)
+        return at_rest(fs, named(run, step), lambda place: _loaded(fs, place, rank, wanted))
+
+
+def named(run: str | os.PathLike[str], step: int | None) -> str:
+    """The name of a step of a run, as places.find takes it."""
+    text = os.fspath(run)
+    if step is None:
+        return text
+    path, in_name = asked_of(text)
+    if in_name is not None:
+        facts = {"run": text, "step": step}
+        raise UsageError("a step is given twice", facts=facts, hint="leave one of them out")
+    return f"{path}@{step_of(step)}"
+
+
+class _Wanted(NamedTuple):
+    name: str
+    mapped: bool
+    verify: bool
+    device: torch.device
+
+
+def _loaded(fs: Fs, place: Place, rank: int | None, wanted: _Wanted) -> Any:
+    saved = place.open(fs, rank)
+    node = part_of(saved.state, wanted.name, place.label)
+    differing = nodes.differing(node)
+    if differing is not None:
+        facts = {"step": place.label, "name": wanted.name, "saved": str(differing)}
+        hint = "rank=R takes the values of one rank"
+        raise StateMismatchError(
+            "ranks saved different values under one name", facts=facts, hint=hint
+        )
+    tensors = _Tensors(saved, place, wanted)
+    value = values.decode(node, lambda tag, payload: value_of(tag, payload, tensors.made))
+    tensors.read()
+    return value
+
+
+class _Tensors:
+    """The tensors of one load: made first, and then filled together."""
+
+    def __init__(self, saved: SavedStep, place: Place, wanted: _Wanted) -> None:
+        self._saved = saved
+        self._directory = place.directory
+        self._wanted = wanted
+        self._plan = ReadPlan(saved, hint=_HINT)
+        self._nbytes = 0
+        self._made: dict[str, torch.Tensor] = {}
+        self._files: dict[str, torch.Tensor] = {}
+
+    def made(self, name: str) -> torch.Tensor:
+        """The tensor of a name; ties are one tensor."""
+        if name not in self._made:
+            self._made[name] = self._new(name)
+        return self._made[name]
+
+    def _new(self, name: str) -> torch.Tensor:
+        saved = self._saved.tensors[name]
+        dtype = dtypes.dtype_of(saved.dtype, name)
+        shape = dtypes.torch_shape(dtype, saved.shape)
+        chunks = self._saved.chunks(name, Box.whole(saved.shape))
+        if self._wanted.mapped and _is_mappable(chunks, saved.shape, dtype):
+            return self._map(name, chunks[0], dtype, shape)
+        made = torch.empty(shape, dtype=dtype, device=self._wanted.device)
+        for chunk in chunks:
+            self._place(name, chunk, made)
+        return made
+
+    def _place(self, name: str, chunk: PlacedChunk, made: torch.Tensor) -> None:
+        inside = dtypes.torch_box(made.dtype, chunk.box)
+        slices = (slice(a, b) for a, b in zip(inside.offsets, inside.ends, strict=True))
+        part = made[tuple(slices)]
+        whole = Box.whole(inside.shape)
+        self._plan.place(name, chunk, whole, part, external=is_external(made))
+        self._nbytes += chunk.end - chunk.begin
+
+    def _map(
+        self, name: str, chunk: PlacedChunk, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        if self._wanted.verify:
+            self._plan.verify(name, chunk)
+            self._nbytes += chunk.end - chunk.begin
+        if chunk.file not in self._files:
+            path = f"{self._directory}/{chunk.file}"
+            self._files[chunk.file] = torch.from_file(
+                path, shared=False, size=chunk.file_bytes, dtype=torch.uint8
+            )
+        return self._files[chunk.file][chunk.begin : chunk.end].view(dtype).view(shape)
+
+    def read(self) -> None:
+        """Fill and verify all that was made."""
+        if not self._nbytes:
+            return
+        staging = min(STAGING_BYTES, (self._nbytes // BUFFER_BYTES + 2) * BUFFER_BYTES)
+        with contextlib.ExitStack() as opened:
+            fs = opened.enter_context(contextlib.closing(_core.open_fs()))
+            engine = open_engine(fs, staging, BUFFER_BYTES, COPY_THREADS)
+            opened.enter_context(contextlib.closing(engine))
+            devices = opened.enter_context(contextlib.closing(Devices()))
+            reading = self._plan.start(engine, lambda name, *_: f"{self._directory}/{name}")
+            with Progress(f"loading step {self._saved.step}", partial(_counts, reading.job)):
+                reading.finish(devices.load)
+
+
+def _counts(job: ReadJob) -> tuple[int, int]:
+    stats = job.stats
+    return stats["cached_bytes"] + stats["direct_bytes"], stats["bytes"]
+
+
+def _is_mappable(chunks: Sequence[PlacedChunk], shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    if len(chunks) != 1 or chunks[0].box.shape != shape:
+        return False
+    return chunks[0].begin < chunks[0].end and not chunks[0].begin % dtype.itemsize

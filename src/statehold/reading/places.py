@@ -1,0 +1,129 @@
+"""Which step a name means: RUN, RUN@STEP, or the directory of a step.
+
+Invariants: a path that exists is never cut at an `@`. Reading takes no lock. Nothing here imports
+torch, because the commands use it, too.
+Not here: the contents of a step (saved), levels other than the run directory (checkpoint/levels).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from statehold import _core
+from statehold.checkpoint.store.replacing import directory_id, look_beside_a_writer
+from statehold.checkpoint.store.store import Store
+from statehold.errors import MissingFileError, StepNotFoundError, UsageError
+from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.manifest import Commit, Manifest
+from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+T = TypeVar("T")
+
+_AT_STEP = re.compile(r"(?P<run>.*)@(?P<step>\d{1,12}|newest)", re.DOTALL)
+_STEP_NAME = re.compile(r"step-(\d{12})")
+
+
+class NotFoundError(UsageError):
+    """What a name means does not exist."""
+
+
+def file_system() -> Fs:
+    """For documents and names; data is read by an engine of its own."""
+    return _core.open_fs("threads", 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A step on disk. label: the argument that named it. is_part: other hosts have the files of the
+    ranks that have none here."""
+
+    directory: str
+    step: int
+    label: str
+    is_part: bool = False
+
+    def open(self, fs: Fs, rank: int | None = None) -> SavedStep:
+        """The step as `rank` of its ranks sees it, or as somebody else does (None)."""
+        if rank is None:
+            return open_step(fs.read_file, self.directory, self.step, 0, 0)
+        world_size = load_manifest(fs, self.directory).world_size
+        if not 0 <= rank < world_size:
+            facts = {"expected": f"0 to {world_size - 1}", "got": rank}
+            raise UsageError("this rank did not save the step", facts=facts)
+        return open_step(fs.read_file, self.directory, self.step, rank, world_size)
+
+
+def asked_of(text: str) -> tuple[str, int | None]:
+    """The run and the step that an argument means; None: the newest."""
+    asked = None if os.path.exists(text) else _AT_STEP.fullmatch(text)
+    if asked is None:
+        return run_of(text), None
+    return run_of(asked["run"]), None if asked["step"] == "newest" else int(asked["step"])
+
+
+def find(fs: Fs, text: str) -> Place:
+    """The step that an argument means. Raises StepNotFoundError."""
+    if os.path.exists(f"{text}/{MANIFEST_NAME}"):
+        return Place(os.path.abspath(text), _number_of(fs, text), text)
+    run, wanted = asked_of(text)
+    store = Store(fs, run)
+    wanted = store.newest() if wanted is None else wanted
+    if wanted is None:
+        raise StepNotFoundError("no step is committed in this run", facts={"run": run})
+    if wanted not in store.steps():
+        store.open(wanted)  # raises, and lists the existing steps
+    return Place(store.where(wanted), wanted, text)
+
+
+def run_of(text: str) -> str:
+    """A run directory. Raises NotFoundError if there is none."""
+    if not os.path.isdir(text):
+        hint = "RUN is the directory given to Checkpointer; name a step of it as RUN@STEP"
+        if "://" in text:
+            hint += ". To list the steps in its object store: statehold ls RUN --levels"
+        raise NotFoundError("no such run directory", facts={"run": text}, hint=hint)
+    path = os.path.abspath(text)
+    # otherwise it would seem to have no steps
+    if named := _STEP_NAME.fullmatch(os.path.basename(path)):
+        above = os.path.dirname(path)
+        facts = {"expected": above, "got": path}
+        hint = f"show, verify and diff take a step: {above}@{int(named[1])}"
+        raise NotFoundError("this is the directory of a step, not of a run", facts=facts, hint=hint)
+    return path
+
+
+def load_manifest(fs: Fs, directory: str) -> Manifest | Commit:
+    """The manifest of a step directory. Raises ManifestError, MissingFileError."""
+    path = f"{directory}/{MANIFEST_NAME}"
+    if fs.stat_bytes(path) is None:
+        raise MissingFileError("a step has no manifest", facts={"file": path})
+    return Manifest.decode(fs.read_file(path, DOCUMENT_BYTES_MAX), path)
+
+
+def at_rest(fs: Fs, text: str, look: Callable[[Place], T]) -> T:
+    """The result of `look` at the step that an argument means, read from one save of it.
+
+    Raises StepNotFoundError, also if the step was retired meanwhile.
+    """
+    while True:
+        place = find(fs, text)
+        directory = place.directory
+        seen = look_beside_a_writer(
+            partial(look, place), partial(directory_id, directory), directory
+        )
+        if seen is not None:
+            return seen
+
+
+def _number_of(fs: Fs, directory: str) -> int:
+    """By its name, or, if somebody has renamed it, by its manifest."""
+    named = _STEP_NAME.fullmatch(os.path.basename(os.path.abspath(directory)))
+    return int(named[1]) if named else load_manifest(fs, directory).step

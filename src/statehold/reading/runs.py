@@ -1,0 +1,135 @@
+"""open(): the steps of a run, and what each holds, without reading its data.
+
+Invariants: nothing is changed on disk, and no lock is taken. A Step describes one save: if a job
+saves the step again, the description does not change, and load() returns the newer save.
+Not here: data (load), levels other than the run directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from statehold.checkpoint.store.store import Store
+from statehold.encoding import values
+from statehold.encoding.header import bytes_of
+from statehold.errors import no_such_step
+from statehold.format.trees import tensors_of
+from statehold.layout.plan import step_of
+from statehold.reading.load import load
+from statehold.reading.places import Place, at_rest, file_system, load_manifest, run_of
+from statehold.tensors import nodes
+from statehold.tensors.built import value_of
+
+
+def open(run: str | os.PathLike[str]) -> Run:
+    """The steps of a run, for looking at. Raises UsageError if there is no such directory."""
+    return Run(run_of(os.fspath(run)))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor of a step: its global shape, and the dtype as safetensors calls it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A committed step.
+
+    path: its directory. created: in UTC, ISO 8601. world_size: how many ranks saved it.
+    tensors: every tensor by its name. values: everything else by its name, as it was saved; a value
+        on which ranks differ is missing.
+    """
+
+    step: int
+    path: str
+    created: str
+    writer: str
+    version: int
+    world_size: int
+    tensors: Mapping[str, TensorInfo]
+    values: Mapping[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def load(self, name: str = "", **options: Any) -> Any:
+        """What statehold.load() returns of this step."""
+        return load(os.path.dirname(self.path), name, step=self.step, **options)
+
+
+class Run:
+    """The steps of a run: `run.steps()`, `run[100]`, `run.newest()`, and a loop over them."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._store = Store(file_system(), path)
+
+    def steps(self) -> list[int]:
+        """The committed steps, oldest first, as they are now."""
+        return self._store.steps()
+
+    def newest(self) -> Step | None:
+        """The newest step; None if there is none."""
+        step = self._store.newest()
+        return None if step is None else self[step]
+
+    def __getitem__(self, step: int) -> Step:
+        number = step_of(step)
+        if number not in self.steps():
+            raise no_such_step(number, self.path, self.steps())
+        return at_rest(self._store.fs, f"{self.path}@{number}", self._described)
+
+    def __iter__(self) -> Iterator[Step]:
+        return map(self.__getitem__, self.steps())
+
+    def __len__(self) -> int:
+        return len(self.steps())
+
+    def __repr__(self) -> str:
+        return f"<Run {self.path}: {len(self)} steps>"
+
+    def _described(self, place: Place) -> Step:
+        manifest = load_manifest(self._store.fs, place.directory)
+        saved = place.open(self._store.fs)
+        tensors = {
+            name: TensorInfo(name, each.dtype, each.shape, bytes_of(each.dtype, each.shape) or 0)
+            for name, each in saved.tensors.items()
+        }
+        return Step(
+            step=place.step,
+            path=self._store.path(place.step),
+            created=manifest.created,
+            writer=manifest.writer,
+            version=manifest.version,
+            world_size=saved.world_size,
+            tensors=tensors,
+            values=dict(_values(saved.state, "")),
+        )
+
+
+def _values(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What is no tensor, by dotted names."""
+    if nodes.differing(node) is None and not _has_tensors(node):
+        yield path, values.decode(node, lambda tag, payload: value_of(tag, payload, _no_tensor))
+        return
+    items = dict(enumerate(node)) if type(node) is list else nodes.members(node) or {}
+    for key, item in items.items():
+        yield from _values(item, f"{path}.{key}" if path else str(key))
+
+
+def _has_tensors(node: Any) -> bool:
+    return next(tensors_of(node), None) is not None
+
+
+def _no_tensor(name: str) -> Any:
+    raise KeyError(name)
