@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from statehold.checkpoint.save.handle import Save as Save
     from statehold.checkpoint.telemetry.save_stats import SaveStats as SaveStats
     from statehold.errors import StateholdError as StateholdError
+    from statehold.integrations.formats.convert import export_step as export_step
+    from statehold.integrations.formats.convert import import_step as import_step
     from statehold.reading.load import load as load
     from statehold.reading.runs import open as open
     from statehold.tensors.marks import Gated as Gated
@@ -51,6 +53,8 @@ __all__ = [
     "__version__",
     "allow_tensor_class",
     "errors",
+    "export_step",
+    "import_step",
     "load",
     "metrics",
     "offload",
@@ -69,6 +73,8 @@ _HOMES = {
     "StateholdError": "statehold.errors",
     "Volatile": "statehold.tensors.marks",
     "allow_tensor_class": "statehold.tensors.subclasses",
+    "export_step": "statehold.integrations.formats.convert",
+    "import_step": "statehold.integrations.formats.convert",
     "load": "statehold.reading.load",
     "metrics": "statehold.metrics",
     "offload": "statehold.offload",

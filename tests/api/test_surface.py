@@ -27,6 +27,8 @@ PUBLIC = [
     "__version__",
     "allow_tensor_class",
     "errors",
+    "export_step",
+    "import_step",
     "load",
     "metrics",
     "offload",
@@ -50,6 +52,8 @@ SIGNATURES = {
     statehold.Checkpointer.write_trace: "(self, path=None)",
     statehold.Checkpointer.close: "(self)",
     statehold.metrics.serve: "(port, host='127.0.0.1')",
+    statehold.export_step: "(step, destination, to, *, name=None, report=None)",
+    statehold.import_step: "(source, step, *, name=None, report=None)",
     statehold.load: (
         "(run, name='', *, step=None, mapped=False, verify=True, device='cpu', rank=None)"
     ),

@@ -122,10 +122,28 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "path", metavar="PATH", nargs="?", default=".", help="the directory for runs"
     )
+    _add_transfers(commands)
     _add_bench(commands)
     _add_plan(commands)
     _add_coordinate(commands)
     return parser
+
+
+def _add_transfers(commands: Any) -> None:
+    out = _command(commands, "export", "write a step as a checkpoint of another library")
+    out.set_defaults(module="transfer", is_export=True)
+    out.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
+    out.add_argument("destination", metavar="DST", help="a path that does not exist")
+    out.add_argument("--to", metavar="FORMAT", required=True,
+                     help="hf, torch, dcp or deepspeed-universal")  # fmt: skip
+    out.add_argument("--name", metavar="NAME",
+                     help="the part of the state, such as model (hf: model; else all)")  # fmt: skip
+    into = _command(commands, "import", "make a checkpoint of another library a step of a run")
+    into.set_defaults(module="transfer", is_export=False)
+    into.add_argument("source", metavar="SRC", help="a file or a directory")
+    into.add_argument("step", metavar="RUN@STEP", help="the new step, with a number")
+    into.add_argument("--name", metavar="NAME",
+                      help="put all of it below this name (safetensors: model)")  # fmt: skip
 
 
 def _add_bench(commands: Any) -> None:

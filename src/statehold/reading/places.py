@@ -69,6 +69,15 @@ def asked_of(text: str) -> tuple[str, int | None]:
     return run_of(asked["run"]), None if asked["step"] == "newest" else int(asked["step"])
 
 
+def step_in(text: str) -> tuple[str, int]:
+    """The run and the number in RUN@STEP, neither of which has to exist. Raises UsageError."""
+    found = _AT_STEP.fullmatch(text)
+    if found is None or found["step"] == "newest":
+        facts = {"expected": "RUN@STEP, with a number", "got": text}
+        raise UsageError("a new step needs a run and a number", facts=facts)
+    return found["run"], int(found["step"])
+
+
 def find(fs: Fs, text: str) -> Place:
     """The step that an argument means. Raises StepNotFoundError."""
     if os.path.exists(f"{text}/{MANIFEST_NAME}"):

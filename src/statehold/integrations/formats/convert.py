@@ -1,0 +1,164 @@
+"""export_step() and import_step(): steps and checkpoints of other libraries, one into the other.
+
+Invariants: the source is never changed. A destination appears whole or not at all, and a second
+call goes on where the first one was killed. What the format of the destination cannot hold is named
+in a warning, or in an error if it is a tensor.
+Not here: the formats (one module each), which format a path has (recognition).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from statehold.encoding.strictjson import show
+from statehold.errors import UsageError
+from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
+from statehold.format.saved import MANIFEST_NAME
+from statehold.integrations.formats import hf
+from statehold.integrations.formats.partial import Done, Work, identity_of, work_on
+from statehold.integrations.formats.recognition import recognised, stamps
+from statehold.integrations.formats.step_writer import write_step
+from statehold.integrations.formats.steps import StepTree, engine_for_parts
+from statehold.integrations.formats.trees import nbytes_of
+from statehold.observe.progress import Progress
+from statehold.process.warn import warn_caller
+from statehold.reading.places import Place, at_rest, file_system, step_in
+
+_SHOWN = 12
+# (bytes done, bytes in all) -> nothing.
+Report = Callable[[int, int], None]
+Path = str | os.PathLike[str]
+
+
+class Format(NamedTuple):
+    """How a tree becomes a checkpoint; returns the names of what it cannot hold.
+
+    name: the part of a step that it takes if the caller names none.
+    """
+
+    export: Callable[[Any, Work], list[str]]
+    is_file: bool = False
+    name: str = ""
+
+
+FORMATS: dict[str, Format] = {
+    "hf": Format(hf.export, name="model"),
+}
+
+
+def export_step(
+    step: Path, destination: Path, to: str, *, name: str | None = None, report: Report | None = None
+) -> tuple[str, ...]:
+    """Write a step as a checkpoint of another library; returns the names of what was left out.
+
+    Args:
+        step: "RUN@STEP", the run directory (its newest step), or the directory of a step.
+        destination: a directory that does not exist; for "torch" a file.
+        to: "hf" (safetensors of Hugging Face), "torch" (one file of torch.save), "dcp"
+            (torch.distributed.checkpoint), or "deepspeed-universal".
+        name: the part of the state to export, such as "model"; "" is all of it. None: "model" for
+            "hf", if the state has it, and else all.
+        report: called with the bytes done and in all, from time to time.
+
+    Raises:
+        UsageError: the destination exists, or an argument is not valid.
+        UnsupportedValueError: the format cannot hold a tensor; the error names it.
+        CorruptionError: bytes of the step are damaged.
+    """
+    kind = FORMATS.get(to)
+    if kind is None:
+        facts = {"expected": ", ".join(FORMATS), "got": show(to)}
+        raise UsageError("no such format", facts=facts)
+    with contextlib.closing(file_system()) as fs:
+        call = _Export(fs, os.fspath(destination), to, kind, name, report)
+        left_out = at_rest(fs, os.fspath(step), call.run)
+    if left_out:
+        more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
+        names = ", ".join(left_out[:_SHOWN])
+        warn_caller(f"the format {to} does not hold these as they were: {names}{more}")
+    return tuple(left_out)
+
+
+class _Export(NamedTuple):
+    fs: Any
+    destination: str
+    to: str
+    kind: Format
+    name: str | None
+    report: Report | None
+
+    def run(self, place: Place) -> list[str]:
+        raw = self.fs.read_file(f"{place.directory}/{MANIFEST_NAME}", DOCUMENT_BYTES_MAX)
+        saved = place.open(self.fs)
+        name = self.name
+        if name is None:
+            has_it = isinstance(saved.state, dict) and self.kind.name in saved.state
+            name = self.kind.name if has_it else ""
+        with engine_for_parts() as engine:
+            found = StepTree(saved, place.directory, engine, name)
+            identity = identity_of(export=self.to, name=name, manifest=sha256(raw))
+            with counted(
+                f"exporting step {saved.step}", nbytes_of(found.root), self.report
+            ) as done:
+                is_file = self.kind.is_file
+                with work_on(self.destination, identity, is_file=is_file, done=done) as work:
+                    return [*self.kind.export(found.root, work), *found.arrays]
+
+
+def import_step(
+    source: Path, step: str, *, name: str | None = None, report: Report | None = None
+) -> str:
+    """Make a checkpoint of another library a step of a run; returns the directory of the step.
+
+    The files of the source show its format: one file of torch.save or safetensors, or a directory
+    of safetensors, of pytorch_model.bin, of torch.distributed.checkpoint, of DeepSpeed's ZeRO or of
+    its universal checkpoints. No pickle is trusted.
+
+    Args:
+        source: the checkpoint.
+        step: "RUN@STEP". The run is made if it does not exist; the step must not exist.
+        name: the name in the state below which all of the source is put. None: "model" for
+            safetensors and pytorch_model.bin, and "" for all others.
+        report: called with the bytes done and in all, from time to time.
+
+    Raises:
+        UsageError: the source is no checkpoint, or the run has the step.
+        UnsupportedValueError: the source holds what a step cannot hold; the error names it.
+        CorruptionError: the source is damaged.
+    """
+    path = os.path.abspath(os.fspath(source))
+    run, number = step_in(step)
+    found = recognised(path)
+    below = found.name if name is None else name
+    with found.opened() as tree:
+        for part in reversed(below.split(".") if below else []):
+            tree = {part: tree}
+        if not isinstance(tree, Mapping):
+            facts = {"source": path, "expected": "a dict", "got": type(tree).__name__}
+            hint = 'name="model" puts it into one'
+            raise UsageError("the source has no names", facts=facts, hint=hint)
+        identity = identity_of(source=path, stamps=stamps(path), name=below)
+        with counted(f"importing {path}", nbytes_of(tree), report) as done:
+            return write_step(run, number, tree, identity, done)
+
+
+@contextlib.contextmanager
+def counted(what: str, total: int, report: Report | None) -> Iterator[Done]:
+    """Counts bytes, and logs how far they are if that takes long."""
+    so_far = [0]
+
+    def done(nbytes: int) -> None:
+        so_far[0] += nbytes
+        if report is not None:
+            report(so_far[0], total)
+
+    with Progress(what, partial(_counts, so_far, total)):
+        yield done
+
+
+def _counts(so_far: list[int], total: int) -> tuple[int, int]:
+    return so_far[0], total

@@ -1,0 +1,207 @@
+"""What an export or an import has written so far: resumed after a kill, renamed when it is whole.
+
+    DST.partial/            beside the destination, never under its name
+    DST.partial/.journal    the identity of the work, then a line for each part that is durable
+
+Owns: files that are written at offsets, their syncs, the journal, the rename.
+Invariants: a line stands in the journal only after the bytes that it is about were synced. A
+journal of other work, or of a source that has changed since, is thrown away with all that it is
+about. The destination appears whole, by one rename, after every byte of it was synced. One process
+works on a destination at a time.
+Not here: what is written (one module for each format).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from statehold.errors import RunBusyError, UsageError, storage_error
+from statehold.units import MiB
+
+JOURNAL = ".journal"
+SYNC_BYTES = 256 * MiB
+# (bytes that were written or found written) -> nothing.
+Done = Callable[[int], None]
+
+
+class Journal:
+    """Which parts of the work in `directory` are durable: key -> a note about it."""
+
+    def __init__(self, directory: str, identity: str) -> None:
+        self._path = f"{directory}/{JOURNAL}"
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._file)
+            raise RunBusyError(
+                "another process writes to this destination", facts={"path": directory}
+            ) from None
+        self._waiting: list[tuple[str, str]] = []
+        self._done = self._read(identity)
+        self.is_fresh = self._done is None
+        if self._done is None:
+            self._done = {}
+            os.ftruncate(self._file, 0)
+            self._append([identity])
+
+    def _read(self, identity: str) -> dict[str, str] | None:
+        with open(self._path, encoding="utf-8", errors="replace") as file:
+            lines = file.read().split("\n")[:-1]  # the last one may be cut
+        if not lines or lines[0] != json.dumps([identity]):
+            return None
+        found = {}
+        for line in lines[1:]:
+            with contextlib.suppress(ValueError, TypeError):
+                key, note = json.loads(line)
+                found[key] = note
+        return found
+
+    def get(self, key: str) -> str | None:
+        """The note about a part that is durable; None for any other."""
+        return self._done.get(key) if self._done else None
+
+    def note(self, key: str, note: str) -> None:
+        """A part is written. It counts after the next flush()."""
+        self._waiting.append((key, note))
+
+    def flush(self) -> None:
+        """All that was noted is durable by now."""
+        for pair in self._waiting:
+            self._append(list(pair))
+        self._waiting.clear()
+        os.fdatasync(self._file)
+
+    def _append(self, line: list[str]) -> None:
+        os.lseek(self._file, 0, os.SEEK_END)
+        os.write(self._file, f"{json.dumps(line)}\n".encode())
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class OutFile:
+    """A file of the work, written at offsets."""
+
+    def __init__(self, path: str, journal: Journal) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._journal = journal
+        self._unsynced = 0
+
+    def write(self, data: bytes | memoryview, offset: int) -> None:
+        view = memoryview(data)
+        while view:
+            count = os.pwrite(self._fd, view, offset)
+            view, offset = view[count:], offset + count
+            self._unsynced += count
+
+    def note(self, key: str, note: str = "") -> None:
+        """A part is written; now and then everything so far is synced."""
+        self._journal.note(key, note)
+        if self._unsynced >= SYNC_BYTES:
+            self.sync()
+
+    def sync(self) -> None:
+        os.fdatasync(self._fd)
+        self._unsynced = 0
+        self._journal.flush()
+
+    def size(self, nbytes: int) -> None:
+        os.ftruncate(self._fd, nbytes)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Work:
+    """The destination of an export: a directory, or (is_file) one file."""
+
+    def __init__(self, destination: str, identity: str, *, is_file: bool, done: Done) -> None:
+        self.path = os.path.abspath(destination)
+        self.directory = f"{self.path}.partial"
+        self._is_file = is_file
+        self.done = done
+        if os.path.lexists(self.path):
+            facts = {"path": self.path, "expected": "nothing there"}
+            hint = "name another place, or remove it"
+            raise UsageError("the destination of an export exists", facts=facts, hint=hint)
+        os.makedirs(self.directory, exist_ok=True)
+        self.journal = Journal(self.directory, identity)
+        if self.journal.is_fresh:
+            self._clear()
+
+    def _clear(self) -> None:
+        for name in os.listdir(self.directory):
+            path = f"{self.directory}/{name}"
+            if name != JOURNAL:
+                shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+
+    @contextlib.contextmanager
+    def file(self, name: str) -> Iterator[OutFile]:
+        """A file in the destination, or the destination itself; synced when it is left."""
+        path = f"{self.directory}/{name}"
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        out = OutFile(path, self.journal)
+        try:
+            yield out
+            out.sync()
+        finally:
+            out.close()
+
+    def put(self, name: str, content: bytes) -> None:
+        """A small file, as a whole."""
+        with self.file(name) as out:
+            out.write(content, 0)
+            out.size(len(content))
+
+    def commit(self) -> None:
+        """Make the destination appear."""
+        if self._is_file:
+            [name] = [name for name in os.listdir(self.directory) if name != JOURNAL]
+            os.rename(f"{self.directory}/{name}", self.path)
+            _sync(os.path.dirname(self.path))
+            shutil.rmtree(self.directory)
+        else:
+            for parent, _, _ in os.walk(self.directory):
+                _sync(parent)
+            os.unlink(f"{self.directory}/{JOURNAL}")
+            os.rename(self.directory, self.path)
+        _sync(os.path.dirname(self.path))
+
+    def close(self) -> None:
+        self.journal.close()
+
+
+@contextlib.contextmanager
+def work_on(destination: str, identity: str, *, is_file: bool, done: Done) -> Iterator[Work]:
+    """Work that is committed when it is left without an error, and else can be resumed."""
+    try:
+        work = Work(destination, identity, is_file=is_file, done=done)
+        try:
+            yield work
+            work.commit()
+        finally:
+            work.close()
+    except OSError as error:
+        number = error.errno or errno.EIO
+        raise storage_error("write a checkpoint", number, destination) from error
+
+
+def _sync(directory: str) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def identity_of(**facts: Any) -> str:
+    """What has to be the same for work to be resumed."""
+    return json.dumps(facts, sort_keys=True, default=str)

@@ -1,0 +1,83 @@
+"""What a path is: the format of a checkpoint, by its files.
+
+Not here: reading a format (one module each).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from statehold.errors import UsageError, storage_error
+from statehold.format.saved import MANIFEST_NAME
+from statehold.integrations.formats import hf
+
+_EXPECTED = (
+    "a file of torch.save or safetensors, or a directory with *.safetensors or its index, "
+    "pytorch_model.bin or its index, .metadata (torch.distributed.checkpoint), zero/ (DeepSpeed "
+    "universal), or *_optim_states.pt (DeepSpeed ZeRO)"
+)
+_SHOWN = 12
+
+
+class Source(NamedTuple):
+    """A checkpoint: its tree, and the name below which an import puts it."""
+
+    read: Callable[[], Any]
+    name: str = ""
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Any]:
+        yield self.read()
+
+
+def recognised(path: str) -> Source:
+    """The source at a path. Raises UsageError for any other path."""
+    try:
+        if os.path.isdir(path):
+            return _of_directory(path, sorted(os.listdir(path)))
+        if os.path.isfile(path):
+            return _of_file(path)
+    except OSError as error:
+        raise storage_error("read a checkpoint", error.errno or 0, path) from error
+    raise no_checkpoint(path, "nothing")
+
+
+def _of_file(path: str) -> Source:
+    with open(path, "rb") as file:
+        head = file.read(16)
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < os.path.getsize(path):
+        return Source(lambda: hf.read([path], {}), "model")
+    raise no_checkpoint(path, f"a file that begins with {head!r}")
+
+
+def _of_directory(path: str, names: list[str]) -> Source:
+    if MANIFEST_NAME in names:
+        raise no_checkpoint(path, "a step of statehold, which needs no import")
+    if any(name.endswith(".safetensors") for name in names):
+        return Source(lambda: hf.read(*hf.indexed(path)), "model")
+    more = ", ..." if len(names) > _SHOWN else ""
+    raise no_checkpoint(path, f"a directory with {', '.join(names[:_SHOWN]) or 'nothing'}{more}")
+
+
+def no_checkpoint(path: str, there: str) -> UsageError:
+    facts = {"path": path, "expected": _EXPECTED, "there": there}
+    return UsageError("this is no checkpoint that can be imported", facts=facts)
+
+
+def stamps(path: str) -> list[list[Any]]:
+    """The files of a source as they are now: an import goes on only with the same ones."""
+    if not os.path.isdir(path):
+        return [_stamp(path, os.path.basename(path))]
+    return [
+        _stamp(os.path.join(parent, name), os.path.relpath(os.path.join(parent, name), path))
+        for parent, _, names in sorted(os.walk(path))
+        for name in sorted(names)
+    ]
+
+
+def _stamp(path: str, name: str) -> list[Any]:
+    found = os.stat(path)
+    return [name, found.st_size, found.st_mtime_ns]
