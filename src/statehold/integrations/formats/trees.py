@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from statehold.integrations.formats.streamed import Streamed
 
 
@@ -60,5 +62,5 @@ def _closed(tree: Any) -> Any:
 
 def _is_entered(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(
-        isinstance(item, Mapping | Streamed) or _is_entered(item) for item in value
+        isinstance(item, Mapping | Streamed | torch.Tensor) or _is_entered(item) for item in value
     )
