@@ -20,9 +20,10 @@ from support.transfers import check_equal, saved
 # What is done until the kill, then the kill; and what is found when it goes on.
 KILLED = """
 import os, signal, sys
-from statehold.integrations.formats import partial
+from statehold.integrations.formats import archives, partial
 import statehold
 partial.SYNC_BYTES = 1 << 20
+archives.SMALL_BYTES = 1 << 19
 def kill(done, total):
     if done >= total * 3 // 4:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -75,7 +76,7 @@ def state() -> dict[str, object]:
     return {"model": {f"w{i}": torch.randn(1 << 18) for i in range(8)}}
 
 
-@pytest.mark.parametrize("kind", ["hf", "torch"])
+@pytest.mark.parametrize("kind", ["hf", "torch", "dcp"])
 def test_an_export_that_is_killed_goes_on(tmp_path: Path, kind: str, written: list[int]) -> None:
     step = saved(tmp_path / "run", 1, state())
     code, _ = run_script(KILLED, kind, step, tmp_path / "out")
@@ -133,7 +134,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved(tmp_path_factory.mktemp("large") / "run", 1, {"model": {"w": weights}})
 
 
-@pytest.mark.parametrize("kind", ["hf", "torch"])
+@pytest.mark.parametrize("kind", ["hf", "torch", "dcp"])
 def test_memory_does_not_grow_with_the_state(tmp_path: Path, large: str, kind: str) -> None:
     code, kib = run_script(MEASURED, kind, large, tmp_path / "out")
     assert code == 0

@@ -24,10 +24,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from statehold.errors import CorruptionError, StateholdError, UnsupportedValueError
 from statehold.integrations.dcp.torch_save import is_archive, refused
 from statehold.integrations.formats.partial import OutFile, Work
-from statehold.integrations.formats.streamed import MappedFile, Streamed, memory_of, whole
-from statehold.integrations.formats.trees import leaves, replaced
+from statehold.integrations.formats.streamed import (
+    PART_BYTES,
+    MappedFile,
+    Streamed,
+    memory_of,
+    raise_unaligned,
+    whole,
+)
+from statehold.integrations.formats.trees import leaves, nbytes_of, replaced
 from statehold.units import MiB
 
+SMALL_BYTES = PART_BYTES
 OLD_BYTES_MAX = 256 * MiB
 _READ_BYTES = MiB
 _CENTRAL, _DESCRIPTOR = b"PK\x01\x02", b"PK\x07\x08"
@@ -81,7 +89,7 @@ def read(
 ) -> Any:
     """What torch.save wrote to a file, or to a part of it.
 
-    classes: what torch.load may make besides data. file: the file, if it is mapped already.
+    classes: what torch.load may make in addition to data. file: the file, if it is mapped already.
     """
     size = os.path.getsize(path) - begin if nbytes is None else nbytes
     is_part = begin > 0 or nbytes is not None
@@ -166,10 +174,18 @@ class _Placing:
         at = self._begin + int(offset) + int(leaf.storage_offset()) * leaf.dtype.itemsize
         place = at, leaf.dtype, tuple(leaf.shape), leaf.stride(), flags
         if place not in self._known:
-            values = self._file.tensor(leaf.dtype, leaf.shape, at, leaf.stride())
-            values = values.conj() if flags[0] else values
-            self._known[place] = whole(values._neg_view() if flags[1] else values, self._file)
+            self._known[place] = self._streamed(leaf, at)
         return self._known[place]
+
+    def _streamed(self, leaf: torch.Tensor, at: int) -> Streamed:
+        found = self._file.streamed(leaf.dtype, leaf.shape, at, leaf.stride())
+        if not leaf.is_conj() and not leaf.is_neg():
+            return found
+        [chunk] = found.chunks
+        if chunk.is_raw:
+            raise_unaligned(self._file.path, at)
+        values = chunk.values.conj() if leaf.is_conj() else chunk.values
+        return whole(values._neg_view() if leaf.is_neg() else values, self._file)
 
 
 # -- out -----------------------------------------------------------------------------------------
@@ -196,6 +212,36 @@ def write(work: Work, name: str, tree: Any) -> None:
             sums[place] = int(known, 16)
         for data, place in _patches(path, sums):
             out.write(data, place)
+
+
+def packed(work: Work, tree: Any) -> bytes:
+    """A small tree as an archive in memory."""
+    made: dict[Streamed, torch.Tensor] = {}
+
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, Streamed) and leaf not in made:
+            memory = torch.empty(leaf.nbytes, dtype=torch.uint8)
+            at = 0
+            for part in leaf.parts():
+                memory[at : at + part.numel()] = part
+                at += part.numel()
+            work.done(leaf.nbytes)
+            made[leaf] = memory.view(leaf.dtype).view(leaf.shape)
+        return made[leaf] if isinstance(leaf, Streamed) else leaf
+
+    file = io.BytesIO()
+    torch.save(replaced(tree, real), file)
+    return file.getvalue()
+
+
+def put(work: Work, name: str, tree: Any) -> None:
+    """Write a tree as the file `name`, in memory first if it is small."""
+    if nbytes_of({"": tree}) > SMALL_BYTES:
+        write(work, name, tree)
+    elif work.journal.get(name) is None:
+        work.put(name, packed(work, tree))
+    else:
+        work.done(nbytes_of({"": tree}))
 
 
 def _skeleton(path: str, tree: Any) -> None:

@@ -12,12 +12,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from statehold.encoding import header
 from statehold.errors import CorruptionError, UnsupportedValueError
 from statehold.integrations.formats.partial import Work
-from statehold.integrations.formats.streamed import MappedFile, Streamed, memory_of, whole
+from statehold.integrations.formats.streamed import MappedFile, Streamed, memory_of
 from statehold.integrations.formats.trees import leaves
 from statehold.tensors import dtypes
 from statehold.units import GiB
@@ -146,11 +144,7 @@ def _tensors(path: str) -> dict[str, Streamed]:
     for entry in entries:
         dtype = dtypes.dtype_of(entry.dtype, entry.name)
         shape = dtypes.torch_shape(dtype, entry.shape)
-        begin = data_begin + entry.begin
-        if begin % dtype.itemsize:
-            found[entry.name] = _unaligned(file, entry, begin)
-        else:
-            found[entry.name] = whole(file.tensor(dtype, shape, begin), file)
+        found[entry.name] = file.streamed(dtype, shape, data_begin + entry.begin)
     ties = {other: kept for other, kept in metadata.items() if kept in found}
     return found | {other: found[kept] for other, kept in ties.items() if other not in found}
 
@@ -160,13 +154,6 @@ def _head(path: str) -> bytes:
         length = int.from_bytes(file.read(header.LENGTH_BYTES), "little")
         file.seek(0)
         return file.read(header.LENGTH_BYTES + min(length, header.HEADER_BYTES_MAX))
-
-
-def _unaligned(file: MappedFile, entry: header.Entry, begin: int) -> Streamed:
-    """A tensor that others have put at any byte: the same bytes, read as bytes."""
-    dtype = dtypes.dtype_of(entry.dtype, entry.name)
-    raw = whole(file.tensor(torch.uint8, (entry.end - entry.begin,), begin), file)
-    return Streamed(dtype, dtypes.torch_shape(dtype, entry.shape), raw.parts)
 
 
 def _check_whole(path: str, entries: Sequence[header.Entry], metadata: Mapping[str, str]) -> None:

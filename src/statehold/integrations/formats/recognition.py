@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from statehold.errors import UsageError, storage_error
 from statehold.format.saved import MANIFEST_NAME
 from statehold.integrations.dcp.torch_save import is_head
-from statehold.integrations.formats import archives, hf, torch_files
+from statehold.integrations.formats import archives, dcp_folders, hf, torch_files
 from statehold.integrations.formats.indices import indexed
 
 _EXPECTED = (
@@ -60,6 +60,8 @@ def _of_file(path: str) -> Source:
 def _of_directory(path: str, names: list[str]) -> Source:
     if MANIFEST_NAME in names:
         raise no_checkpoint(path, "a step of statehold, which needs no import")
+    if dcp_folders.METADATA in names:
+        return Source(lambda: dcp_folders.read(path))
     if any(name.endswith(".safetensors") for name in names):
         return Source(lambda: hf.read(*indexed(path, hf.INDEX, ".safetensors")), "model")
     if torch_files.WHOLE in names or torch_files.INDEX in names:
