@@ -31,7 +31,7 @@ from statehold.checkpoint.levels.memory import memory_root
 from statehold.resilience import replicas
 from statehold.resilience.control.server import Server
 from statehold.resilience.protocol.coordinator import Coordinator
-from support import fourbit, s3
+from support import fourbit, frameworks, s3
 from support.documents import Block, blocks, docstring_block
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
@@ -144,6 +144,10 @@ PREAMBLES: dict[tuple[str, str], Callable[[int], AbstractContextManager[dict[str
     ("guide.md", "Restoring"): opened,
     ("guide.md", "Leaving in time"): opened,
     ("dcp.md", "Restoring what others wrote"): stock,
+    ("integrations.md", "The Trainer of transformers"): frameworks.trainer,
+    ("integrations.md", "TRL, and trainers of your own"): frameworks.trainer,
+    ("integrations.md", "Adapters"): frameworks.adapters,
+    ("integrations.md", "Accelerate"): frameworks.accelerated,
     ("in_and_out.md", "Load tensors of one step"): opened,
     ("in_and_out.md", "Look at steps"): opened,
     ("resilience.md", "Resilience: training steps that survive the loss of ranks"): coordinated,

@@ -25,8 +25,7 @@ DTYPES = [
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    return flat.numpy().tobytes()
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
 
 
 def tensors(*dtypes: torch.dtype) -> dict[str, torch.Tensor]:

@@ -155,12 +155,11 @@ class Work:
         finally:
             out.close()
 
-    def put(self, name: str, content: bytes, note: str = "") -> None:
-        """A small file, as a whole; the journal notes it by its name."""
+    def put(self, name: str, content: bytes) -> None:
+        """A small file, as a whole."""
         with self.file(name) as out:
             out.write(content, 0)
             out.size(len(content))
-            out.note(name, note)
 
     def commit(self) -> None:
         """Make the destination appear."""

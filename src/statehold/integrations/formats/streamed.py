@@ -31,13 +31,11 @@ class Streamed:
     """A tensor and the way to its bytes.
 
     parts: called once for each pass over the bytes; yields flat tensors of uint8.
-    chunks: where a tensor of others lies.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: Callable[[], Iterator[torch.Tensor]]
-    chunks: Sequence[Chunk] = ()
 
     @property
     def nbytes(self) -> int:
@@ -75,20 +73,14 @@ class MappedFile:
             raise storage_error("read a checkpoint", error.errno or 0, path) from error
         self.path, self.size = path, size
 
-    def streamed(
+    def tensor(
         self,
         dtype: torch.dtype,
         shape: Sequence[int],
         begin: int,
         stride: Sequence[int] | None = None,
-    ) -> Streamed:
-        """A tensor from byte `begin` on; C order without `stride`, which counts elements."""
-        values = self._view(dtype, shape, begin, stride)
-        return assembled(dtype, shape, [Chunk(Box.whole(shape), values, self)])
-
-    def _view(
-        self, dtype: torch.dtype, shape: Sequence[int], begin: int, stride: Sequence[int] | None
     ) -> torch.Tensor:
+        """A view of the file from byte `begin` on; C order without `stride`, in elements."""
         steps = _dense(shape) if stride is None else stride
         if not math.prod(shape) or self._map is None:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -99,9 +91,8 @@ class MappedFile:
             facts = {"file": self.path, "expected": f"at most {self.size} bytes", "got": got}
             raise CorruptionError("a tensor of a checkpoint lies outside its file", facts=facts)
         flat = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=begin)
-        if begin % dtype.itemsize:  # no processor promises to read that as elements
-            strides = [step * dtype.itemsize for step in steps]
-            return flat.as_strided((*shape, dtype.itemsize), (*strides, 1))
+        if begin % dtype.itemsize:
+            raise_unaligned(self.path, begin)
         return flat.view(dtype).as_strided(tuple(shape), tuple(steps))
 
     def forget(self) -> None:
@@ -121,18 +112,11 @@ def _dense(shape: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor that lies in a file, or in memory (file: None).
-
-    `values` has its shape, or (raw) one more dimension with the bytes of each element.
-    """
+    """A box of a tensor that lies in a file, or in memory (file: None)."""
 
     box: Box
     values: torch.Tensor
     file: MappedFile | None = None
-
-    @property
-    def is_raw(self) -> bool:
-        return self.values.dim() > len(self.box.shape)
 
 
 def assembled(dtype: torch.dtype, shape: Sequence[int], chunks: Sequence[Chunk]) -> Streamed:
@@ -148,7 +132,7 @@ def assembled(dtype: torch.dtype, shape: Sequence[int], chunks: Sequence[Chunk])
             _fill(part.view(dtype), inner, begin, end, ordered)
             yield part
 
-    return Streamed(dtype, tuple(shape), parts, ordered)
+    return Streamed(dtype, tuple(shape), parts)
 
 
 def _are_runs(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
@@ -165,9 +149,9 @@ def _fill(
         for chunk in chunks:
             common = box if not box.shape else chunk.box.intersection(box)
             if common is not None:
-                inner = part_of(target, common.relative_to(box))
-                inner = inner.unsqueeze(-1).view(torch.uint8) if chunk.is_raw else inner
-                inner.copy_(part_of(chunk.values, common.relative_to(chunk.box)))
+                part_of(target, common.relative_to(box)).copy_(
+                    part_of(chunk.values, common.relative_to(chunk.box))
+                )
                 used |= {chunk.file} if chunk.file else set()
     for file in used:
         file.forget()

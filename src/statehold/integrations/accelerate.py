@@ -1,0 +1,83 @@
+"""The state of an Accelerator, for a Checkpointer: what save_state() would save, and more.
+
+    state = accelerator_state(accelerator)      # after prepare()
+    step = ckpt.restore(state) or 0             # for accelerator.load_state()
+    ckpt.save(step, state)                      # for accelerator.save_state()
+
+It holds every prepared model, optimizer, scheduler and loader, the scaler, the objects of
+register_for_checkpointing(), the count of accumulate(), and the random generators. save_state()
+forgets the position inside an accumulation; here it is the entry "accelerator".
+
+Invariants: the names are those of a state written by hand: "model", "optimizer", "scheduler",
+"data", "rng". A second object of a kind is "model_1". So a step restores with Accelerate and
+without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from accelerate import Accelerator
+
+from statehold.errors import UsageError
+from statehold.integrations.trained import trained_part
+from statehold.tensors.rng import Rng
+
+__all__ = ["accelerator_state"]
+
+
+def accelerator_state(
+    accelerator: Accelerator, *, loaders: Iterable[Any] | None = None
+) -> dict[str, Any]:
+    """A state for Checkpointer.save() and restore(); call it after the last prepare().
+
+    loaders: the prepared loaders whose position counts; None takes all. Pass [train_loader] if a
+        loader of an evaluation was prepared, too, and [] if the loop finds its position itself.
+    Raises UsageError for a loader that does not know its position.
+    """
+    state: dict[str, Any] = {
+        **_numbered("model", [_part(accelerator, model) for model in accelerator._models]),
+        **_numbered("optimizer", accelerator._optimizers),
+        **_numbered("scheduler", accelerator._schedulers),
+        **_numbered("custom", accelerator._custom_objects),
+        "accelerator": _Progress(accelerator),
+    }
+    if accelerator.scaler is not None:
+        state["scaler"] = accelerator.scaler
+    chosen = list(accelerator._dataloaders if loaders is None else loaders)
+    for loader in chosen:
+        _check_position(loader)
+    return {**state, **_numbered("data", chosen), "rng": Rng()}
+
+
+def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:
+    return {f"{name}_{i}" if i else name: each for i, each in enumerate(objects)}
+
+
+def _part(accelerator: Accelerator, model: Any) -> Any:
+    return trained_part(accelerator.unwrap_model(model, keep_torch_compile=False), model)
+
+
+def _check_position(loader: Any) -> None:
+    if not getattr(loader, "use_stateful_dataloader", False):
+        raise UsageError(
+            "a prepared loader does not know its position, so a restore would begin at batch 0",
+            facts={"loader": type(loader).__name__},
+            hint="pass Accelerator(dataloader_config=DataLoaderConfiguration("
+            "use_stateful_dataloader=True)) and prepare a StatefulDataLoader; or leave the loader "
+            "out with accelerator_state(accelerator, loaders=[])",
+        )
+
+
+class _Progress:
+    """What the Accelerator counts itself."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._accelerator.step = state["step"]

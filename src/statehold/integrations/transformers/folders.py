@@ -1,0 +1,127 @@
+"""The folders checkpoint-N beside the steps of a run, as other code of transformers expects them.
+
+    OUT/step-000000000100/                      the step, with everything
+    OUT/checkpoint-100/trainer_state.json       from the moment of the save
+    OUT/checkpoint-100/model.safetensors, ...   for from_pretrained (exporting)
+    OUT/checkpoint-100/step-000000000100/       the files of the step once more, if it is the best
+
+Invariants: a folder is made before its step is saved, so a step without a folder was given up: by
+save_total_limit, or by a person who has deleted the folder. The files of the best step get second
+names in its folder; so they stay when the run retires the step, and need no second space.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+STATE = "trainer_state.json"
+STOCK = ("optimizer.pt", "optimizer.bin", "optimizer_0", "scheduler.pt")
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+
+
+class Folders:
+    """The folders of the run in `run`."""
+
+    def __init__(self, run: str) -> None:
+        self._run = Path(run)
+
+    def path(self, step: int) -> str:
+        return str(self._run / f"checkpoint-{step}")
+
+    def steps(self) -> list[int]:
+        """The steps that have a folder, oldest first."""
+        names = [_FOLDER.fullmatch(path.name) for path in self._run.glob("checkpoint-*")]
+        return sorted(int(match[1]) for match in names if match)
+
+    def has(self, step: int) -> bool:
+        return os.path.isdir(self.path(step))
+
+    def step_of(self, path: str | None) -> int | None:
+        """The step whose folder has this path; None for any other path."""
+        if not path:
+            return None
+        match = _FOLDER.fullmatch(Path(path).name)
+        is_here = Path(path).resolve().parent == self._run.resolve()
+        return int(match[1]) if match and is_here else None
+
+    def is_stock(self, path: str) -> bool:
+        """Whether the Trainer itself has saved the folder: it can resume there without a step."""
+        return any(os.path.exists(f"{path}/{name}") for name in STOCK)
+
+    def make(self, step: int, state: str) -> None:
+        """A folder with the trainer's state, written as a whole."""
+        os.makedirs(self.path(step), exist_ok=True)
+        with self.beside(step) as new:
+            (new / STATE).write_text(state, "utf-8")
+
+    def has_weights(self, step: int) -> bool:
+        folder = Path(self.path(step))
+        return any(next(folder.glob(pattern), None) for pattern in WEIGHTS)
+
+    # -- which folders stay ----------------------------------------------------------------
+
+    def rotate(self, limit: int | None, best: int | None, unfinished: set[int]) -> None:
+        """As the Trainer does: `limit` folders stay, among them the newest and the best.
+
+        Folders of saves that are not committed yet stay, too, and do not count.
+        """
+        steps = [step for step in self.steps() if step not in unfinished]
+        if not limit or limit < 0 or not steps:
+            return
+        protected = {steps[-1], best} & set(steps)
+        others = [step for step in steps if step not in protected]
+        for step in others[: max(len(steps) - max(limit, len(protected)), 0)]:
+            self.remove(step)
+
+    def discard_after(self, step: int) -> None:
+        """Remove the folders of newer steps, unless the Trainer itself has saved them."""
+        for newer in self.steps():
+            if newer > step and not self.is_stock(self.path(newer)):
+                self.remove(newer)
+
+    def remove(self, step: int) -> None:
+        shutil.rmtree(self.path(step), ignore_errors=True)
+
+    # -- the best step ---------------------------------------------------------------------
+
+    def holds(self, step: int) -> bool:
+        """Whether the folder has the files of the step, so that it is a run of one step."""
+        return os.path.isdir(f"{self.path(step)}/{_name(step)}")
+
+    def hold(self, step: int) -> None:
+        """Give the files of a committed step second names in its folder."""
+        source = self._run / _name(step)
+        if self.holds(step) or not source.is_dir():
+            return
+        with self.beside(step) as new:
+            (new / _name(step)).mkdir()
+            for path in source.iterdir():
+                target = new / _name(step) / path.name
+                try:
+                    os.link(path, target)
+                except OSError:  # a file system without second names
+                    shutil.copyfile(path, target)
+
+    @contextlib.contextmanager
+    def beside(self, step: int) -> Iterator[Path]:
+        """A new folder in that of the step; at the end of the block its entries move up, each as a
+        whole."""
+        folder = Path(self.path(step))
+        new = Path(tempfile.mkdtemp(prefix=".new-", dir=folder))
+        try:
+            yield new
+            for path in new.iterdir():
+                os.replace(path, folder / path.name)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:012d}"

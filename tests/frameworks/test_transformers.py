@@ -1,0 +1,245 @@
+"""StateholdTrainer decides as Trainer does, and resumes with the same bits.
+
+Where the Trainer has its own behaviour, the test runs both with the same seeds and compares.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import (  # noqa: E402
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+from statehold.errors import StepNotFoundError, UsageError  # noqa: E402
+from statehold.integrations.transformers import StateholdTrainer  # noqa: E402
+
+STEPS = 6
+TOKENS = torch.randint(64, (28, 8), generator=torch.Generator().manual_seed(7))
+DATA = [{"input_ids": row, "labels": row} for row in TOKENS]
+
+
+def model() -> Any:
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, attention_dropout=0.1, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def arguments(out: Path, **changes: Any) -> Any:
+    base = {
+        "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+        "logging_steps": 1, "save_steps": 1, "report_to": [], "disable_tqdm": True,
+        "use_cpu": True, "learning_rate": 1e-2,
+    }  # fmt: skip
+    return TrainingArguments(str(out), **{**base, **changes})
+
+
+def trainer(out: Path, kind: Any = StateholdTrainer, more: Any = (), **changes: Any) -> Any:
+    return kind(
+        model=model(), args=arguments(out, **changes), train_dataset=DATA, eval_dataset=DATA[:4],
+        callbacks=list(more),
+    )  # fmt: skip
+
+
+def both(folder: Path, **changes: Any) -> list[Any]:
+    """The Trainer and ours, each trained from the same seed."""
+    found = []
+    for name, kind in (("stock", Trainer), ("ours", StateholdTrainer)):
+        found.append(trainer(folder / name, kind, **changes))
+        found[-1].train()
+    return found
+
+
+def folders(out: Path) -> list[str]:
+    return sorted(path.name for path in out.glob("checkpoint-*"))
+
+
+def logged(found: Any) -> list[dict[str, Any]]:
+    """What was logged, without times."""
+    times = ("runtime", "per_second")
+    return [
+        {key: value for key, value in entry.items() if not any(each in key for each in times)}
+        for entry in found.state.log_history
+    ]
+
+
+def same_weights(one: Any, other: Any) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+class Stop(Exception):
+    pass
+
+
+class StopAfter(TrainerCallback):  # type: ignore[misc]
+    """Ends the process's part of the training with an error, at the save of a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._step:
+            raise Stop
+
+
+def stopped(out: Path, step: int, **changes: Any) -> None:
+    with pytest.raises(Stop):
+        trainer(out, more=[StopAfter(step)], **changes).train()
+
+
+# -- resuming --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_resumed_training_is_that_of_the_trainer(tmp_path: Path, step: int) -> None:
+    stock = trainer(tmp_path / "stock", Trainer, logging_steps=3)
+    stock.train()
+    stopped(tmp_path / "ours", step, logging_steps=3)
+    again = trainer(tmp_path / "ours", logging_steps=3)
+    again.train(resume_from_checkpoint=True)
+    assert same_weights(again.model, stock.model)
+    assert logged(again)[:-1] == logged(stock)[:-1]
+
+
+def test_callbacks_and_schedulers_that_look_at_metrics_go_on(tmp_path: Path) -> None:
+    changes = {
+        "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss",
+        "load_best_model_at_end": True, "lr_scheduler_type": "reduce_lr_on_plateau",
+        "restore_callback_states_from_checkpoint": True,
+    }  # fmt: skip
+    patience = EarlyStoppingCallback(early_stopping_patience=50)
+    whole = trainer(tmp_path / "whole", more=[patience], **changes)
+    whole.train()
+    stopped(tmp_path / "cut", 3, **changes)
+    again = trainer(tmp_path / "cut", more=[EarlyStoppingCallback(50)], **changes)
+    again.train(resume_from_checkpoint=True)
+    assert same_weights(again.model, whole.model)
+    assert logged(again)[:-1] == logged(whole)[:-1]
+
+
+def test_a_folder_names_the_step_to_go_back_to(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    whole = trainer(out)
+    whole.train()
+    back = trainer(out)
+    back.train(resume_from_checkpoint=str(out / "checkpoint-3"))
+    assert same_weights(back.model, whole.model)
+    with pytest.raises(StepNotFoundError, match="no committed step"):
+        trainer(out).train(resume_from_checkpoint=str(out / "checkpoint-77"))
+
+
+def test_a_folder_that_a_person_has_deleted_does_not_count(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    trainer(out).train()
+    for step in (5, 6):
+        for path in sorted((out / f"checkpoint-{step}").rglob("*"), reverse=True):
+            path.unlink()
+        (out / f"checkpoint-{step}").rmdir()
+    begun: list[int] = []
+
+    class Begin(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            begun.append(state.global_step)
+
+    trainer(out, more=[Begin()]).train(resume_from_checkpoint=True)
+    assert begun == [4]
+
+
+def test_a_checkpoint_of_the_trainer_itself_resumes(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    whole = trainer(tmp_path / "whole", Trainer)
+    whole.train()
+    with pytest.raises(Stop):
+        trainer(out, Trainer, more=[StopAfter(3)]).train()
+    again = trainer(out)
+    again.train(resume_from_checkpoint=True)
+    assert same_weights(again.model, whole.model)
+
+
+def test_used_directories_are_not_overwritten(tmp_path: Path) -> None:
+    trainer(tmp_path / "out", max_steps=1).train()
+    with pytest.raises(UsageError, match="has steps already"):
+        trainer(tmp_path / "out").train()
+
+
+# -- which checkpoints stay ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_limits_and_the_best_model_mean_the_same(tmp_path: Path, limit: int) -> None:
+    changes = {
+        "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss",
+        "load_best_model_at_end": True, "save_total_limit": limit, "learning_rate": 0.1,
+    }  # fmt: skip
+    stock, ours = both(tmp_path, **changes)
+    assert ours.state.best_metric == stock.state.best_metric
+    assert 1 < ours.state.best_global_step < STEPS  # otherwise this would show little
+    assert Path(ours.state.best_model_checkpoint).name == Path(
+        stock.state.best_model_checkpoint
+    ).name  # fmt: skip
+    assert folders(tmp_path / "ours") == folders(tmp_path / "stock")
+    assert same_weights(ours.model, stock.model)
+    reloaded = LlamaForCausalLM.from_pretrained(ours.state.best_model_checkpoint)
+    assert same_weights(reloaded, ours.model)
+
+
+def test_every_checkpoint_opens_with_from_pretrained(tmp_path: Path) -> None:
+    both(tmp_path)
+    for step in range(1, STEPS + 1):
+        one, other = (
+            LlamaForCausalLM.from_pretrained(tmp_path / name / f"checkpoint-{step}")
+            for name in ("stock", "ours")
+        )
+        assert same_weights(one, other)
+    state = json.loads((tmp_path / "ours/checkpoint-4/trainer_state.json").read_text())
+    assert state["global_step"] == 4
+
+
+# -- other trainers --------------------------------------------------------------------------------
+
+
+def test_a_trainer_that_overrides_saving_is_reached(tmp_path: Path) -> None:
+    """TRL's trainers write a card and then call the Trainer."""
+    carded: list[int] = []
+
+    class Carding(Trainer):  # type: ignore[misc]
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            carded.append(self.state.global_step)
+            super()._save_checkpoint(model, trial)
+
+    class Both(Carding, StateholdTrainer):
+        pass
+
+    trainer(tmp_path / "out", Both, max_steps=2).train()
+    assert carded == [1, 2]
+    assert (tmp_path / "out/step-000000000002").is_dir()
+
+
+def test_levels_are_a_method(tmp_path: Path, memory: Callable[..., Any]) -> None:
+    import statehold
+
+    class Levels(StateholdTrainer):
+        def checkpointer(self, run: str, keep: int | None) -> Any:
+            levels = [statehold.Memory(path=memory), statehold.Directory(keep=keep)]
+            return statehold.Checkpointer(run, levels=levels)
+
+    trainer(tmp_path / "out", Levels, max_steps=2).train()
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "out/checkpoint-2")

@@ -1,0 +1,73 @@
+"""What the blocks of docs/integrations.md use and do not define: tiny models in other frameworks.
+
+Each skips the test if its framework is not installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from statehold.checkpoint.levels.memory import memory_root
+
+
+@contextlib.contextmanager
+def trainer(seed: int) -> Iterator[dict[str, Any]]:
+    """What a Trainer takes; it trains three steps."""
+    transformers = pytest.importorskip("transformers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2,
+        )  # fmt: skip
+        arguments = transformers.TrainingArguments(
+            "out", max_steps=3, save_steps=1, logging_steps=1, per_device_train_batch_size=2,
+            report_to=[], disable_tqdm=True, use_cpu=True,
+        )  # fmt: skip
+        rows = torch.randint(64, (16, 8), generator=torch.Generator().manual_seed(7))
+        yield {
+            "model": transformers.LlamaForCausalLM(config), "arguments": arguments,
+            "dataset": [{"input_ids": row, "labels": row} for row in rows],
+            "Trainer": transformers.Trainer,
+        }  # fmt: skip
+        shutil.rmtree(memory_root("out"), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def adapters(seed: int) -> Iterator[dict[str, Any]]:
+    """The same with LoRA, which two steps have trained."""
+    peft = pytest.importorskip("peft")
+    with trainer(seed) as names:
+        from statehold.integrations.transformers import StateholdTrainer
+
+        lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+        model = peft.get_peft_model(names["model"], lora)
+        data = names["dataset"]
+        StateholdTrainer(model=model, args=names["arguments"], train_dataset=data).train(True)
+        yield {**names, "model": model}
+
+
+@contextlib.contextmanager
+def accelerated(seed: int) -> Iterator[dict[str, Any]]:
+    """A model, what trains it, and its data, not yet prepared."""
+    pytest.importorskip("accelerate")
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(model.parameters())
+        rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(7))
+        yield {
+            "model": model, "optimizer": optimizer, "steps": 6,
+            "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+            "loader": stateful.StatefulDataLoader(rows, batch_size=4, shuffle=True),
+        }  # fmt: skip
