@@ -25,7 +25,8 @@ DTYPES = [
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return flat.numpy().tobytes()
 
 
 def tensors(*dtypes: torch.dtype) -> dict[str, torch.Tensor]:

@@ -27,7 +27,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from statehold.errors import CorruptionError, UnsupportedValueError, UsageError
+from statehold.errors import (
+    CorruptionError,
+    StateholdError,
+    UnsupportedValueError,
+    UsageError,
+)
 from statehold.integrations.dcp.unpickle import UnpicklingError
 
 _ZIP = b"PK\x03\x04"
@@ -96,23 +101,28 @@ class TorchSaveReader(StorageReader):
 
 def _load(file: str) -> Mapping[Any, Any]:
     """The saved dict. Raises UsageError for a file that is not of torch.save, or holds no dict."""
-    is_zip = _checked(file)
+    is_zip = is_archive(file)
     try:
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
-    except UnpicklingError as fault:
-        # torch's own text advises to trust the file, so only the name in it is shown.
-        name = _GLOBAL.search(str(fault))
-        raise _untrusted(file, name[1].strip("`'\".,") if name else "more than data") from fault
     except Exception as fault:
-        facts = {"file": file, "cause": str(fault).split("\n")[0][:200]}
-        raise CorruptionError("a file of torch.save cannot be read", facts=facts) from fault
+        raise refused(file, fault) from fault
     if not isinstance(found, Mapping):
         facts = {"file": file, "expected": "a dict of names", "got": type(found).__name__}
         raise UsageError("a file of torch.save holds no names", facts=facts)
     return found
 
 
-def _checked(file: str) -> bool:
+def refused(file: str, fault: Exception) -> StateholdError:
+    """The error for what torch.load(weights_only=True) raises of a file."""
+    if isinstance(fault, UnpicklingError):
+        # torch's own text advises to trust the file, so only the name in it is shown.
+        name = _GLOBAL.search(str(fault))
+        return _untrusted(file, name[1].strip("`'\".,") if name else "more than data")
+    facts = {"file": file, "cause": str(fault).split("\n")[0][:200]}
+    return CorruptionError("a file of torch.save cannot be read", facts=facts)
+
+
+def is_archive(file: str) -> bool:
     """Whether a file is a zip archive, as today's format is; otherwise it is of the older
     format."""
     with open(file, "rb") as raw:

@@ -1,4 +1,4 @@
-"""The one place that reads a pickle: the `.metadata` of stock checkpoints.
+"""The one place that reads a pickle, and writes one: the `.metadata` of stock checkpoints.
 
 Invariants: only the classes of stock metadata, listed below, are imported or called. Any other name
 in the pickle is an error before anything of it happens.
@@ -82,3 +82,8 @@ def load_metadata(raw: bytes, path: str) -> Metadata:
         facts = {"file": path, "expected": "Metadata", "got": type(found).__name__}
         raise CorruptionError("the metadata of a checkpoint cannot be read", facts=facts)
     return found
+
+
+def dump_metadata(metadata: Metadata) -> bytes:
+    """The pickle of metadata, as stock writers write it."""
+    return pickle.dumps(metadata)

@@ -18,7 +18,7 @@ from statehold.encoding.strictjson import show
 from statehold.errors import UsageError
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
-from statehold.integrations.formats import hf
+from statehold.integrations.formats import dcp_folders, hf, torch_files, universal
 from statehold.integrations.formats.partial import Done, Work, identity_of, work_on
 from statehold.integrations.formats.recognition import recognised, stamps
 from statehold.integrations.formats.step_writer import write_step
@@ -47,6 +47,9 @@ class Format(NamedTuple):
 
 FORMATS: dict[str, Format] = {
     "hf": Format(hf.export, name="model"),
+    "torch": Format(torch_files.export, is_file=True),
+    "dcp": Format(dcp_folders.export),
+    "deepspeed-universal": Format(universal.export),
 }
 
 
@@ -154,7 +157,7 @@ def counted(what: str, total: int, report: Report | None) -> Iterator[Done]:
     def done(nbytes: int) -> None:
         so_far[0] += nbytes
         if report is not None:
-            report(so_far[0], total)
+            report(min(so_far[0], total), total)
 
     with Progress(what, partial(_counts, so_far, total)):
         yield done

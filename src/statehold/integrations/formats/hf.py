@@ -9,16 +9,13 @@ Not here: the header of a file (encoding/header), the destination (partial).
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from statehold.encoding import header
-from statehold.errors import CorruptionError, MissingFileError, UnsupportedValueError
+from statehold.errors import CorruptionError, UnsupportedValueError
 from statehold.integrations.formats.partial import Work
-from statehold.integrations.formats.streamed import MappedFile, Streamed, memory_of, whole
+from statehold.integrations.formats.streamed import MappedFile, Streamed, memory_of
 from statehold.integrations.formats.trees import leaves
 from statehold.tensors import dtypes
 from statehold.units import GiB
@@ -147,11 +144,7 @@ def _tensors(path: str) -> dict[str, Streamed]:
     for entry in entries:
         dtype = dtypes.dtype_of(entry.dtype, entry.name)
         shape = dtypes.torch_shape(dtype, entry.shape)
-        begin = data_begin + entry.begin
-        if begin % dtype.itemsize:
-            found[entry.name] = _unaligned(file, entry, begin)
-        else:
-            found[entry.name] = whole(file.tensor(dtype, shape, begin), file)
+        found[entry.name] = file.streamed(dtype, shape, data_begin + entry.begin)
     ties = {other: kept for other, kept in metadata.items() if kept in found}
     return found | {other: found[kept] for other, kept in ties.items() if other not in found}
 
@@ -163,13 +156,6 @@ def _head(path: str) -> bytes:
         return file.read(header.LENGTH_BYTES + min(length, header.HEADER_BYTES_MAX))
 
 
-def _unaligned(file: MappedFile, entry: header.Entry, begin: int) -> Streamed:
-    """A tensor that others have put at any byte: the same bytes, read as bytes."""
-    dtype = dtypes.dtype_of(entry.dtype, entry.name)
-    raw = whole(file.tensor(torch.uint8, (entry.end - entry.begin,), begin), file)
-    return Streamed(dtype, dtypes.torch_shape(dtype, entry.shape), raw.parts)
-
-
 def _check_whole(path: str, entries: Sequence[header.Entry], metadata: Mapping[str, str]) -> None:
     """A file of a step may have parts of tensors: it is no checkpoint of its own."""
     shapes = json.loads(metadata.get("statehold.global_shapes", "{}"))
@@ -177,22 +163,3 @@ def _check_whole(path: str, entries: Sequence[header.Entry], metadata: Mapping[s
     if cut:
         facts = {"file": path, "expected": "whole tensors", "got": f"a part of {cut[0]}"}
         raise UnsupportedValueError("this file is a part of a step of statehold", facts=facts)
-
-
-def indexed(directory: str) -> tuple[list[str], dict[str, str]]:
-    """The files of a directory of safetensors, and its index."""
-    path = os.path.join(directory, INDEX)
-    if not os.path.exists(path):
-        names = sorted(name for name in os.listdir(directory) if name.endswith(".safetensors"))
-        return [os.path.join(directory, name) for name in names], {}
-    try:
-        with open(path, encoding="utf-8") as file:
-            index = {str(key): str(name) for key, name in json.load(file)["weight_map"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as fault:
-        facts = {"file": path, "expected": 'JSON with a "weight_map"', "cause": repr(fault)[:200]}
-        raise CorruptionError("the index of a checkpoint cannot be read", facts=facts) from fault
-    files = sorted({os.path.join(directory, os.path.basename(name)) for name in index.values()})
-    for each in files:
-        if not os.path.isfile(each):
-            raise MissingFileError("a checkpoint lacks a file", facts={"file": each})
-    return files, index

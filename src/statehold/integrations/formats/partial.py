@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from statehold._version import __version__
 from statehold.errors import RunBusyError, UsageError, storage_error
 from statehold.units import MiB
 
@@ -155,11 +156,12 @@ class Work:
         finally:
             out.close()
 
-    def put(self, name: str, content: bytes) -> None:
-        """A small file, as a whole."""
+    def put(self, name: str, content: bytes, note: str = "") -> None:
+        """A small file, as a whole; the journal notes it by its name."""
         with self.file(name) as out:
             out.write(content, 0)
             out.size(len(content))
+            out.note(name, note)
 
     def commit(self) -> None:
         """Make the destination appear."""
@@ -204,4 +206,4 @@ def _sync(directory: str) -> None:
 
 def identity_of(**facts: Any) -> str:
     """What has to be the same for work to be resumed."""
-    return json.dumps(facts, sort_keys=True, default=str)
+    return json.dumps({**facts, "statehold": __version__}, sort_keys=True)

@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from statehold.errors import UsageError, storage_error
 from statehold.format.saved import MANIFEST_NAME
-from statehold.integrations.formats import hf
+from statehold.integrations.dcp.torch_save import is_head
+from statehold.integrations.formats import archives, dcp_folders, hf, torch_files, universal, zero
+from statehold.integrations.formats.indices import indexed
 
 _EXPECTED = (
     "a file of torch.save or safetensors, or a directory with *.safetensors or its index, "
@@ -50,14 +53,24 @@ def _of_file(path: str) -> Source:
         head = file.read(16)
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < os.path.getsize(path):
         return Source(lambda: hf.read([path], {}), "model")
+    if is_head(head):
+        return Source(lambda: archives.read(path))
     raise no_checkpoint(path, f"a file that begins with {head!r}")
 
 
 def _of_directory(path: str, names: list[str]) -> Source:
     if MANIFEST_NAME in names:
         raise no_checkpoint(path, "a step of statehold, which needs no import")
+    if dcp_folders.METADATA in names:
+        return Source(lambda: dcp_folders.read(path))
     if any(name.endswith(".safetensors") for name in names):
-        return Source(lambda: hf.read(*hf.indexed(path)), "model")
+        return Source(lambda: hf.read(*indexed(path, hf.INDEX, ".safetensors")), "model")
+    if torch_files.WHOLE in names or torch_files.INDEX in names:
+        return Source(lambda: torch_files.read(path), "model")
+    if (directory := universal.directory_of(path, names)) is not None:
+        return Source(partial(universal.read, directory))
+    if (directory := zero.directory_of(path, names)) is not None:
+        return Source(partial(zero.read, directory))
     more = ", ..." if len(names) > _SHOWN else ""
     raise no_checkpoint(path, f"a directory with {', '.join(names[:_SHOWN]) or 'nothing'}{more}")
 

@@ -31,11 +31,13 @@ class Streamed:
     """A tensor and the way to its bytes.
 
     parts: called once for each pass over the bytes; yields flat tensors of uint8.
+    chunks: where a tensor of others lies.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: Callable[[], Iterator[torch.Tensor]]
+    chunks: Sequence[Chunk] = ()
 
     @property
     def nbytes(self) -> int:
@@ -73,14 +75,20 @@ class MappedFile:
             raise storage_error("read a checkpoint", error.errno or 0, path) from error
         self.path, self.size = path, size
 
-    def tensor(
+    def streamed(
         self,
         dtype: torch.dtype,
         shape: Sequence[int],
         begin: int,
         stride: Sequence[int] | None = None,
+    ) -> Streamed:
+        """A tensor from byte `begin` on; C order without `stride`, which counts elements."""
+        values = self._view(dtype, shape, begin, stride)
+        return assembled(dtype, shape, [Chunk(Box.whole(shape), values, self)])
+
+    def _view(
+        self, dtype: torch.dtype, shape: Sequence[int], begin: int, stride: Sequence[int] | None
     ) -> torch.Tensor:
-        """A view of the file from byte `begin` on; C order without `stride`, in elements."""
         steps = _dense(shape) if stride is None else stride
         if not math.prod(shape) or self._map is None:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -91,8 +99,9 @@ class MappedFile:
             facts = {"file": self.path, "expected": f"at most {self.size} bytes", "got": got}
             raise CorruptionError("a tensor of a checkpoint lies outside its file", facts=facts)
         flat = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=begin)
-        if begin % dtype.itemsize:
-            raise_unaligned(self.path, begin)
+        if begin % dtype.itemsize:  # no processor promises to read that as elements
+            strides = [step * dtype.itemsize for step in steps]
+            return flat.as_strided((*shape, dtype.itemsize), (*strides, 1))
         return flat.view(dtype).as_strided(tuple(shape), tuple(steps))
 
     def forget(self) -> None:
@@ -112,11 +121,18 @@ def _dense(shape: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor that lies in a file, or in memory (file: None)."""
+    """A box of a tensor that lies in a file, or in memory (file: None).
+
+    `values` has its shape, or (raw) one more dimension with the bytes of each element.
+    """
 
     box: Box
     values: torch.Tensor
     file: MappedFile | None = None
+
+    @property
+    def is_raw(self) -> bool:
+        return self.values.dim() > len(self.box.shape)
 
 
 def assembled(dtype: torch.dtype, shape: Sequence[int], chunks: Sequence[Chunk]) -> Streamed:
@@ -132,7 +148,7 @@ def assembled(dtype: torch.dtype, shape: Sequence[int], chunks: Sequence[Chunk])
             _fill(part.view(dtype), inner, begin, end, ordered)
             yield part
 
-    return Streamed(dtype, tuple(shape), parts)
+    return Streamed(dtype, tuple(shape), parts, ordered)
 
 
 def _are_runs(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
@@ -149,9 +165,9 @@ def _fill(
         for chunk in chunks:
             common = box if not box.shape else chunk.box.intersection(box)
             if common is not None:
-                part_of(target, common.relative_to(box)).copy_(
-                    part_of(chunk.values, common.relative_to(chunk.box))
-                )
+                inner = part_of(target, common.relative_to(box))
+                inner = inner.unsqueeze(-1).view(torch.uint8) if chunk.is_raw else inner
+                inner.copy_(part_of(chunk.values, common.relative_to(chunk.box)))
                 used |= {chunk.file} if chunk.file else set()
     for file in used:
         file.forget()
@@ -165,3 +181,15 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 def whole(values: torch.Tensor, file: MappedFile | None = None) -> Streamed:
     """A tensor in one piece, in a file or in memory."""
     return assembled(values.dtype, values.shape, [Chunk(Box.whole(values.shape), values, file)])
+
+
+def converted(tensor: Streamed, dtype: torch.dtype) -> Streamed:
+    """The same values in another dtype, converted as `to()` does, part by part."""
+    if tensor.dtype == dtype:
+        return tensor
+
+    def parts() -> Iterator[torch.Tensor]:
+        for part in tensor.parts():
+            yield part.view(tensor.dtype).to(dtype).view(torch.uint8)
+
+    return Streamed(dtype, tensor.shape, parts)

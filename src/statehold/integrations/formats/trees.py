@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from statehold.integrations.formats.streamed import Streamed
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every leaf by its name. An empty container is a leaf."""
-    members = dict(enumerate(tree)) if _is_entered(tree) else tree
+    members = dict(enumerate(tree)) if is_entered(tree) else tree
     if not isinstance(members, Mapping) or (not members and path):
         yield path, tree
         return
@@ -58,7 +60,8 @@ def _closed(tree: Any) -> Any:
     return made
 
 
-def _is_entered(value: Any) -> bool:
+def is_entered(value: Any) -> bool:
+    """Whether a list or tuple holds tensors or dicts."""
     return isinstance(value, list | tuple) and any(
-        isinstance(item, Mapping | Streamed) or _is_entered(item) for item in value
+        isinstance(item, Mapping | Streamed | torch.Tensor) or is_entered(item) for item in value
     )

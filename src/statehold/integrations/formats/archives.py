@@ -1,0 +1,307 @@
+"""Files of torch.save -> trees of streamed tensors, and back, in bounded memory.
+
+Owns: where the bytes of each tensor lie in an archive, and its checksums (CRC-32).
+Invariants: no pickle is trusted: torch reads it with weights_only, and reads no data. An archive is
+verified before its bytes are used. What is written is an archive as torch.save writes it, with all
+checksums. A file of the format before torch 1.6 has to fit into memory, and so has a limit.
+Not here: which file holds what (one module for each format).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from statehold.errors import CorruptionError, StateholdError, UnsupportedValueError
+from statehold.integrations.dcp.torch_save import is_archive, refused
+from statehold.integrations.formats.partial import OutFile, Work
+from statehold.integrations.formats.streamed import (
+    PART_BYTES,
+    MappedFile,
+    Streamed,
+    memory_of,
+    raise_unaligned,
+    whole,
+)
+from statehold.integrations.formats.trees import leaves, nbytes_of, replaced
+from statehold.units import MiB
+
+SMALL_BYTES = PART_BYTES
+OLD_BYTES_MAX = 256 * MiB
+_READ_BYTES = MiB
+_CENTRAL, _DESCRIPTOR = b"PK\x01\x02", b"PK\x07\x08"
+_CRC_AT = 16  # in an entry of the central directory
+_SIZES_AT = 28  # of the name, the extra field and the comment
+
+
+# -- in ------------------------------------------------------------------------------------------
+
+
+class _Slice(io.RawIOBase):
+    """The bytes [begin, begin + size) of a file, as a file."""
+
+    def __init__(self, path: str, begin: int, size: int) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._begin, self._size, self._at = begin, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, memory: Any) -> int:
+        size = max(0, min(len(memory), self._size - self._at))
+        count = os.preadv(self._fd, [memoryview(memory)[:size]], self._begin + self._at)
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._fd)
+        super().close()
+
+
+def read(
+    path: str,
+    begin: int = 0,
+    nbytes: int | None = None,
+    *,
+    classes: Sequence[Any] = (),
+    file: MappedFile | None = None,
+) -> Any:
+    """What torch.save wrote to a file, or to a part of it.
+
+    classes: what torch.load may make in addition to data. file: the file, if it is mapped already.
+    """
+    size = os.path.getsize(path) - begin if nbytes is None else nbytes
+    is_part = begin > 0 or nbytes is not None
+    if not is_part and not is_archive(path):
+        return _old(path, size)
+    try:
+        with contextlib.closing(_Slice(path, begin, size)) as part:
+            _verify(path, part)
+            part.seek(0)
+            with torch.serialization.safe_globals(list(classes)):
+                found = torch.load(io.BufferedReader(part), map_location="meta", weights_only=True)
+    except StateholdError:
+        raise
+    except Exception as fault:
+        raise refused(path, fault) from fault
+    mapped = MappedFile(path) if file is None else file
+    return replaced(found, _Placing(mapped, begin))
+
+
+def _old(path: str, size: int) -> Any:
+    if size > OLD_BYTES_MAX:
+        raise UnsupportedValueError(
+            "a file of torch.save has the format before torch 1.6, which is read as a whole",
+            facts={"file": path, "expected": f"at most {OLD_BYTES_MAX} bytes", "got": size},
+            hint="load it with torch where there is memory for it, and save it again",
+        )
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as fault:
+        raise refused(path, fault) from fault
+    known: dict[Any, Streamed] = {}
+
+    def streamed(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not _is_plain(leaf):
+            return leaf
+        place = leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride()
+        return known.setdefault(place, whole(leaf.detach()))
+
+    return replaced(found, streamed)
+
+
+def _verify(path: str, part: _Slice) -> None:
+    """Compare every record of an archive with its checksum."""
+    try:
+        with zipfile.ZipFile(part) as archive:
+            for info in archive.infolist():
+                if info.compress_type != zipfile.ZIP_STORED:
+                    facts = {"file": path, "record": info.filename}
+                    raise CorruptionError("a record of torch.save is compressed", facts=facts)
+                with archive.open(info) as record:
+                    while record.read(_READ_BYTES):
+                        pass
+                if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
+                    raise UnsupportedValueError(
+                        "a file of torch.save comes from a big-endian machine", facts={"file": path}
+                    )
+    except (zipfile.BadZipFile, EOFError) as fault:
+        facts = {"file": path, "cause": str(fault)}
+        raise CorruptionError("a file of torch.save is damaged, or cut", facts=facts) from fault
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    kinds = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return type(tensor) in kinds and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+class _Placing:
+    """Tensors without memory -> streamed ones, by the place of their storage in the file."""
+
+    def __init__(self, file: MappedFile, begin: int) -> None:
+        self._file, self._begin = file, begin
+        self._known: dict[Any, Streamed] = {}
+
+    def __call__(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not _is_plain(leaf):
+            return leaf
+        offset = getattr(leaf.untyped_storage(), "_checkpoint_offset", None)
+        if offset is None:
+            facts = {"file": self._file.path, "shape": list(leaf.shape)}
+            raise UnsupportedValueError("a tensor of a file has no bytes in it", facts=facts)
+        flags = leaf.is_conj(), leaf.is_neg()
+        at = self._begin + int(offset) + int(leaf.storage_offset()) * leaf.dtype.itemsize
+        place = at, leaf.dtype, tuple(leaf.shape), leaf.stride(), flags
+        if place not in self._known:
+            self._known[place] = self._streamed(leaf, at)
+        return self._known[place]
+
+    def _streamed(self, leaf: torch.Tensor, at: int) -> Streamed:
+        found = self._file.streamed(leaf.dtype, leaf.shape, at, leaf.stride())
+        if not leaf.is_conj() and not leaf.is_neg():
+            return found
+        [chunk] = found.chunks
+        if chunk.is_raw:
+            raise_unaligned(self._file.path, at)
+        values = chunk.values.conj() if leaf.is_conj() else chunk.values
+        return whole(values._neg_view() if leaf.is_neg() else values, self._file)
+
+
+# -- out -----------------------------------------------------------------------------------------
+
+
+def write(work: Work, name: str, tree: Any) -> None:
+    """Write a tree as the file `name` of the destination."""
+    path = f"{work.directory}/{name}"
+    if work.journal.get(name) is None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        _skeleton(path, tree)
+    with work.file(name) as out:
+        out.note(name)
+        out.sync()
+        sums = {}
+        for tensor, place in _places(path, tree).items():
+            key = f"{name}:{place}"
+            known = work.journal.get(key)
+            if known is None:
+                known = _written(work, out, tensor, place)
+                out.note(key, known)
+            else:
+                work.done(tensor.nbytes)
+            sums[place] = int(known, 16)
+        for data, place in _patches(path, sums):
+            out.write(data, place)
+
+
+def packed(work: Work, tree: Any) -> bytes:
+    """A small tree as an archive in memory."""
+    made: dict[Streamed, torch.Tensor] = {}
+
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, Streamed) and leaf not in made:
+            memory = torch.empty(leaf.nbytes, dtype=torch.uint8)
+            at = 0
+            for part in leaf.parts():
+                memory[at : at + part.numel()] = part
+                at += part.numel()
+            work.done(leaf.nbytes)
+            made[leaf] = memory.view(leaf.dtype).view(leaf.shape)
+        return made[leaf] if isinstance(leaf, Streamed) else leaf
+
+    file = io.BytesIO()
+    torch.save(replaced(tree, real), file)
+    return file.getvalue()
+
+
+def put(work: Work, name: str, tree: Any) -> None:
+    """Write a tree as the file `name`, in memory first if it is small."""
+    if nbytes_of({"": tree}) > SMALL_BYTES:
+        write(work, name, tree)
+    elif work.journal.get(name) is None:
+        work.put(name, packed(work, tree))
+    else:
+        work.done(nbytes_of({"": tree}))
+
+
+def _skeleton(path: str, tree: Any) -> None:
+    """The archive without the bytes of its tensors."""
+    made: dict[Streamed, torch.Tensor] = {}
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, Streamed):
+            return leaf
+        if leaf not in made:
+            made[leaf] = torch.empty(leaf.shape, dtype=leaf.dtype)
+        return made[leaf]
+
+    with FakeTensorMode():
+        faked = replaced(tree, fake)
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(faked, path)
+
+
+def _places(path: str, tree: Any) -> dict[Streamed, int]:
+    """Where the bytes of each tensor begin in its archive."""
+    try:
+        found = torch.load(path, map_location="meta", weights_only=True)
+    except Exception as fault:
+        raise refused(path, fault) from fault
+    meta = dict(leaves(found))
+    return {
+        tensor: int(meta[name].untyped_storage()._checkpoint_offset)
+        for name, tensor in leaves(tree)
+        if isinstance(tensor, Streamed)
+    }
+
+
+def _written(work: Work, out: OutFile, tensor: Streamed, place: int) -> str:
+    crc = 0
+    for part in tensor.parts():
+        view = memory_of(part)
+        crc = zlib.crc32(view, crc)
+        out.write(view, place)
+        place += len(view)
+        work.done(len(view))
+    return f"{crc:08x}"
+
+
+def _patches(path: str, sums: dict[int, int]) -> Iterator[tuple[bytes, int]]:
+    """The checksums of the records whose data begins at each place, and where they belong."""
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        at = archive.start_dir
+        for info in archive.infolist():
+            file.seek(info.header_offset + 26)
+            name, extra = struct.unpack("<HH", file.read(4))
+            begin = info.header_offset + 30 + name + extra
+            file.seek(at)
+            entry = file.read(46)
+            if entry[:4] != _CENTRAL:
+                raise CorruptionError("an archive has no directory", facts={"file": path})
+            if begin in sums:
+                crc = struct.pack("<I", sums[begin])
+                yield crc, at + _CRC_AT
+                file.seek(begin + info.file_size)
+                if file.read(4) == _DESCRIPTOR:
+                    yield crc, begin + info.file_size + 4
+            at += 46 + sum(struct.unpack("<HHH", entry[_SIZES_AT : _SIZES_AT + 6]))

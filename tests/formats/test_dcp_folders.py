@@ -1,0 +1,129 @@
+"""Directories of torch.distributed.checkpoint, out and in, bit for bit; shards come in whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+import statehold
+from statehold.errors import CorruptionError, MissingFileError, UnsupportedValueError
+from statehold.integrations.dcp.unpickle import dump_metadata, load_metadata
+from statehold.integrations.formats import archives
+from support.transfers import check_equal, saved, tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def state() -> dict[str, Any]:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return {
+        "model": tensors(torch.complex128),
+        "optimizer": {"state": {"w": optimizer.state_dict()["state"][0]}, "lr": [0.1, 0.2]},
+        "list": [torch.ones(2), {"x": torch.zeros(3)}],
+        "epoch": 3,
+        "empty": {},
+        "values": {"a": (1, 2), "b": None, "c": b"x"},
+    }
+
+
+@pytest.mark.parametrize("small_bytes", [archives.SMALL_BYTES, 50])
+def test_a_state_goes_out_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_bytes: int
+) -> None:
+    monkeypatch.setattr(archives, "SMALL_BYTES", small_bytes)
+    expected = state()
+    step = saved(tmp_path / "run", 3, expected)
+    with pytest.warns(RuntimeWarning, match=r"model\.tied\.again"):
+        assert statehold.export_step(step, tmp_path / "dcp", "dcp") == ("model.tied.again",)
+    statehold.import_step(tmp_path / "dcp", f"{tmp_path / 'new'}@9")
+    check_equal(statehold.load(tmp_path / "new"), expected)
+
+
+def test_stock_readers_load_it(tmp_path: Path) -> None:
+    expected = state()
+    step = saved(tmp_path / "run", 3, expected)
+    with pytest.warns(RuntimeWarning):
+        statehold.export_step(step, tmp_path / "dcp", "dcp")
+    live = {
+        "model": {name: torch.zeros_like(tensor) for name, tensor in expected["model"].items()},
+        "list": [torch.zeros(2), {"x": torch.ones(3)}],
+        "epoch": 0,
+        "values": {"a": None, "b": 1, "c": b""},
+    }
+    dcp.load(live, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    check_equal(live, {key: expected[key] for key in live})
+
+
+def test_what_stock_writers_write_comes_in(tmp_path: Path) -> None:
+    expected = {**state(), "cut": {"t": torch.randn(6, 8).t()[1:5], "v": torch.arange(20.0)[3:9]}}
+    del expected["empty"]
+    dcp.save(expected, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    statehold.import_step(tmp_path / "dcp", f"{tmp_path / 'run'}@1")
+    check_equal(statehold.load(tmp_path / "run"), expected)
+
+
+def halves(tensor: torch.Tensor, directory: Path, *, keep: int = 2) -> None:
+    """The checkpoint of a tensor that two ranks have by rows, and of one by columns."""
+    names = {f"rows.{i}": part for i, part in enumerate(tensor.chunk(2))}
+    names |= {f"columns.{i}": part for i, part in enumerate(tensor.chunk(2, dim=1))}
+    dcp.save(names, checkpoint_id=directory, no_dist=True)
+    path = directory / ".metadata"
+    metadata = load_metadata(path.read_bytes(), str(path))
+    storage, found = dict(metadata.storage_data or {}), {}
+    entries: dict[str, Any] = {}
+    for name in ("rows", "columns"):
+        chunks = []
+        for i in range(keep):
+            [index] = [each for each in storage if each.fqn == f"{name}.{i}"]
+            entry = metadata.state_dict_metadata[index.fqn]
+            assert isinstance(entry, TensorStorageMetadata)
+            [chunk] = entry.chunks
+            at = [i * 3, 0] if name == "rows" else [0, i * 4]
+            chunk.offsets = torch.Size(at)
+            chunks.append(chunk)
+            found[type(index)(name, chunk.offsets, i)] = storage[index]
+        entries[name] = TensorStorageMetadata(entry.properties, tensor.shape, chunks)
+    metadata.state_dict_metadata = entries
+    metadata.storage_data, metadata.planner_data = found, None
+    path.write_bytes(dump_metadata(metadata))
+
+
+def test_tensors_that_ranks_have_cut_come_in_whole(tmp_path: Path) -> None:
+    tensor = torch.randn(6, 8, dtype=torch.float64)
+    halves(tensor, tmp_path / "dcp")
+    statehold.import_step(tmp_path / "dcp", f"{tmp_path / 'run'}@1")
+    check_equal(statehold.load(tmp_path / "run"), {"rows": tensor, "columns": tensor})
+
+
+def test_what_is_missing_or_damaged_is_refused(tmp_path: Path) -> None:
+    run = f"{tmp_path / 'run'}@1"
+    halves(torch.randn(6, 8), tmp_path / "cut", keep=1)
+    with pytest.raises(CorruptionError, match=r"(?s)rows.*48 elements"):
+        statehold.import_step(tmp_path / "cut", run)
+    halves(torch.randn(6, 8), tmp_path / "dcp")
+    file = tmp_path / "dcp" / "__0_0.distcp"
+    raw = bytearray(file.read_bytes())
+    raw[1200:1400] = bytes(200)
+    file.write_bytes(raw)
+    with pytest.raises(CorruptionError):
+        statehold.import_step(tmp_path / "dcp", run)
+    file.unlink()
+    with pytest.raises(MissingFileError):
+        statehold.import_step(tmp_path / "dcp", run)
+
+
+def test_keys_that_are_no_text_are_named_and_names_that_collide_refused(tmp_path: Path) -> None:
+    step = saved(tmp_path / "run", 1, {"state": {0: torch.ones(1)}})
+    with pytest.warns(RuntimeWarning, match=r"state\.0"):
+        statehold.export_step(step, tmp_path / "dcp", "dcp")
+    step = saved(tmp_path / "run", 2, {"a.b": 1, "a": {"b": 2}})
+    with pytest.raises(UnsupportedValueError, match=r"a\.b"):
+        statehold.export_step(step, tmp_path / "other", "dcp")

@@ -1,0 +1,132 @@
+"""Files of torch.save, out and in, bit for bit; what is damaged, foreign or not to be trusted."""
+
+from __future__ import annotations
+
+import zipfile
+from collections import Counter, OrderedDict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import statehold
+from statehold.errors import CorruptionError, UnsupportedValueError, UsageError
+from statehold.integrations.formats import archives
+from support.transfers import check_equal, saved, tensors
+
+
+def state() -> dict[str, Any]:
+    return {
+        "model": tensors(torch.complex128),
+        "nested": [{"a": torch.ones(2)}, (torch.zeros(1), 3), [1, 2.5, None, b"x", "y", True]],
+        "ordered": OrderedDict(z=1, a=torch.ones(3)),
+        "count": Counter("abca"),
+        7: {"size": torch.Size([1, 2]), "dtype": torch.bfloat16, "at": torch.device("cpu")},
+        "big": 10**30,
+        "odd": [float("inf"), 1j, {1, 2}],
+    }
+
+
+def test_all_of_a_state_goes_out_and_comes_back(tmp_path: Path) -> None:
+    expected = state()
+    step = saved(tmp_path / "run", 3, expected)
+    assert statehold.export_step(step, tmp_path / "all.pt", "torch") == ()
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    check_equal(found, expected)
+    assert found["model"]["tied.first"].data_ptr() == found["model"]["tied.again"].data_ptr()
+    with zipfile.ZipFile(tmp_path / "all.pt") as archive:
+        assert archive.testzip() is None
+    check_equal(torch.load(tmp_path / "all.pt", weights_only=True, mmap=True), expected)
+    statehold.import_step(tmp_path / "all.pt", f"{tmp_path / 'new'}@9")
+    back = statehold.load(tmp_path / "new")
+    check_equal(back, expected)
+    assert back["model"]["tied.first"] is back["model"]["tied.again"]
+
+
+def test_what_torch_writes_comes_in(tmp_path: Path) -> None:
+    base = torch.arange(40.0)
+    model, wide = torch.nn.Linear(3, 2), torch.randn(4, dtype=torch.complex64)
+    expected = {
+        **tensors(torch.complex128),
+        "views": [base[3:9], base.view(5, 8).t(), base.view(4, 10)[1:3, 2:9:3], base[7]],
+        "parameter": model.state_dict(),
+        "conjugate": wide.conj(),
+        "negative": torch.randn(4, dtype=torch.complex64).conj().imag,
+        "expanded": torch.ones(1).expand(5),
+    }
+    torch.save(expected, tmp_path / "x.pt")
+    statehold.import_step(tmp_path / "x.pt", f"{tmp_path / 'run'}@1")
+    found = statehold.load(tmp_path / "run")
+    for key in ("conjugate", "negative"):
+        plain: Any = expected.pop(key)
+        assert torch.equal(found.pop(key), plain.resolve_conj().resolve_neg())
+    check_equal(found, expected)
+
+
+def test_the_older_format_comes_in_if_it_is_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "old.pt"
+    expected = {"w": torch.arange(5), "lr": 0.1}
+    torch.save(expected, file, _use_new_zipfile_serialization=False)
+    statehold.import_step(file, f"{tmp_path / 'run'}@1")
+    check_equal(statehold.load(tmp_path / "run"), expected)
+    monkeypatch.setattr(archives, "OLD_BYTES_MAX", 10)
+    with pytest.raises(UnsupportedValueError, match=r"before torch 1\.6"):
+        statehold.import_step(file, f"{tmp_path / 'run'}@2")
+
+
+def test_shards_of_pytorch_model_come_in(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    torch.save({"a": torch.ones(2)}, tmp_path / "hf" / "pytorch_model-1.bin")
+    torch.save({"b": torch.zeros(2)}, tmp_path / "hf" / "pytorch_model-2.bin")
+    index = '{"weight_map": {"a": "pytorch_model-1.bin", "b": "pytorch_model-2.bin"}}'
+    (tmp_path / "hf" / "pytorch_model.bin.index.json").write_text(index)
+    statehold.import_step(tmp_path / "hf", f"{tmp_path / 'run'}@1")
+    found = statehold.load(tmp_path / "run", "model")
+    check_equal(found, {"a": torch.ones(2), "b": torch.zeros(2)})
+
+
+class Unknown:
+    pass
+
+
+def test_what_is_not_to_be_trusted_or_damaged_is_refused(tmp_path: Path) -> None:
+    run = f"{tmp_path / 'run'}@1"
+    torch.save({"x": Unknown()}, tmp_path / "code.pt")
+    with pytest.raises(UnsupportedValueError, match="Unknown"):
+        statehold.import_step(tmp_path / "code.pt", run)
+    torch.save([torch.ones(2)], tmp_path / "list.pt")
+    with pytest.raises(UsageError, match="no names"):
+        statehold.import_step(tmp_path / "list.pt", run)
+    torch.save({"w": torch.ones(4).to_sparse()}, tmp_path / "sparse.pt")
+    with pytest.raises(UnsupportedValueError):
+        statehold.import_step(tmp_path / "sparse.pt", run)
+    torch.save({"w": torch.arange(1000)}, tmp_path / "flip.pt")
+    raw = bytearray((tmp_path / "flip.pt").read_bytes())
+    raw[raw.index(torch.arange(1000).numpy().tobytes()) + 5] ^= 1
+    (tmp_path / "flip.pt").write_bytes(raw)
+    with pytest.raises(CorruptionError, match="damaged"):
+        statehold.import_step(tmp_path / "flip.pt", run)
+    (tmp_path / "flip.pt").write_bytes(raw[:-100])
+    with pytest.raises(CorruptionError, match="damaged"):
+        statehold.import_step(tmp_path / "flip.pt", run)
+    assert (
+        statehold.load(statehold.import_step(tmp_path / "list.pt", run, name="x"), "x.0").sum() == 2
+    )
+
+
+def test_values_that_weights_only_refuses_are_named(tmp_path: Path) -> None:
+    values = {"d": deque([1, 2]), "f": frozenset({3}), "n": np.float32(1.5), "a": np.arange(3)}
+    step = saved(tmp_path / "run", 1, values)
+    with pytest.warns(RuntimeWarning, match="d, f, n, a"):
+        statehold.export_step(step, tmp_path / "x.pt", "torch")
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert (found["d"], found["f"], found["n"], found["a"].tolist()) == (
+        [1, 2],
+        {3},
+        1.5,
+        [0, 1, 2],
+    )
