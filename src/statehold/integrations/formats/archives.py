@@ -193,9 +193,8 @@ class _Placing:
 
 def write(work: Work, name: str, tree: Any) -> None:
     """Write a tree as the file `name` of the destination."""
-    path = f"{work.directory}/{name}"
+    path = work.place(name)
     if work.journal.get(name) is None:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         _skeleton(path, tree)
     with work.file(name) as out:
         out.note(name)

@@ -9,13 +9,14 @@ Not here: the formats (one module each), which format a path has (recognition).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from statehold.encoding.strictjson import show
-from statehold.errors import UsageError
+from statehold.errors import UsageError, storage_error
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
 from statehold.integrations.formats import dcp_folders, hf, torch_files, universal
@@ -103,6 +104,8 @@ class _Export(NamedTuple):
             name = self.kind.name if has_it else ""
         with engine_for_parts() as engine:
             found = StepTree(saved, place.directory, engine, name)
+            if not isinstance(found.root, Mapping):
+                found.root = {name.rpartition(".")[2]: found.root}
             identity = identity_of(export=self.to, name=name, manifest=sha256(raw))
             with counted(
                 f"exporting step {saved.step}", nbytes_of(found.root), self.report
@@ -146,7 +149,10 @@ def import_step(
             raise UsageError("the source has no names", facts=facts, hint=hint)
         identity = identity_of(source=path, stamps=stamps(path), name=below)
         with counted(f"importing {path}", nbytes_of(tree), report) as done:
-            return write_step(run, number, tree, identity, done)
+            try:
+                return write_step(run, number, tree, identity, done)
+            except OSError as error:
+                raise storage_error("write a step", error.errno or errno.EIO, run) from error
 
 
 @contextlib.contextmanager

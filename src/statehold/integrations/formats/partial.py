@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from statehold._version import __version__
-from statehold.errors import RunBusyError, UsageError, storage_error
+from statehold.errors import RunBusyError, UnsupportedValueError, UsageError, storage_error
 from statehold.units import MiB
 
 JOURNAL = ".journal"
@@ -129,14 +129,17 @@ class Work:
         self.directory = f"{self.path}.partial"
         self._is_file = is_file
         self.done = done
-        if os.path.lexists(self.path):
-            facts = {"path": self.path, "expected": "nothing there"}
-            hint = "name another place, or remove it"
-            raise UsageError("the destination of an export exists", facts=facts, hint=hint)
+        self._check_free()
         os.makedirs(self.directory, exist_ok=True)
         self.journal = Journal(self.directory, identity)
         if self.journal.is_fresh:
             self._clear()
+
+    def _check_free(self) -> None:
+        if os.path.lexists(self.path):
+            facts = {"path": self.path, "expected": "nothing there"}
+            hint = "name another place, or remove it"
+            raise UsageError("the destination of an export exists", facts=facts, hint=hint)
 
     def _clear(self) -> None:
         for name in os.listdir(self.directory):
@@ -144,11 +147,19 @@ class Work:
             if name != JOURNAL:
                 shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
 
+    def place(self, name: str) -> str:
+        """Where a file of the destination is written; names of a state must not lead out of it."""
+        path = f"{self.directory}/{name}"
+        if os.path.normpath(path) != path or not path.startswith(f"{self.directory}/"):
+            facts = {"name": name, "expected": "a name without .. and empty parts"}
+            raise UnsupportedValueError("a name of the state cannot name a file", facts=facts)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return path
+
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[OutFile]:
         """A file in the destination, or the destination itself; synced when it is left."""
-        path = f"{self.directory}/{name}"
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        path = self.place(name)
         out = OutFile(path, self.journal)
         try:
             yield out
@@ -165,6 +176,7 @@ class Work:
 
     def commit(self) -> None:
         """Make the destination appear."""
+        self._check_free()
         if self._is_file:
             [name] = [name for name in os.listdir(self.directory) if name != JOURNAL]
             os.rename(f"{self.directory}/{name}", self.path)

@@ -112,8 +112,7 @@ def export(tree: Any, work: Work) -> list[str]:
     model, optimizer = _part(tree, "model"), _part(tree, "optimizer")
     masters = tree.get(common.FP32, {})
     rest = dict(tree.get("deepspeed", {}))
-    steps = rest.get("global_steps", 0)
-    tag = f"global_step{steps}"
+    tag = f"global_step{int(rest.get('global_steps', 0))}"
     left_out = [
         name
         for key in tree
@@ -122,6 +121,8 @@ def export(tree: Any, work: Work) -> list[str]:
     ]
     states = _named(optimizer, model)
     for name, weight in model.items():
+        if "/" in name:
+            raise UnsupportedValueError("a name cannot name a directory", facts={"name": name})
         if isinstance(weight, Streamed) and weight.dtype.is_floating_point:
             _write_parameter(work, f"{tag}/{ZERO}/{name}", masters.get(name, weight),
                              states.get(name, {}))  # fmt: skip

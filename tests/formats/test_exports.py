@@ -1,0 +1,116 @@
+"""Steps of several ranks, parts, names that lead elsewhere, full disks, and the commands."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import statehold
+from statehold.cli import main
+from statehold.errors import (
+    NoSpaceError,
+    StateMismatchError,
+    UnsupportedValueError,
+)
+from statehold.integrations.formats.partial import OutFile
+from support.records import example
+from support.steps import true_sums
+from support.transfers import check_equal, saved
+
+
+def test_a_step_of_four_ranks_goes_out_whole(tmp_path: Path) -> None:
+    world = example(true_sums)
+    for name, content in world.files.items():
+        target = tmp_path / "run" / Path(name).relative_to("run")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+    for name in ("sharded", "uneven", "replicated", "free"):
+        file = tmp_path / f"{name}.pt"
+        statehold.export_step(tmp_path / "run", file, "torch", name=f"model.{name}")
+        found = torch.load(file, weights_only=True)
+        assert found[name].numpy().tobytes() == world.arrays[name].tobytes()
+    with pytest.raises(StateMismatchError, match="ranks saved different"):
+        statehold.export_step(tmp_path / "run", tmp_path / "all", "hf")
+
+
+def test_a_part_goes_out_and_comes_in_below_a_name(tmp_path: Path) -> None:
+    state = {"model": {"encoder.w": torch.ones(2), "decoder.w": torch.zeros(2)}, "n": 1}
+    step = saved(tmp_path / "run", 1, state)
+    statehold.export_step(step, tmp_path / "hf", "hf", name="model.encoder")
+    statehold.import_step(tmp_path / "hf", f"{tmp_path / 'new'}@1", name="a.b")
+    check_equal(statehold.load(tmp_path / "new"), {"a": {"b": {"w": torch.ones(2)}}})
+    with pytest.raises(StateMismatchError, match="nothing of this name"):
+        statehold.export_step(step, tmp_path / "other", "hf", name="modle")
+
+
+def test_a_name_of_the_state_leads_nowhere(tmp_path: Path) -> None:
+    state = {
+        "model": {"../../../x": torch.ones(2)},
+        "optimizer": {"state": {}, "param_groups": []},
+    }
+    step = saved(tmp_path / "run", 1, state)
+    with pytest.raises(UnsupportedValueError, match=r"\.\./x"):
+        statehold.export_step(step, tmp_path / "a" / "out", "deepspeed-universal")
+    assert not list(tmp_path.rglob("fp32.pt"))
+
+
+def test_a_full_disk_is_told_of_and_the_work_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"model": {"a": torch.ones(9), "b": torch.zeros(9)}}
+    step = saved(tmp_path / "run", 1, state)
+    statehold.export_step(step, tmp_path / "hf", "hf")
+
+    def full(self: OutFile, data: object, offset: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OutFile, "write", full)
+        with pytest.raises(NoSpaceError):
+            statehold.export_step(step, tmp_path / "again", "hf")
+        with pytest.raises(NoSpaceError):
+            statehold.import_step(tmp_path / "hf", f"{tmp_path / 'new'}@1")
+    assert statehold.open(tmp_path / "new").steps() == []
+    statehold.export_step(step, tmp_path / "again", "hf")
+    statehold.import_step(tmp_path / "again", f"{tmp_path / 'new'}@1")
+    check_equal(statehold.load(tmp_path / "new", "model"), state["model"])
+
+
+def test_a_job_may_save_into_the_run_afterwards(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    statehold.import_step(tmp_path / "w.pt", f"{tmp_path / 'run'}@10", name="model")
+    other = torch.nn.Linear(3, 2)
+    with statehold.Checkpointer(tmp_path / "run") as ckpt:
+        assert ckpt.restore({"model": other}) == 10
+        assert torch.equal(other.weight, model.weight)
+        ckpt.save(11, {"model": other}).wait()
+        assert ckpt.steps() == [10, 11]
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, Any, str]:
+    code = main([*map(str, words)])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"model": {"w": torch.ones(2), "n": 3}}
+    step, out = saved(tmp_path / "run", 1, state), tmp_path / "hf"
+    code, told, notes = asked(capsys, "export", step, out, "--to", "hf")
+    assert (code, told) == (0, f"{out}\n")
+    assert "does not hold this as it was: n" in notes
+    code, told, _ = asked(capsys, "export", step, tmp_path / "hf2", "--to", "hf", "--json")
+    assert (code, json.loads(told)["left_out"]) == (0, ["n"])
+    code, told, _ = asked(capsys, "import", out, f"{tmp_path / 'new'}@7", "--name", "net")
+    assert (code, told) == (0, f"{tmp_path}/new/step-000000000007\n")
+    assert statehold.load(tmp_path / "new", "net.w").tolist() == [1, 1]
+    assert asked(capsys, "verify", tmp_path / "new")[0] == 0
+    assert asked(capsys, "export", step, out, "--to", "hf")[0] == 2
+    assert asked(capsys, "export", f"{tmp_path / 'run'}@9", "x", "--to", "hf")[0] == 3
+    assert asked(capsys, "import", tmp_path / "nothing", f"{tmp_path / 'new'}@8")[0] == 2
