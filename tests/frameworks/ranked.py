@@ -45,6 +45,7 @@ def main(kind: str, out: str) -> None:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         Path(out, "losses.txt").write_text(str(losses))
         assert len(losses) == STEPS
+        assert LlamaForCausalLM.from_pretrained(Path(out, f"checkpoint-{STEPS}"))
 
 
 if __name__ == "__main__":

@@ -107,6 +107,11 @@ def test_ranks_go_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
     check(tmp_path, ran(three(HERE / "ranked.py", tmp_path, kind, ranks=2)))
 
 
+@pytest.mark.skipif(not ALL, reason="two ranks take seconds: make integrations")
+def test_a_loop_of_accelerate_over_fsdp2_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    check(tmp_path, ran(three(HERE / "ranked_loop.py", tmp_path, ranks=2)))
+
+
 @pytest.mark.skipif(not ALL, reason="several jobs of ranks take seconds: make integrations")
 def test_a_warned_rank_leaves_with_all_and_they_go_on(tmp_path: Path) -> None:
     script = HERE / "ranked.py"

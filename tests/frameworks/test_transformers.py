@@ -135,6 +135,21 @@ def test_callbacks_and_schedulers_that_look_at_metrics_go_on(tmp_path: Path) -> 
     assert logged(again)[:-1] == logged(whole)[:-1]
 
 
+def test_a_damaged_step_is_set_aside(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    whole = trainer(out)
+    whole.train()
+    (data,) = (out / f"step-{STEPS:012d}").glob("*.safetensors")
+    content = bytearray(data.read_bytes())
+    content[-100] ^= 1
+    data.write_bytes(content)
+    again = trainer(out)
+    again.train(resume_from_checkpoint=True)
+    assert same_weights(again.model, whole.model)
+    assert (out / f"step-{STEPS:012d}.corrupt").is_dir()
+    assert logged(again)[:-1] == logged(whole)[:-1]
+
+
 def test_a_folder_names_the_step_to_go_back_to(tmp_path: Path) -> None:
     out = tmp_path / "out"
     whole = trainer(out)

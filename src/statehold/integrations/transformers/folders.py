@@ -37,8 +37,10 @@ class Folders:
 
     def steps(self) -> list[int]:
         """The steps that have a folder, oldest first."""
-        names = [_FOLDER.fullmatch(path.name) for path in self._run.glob("checkpoint-*")]
-        return sorted(int(match[1]) for match in names if match)
+        with contextlib.suppress(FileNotFoundError):
+            names = map(_FOLDER.fullmatch, os.listdir(self._run))
+            return sorted(int(match[1]) for match in names if match)
+        return []
 
     def has(self, step: int) -> bool:
         return os.path.isdir(self.path(step))
@@ -57,9 +59,12 @@ class Folders:
 
     def make(self, step: int, state: str) -> None:
         """A folder with the trainer's state, written as a whole."""
-        os.makedirs(self.path(step), exist_ok=True)
-        with self.beside(step) as new:
-            (new / STATE).write_text(state, "utf-8")
+        folder = self.path(step)
+        os.makedirs(folder, exist_ok=True)
+        new = f"{folder}/.{STATE}.{os.getpid()}"  # several ranks of a host may write it
+        with open(new, "w", encoding="utf-8") as file:
+            file.write(state)
+        os.replace(new, f"{folder}/{STATE}")
 
     def has_weights(self, step: int) -> bool:
         folder = Path(self.path(step))
@@ -67,18 +72,17 @@ class Folders:
 
     # -- which folders stay ----------------------------------------------------------------
 
-    def rotate(self, limit: int | None, best: int | None, unfinished: set[int]) -> None:
-        """As the Trainer does: `limit` folders stay, among them the newest and the best.
+    def surplus(self, limit: int | None, best: int | None, unfinished: set[int]) -> list[int]:
+        """The folders to remove, by the Trainer's rule: `limit` stay, with the newest and the best.
 
         Folders of saves that are not committed yet stay, too, and do not count.
         """
         steps = [step for step in self.steps() if step not in unfinished]
         if not limit or limit < 0 or not steps:
-            return
+            return []
         protected = {steps[-1], best} & set(steps)
         others = [step for step in steps if step not in protected]
-        for step in others[: max(len(steps) - max(limit, len(protected)), 0)]:
-            self.remove(step)
+        return others[: max(len(steps) - max(limit, len(protected)), 0)]
 
     def discard_after(self, step: int) -> None:
         """Remove the folders of newer steps, unless the Trainer itself has saved them."""

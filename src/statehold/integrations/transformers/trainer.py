@@ -42,6 +42,11 @@ log = logging.getLogger("statehold")
 KEEP_FOR_BEST = 3
 
 
+class _Damaged(Exception):
+    """The step whose position in the data the Trainer has taken is not the one that was
+    restored."""
+
+
 @dataclass
 class _Run:
     """What is open while train() runs. step: the step that is resumed, which `source` has."""
@@ -54,6 +59,7 @@ class _Run:
     step: int | None = None
     is_same_world: bool = True
     rng: Rng = field(default_factory=Rng)
+    model: Any = None
     loss: dict[str, Any] | None = None
     saves: list[Save] = field(default_factory=list)
 
@@ -105,13 +111,17 @@ class StateholdTrainer(Trainer):
             self._open_run = opened
             stack.callback(self._close_run)
             self._leave_on_signals(ckpt)
-            path = self._found(opened, resume_from_checkpoint, stack)
-            result = super().train(path, trial, *args, **kwargs)
+            while True:
+                path = self._found(opened, resume_from_checkpoint, stack)
+                try:
+                    result = super().train(path, trial, *args, **kwargs)
+                    break
+                except _Damaged:  # on all ranks; the step does not count any more
+                    resume_from_checkpoint = True
             opened.settle()
             opened.ckpt.flush()  # weights are read from the run directory
             if self.args.should_save:
-                self._rotate(opened)
-                opened.exporter.finish()
+                opened.exporter.finish(self._surplus(opened))
             return result
 
     def _check_supported(self) -> None:
@@ -215,8 +225,7 @@ class StateholdTrainer(Trainer):
         save = opened.ckpt.save(step, state, force=True)
         opened.saves.append(save)
         if self.args.should_save:
-            opened.exporter.offer(save)
-            self._rotate(opened)
+            opened.exporter.offer(save, self._surplus(opened))
 
     def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
         if self._resumed() is None:
@@ -232,7 +241,11 @@ class StateholdTrainer(Trainer):
         if not opened.is_same_world and state.pop("loss", None) is not None:
             skip.append("loss")
         opened.loss = state.get("loss")
-        opened.source.restore(state, opened.step, skip=[*skip, "trainer"])
+        # Without a step, so that a damaged one is set aside, and the one before it is restored.
+        is_newest = opened.source is opened.ckpt
+        step = None if is_newest else opened.step
+        if opened.source.restore(state, step, skip=[*skip, "trainer"]) != opened.step:
+            raise _Damaged
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._resumed() is None:
@@ -269,7 +282,11 @@ class StateholdTrainer(Trainer):
         return model
 
     def _model_part(self) -> dict[str, Any]:
-        return {"model": trained_part(self._bare_model(), self.model_wrapped)}
+        opened = self._open_run
+        assert opened is not None
+        if opened.model is None:
+            opened.model = trained_part(self._bare_model(), self.model_wrapped)
+        return {"model": opened.model}
 
     def _training_parts(self, opened: _Run) -> dict[str, Any]:
         """What only a run that goes on needs."""
@@ -313,9 +330,9 @@ class StateholdTrainer(Trainer):
         if self.args.should_save and best != step and opened.folders.has(best):
             opened.folders.hold(best)
 
-    def _rotate(self, opened: _Run) -> None:
+    def _surplus(self, opened: _Run) -> list[int]:
         best = opened.folders.step_of(self.state.best_model_checkpoint)
-        opened.folders.rotate(self.args.save_total_limit, best, opened.unfinished())
+        return opened.folders.surplus(self.args.save_total_limit, best, opened.unfinished())
 
     def _begin(self) -> None:
         """The Trainer has set its sums of the loss to zero; they go on where the step was."""
