@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import statehold
 from statehold.cli import main
 from statehold.errors import (
+    CorruptionError,
     NoSpaceError,
     StateMismatchError,
     UnsupportedValueError,
@@ -91,6 +93,19 @@ def test_a_job_may_save_into_the_run_afterwards(tmp_path: Path) -> None:
         assert torch.equal(other.weight, model.weight)
         ckpt.save(11, {"model": other}).wait()
         assert ckpt.steps() == [10, 11]
+
+
+def test_a_source_that_changes_meanwhile_makes_no_step(tmp_path: Path) -> None:
+    file = tmp_path / "w.pt"
+    torch.save({"w": torch.ones(9)}, file)
+
+    def touch(done: int, total: int) -> None:
+        os.utime(file, (1, 1))
+
+    with pytest.raises(CorruptionError, match="has changed while it was read"):
+        statehold.import_step(file, f"{tmp_path / 'run'}@1", report=touch)
+    assert statehold.open(tmp_path / "run").steps() == []
+    statehold.import_step(file, f"{tmp_path / 'run'}@1")
 
 
 def asked(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, Any, str]:

@@ -164,3 +164,13 @@ def test_a_step_of_four_ranks_comes_back_whole(tmp_path: Path) -> None:
     whole = statehold.load(tmp_path, rank=1)
     assert whole["seed"] == 1
     assert whole["model"]["own"].numpy().tobytes() == world.own[1]["own"].tobytes()
+
+
+def test_what_is_mapped_stays_while_its_step_is_retired(tmp_path: Path) -> None:
+    with statehold.Checkpointer(tmp_path / "run", keep=1) as ckpt:
+        ckpt.save(1, {"w": torch.full((1 << 18,), 1.0)}).wait()
+        mapped = statehold.load(tmp_path / "run", "w", mapped=True, verify=False)
+        for step in range(2, 6):
+            ckpt.save(step, {"w": torch.full((1 << 18,), float(step))}).wait()
+    assert statehold.open(tmp_path / "run").steps() == [5]
+    assert bool((mapped == 1).all())

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from statehold.encoding.strictjson import show
-from statehold.errors import UsageError, storage_error
+from statehold.errors import CorruptionError, UsageError, storage_error
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
 from statehold.integrations.formats import dcp_folders, hf, torch_files, universal
@@ -138,7 +138,7 @@ def import_step(
     """
     path = os.path.abspath(os.fspath(source))
     run, number = step_in(step)
-    found = recognised(path)
+    before, found = stamps(path), recognised(path)
     below = found.name if name is None else name
     with found.opened() as tree:
         for part in reversed(below.split(".") if below else []):
@@ -147,12 +147,23 @@ def import_step(
             facts = {"source": path, "expected": "a dict", "got": type(tree).__name__}
             hint = 'name="model" puts it into one'
             raise UsageError("the source has no names", facts=facts, hint=hint)
-        identity = identity_of(source=path, stamps=stamps(path), name=below)
+        identity = identity_of(source=path, stamps=before, name=below)
         with counted(f"importing {path}", nbytes_of(tree), report) as done:
             try:
-                return write_step(run, number, tree, identity, done)
+                check = partial(_check_unchanged, path, before)
+                return write_step(run, number, tree, identity, done, check)
             except OSError as error:
                 raise storage_error("write a step", error.errno or errno.EIO, run) from error
+
+
+def _check_unchanged(path: str, before: list[list[Any]]) -> None:
+    """Raise if the files of a source are others than before: the step would be a mixture."""
+    if stamps(path) != before:
+        raise CorruptionError(
+            "the source has changed while it was read",
+            facts={"source": path},
+            hint="import it again when nothing writes to it; no step was committed",
+        )
 
 
 @contextlib.contextmanager

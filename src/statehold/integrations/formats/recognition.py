@@ -82,6 +82,8 @@ def no_checkpoint(path: str, there: str) -> UsageError:
 
 def stamps(path: str) -> list[list[Any]]:
     """The files of a source as they are now: an import goes on only with the same ones."""
+    if not os.path.exists(path):
+        return []
     if not os.path.isdir(path):
         return [_stamp(path, os.path.basename(path))]
     return [

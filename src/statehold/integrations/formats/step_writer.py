@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,8 +35,13 @@ from statehold.tensors import dtypes, foreign
 _SUM_BYTES = 8
 
 
-def write_step(run: str, step: int, tree: Any, identity: str, done: Done) -> str:
-    """Commit `tree` as a step of a run; returns its directory."""
+def write_step(
+    run: str, step: int, tree: Any, identity: str, done: Done, check: Callable[[], None]
+) -> str:
+    """Commit `tree` as a step of a run; returns its directory.
+
+    check: called when all is written; the step is not committed if it raises.
+    """
     node, tensors = _encoded(tree)
     plan = plan_save([_spec(name, tensor) for name, tensor in tensors.items()], step=step)
     with contextlib.closing(file_system()) as fs:
@@ -53,6 +58,7 @@ def write_step(run: str, step: int, tree: Any, identity: str, done: Done) -> str
                 sums = _write(f"{partial}/{plan.file_name}", plan, tensors, journal, done)
             finally:
                 journal.close()
+            check()
             fs.unlink(f"{partial}/{JOURNAL}")
             store.commit(_manifest(plan, sums, node))
         finally:
