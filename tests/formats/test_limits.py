@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -14,7 +15,7 @@ import statehold
 from statehold.errors import RunBusyError
 from statehold.integrations.formats import archives
 from statehold.integrations.formats.partial import Journal, OutFile
-from statehold.units import MiB
+from statehold.units import MiB, parse_bytes
 from support import scripts
 from support.transfers import check_equal, saved
 
@@ -129,7 +130,7 @@ def test_work_goes_on_with_the_same_source_only(tmp_path: Path) -> None:
 
 # The engine's buffers, one part on each side, and what Python itself takes.
 MEMORY_MAX = 128 * MiB
-STATE_BYTES = 512 * MiB
+STATE_BYTES = parse_bytes(os.environ.get("STATEHOLD_TRANSFER_BYTES", "512MiB"))
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +143,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_memory_does_not_grow_with_the_state(tmp_path: Path, large: str, kind: str) -> None:
     code, kib = run_script(MEASURED, kind, large, tmp_path / "out")
     assert code == 0
+    print(f"{kind}: {int(kib) >> 10} MiB for {STATE_BYTES // MiB} MiB, out")
     assert int(kib) * 1024 < MEMORY_MAX < STATE_BYTES
     code, kib = run_script(MEASURED, "import", tmp_path / "out", f"{tmp_path / 'back'}@1")
     assert code == 0
+    print(f"{kind}: {int(kib) >> 10} MiB for {STATE_BYTES // MiB} MiB, in")
     assert int(kib) * 1024 < MEMORY_MAX
     shutil.rmtree(tmp_path)  # so that the two sides of several formats fit on a small disk
