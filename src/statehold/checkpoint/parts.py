@@ -13,6 +13,7 @@ from statehold.checkpoint.restore.call import RestoreCalls
 from statehold.checkpoint.save.call import Saver
 from statehold.checkpoint.save.level_choice import LevelChoice
 from statehold.checkpoint.save.pipeline import Pipeline
+from statehold.checkpoint.save.sharing import Sharing
 from statehold.checkpoint.save.trainer import Trainer
 from statehold.checkpoint.telemetry.watch import Watch
 from statehold.io.runtime import Runtime
@@ -66,6 +67,7 @@ class Parts:
             watch=self.watch,
             trainer=self.trainer,
             prepare=prepare,
+            sharing=Sharing(self.levels.near[0], self.runtime),
         )
 
     def restores(self, claim: Callable[[int], bool]) -> RestoreCalls:

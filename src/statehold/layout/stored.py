@@ -58,13 +58,13 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """The part of a rank's state that lies in files.
+    """The files of a step besides the one that a rank writes.
 
-    elsewhere: the tensors that this rank holds, too, and another rank writes.
+    held: the tensors that only these files hold, and those that another rank has in such files.
     """
 
     files: Sequence[StoredFile] = ()
-    elsewhere: Sequence[Held] = ()
+    held: Sequence[Held] = ()
 
 
 def held_in(files: Sequence[StoredFile]) -> list[Held]:

@@ -359,6 +359,12 @@ class Tensors(Sequence[CapturedTensor]):
                         return index
         return None
 
+    def counts(self, indices: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Of each of these what tells whether it has changed since another capture: what is behind
+        it, its version, and its address. If the first differs, the others tell nothing."""
+        _, _, impls, versions, addresses, _ = self._live
+        return [(impls[index], versions[index], addresses[index]) for index in indices]
+
     def _are_unmoved(self, indices: Sequence[int]) -> bool:
         """Whether none of these has changed; False, too, where that is to be asked one by one."""
         tensors, _, impls, versions, _, wrappers = (

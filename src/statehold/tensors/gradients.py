@@ -3,6 +3,7 @@
 Invariants: reads no memory of tensors, waits for no device, and keeps no gradient alive. A gradient
 waits if it is another tensor than the one that the last step() of its optimizer used: zero_grad()
 drops that one, and the next backward() makes a new one.
+Also here: which parameters need none.
 Not seen: gradients before the first step(), and those that are zeroed in place. Gradients of some
 optimizers alone do not count: the loss of one model may also reach another, as in a GAN.
 """
@@ -10,12 +11,14 @@ optimizers alone do not count: the loss of one model may also reach another, as 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch.utils.weak import TensorWeakRef
+
+from statehold.tensors.storable import ORDINARY, local_of
 
 _PROBED_MAX = 64  # parameters that are looked at until one has a gradient
 
@@ -51,6 +54,18 @@ class Gradients:
             each.parameter.grad is not None and each.parameter.grad is not each.gradient()
             for each in used
         )
+
+
+def frozen_in(state: object) -> set[int]:
+    """The addresses of parameters in the modules of a state that need no gradient."""
+    if isinstance(state, torch.nn.Module):
+        frozen = (local_of(each) for each in state.parameters() if not each.requires_grad)
+        return {each.data_ptr() for each in frozen if type(each) in ORDINARY}
+    if isinstance(state, Mapping):
+        return set[int]().union(*map(frozen_in, state.values()))
+    if isinstance(state, list | tuple):
+        return set[int]().union(*map(frozen_in, state))
+    return set()
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

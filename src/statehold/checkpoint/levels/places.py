@@ -388,17 +388,18 @@ class DirectoryPlace(Shared):
             write_copy(self._site.engine(), file, source, target, copy.before, there)
 
     def take_in(
-        self, step: int, attempt: str | None, files: Sequence[tuple[DataFile, str]]
+        self, step: int, attempt: str | None, files: Sequence[tuple[DataFile, str]], durable: int
     ) -> list[str]:
         """D1 and D2 of files of a save, each with its path: second names for them.
 
-        Returns the paths of those that the file system gives none. They are copied, and verified
-        on the way.
+        durable: how many of them, the first ones, have had D2 already. Returns the paths of those
+        that the file system gives no name. They are copied, and verified on the way.
         """
         copied, names = [], list[str]()
-        for file, path in files:
+        for index, (file, path) in enumerate(files):
             if self.store.link(step, file.name, path, attempt):
-                names.append(file.name)
+                if index >= durable:
+                    names.append(file.name)
             else:
                 self._copy_in(step, attempt, file, path)
                 copied.append(path)

@@ -30,12 +30,14 @@ from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.plan import step_of
 from statehold.process.garbage import uncollected
 from statehold.tensors import fingerprints, memory_moves
+from statehold.tensors.gradients import frozen_in
 
 if TYPE_CHECKING:
     from statehold._core import File
     from statehold.checkpoint.cadence.schedule import Schedule
     from statehold.checkpoint.levels.levels import Levels
     from statehold.checkpoint.save.pipeline import Pipeline
+    from statehold.checkpoint.save.sharing import Sharing
     from statehold.checkpoint.save.trainer import Trainer
     from statehold.checkpoint.telemetry.watch import Watch
     from statehold.io.runtime import Runtime
@@ -64,6 +66,7 @@ class Saver:
     watch: Watch
     trainer: Trainer
     prepare: Callable[[], None]
+    sharing: Sharing
     order: FileOrder = field(default_factory=FileOrder)
 
     def save(
@@ -128,22 +131,31 @@ class Saver:
                 held = self.trainer.gate.hold_for(save, captured.tensors.storages)
                 if held.copies_from(moved):
                     raise _moved()
-                return self._begin_with(captured, held, number, is_last=ends), captured
+                return self._begin_with(captured, held, state, number, is_last=ends), captured
             except BaseException:
                 captured.release()
                 raise
 
-    def _begin_with(self, captured: Capture, held: Held, number: int, *, is_last: bool) -> Work:
+    def _begin_with(
+        self,
+        captured: Capture,
+        held: Held,
+        state: Mapping[str, Any],
+        number: int,
+        *,
+        is_last: bool,
+    ) -> Work:
         """Plan the save of what was captured, and hand it over."""
         save = held.save
         with save._stage("plan"):
             specs = captured.structure.specs
             known = self.claims.resolve(specs, self.schedule.turns.settled)
             plan = self.plans.get(known.specs, save.step)
+            plan, shared = self.sharing.split(plan, captured.tensors, partial(frozen_in, state))
         save._record(
             state_bytes=captured.structure.state_bytes,
             eager_bytes=captured.structure.eager_bytes,
-            written_bytes=plan.save.file_bytes,
+            written_bytes=plan.save.file_bytes + shared.fresh_bytes,
             tensors=len(captured.tensors),
         )
         names = {name for each in known.comparisons for name in each.names}
@@ -160,6 +172,7 @@ class Saver:
             version=self.claims.version,
             fingerprinting=fingerprints.begin(compared, self.runtime.hash_memory),
             is_last=is_last,
+            shared=shared,
             stored=captured.handed_over(),
         )
         self._start(work, held, captured, compared)
@@ -193,13 +206,14 @@ class Saver:
         try:
             with uncollected():
                 ordered = self.order.ordered(work.plan, captured.tensors)
-            self._make_room(work.plan.save)
+            self._make_room(work)
             work.save._moving()
             file = self.ready_file(work.plan.save, work.tree)
             work.is_attached = file is not None
             work.save._record(reused=work.is_attached)
             with uncollected():
                 work.job = start_write(self.runtime.engine, work.plan.save, ordered, file)
+                work.shared.start()
                 work.copies = self.runtime.devices.copies(
                     work.job, captured, ordered.tensors, compared
                 )
@@ -209,10 +223,11 @@ class Saver:
             self.pipeline.take_back(work, error)
             raise
 
-    def _make_room(self, plan: SavePlan) -> None:
+    def _make_room(self, work: Work) -> None:
         """Make sure that there is staging memory. A save into memory needs little."""
         if not self.levels.store.is_mapped:
-            self.runtime.fit(plan.file_bytes, self.pipeline.drain)
+            nbytes = work.plan.save.file_bytes + work.shared.fresh_bytes
+            self.runtime.fit(nbytes, self.pipeline.drain)
 
     def ready_file(self, plan: SavePlan, tree: Any) -> File | None:
         """A file in memory that is mapped already: the state is copied straight into it.

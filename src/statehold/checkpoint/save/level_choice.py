@@ -116,8 +116,10 @@ class LevelChoice:
                     return opened
             except BaseException:
                 _close(opened)
+                work.shared.close_files()
                 raise
             _close(opened)
+            work.shared.close_files()
             causes.append(_cause(verdict, failure))
             let_go(causes[-1])
             if at == 0 and verdict.is_refusal:
@@ -173,6 +175,11 @@ class LevelChoice:
             if len(self._places) > 1:  # later, a document without room could not move on
                 self._reserve(work)
             opened = place.store.data_file(step, plan.file_name, plan.file_bytes, work.attempt)
+            try:
+                work.shared.open(place.store, work.attempt)
+            except BaseException:
+                _close(opened)
+                raise
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
             return None, named(error, f"while opening the file of step {step}")
         return opened, None

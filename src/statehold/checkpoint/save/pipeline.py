@@ -187,7 +187,9 @@ class Pipeline:
         with work.save._stage("stage"):
             if work.copies is not None:
                 work.copies.run()
+            work.shared.prove()
             work.job.wait_copied(None)
+            work.shared.wait_copied()
             work.fingerprints = {name: read() for name, read in work.fingerprinting.items()}
             if work.copies is not None:
                 work.fingerprints |= work.copies.fingerprints
@@ -240,6 +242,8 @@ class Pipeline:
                 self._retain(place)
         with after_commit(self._log, step, "announce it to the other ranks"):
             self._publisher.announce(work)
+        with after_commit(self._log, step, "learn what has not changed"):
+            work.shared.committed(work.plan, work.job.checksums())
         with after_commit(self._log, step, "make a file for the next save"):
             place.store.make_ready(plan.file_name, plan.file_bytes)
 
@@ -247,7 +251,7 @@ class Pipeline:
         save = work.save
         with self._stalls.watching(work):
             self._write(work)
-            if work.stored:
+            if work.has_more_files:
                 with save._stage("take in"):
                     take_in(work, self._log)
         save._moved(work.job.stats)
@@ -271,6 +275,7 @@ class Pipeline:
         try:
             work.save._record(reused=reused)
             work.job.attach(file)
+            work.shared.attach()
             self._write_out(work)
         except BaseException:
             work.job.cancel()
@@ -282,6 +287,7 @@ class Pipeline:
         with work.save._stage("write"):
             work.job.wait_written(None)
             work.job.finish()  # D2
+            work.shared.finish()
 
     def _give_up_for_all(self, number: int, error: StateholdError) -> None:
         """Announce that a save has failed here, so that no other rank waits for it."""
@@ -299,8 +305,7 @@ class Pipeline:
         """Stop the native job. The other thread then fails, too; the first error counts."""
         with self._guard:
             work.error = work.error or named(error, f"while saving step {work.save.step}")
-        if hasattr(work, "job"):  # otherwise the save failed before it started one
-            work.job.cancel()
+        work.cancel()
         work.let_go()
 
     def _fail(self, work: Work, error: BaseException) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels.promoting import NO_COPIES
+from statehold.checkpoint.save.shared import Shared
 from statehold.layout.stored import StoredPart
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ class Work:
     promote: the levels that get the step, known at its commit.
     is_last: the process ends with this save.
     job: copies and writes, as soon as the save has started.
-    stored: the parts of the state that lie in files. taken: these files, when the step has them.
+    shared: the files that it shares with other steps.
+    stored: the parts of the state that lie in files. taken: all files besides the rank's own, when
+        the step has them.
     """
 
     save: Save
@@ -54,15 +57,28 @@ class Work:
     promote: Copies = NO_COPIES
     is_last: bool = False
     error: StateholdError | None = None
+    shared: Shared = field(default_factory=Shared)
     stored: list[StoredState] = field(default_factory=list)
     taken: StoredPart = field(default_factory=StoredPart)
     job: WriteJob = field(init=False)
 
+    @property
+    def has_more_files(self) -> bool:
+        """Whether the step holds files besides the one that the rank writes."""
+        return bool(self.stored or self.shared.links or self.shared.fresh)
+
     def release(self) -> None:
         """The save has ended: its objects may use their files as they like."""
+        self.shared.release(failed=self.error is not None)
         stored, self.stored = self.stored, []
         for each in stored:
             each.release()
+
+    def cancel(self) -> None:
+        """Stop the native jobs, if the save has started them."""
+        if hasattr(self, "job"):
+            self.job.cancel()
+        self.shared.cancel()
 
     def let_go(self) -> None:
         """Release the state: it is copied, or nobody needs the copy."""

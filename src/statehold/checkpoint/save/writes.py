@@ -22,7 +22,7 @@ from statehold.format.record import Record
 from statehold.io.clients import Client
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count
 from statehold.layout.share import RankPlan, Share
-from statehold.layout.stored import StoredFile, StoredPart, held_in
+from statehold.layout.stored import StoredFile, StoredPart
 from statehold.tensors.columns import CapturedTensor, Structure, Tensors, described
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def build_record(
         attempt=attempt,
         block_bytes=BLOCK_BYTES,
         files=files,
-        held=(*plan.share.held, *held_in(taken.files), *taken.elsewhere),
+        held=(*plan.share.held, *taken.held),
         chunks={name: entry.chunks for name, entry in tensors.items()},
         state=tree,
         contents={name: f"{value:016x}" for name, value in fingerprints.items()},

@@ -9,6 +9,7 @@
     RUN/step-...copy-0123456789abcdef.partial/    a copy in the making (checkpoint/store/unfinished)
     RUN/.spare/                      retired files held back for the next save to overwrite
     RUN/.ready/                      in memory: new files, made before the next save (ready)
+    RUN/.shared/                     names of files that several steps hold (pool)
 
 Commit (docs/durability.md has the same numbers). A crash after any number leaves the step or no
 step, and every older step untouched:
@@ -49,6 +50,7 @@ from statehold.checkpoint.store.directories import delete, make_directories, unl
 from statehold.checkpoint.store.mappings import Mappings
 from statehold.checkpoint.store.newest import Newest
 from statehold.checkpoint.store.order import check_newest
+from statehold.checkpoint.store.pool import Pool
 from statehold.checkpoint.store.publish import make_durable, publish
 from statehold.checkpoint.store.ready import READY_NAME, Ready
 from statehold.checkpoint.store.replacing import (
@@ -133,6 +135,7 @@ class Store:
         self._mappings = Mappings()
         self._newest = Newest(self.newest)
         self._ready = Ready(fs, self._root, world_size)
+        self.pool = Pool(lambda: self.fs, self._root, rank, mapped=mapped)
         self._rooms = Rooms()
 
     @property
@@ -288,6 +291,7 @@ class Store:
                 if self.fs.is_dir(f"{self._root}/{hidden}"):
                     with contextlib.suppress(StorageError):  # no save fails because of leftovers
                         delete(self.fs, f"{self._root}/{hidden}")
+            self.pool.clear(token)
             for name in self._leftovers():
                 attempted = _ATTEMPTED.fullmatch(name)
                 if attempted and attempted["token"] == token:
@@ -515,6 +519,7 @@ class Store:
         """Release everything that this process holds of the store: spare files, and mappings."""
         try:
             self._ready.drop()
+            self.pool.close()
             self.drop_spare()
         finally:
             with self._guard:

@@ -1,0 +1,287 @@
+"""The shared files of one save: those that it links, and those that it writes for later saves.
+
+    training thread   start       the engine begins to copy the parts of new files
+    stage thread      prove       linked files: does memory still have their bytes? If it does not,
+                                  those parts are written, too, before the state may change
+                      wait_copied
+    commit thread     open        D1 of new files, with the rank's own file: room for all, or none
+                      finish      D2 of them
+                      files       what the step holds besides the rank's own file
+
+Invariants: a file is linked only if its bytes were proven to be those in memory, in this save. If
+anything fails, the save fails, and no tensor is in two files of it or in none.
+Not here: which parts go where (sharing), second names (taking), the files' names (store/pool).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from threading import Event
+from typing import TYPE_CHECKING, Protocol
+
+from statehold.checkpoint.save.proof import Claim, refuted
+from statehold.checkpoint.save.writes import FileOrder, Ordered, start_write
+from statehold.layout.plan import SavePlan, plan_save
+from statehold.layout.share import Part, RankPlan, Share
+from statehold.layout.stored import StoredFile
+
+if TYPE_CHECKING:
+    from statehold._core import File, WriteJob
+    from statehold.checkpoint.store.store import Store
+    from statehold.io.runtime import Runtime
+
+
+@dataclass(eq=False, slots=True)
+class SharedFile:
+    """A file in the pool of `store`, durable, with parts of the state.
+
+    plan: its parts in file order, as the last save had them. seen: what counts their changes, then.
+    users: saves under way that link it or have written it.
+    """
+
+    store: Store
+    path: str
+    plan: RankPlan
+    sums: bytes
+    seen: list[tuple[int, int, int]]
+    order: FileOrder = field(default_factory=FileOrder)
+    users: int = 0
+
+
+class Register(Protocol):
+    """What gets the outcome of the shared files of saves (sharing)."""
+
+    @property
+    def runtime(self) -> Runtime: ...
+
+    def made(self, file: SharedFile, replaces: Link | None) -> None:
+        """A file is durable, and the save that has written it uses it."""
+
+    def refused(self, paths: Collection[str]) -> None:
+        """The store copied these files of its pool into a step, because it could not link them."""
+
+    def committed(self, plan: RankPlan, sums: bytes) -> None:
+        """A step is committed. plan, sums: of the rank's own file."""
+
+    def ended(self, shared: Shared, *, failed: bool) -> None:
+        """A save has ended. If it failed, a shared file may be the reason: none is linked again."""
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """A shared file that a save links, and what the state has now for it."""
+
+    file: SharedFile
+    ordered: Ordered | None
+    changed: set[int] = field(default_factory=set)  # of its parts
+
+
+@dataclass(eq=False, slots=True)
+class Fresh:
+    """A shared file that a save writes. replaces: the link that was not proven."""
+
+    plan: RankPlan
+    ordered: Ordered | None
+    seen: list[tuple[int, int, int]]
+    replaces: Link | None = None
+    path: str = ""
+    file: File | None = None
+    job: WriteJob | None = None
+    is_durable: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Shared:
+    """The shared files of one save. `register` is None if there are none."""
+
+    register: Register | None = None
+    links: list[Link] = field(default_factory=list)
+    fresh: list[Fresh] = field(default_factory=list)
+    written: list[SharedFile] = field(default_factory=list)
+    _proven: Event = field(default_factory=lambda: Event())
+    _replacing: list[Fresh] = field(default_factory=list)
+    _store: Store | None = None
+    _attempt: str | None = None
+
+    @property
+    def fresh_bytes(self) -> int:
+        """What new files take on the storage."""
+        return sum(each.plan.save.file_bytes for each in self.fresh)
+
+    @property
+    def written_bytes(self) -> int:
+        """What the save has written to shared files."""
+        return sum(file.plan.save.file_bytes for file in self.written)
+
+    # -- the thread that trains, and the stage thread -------------------------------------------
+
+    def start(self) -> None:
+        """Begin to copy the parts of new files."""
+        for each in self.fresh:
+            self._start(each)
+
+    def prove(self) -> None:
+        """Compare the linked files with memory. Begins to write those that differ."""
+        try:
+            if self.links:
+                self._compare()
+        finally:
+            self._proven.set()
+
+    def _compare(self) -> None:
+        found = refuted([_claim(link) for link in self.links], self._runtime)
+        for link, changed in zip(self.links, found, strict=True):
+            link.changed = changed
+            if changed:
+                self._replacing.append(_replacement(link))
+                self._start(self._replacing[-1])
+
+    def wait_copied(self) -> None:
+        """Return once all bytes of files that are written have been copied."""
+        for each in (*self.fresh, *self._replacing):
+            assert each.job is not None
+            each.job.wait_copied(None)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for link in self.links:
+            link.ordered = None
+        for each in (*self.fresh, *self._replacing):
+            each.ordered = None
+
+    # -- the commit thread -------------------------------------------------------------------
+
+    def open(self, store: Store, attempt: str | None) -> None:
+        """D1 of new files. Raises StorageError; then none is open."""
+        self._store, self._attempt = store, attempt
+        try:
+            for each in self.fresh:
+                self._open(each)
+        except BaseException:
+            self.close_files()
+            raise
+
+    def close_files(self) -> None:
+        """The save goes to another level, or nowhere."""
+        for each in (*self.fresh, *self._replacing):
+            file, each.file = each.file, None
+            if file is not None:
+                file.close()  # a job may have it; it is released with the job
+
+    def attach(self) -> None:
+        """Give new files to their jobs."""
+        for each in self.fresh:
+            self._attach(each)
+
+    def finish(self) -> None:
+        """D2 of new files, once the stage thread has proven the others."""
+        self._proven.wait()
+        for each in self._replacing:
+            self._open(each)
+            self._attach(each)
+        for each in (*self.fresh, *self._replacing):
+            self._finish(each)
+
+    @property
+    def used(self) -> list[SharedFile]:
+        """All files of the pool that the save links or has written."""
+        return [*(link.file for link in self.links), *self.written]
+
+    def files(self) -> list[StoredFile]:
+        """All shared files of the step."""
+        links = [link.file for link in self.links if not link.changed]
+        return [_stored(file) for file in (*links, *self.written)]
+
+    def refused(self, paths: Collection[str]) -> None:
+        """The store has copied these files of its pool, because it could not link them."""
+        if self.register is not None and paths:
+            self.register.refused(paths)
+
+    def committed(self, plan: RankPlan, sums: bytes) -> None:
+        """The step is committed. plan, sums: of the rank's own file."""
+        if self.register is not None:
+            self.register.committed(plan, sums)
+
+    def cancel(self) -> None:
+        """Stop the jobs."""
+        self._proven.set()
+        for each in (*self.fresh, *self._replacing):
+            if each.job is not None:
+                each.job.cancel()
+        self._let_go()
+
+    def release(self, *, failed: bool) -> None:
+        """The save has ended. A file that is not durable is of no use to another save."""
+        self.close_files()
+        for each in (*self.fresh, *self._replacing):
+            if self._store is not None and not each.is_durable:
+                self._store.pool.drop(each.path)
+        if self.register is not None:
+            self.register.ended(self, failed=failed)
+        self.links, self.fresh, self._replacing, self.written = [], [], [], []
+
+    # -- one file ----------------------------------------------------------------------------
+
+    def _start(self, fresh: Fresh) -> None:
+        assert fresh.ordered is not None
+        fresh.job = start_write(self._runtime.engine, fresh.plan.save, fresh.ordered)
+
+    @property
+    def _runtime(self) -> Runtime:
+        assert self.register is not None
+        return self.register.runtime
+
+    def _open(self, fresh: Fresh) -> None:
+        assert self._store is not None
+        nbytes = fresh.plan.save.file_bytes
+        fresh.path, fresh.file = self._store.pool.open(nbytes, self._attempt)
+
+    def _attach(self, fresh: Fresh) -> None:
+        assert fresh.job is not None
+        assert fresh.file is not None
+        fresh.job.attach(fresh.file)
+
+    def _finish(self, fresh: Fresh) -> None:
+        assert fresh.job is not None
+        fresh.job.wait_written(None)
+        fresh.job.finish()
+        fresh.file, fresh.is_durable = None, True
+        assert self._store is not None
+        assert self.register is not None
+        sums = fresh.job.checksums()
+        file = SharedFile(self._store, fresh.path, fresh.plan, sums, fresh.seen)
+        self.written.append(file)
+        self.register.made(file, fresh.replaces)
+
+
+def _claim(link: Link) -> Claim:
+    assert link.ordered is not None
+    return Claim(link.file.plan.save, link.ordered.tensors, link.file.sums)
+
+
+def _replacement(link: Link) -> Fresh:
+    plan = link.file.plan
+    again = plan_of(plan.share.parts, plan.save)
+    return Fresh(again, link.ordered, link.file.seen, replaces=link)
+
+
+def _stored(file: SharedFile) -> StoredFile:
+    save = file.plan.save
+    return StoredFile(
+        file.path, save.file_bytes, save.data_begin, save.specs, save.begins, file.sums
+    )
+
+
+def plan_of(parts: Sequence[Part], of: SavePlan) -> RankPlan:
+    """The plan of a shared file with these parts; the rank, its job and the step are those of
+    another plan. The parts of the result are in file order."""
+    save = plan_file(parts, of)
+    ordered = tuple([parts[index] for index in save.source_index])
+    return RankPlan(replace(save, source_index=tuple(range(len(parts)))), Share(ordered, held=()))
+
+
+def plan_file(parts: Sequence[Part], of: SavePlan) -> SavePlan:
+    """The plan of a file with these parts, by the rank and at the step of another plan."""
+    specs = [part.spec for part in parts]
+    return plan_save(specs, step=of.step, world_size=of.world_size, rank=of.rank)

@@ -1,0 +1,249 @@
+"""Which parts of a state lie in files that several steps share: decided from save to save.
+
+    split       for a save: the files to link, the parts to write to new shared files, and the rest,
+                which the rank writes to its own file as ever
+    made        a shared file is durable, so the next save may link it
+    committed   what this step and the one before have alike, by their checksums: parts that stay
+                the same are written to a shared file with the next save
+    ended       nobody links a file any more that was given up meanwhile: its name in the pool goes
+
+A part is expected to stay the same if it did so in the last saves, or at first if it is a parameter
+that needs no gradient. Whether it did is proven in each save (shared).
+
+Invariants: at most one file that may be linked has a part. A part is in a shared file, or in the
+one that the rank writes, and never in both. While nothing stays the same, a save does nothing here
+but compare checksums after its commit.
+Not here: which sizes make a file (layout/groups).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Set
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from statehold.checkpoint.save.proof import windows
+from statehold.checkpoint.save.shared import (
+    Fresh,
+    Link,
+    Shared,
+    SharedFile,
+    plan_file,
+    plan_of,
+)
+from statehold.checkpoint.save.writes import FileOrder
+from statehold.layout import groups
+from statehold.layout.plan import TensorSpec
+from statehold.layout.share import Part, RankPlan, Share
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.levels.places import DirectoryPlace
+    from statehold.io.runtime import Runtime
+    from statehold.tensors.columns import Tensors
+
+logger = logging.getLogger("statehold")
+
+# Name, dtype, shape and offsets of the box that the rank writes.
+Key = tuple[str, str, tuple[int, ...], tuple[int, ...]]
+
+
+class Sharing:
+    """The shared files of a rank in the store of `place`, the level that saves go to first.
+
+    Thread-safe: the training thread splits, and the commit thread reports.
+    """
+
+    def __init__(self, place: DirectoryPlace, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._place = place
+        self._guard = threading.Lock()
+        self._is_off = False
+        self._history: groups.History[Key] = groups.History()
+        self._files: list[SharedFile] = []
+        self._making: set[Key] = set()
+        # Of the structure of the state:
+        self._share: Share | None = None
+        self._parts: dict[Key, Part] = {}  # those that may be shared, in the order of the state
+        self._own: tuple[set[int], RankPlan] | None = None  # the own file without these sources
+        self._windows: tuple[Share, list[tuple[Key, int, int]]] | None = None
+        self._sums: tuple[Share, bytes] | None = None  # of the own file in the last step
+
+    # -- the thread that trains ----------------------------------------------------------------
+
+    def split(
+        self, plan: RankPlan, captured: Tensors, frozen: Callable[[], Set[int]]
+    ) -> tuple[RankPlan, Shared]:
+        """The plan of the rank's own file in this save, and the shared files besides.
+
+        frozen: the addresses of what needs no gradient, asked when the structure has changed.
+        """
+        with self._guard:
+            shared = Shared(self)
+            if self._is_off:
+                return plan, shared
+            if plan.share is not self._share:
+                self._look(plan.share, captured, frozen())
+            if not (self._files or self._history):
+                return plan, shared
+            shared.links = self._links(captured)
+            linked = {key for link in shared.links for key in keys_of(link.file.plan)}
+            shared.fresh = self._fresh(plan, captured, linked)
+            made = {key for each in shared.fresh for key in keys_of(each.plan)}
+            self._making |= made
+            return self._rest(plan, {self._parts[key].source for key in linked | made}), shared
+
+    def _look(self, share: Share, captured: Tensors, frozen: Set[int]) -> None:
+        """The state has another structure, or this rank another share of it."""
+        structure = captured.structure
+        self._share, self._own = share, None
+        self._parts = {
+            key_of(part.spec): part
+            for part in share.parts
+            if part.spec.nbytes >= groups.PART_BYTES_MIN
+            and not part.spec.eager
+            and not structure.external[part.source]
+            and not structure.owned[part.source]
+            and structure.strided[part.source] is None
+        }
+        self._history.keep(self._parts)
+        addresses = captured.addresses
+        self._history.predict(
+            key for key, part in self._parts.items() if addresses[part.source] in frozen
+        )
+
+    def _links(self, captured: Tensors) -> list[Link]:
+        links = []
+        for file in list(self._files):
+            link = self._link(file, captured)
+            if link is None:
+                self._give_up(file)
+            else:
+                file.users += 1
+                links.append(link)
+        return links
+
+    def _link(self, file: SharedFile, captured: Tensors) -> Link | None:
+        """None if the state has not all parts of the file, or if some have changed."""
+        keys = keys_of(file.plan)
+        if any(key not in self._parts for key in keys):
+            return None
+        parts = tuple([self._parts[key] for key in keys])
+        seen = captured.counts([part.source for part in parts])
+        pairs = zip(keys, file.seen, seen, strict=True)
+        changed = [key for key, then, now in pairs if then[0] == now[0] and then != now]
+        if changed:
+            self._history.broke(changed)
+            return None
+        if parts != file.plan.share.parts:
+            file.plan, file.order = _with_parts(file.plan, parts), FileOrder()
+        file.seen = seen
+        return Link(file, file.order.ordered(file.plan, captured))
+
+    def _fresh(self, plan: RankPlan, captured: Tensors, linked: Set[Key]) -> list[Fresh]:
+        """New files for the parts that have stayed the same and are in no file."""
+        taken = linked | self._making
+        wanted = [
+            part
+            for key, part in self._parts.items()
+            if key not in taken and self._history.is_quiet(key)
+        ]
+        found = []
+        for run in groups.grouped([part.spec.nbytes for part in wanted]):
+            its = plan_of(wanted[run.start : run.stop], plan.save)
+            seen = captured.counts([part.source for part in its.share.parts])
+            found.append(Fresh(its, FileOrder().ordered(its, captured), seen))
+        return found
+
+    def _rest(self, plan: RankPlan, away: set[int]) -> RankPlan:
+        """The plan of the rank's own file, without the parts from these sources."""
+        if not away:
+            return plan
+        if self._own is None or self._own[0] != away:
+            parts = [part for part in plan.share.parts if part.source not in away]
+            found = plan_file(parts, plan.save)
+            self._own = away, RankPlan(found, Share(tuple(parts), plan.share.held))
+        own = self._own[1]
+        return RankPlan(own.save.at_step(plan.save.step), own.share)
+
+    # -- the thread that commits ---------------------------------------------------------------
+
+    def made(self, file: SharedFile, replaces: Link | None) -> None:
+        with self._guard:
+            file.users += 1
+            if replaces is not None:
+                # What changed without being counted may do so again: no later save takes the file.
+                keys = keys_of(replaces.file.plan)
+                self._history.broke([keys[index] for index in replaces.changed])
+                self._give_up(replaces.file)
+            elif file.store is self._place.store and not self._is_off:
+                self._files.append(file)
+
+    def refused(self, paths: Collection[str]) -> None:
+        with self._guard:
+            found = [file for file in self._files if file.path in paths]
+            for file in found:
+                self._give_up(file)
+            if found:
+                self._is_off = True
+                logger.warning(
+                    "steps in %s share no files from now on, because the file system gives a file "
+                    "no second name, or no more of them: saves write the whole state",
+                    self._place.store.root,
+                )
+
+    def committed(self, plan: RankPlan, sums: bytes) -> None:
+        with self._guard:
+            before, self._sums = self._sums, (plan.share, sums)
+            if self._is_off or before is None or before[0] is not plan.share:
+                return  # other places in the file: the next step tells
+            same, changed = list[Key](), list[Key]()
+            for key, low, high in self._windows_of(plan):
+                is_same = sums[low:high] == before[1][low:high]
+                (same if is_same else changed).append(key)
+            self._history.saved(same, changed)
+
+    def ended(self, shared: Shared, *, failed: bool) -> None:
+        with self._guard:
+            for each in shared.fresh:
+                self._making.difference_update(keys_of(each.plan))
+            for file in shared.used:
+                file.users -= 1
+                if failed:
+                    self._give_up(file)
+                self._drop(file)
+
+    def _give_up(self, file: SharedFile) -> None:
+        """No later save links the file."""
+        if file in self._files:
+            self._files.remove(file)
+            self._drop(file)
+
+    def _drop(self, file: SharedFile) -> None:
+        if not file.users and file not in self._files:
+            file.store.pool.drop(file.path)
+
+    def _windows_of(self, plan: RankPlan) -> list[tuple[Key, int, int]]:
+        """The parts in the rank's own file that may be shared, and where their checksums are."""
+        if self._windows is None or self._windows[0] is not plan.share:
+            found = zip(keys_of(plan), windows(plan.save), strict=True)
+            known = [(key, *place) for key, place in found if key in self._parts]
+            self._windows = plan.share, known
+        return self._windows[1]
+
+
+def keys_of(plan: RankPlan) -> list[Key]:
+    """The keys of the parts of a file, in file order."""
+    return [key_of(spec) for spec in plan.save.specs]
+
+
+def key_of(spec: TensorSpec) -> Key:
+    """What tells a part from the others of its rank."""
+    return spec.name, spec.dtype, spec.shape, spec.offsets or (0,) * len(spec.shape)
+
+
+def _with_parts(plan: RankPlan, parts: tuple[Part, ...]) -> RankPlan:
+    """The plan of a file for parts that equal its own, from other places of the state."""
+    specs = tuple([part.spec for part in parts])
+    return RankPlan(replace(plan.save, specs=specs), Share(parts, held=()))

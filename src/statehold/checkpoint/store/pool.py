@@ -1,0 +1,85 @@
+"""The files that steps of a run share, under names that no step's end takes away.
+
+    RUN/.shared/5f3a09c1-7-rank-00003-1.safetensors
+
+A step holds such a file as one of its own, by a second name. The next step gets its name from the
+one here, because the step before may be retired, by this rank or by another, while the next save
+needs the file. These names count for nothing in a restore.
+
+Invariants: a file here is written once, before any step names it. Each rank has its own files, and
+drops them. Names that a dead job has left are cleared with its other leftovers.
+Not here: which tensors such a file has (save/sharing), second names (second_names).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from statehold.checkpoint.store.directories import delete, unless
+from statehold.errors import StateholdError, StorageError
+
+if TYPE_CHECKING:
+    from statehold._core import File, Fs
+
+POOL_NAME = ".shared"
+
+
+class Pool:
+    """The shared files of `rank` in the run directory `root` on the file system that `fs` returns.
+
+    mapped: `root` lies on a memory file system, and files are written as memory.
+    """
+
+    def __init__(self, fs: Callable[[], Fs], root: str, rank: int, *, mapped: bool) -> None:
+        self._find_fs = fs
+        self._folder = f"{root}/{POOL_NAME}"
+        self._rank = rank
+        self._mapped = mapped
+        self._own = secrets.token_hex(4)
+        self._names = set[str]()
+        self._made = 0
+
+    @property
+    def _fs(self) -> Fs:
+        return self._find_fs()
+
+    def open(self, file_bytes: int, attempt: str | None) -> tuple[str, File]:
+        """A new file, and its path. attempt: of the save, if several ranks save."""
+        with unless(errno.EEXIST):  # another rank made it
+            self._fs.mkdir(self._folder)
+        self._made += 1
+        name = f"{attempt or self._own}-rank-{self._rank:05d}-{self._made}.safetensors"
+        path = f"{self._folder}/{name}"
+        file = self._fs.open_write(path, file_bytes, mapped=self._mapped)
+        self._names.add(path)
+        return path, file
+
+    def drop(self, path: str) -> None:
+        """No later save needs the file. Steps that hold it keep it."""
+        if path in self._names:
+            self._names.discard(path)
+            with contextlib.suppress(StorageError):  # gone with the run, or cleared by a later job
+                self._fs.unlink(path)
+
+    def clear(self, token: str | None) -> None:
+        """Clear what dead jobs have left. token: of this job; its other ranks may be ahead."""
+        with contextlib.suppress(StorageError):  # no save fails because of leftovers
+            if not self._fs.is_dir(self._folder):
+                return
+            if token is None:
+                delete(self._fs, self._folder)
+                return
+            for name, _ in self._fs.listdir(self._folder):
+                if not name.startswith(f"{token}-"):
+                    self._fs.unlink(f"{self._folder}/{name}")
+
+    def close(self) -> None:
+        """Drop all files of this rank, and the directory unless other ranks have files there."""
+        for path in list(self._names):
+            self.drop(path)
+        with contextlib.suppress(StateholdError):  # not empty, gone, or never made
+            self._fs.rmdir(self._folder)

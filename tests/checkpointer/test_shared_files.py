@@ -1,0 +1,205 @@
+"""Steps share the files of what has not changed, and each step is what was saved."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from statehold import Checkpointer
+from statehold.errors import StateholdError, StorageError
+from statehold.testing import SimFs, checkpointer_on
+from support.faults import DEADLINE_S, SMALL
+from support.inside import inside
+from support.sharing import Tuned, names, same, small_files
+
+RUN = "/runs/x"
+POOL = f"{RUN}/.shared"
+
+
+@pytest.fixture(autouse=True)
+def _small() -> Iterator[None]:
+    with small_files():
+        yield
+
+
+def opened(fs: SimFs, **options: Any) -> Checkpointer:
+    return checkpointer_on(fs, RUN, **{**SMALL, **options})
+
+
+class Run:
+    """Saves a model step by step, and remembers what each step has to be."""
+
+    def __init__(self, fs: SimFs, model: Tuned, **options: Any) -> None:
+        self.ckpt = opened(fs, **options)
+        self.model = model
+        self.expected: dict[int, dict[str, torch.Tensor]] = {}
+
+    def save(self, step: int, wait: bool = True) -> Any:
+        self.ckpt.gate()
+        self.model.train_once()
+        self.expected[step] = self.model.bits()
+        save = self.ckpt.save(step, {"model": self.model})
+        if wait:
+            save.wait("committed", DEADLINE_S)
+            inside(self.ckpt).pipeline.drain(DEADLINE_S)
+        return save
+
+    def check(self, fs: SimFs) -> None:
+        """Every step that is there restores bit for bit, from the run and by a new process."""
+        reader = opened(fs)
+        assert reader.steps()
+        for step in reader.steps():
+            model = Tuned(len(self.model.base))
+            assert reader.restore({"model": model}, step) == step
+            assert same(model.bits(), self.expected[step]), step
+        reader._close()
+
+
+@pytest.fixture
+def fs() -> Iterator[SimFs]:
+    disk = SimFs(seed=1)
+    yield disk
+    disk.close()
+
+
+def test_what_needs_no_gradient_is_written_once(fs: SimFs) -> None:
+    run = Run(fs, Tuned())
+    first = run.save(1)
+    assert first.stats.written_bytes > run.model.base_bytes
+    for step in (2, 3, 4):
+        stats = run.save(step).stats
+        assert stats.linked_bytes > run.model.base_bytes
+        assert stats.written_bytes < run.model.head.nbytes + 8192
+        assert stats.files == first.stats.files > 1
+    run.ckpt._close()
+    run.check(fs)
+
+
+def test_what_stays_the_same_is_shared_whatever_it_is(fs: SimFs) -> None:
+    model = Tuned()
+    for each in model.base:
+        each.requires_grad_(True)  # and yet nobody trains it
+    run = Run(fs, model)
+    linked = [run.save(step).stats.linked_bytes for step in range(1, 6)]
+    assert linked[:3] == [0, 0, 0]  # written, compared, written to files of their own
+    assert all(each > model.base_bytes for each in linked[3:])
+    run.ckpt._close()
+    run.check(fs)
+
+
+@pytest.mark.parametrize("keep", [None, 1, 2])
+def test_steps_are_whole_when_the_base_changes_after_all(fs: SimFs, keep: int | None) -> None:
+    run = Run(fs, Tuned(), keep=keep)
+    linked = []
+    for step in range(1, 12):
+        if step in (4, 7, 8):
+            with torch.no_grad():
+                run.model.base[step % 4].mul_(1.5)
+        linked.append(run.save(step).stats.linked_bytes)
+    assert 0 < linked[3] < linked[2]
+    run.ckpt._close()
+    run.check(fs)
+
+
+def test_a_change_that_nothing_counts_is_found(fs: SimFs) -> None:
+    run = Run(fs, Tuned())
+    run.save(1)
+    whole = run.save(2).stats
+    run.model.base[1].detach().numpy()[5, 5] += 1.0  # moves no version counter
+    stats = run.save(3).stats
+    assert 0 < stats.linked_bytes < whole.linked_bytes
+    assert stats.written_bytes > whole.written_bytes
+    for step in (4, 5):
+        run.save(step)
+    run.ckpt._close()
+    run.check(fs)
+
+
+def test_two_saves_at_once_share_files_and_keep_one_step(fs: SimFs) -> None:
+    run = Run(fs, Tuned(), keep=1)
+    for step in range(1, 9):
+        run.save(step, wait=False)
+    run.ckpt._close()
+    run.check(fs)
+
+
+def test_nothing_is_left_in_the_pool(fs: SimFs) -> None:
+    run = Run(fs, Tuned(), keep=2)
+    for step in range(1, 6):
+        run.save(step)
+    before = len(names(fs, POOL))
+    with torch.no_grad():
+        for each in run.model.base:
+            each.add_(1.0)
+    run.save(6)
+    assert before > 0 == len(names(fs, POOL))
+    run.ckpt._close()
+    assert POOL.rpartition("/")[2] not in names(fs, RUN)
+
+
+def test_names_of_a_dead_job_are_cleared(fs: SimFs) -> None:
+    run = Run(fs, Tuned())
+    run.save(1)
+    fs.write_file(f"{POOL}/dead-rank-00000-1.safetensors", b"left")
+    assert len(names(fs, POOL)) > 1
+    run.ckpt._close()
+    again = Run(fs, Tuned())
+    again.save(2)
+    assert "dead-rank-00000-1.safetensors" not in names(fs, POOL)
+    again.ckpt._close()
+
+
+def test_a_lost_name_fails_one_save_and_no_other(fs: SimFs) -> None:
+    run = Run(fs, Tuned())
+    run.save(1)
+    for name in names(fs, POOL):
+        fs.unlink(f"{POOL}/{name}")
+    with pytest.raises(StorageError) as caught:
+        run.save(2)
+    assert caught.value.errno == errno.ENOENT
+    del run.expected[2]
+    inside(run.ckpt).pipeline.drain(DEADLINE_S)
+    assert run.save(3).stats.linked_bytes == 0
+    assert run.save(4).stats.linked_bytes > 0
+    run.ckpt._close()
+    run.check(fs)
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP])
+def test_a_file_system_without_links_gets_copies_once(
+    fs: SimFs, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(fs, Tuned())
+    fs.fail_next("link", code, 1 << 20)
+    for step in range(1, 5):
+        stats = run.save(step).stats
+        assert stats.linked_bytes == 0
+    assert fs.fired["injected link"] > 0
+    fs.set_faults()
+    run.ckpt._close()
+    run.check(fs)
+    assert caplog.text.count("share no files") == 1
+
+
+@pytest.mark.parametrize("operation", ["open_write", "sync", "link", "sync_dir", "rename"])
+@pytest.mark.parametrize("skip", range(4))
+def test_after_a_failure_the_next_save_is_whole(fs: SimFs, operation: str, skip: int) -> None:
+    run = Run(fs, Tuned(), keep=2)
+    run.save(1)
+    run.save(2)
+    fs.fail_next(operation, errno.EIO, 1, skip)
+    for step in range(3, 7):
+        try:
+            run.save(step)
+        except StateholdError:
+            del run.expected[step]
+            inside(run.ckpt).pipeline.drain(DEADLINE_S)
+    assert fs.fired[f"injected {operation}"] == 1
+    run.save(7)
+    assert run.save(8).stats.linked_bytes > 0
+    run.ckpt._close()
+    run.check(fs)
