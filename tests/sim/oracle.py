@@ -30,10 +30,32 @@ SAME_NUMEL, OWN_NUMEL = 1500, 700
 _STEP = re.compile(rf"{RUN}(?:-far)?/step-(\d{{12}})(?:\.corrupt|\.replaced)?/")
 
 
-def content(rank: int, step: int, serial: int) -> dict[str, Any]:
-    """What `rank` saves: "same" on all ranks alike, "own" on none."""
+class Rarely(torch.nn.Module):
+    """Weights that change with every third save; two together are enough for a shared file."""
+
+    def __init__(self, serial: int, rank: int = 0) -> None:
+        super().__init__()
+        begin = serial // 3 * 1013 + 7 * rank
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.arange(2500.0) + begin + 31 * layer, requires_grad=False)
+            for layer in range(2)
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rarely) and all(map(torch.equal, self.weights, other.weights))
+
+    __hash__ = torch.nn.Module.__hash__
+
+
+def content(rank: int, step: int, serial: int, *, shares: bool = False) -> dict[str, Any]:
+    """What `rank` saves: "same" and "base" on all ranks alike, "own" and "tail" on none.
+
+    shares: with "base" and "tail", which change rarely.
+    """
     base = step * 1009 + serial * 100_003
+    rarely = {"base": Rarely(serial), "tail": Rarely(serial, rank)} if shares else {}
     return {
+        **rarely,
         "same": torch.arange(SAME_NUMEL, dtype=torch.int32) * 31 + base,
         "own": torch.arange(OWN_NUMEL, dtype=torch.int32) * 17 + base + 7 * rank,
         "rank": rank,
@@ -42,8 +64,9 @@ def content(rank: int, step: int, serial: int) -> dict[str, Any]:
     }
 
 
-def blank() -> dict[str, Any]:
+def blank(*, shares: bool = False) -> dict[str, Any]:
     return {
+        **({"base": Rarely(-1000), "tail": Rarely(-1000)} if shares else {}),
         "same": torch.zeros(SAME_NUMEL, dtype=torch.int32),
         "own": torch.zeros(OWN_NUMEL, dtype=torch.int32),
         "rank": None,
@@ -54,7 +77,7 @@ def blank() -> dict[str, Any]:
 
 def differs(found: dict[str, Any], rank: int, names: Iterable[str]) -> str | None:
     """What is wrong with a state after a restore of `names`."""
-    expected = content(rank, found["step"], found["serial"])
+    expected = content(rank, found["step"], found["serial"], shares="base" in found)
     for name in names:
         value = expected[name]
         same = (

@@ -26,6 +26,7 @@ from statehold.errors import CorruptionError, StateholdError, WaitTimeout
 from statehold.testing import SimFs, checkpointer_on
 from support.inside import inside
 from support.scheduler import Deadlock
+from support.sharing import small_files
 from support.stepped import simulated
 
 # Of the seeds; drawn apart, so that the others are what they always were.
@@ -34,6 +35,7 @@ NO_EXCHANGE_SHARE = 0.25  # file systems that cannot exchange two names
 FOUR_SHARE = 0.1  # jobs of four ranks
 REPLAY = ".venv/bin/python tests/sim/campaign.py --seeds 1"
 SHARED = ("same", "step", "serial")
+SHARES_SHARE = 0.4  # jobs with weights that change rarely
 OPERATIONS = (
     "sync", "sync_dir", "rename", "exchange", "mkdir", "unlink", "rmdir", "write_file", "read_file",
     "open_write", "open_read", "truncate",
@@ -44,6 +46,7 @@ FAULTS = (
     "misdirected", "rot", "power", "half a file", "forgotten",
     *(f"injected {each}" for each in OPERATIONS),
     "death", "stall", "came back late", "kill of all", "power loss", "refused step", "no exchange",
+    "linked",
 )  # fmt: skip
 
 
@@ -109,6 +112,8 @@ class Seed:
                 "levels": _two_levels(random.Random(seed * 31 + 12), self._keep),
             }
         self._exchanges = random.Random(seed * 31 + 13).random() >= NO_EXCHANGE_SHARE
+        self._shares = random.Random(seed * 31 + 17).random() < SHARES_SHARE
+        self._alike = (*SHARED, "base") if self._shares else SHARED
         self._oracle = Oracle(self._keep, self._has_levels)
         self._sizes = (chance.choice((1, 1, 2, 2, 3)), chance.choice((1, 2, 3)))
         if random.Random(seed * 31 + 15).random() < FOUR_SHARE:
@@ -250,7 +255,7 @@ class Seed:
             try:
                 if action.kind == "save":
                     self._oracle.begin(action.step, action.serial, job.size)
-                    state = content(rank, action.step, action.serial)
+                    state = content(rank, action.step, action.serial, shares=self._shares)
                     saves.append((action, job.ckpts[rank].save(action.step, state)))
                     if action.wait:
                         settle()
@@ -281,13 +286,14 @@ class Seed:
             )
         else:
             self._oracle.promise(action.step, action.serial)
+            self.report.counts["linked"] += save.stats.linked_bytes > 0
             told.append(f"save {action.step}.{action.serial} committed")
 
     def _restore(self, job: Job, rank: int) -> None:
-        state = blank()
-        step = job.ckpts[rank].restore(state, only=SHARED)
+        state = blank(shares=self._shares)
+        step = job.ckpts[rank].restore(state, only=self._alike)
         if step is not None:
-            for wrong in self._oracle.judge_content(step, rank, state, SHARED):
+            for wrong in self._oracle.judge_content(step, rank, state, self._alike):
                 self.report.wrong(f"a restore under faults: {wrong}")
 
     # -- without faults --------------------------------------------------------------------
@@ -329,10 +335,10 @@ class Seed:
             return
         alone = checkpointer_on(self._fs, FAR, coordination="none", **SMALL)
         for step in alone.steps():
-            state = blank()
+            state = blank(shares=self._shares)
             self.report.counts["copied"] += 1
             try:
-                alone.restore(state, step, only=SHARED)
+                alone.restore(state, step, only=self._alike)
             except CorruptionError as error:
                 if step not in self._oracle.suspect:
                     self.report.wrong(f"step {step} is damaged at the second level: {error}")
@@ -364,13 +370,14 @@ class Seed:
         self._restore_newest(job, rank, visible, good)
         for ahead in (1, 2):
             self._oracle.begin(step + ahead, serial + ahead - 2, job.size)
-            state = content(rank, step + ahead, serial + ahead - 2)
-            ckpt.save(step + ahead, state).wait("committed", HANG_S)
+            state = content(rank, step + ahead, serial + ahead - 2, shares=self._shares)
+            save = ckpt.save(step + ahead, state).wait("committed", HANG_S)
+            self.report.counts["linked"] += save.stats.linked_bytes > 0
             self._oracle.promise(step + ahead, serial + ahead - 2)
 
     def _is_good(self, job: Job, rank: int, step: int) -> bool:
-        state = blank()
-        names = SHARED if self._oracle.ranks_of(step) != {job.size} else tuple(state)
+        state = blank(shares=self._shares)
+        names = self._alike if self._oracle.ranks_of(step) != {job.size} else tuple(state)
         try:
             job.ckpts[rank].restore(state, step, only=names)
         except CorruptionError as error:
@@ -384,9 +391,9 @@ class Seed:
         return True
 
     def _restore_newest(self, job: Job, rank: int, visible: list[int], good: list[int]) -> None:
-        state = blank()
+        state = blank(shares=self._shares)
         try:
-            found = job.ckpts[rank].restore(state, only=SHARED)
+            found = job.ckpts[rank].restore(state, only=self._alike)
         except CorruptionError:
             # Parts that only other names are in may be damaged.
             if good and not set(visible) & self._oracle.suspect:
@@ -415,7 +422,7 @@ def run_seed(seed: int) -> Report:
     """Run one seed; what goes wrong is in the report."""
     report = Report(seed)
     try:
-        with simulated(seed) as turns:
+        with small_files(), simulated(seed) as turns:
             Seed(report).run()
     except (Exception, Deadlock) as error:
         report.wrong(f"{type(error).__name__}: {error}")

@@ -249,6 +249,11 @@ class DirectoryPlace(Shared):
         self._copies = 0
 
     @property
+    def engine(self) -> Engine:
+        """The engine of copies to this place, whose buffers no save takes."""
+        return self._site.engine()
+
+    @property
     def leads(self) -> bool:
         return self.store.leads
 
@@ -385,7 +390,7 @@ class DirectoryPlace(Shared):
                 # otherwise, after a failure, its error would keep it open
                 opened.callback(target.close)
             source = opened.enter_context(copy.opened(file))
-            write_copy(self._site.engine(), file, source, target, copy.before, there)
+            write_copy(self.engine, file, source, target, copy.before, there)
 
     def take_in(
         self, step: int, attempt: str | None, files: Sequence[tuple[DataFile, str]], durable: int
@@ -413,7 +418,7 @@ class DirectoryPlace(Shared):
                 opened.callback(target.close)
             source = self._fs.open_read(path)
             opened.callback(source.close)
-            write_copy(self._site.engine(), file, source, target, lambda _: None)
+            write_copy(self.engine, file, source, target, lambda _: None)
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
         attempt = self._named(attempt, manifest)

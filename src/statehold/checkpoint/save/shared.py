@@ -27,7 +27,7 @@ from statehold.layout.share import Part, RankPlan, Share
 from statehold.layout.stored import StoredFile
 
 if TYPE_CHECKING:
-    from statehold._core import File, WriteJob
+    from statehold._core import Engine, File, WriteJob
     from statehold.checkpoint.store.store import Store
     from statehold.io.runtime import Runtime
 
@@ -54,6 +54,10 @@ class Register(Protocol):
 
     @property
     def runtime(self) -> Runtime: ...
+
+    @property
+    def spare_engine(self) -> Engine:
+        """An engine whose buffers no save takes."""
 
     def made(self, file: SharedFile, replaces: Link | None) -> None:
         """A file is durable, and the save that has written it uses it."""
@@ -119,7 +123,7 @@ class Shared:
     def start(self) -> None:
         """Begin to copy the parts of new files."""
         for each in self.fresh:
-            self._start(each)
+            self._start(each, self._register.runtime.engine)
 
     def prove(self) -> None:
         """Compare the linked files with memory. Begins to write those that differ."""
@@ -130,12 +134,13 @@ class Shared:
             self._proven.set()
 
     def _compare(self) -> None:
-        found = refuted([_claim(link) for link in self.links], self._runtime)
+        found = refuted([_claim(link) for link in self.links], self._register.runtime)
         for link, changed in zip(self.links, found, strict=True):
             link.changed = changed
             if changed:
                 self._replacing.append(_replacement(link))
-                self._start(self._replacing[-1])
+                # The next save may have taken all buffers for saves, and it waits for this one.
+                self._start(self._replacing[-1], self._register.spare_engine)
 
     def wait_copied(self) -> None:
         """Return once all bytes of files that are written have been copied."""
@@ -223,14 +228,14 @@ class Shared:
 
     # -- one file ----------------------------------------------------------------------------
 
-    def _start(self, fresh: Fresh) -> None:
+    def _start(self, fresh: Fresh, engine: Engine) -> None:
         assert fresh.ordered is not None
-        fresh.job = start_write(self._runtime.engine, fresh.plan.save, fresh.ordered)
+        fresh.job = start_write(engine, fresh.plan.save, fresh.ordered)
 
     @property
-    def _runtime(self) -> Runtime:
+    def _register(self) -> Register:
         assert self.register is not None
-        return self.register.runtime
+        return self.register
 
     def _open(self, fresh: Fresh) -> None:
         assert self._store is not None
@@ -248,11 +253,10 @@ class Shared:
         fresh.job.finish()
         fresh.file, fresh.is_durable = None, True
         assert self._store is not None
-        assert self.register is not None
         sums = fresh.job.checksums()
         file = SharedFile(self._store, fresh.path, fresh.plan, sums, fresh.seen)
         self.written.append(file)
-        self.register.made(file, fresh.replaces)
+        self._register.made(file, fresh.replaces)
 
 
 def _claim(link: Link) -> Claim:

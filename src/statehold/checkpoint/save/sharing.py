@@ -39,6 +39,7 @@ from statehold.layout.plan import TensorSpec
 from statehold.layout.share import Part, RankPlan, Share
 
 if TYPE_CHECKING:
+    from statehold._core import Engine
     from statehold.checkpoint.levels.places import DirectoryPlace
     from statehold.io.runtime import Runtime
     from statehold.tensors.columns import Tensors
@@ -69,6 +70,11 @@ class Sharing:
         self._own: tuple[set[int], RankPlan] | None = None  # the own file without these sources
         self._windows: tuple[Share, list[tuple[Key, int, int]]] | None = None
         self._sums: tuple[Share, bytes] | None = None  # of the own file in the last step
+
+    @property
+    def spare_engine(self) -> Engine:
+        """The engine of copies to the level."""
+        return self._place.engine
 
     # -- the thread that trains ----------------------------------------------------------------
 

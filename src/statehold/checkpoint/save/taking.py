@@ -13,7 +13,7 @@ Not here: what such a file must be (layout/stored), who has them (tensors/stored
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.copying import DataFile, data_files
@@ -67,7 +67,7 @@ def _check_named(work: Work, names: set[str]) -> None:
         raise InvariantError("files on storage do not hold a tensor of the state", facts=facts)
 
 
-def _account(work: Work, files: Sequence[StoredFile], copied: Set[str]) -> None:
+def _account(work: Work, files: Sequence[StoredFile], copied: set[str]) -> None:
     copied_bytes = sum(file.file_bytes for file in files if file.path in copied)
     new = copied.union(file.path for file in work.shared.written)
     work.save._record(
