@@ -185,6 +185,22 @@ def test_a_file_system_without_links_gets_copies_once(
     assert caplog.text.count("share no files") == 1
 
 
+def test_a_file_with_as_many_names_as_it_can_get_is_written_again(
+    fs: SimFs, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(fs, Tuned())
+    run.save(1)
+    assert run.save(2).stats.linked_bytes > 0
+    fs.fail_next("link", errno.EMLINK, 1 << 20)
+    assert run.save(3).stats.linked_bytes == 0  # the step has copies
+    fs.set_faults()
+    assert run.save(4).stats.written_bytes > run.model.base_bytes  # files of their own, once more
+    assert run.save(5).stats.linked_bytes > run.model.base_bytes
+    run.ckpt._close()
+    run.check(fs)
+    assert "share no files" not in caplog.text
+
+
 @pytest.mark.parametrize("operation", ["open_write", "sync", "link", "sync_dir", "rename"])
 @pytest.mark.parametrize("skip", range(4))
 def test_after_a_failure_the_next_save_is_whole(fs: SimFs, operation: str, skip: int) -> None:

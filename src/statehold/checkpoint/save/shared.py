@@ -37,7 +37,7 @@ class SharedFile:
     """A file in the pool of `store`, durable, with parts of the state.
 
     plan: its parts in file order, as the last save had them. seen: what counts their changes, then.
-    users: saves under way that link it or have written it.
+    users: saves under way that link it or have written it. steps: that hold it, or held it.
     """
 
     store: Store
@@ -47,6 +47,7 @@ class SharedFile:
     seen: list[tuple[int, int, int]]
     order: FileOrder = field(default_factory=FileOrder)
     users: int = 0
+    steps: int = 0
 
 
 class Register(Protocol):

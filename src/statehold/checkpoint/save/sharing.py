@@ -191,11 +191,12 @@ class Sharing:
             found = [file for file in self._files if file.path in paths]
             for file in found:
                 self._give_up(file)
-            if found:
+            # A file that steps hold already has as many names as it can get: another may be linked.
+            if any(not file.steps for file in found):
                 self._is_off = True
                 logger.warning(
                     "steps in %s share no files from now on, because the file system gives a file "
-                    "no second name, or no more of them: saves write the whole state",
+                    "no second name: saves write the whole state",
                     self._place.store.root,
                 )
 
@@ -218,6 +219,8 @@ class Sharing:
                 file.users -= 1
                 if failed:
                     self._give_up(file)
+                else:
+                    file.steps += 1
                 self._drop(file)
 
     def _give_up(self, file: SharedFile) -> None:
