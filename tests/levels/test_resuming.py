@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 import statehold
 from sim.crash_states import crash_states
 from statehold import _core
-from statehold.checkpoint.levels.copying import Copy
 from statehold.checkpoint.levels.places import COPY_BUFFERS
 from statehold.errors import ClosedError, NoSpaceError, StorageError
 from statehold.testing import SimFs
@@ -37,6 +36,7 @@ from support.levels import (
 )
 from support.rank_states import state
 from support.ranks import Ranks
+from support.travelled import Travelled
 
 DATA = "rank-00000-of-00001.safetensors"
 BLOCK = 1 << 20
@@ -46,34 +46,6 @@ NUMEL = BLOCKS * BLOCK // 4 - 2000
 
 def content(step: int) -> dict[str, Any]:
     return {"w": torch.arange(NUMEL, dtype=torch.int32) * 31 + step, "step": step}
-
-
-class Travelled:
-    """What is read of the files that are copied, where they come from."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reads: list[tuple[str, int, int]] = []
-        opened = Copy.opened
-
-        @contextlib.contextmanager
-        def counted(copy: Copy, file: Any) -> Iterator[Any]:
-            with opened(copy, file) as found:
-                yield Counted(found, self.reads, file.name)
-
-        monkeypatch.setattr(Copy, "opened", counted)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(nbytes for _, _, nbytes in self.reads)
-
-
-class Counted:
-    def __init__(self, found: Any, reads: list[tuple[str, int, int]], name: str) -> None:
-        self._found, self._reads, self._name = found, reads, name
-
-    def read_into(self, memory: memoryview, offset: int) -> None:
-        self._reads.append((self._name, offset, len(memory)))
-        self._found.read_into(memory, offset)
 
 
 @pytest.fixture

@@ -124,7 +124,12 @@ def test_a_long_copy_says_how_far_it_is(
 
 
 def test_the_line_of_a_copy_says_what_held_it_up() -> None:
-    about = {"step": 7, "level": "objects", "bytes": 1 << 30, "seconds": 2.0, "limited_s": 0.0}
+    about = {"step": 7, "level": "objects", "bytes": 1 << 30, "seconds": 2.0}
+    about |= {"linked_bytes": 0, "limited_s": 0.0}
     text = "step 7 is committed at level objects: 1 GiB in 2 s (512 MiB/s)"
     assert copied_text(about) == text
     assert copied_text({**about, "limited_s": 1.5}).startswith(f"{text}; it waited 1.5")
+    assert (
+        copied_text({**about, "linked_bytes": 1 << 20})
+        == f"{text}; it shares 1 MiB with other steps"
+    )

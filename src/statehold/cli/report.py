@@ -176,6 +176,7 @@ def _copy(facts: dict[str, Any]) -> dict[str, Any]:
         "begin_us": facts["begin"],
         "end_us": facts["end"],
         "bytes": int(nbytes),
+        "linked_bytes": int(_number(facts, "linked_bytes")),
         **{name: _number(facts, name) for name in ("seconds", "read_s", "limited_s")},
         "bytes_per_s": None if failed or not seconds else nbytes / seconds,
     }

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from statehold.checkpoint.levels.already import Already
 from statehold.checkpoint.levels.copying import Copied, Copy, DataFile, write_copy
 from statehold.checkpoint.store.lock import RunLock
 from statehold.checkpoint.store.replacing import read_standing
@@ -369,8 +370,13 @@ class DirectoryPlace(Shared):
             but_for = None if self.store.is_mapped else step
             self._unfinished.clear(but_for, attempt, and_own=False)
         self.store.begin(step, attempt)
-        for file in copy.part.files:
-            self._take_file(copy, file, attempt)
+        already = Already(self.store, step, copy.part.files)
+        with already.known(self.source):
+            for file in copy.part.files:
+                if already.link(file, attempt):
+                    copy.watch.linked(file.bytes)
+                else:
+                    self._take_file(copy, file, attempt)
         for record in copy.part.records:
             self.store.seal(step, attempt, *record)
 

@@ -93,6 +93,7 @@ class LevelWatch:
             "step": step,
             "level": self.level,
             "bytes": copy.bytes,
+            "linked_bytes": copy.linked_bytes,
             "seconds": time.perf_counter() - begin_s,
             "read_s": copy.read_s,
             "limited_s": copy.limited_s,
@@ -127,6 +128,7 @@ class CopyWatch:
         self._level = level
         self._moving = moving
         self.bytes = 0
+        self.linked_bytes = 0
         self.read_s = 0.0
         self.limited_s = 0.0
 
@@ -148,6 +150,10 @@ class CopyWatch:
             self._level._span(self._moving, begin_s,
                               {**facts, "seconds": time.perf_counter() - begin_s})  # fmt: skip
 
+    def linked(self, nbytes: int) -> None:
+        """A data file that the level has already got a second name."""
+        self.linked_bytes += nbytes
+
     def reading(self, read: Callable[[], None]) -> None:
         """Call `read`, which reads from the source."""
         begin_s = time.perf_counter()
@@ -167,4 +173,6 @@ def copied_text(facts: dict[str, Any]) -> str:
     took = f"{format_bytes(facts['bytes'])} in {format_seconds(facts['seconds'])} ({rate}/s)"
     limited = facts["limited_s"]
     waited = f"; it waited {format_seconds(limited)} for its turn" if limited > 0.1 else ""
-    return f"step {facts['step']} is committed at level {facts['level']}: {took}{waited}"
+    linked = facts["linked_bytes"]
+    shared = f"; it shares {format_bytes(linked)} with other steps" if linked else ""
+    return f"step {facts['step']} is committed at level {facts['level']}: {took}{shared}{waited}"
