@@ -40,6 +40,7 @@ from statehold.errors import (
     StateMismatchError,
     UsageError,
 )
+from statehold.format.about import About, Origin
 from statehold.format.manifest import Commit, Manifest, RecordEntry
 from statehold.format.record import Record
 from statehold.format.saved import SavedStep
@@ -151,12 +152,15 @@ class WholeStep:
 # -- c, r: a step of several ranks, opened ---------------------------------------------------------
 
 
+SAID = About({"loss": 0.5}, ("best",), Origin("/runs/base", 7, "a" * 64))
+
+
 class SharedStep:
     """The example of four ranks; each input replaces its manifest, or the record of one rank."""
 
     def __init__(self) -> None:
         self.world = example()
-        self.commit_seed = unsealed(self.world.commit.encode())
+        self.commit_seed = unsealed(replace(self.world.commit, about=SAID).encode())
         self.records = [unsealed(record.encode()) for record in self.world.records]
 
     def check_commit(self, text: bytes) -> bool:

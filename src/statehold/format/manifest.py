@@ -1,14 +1,15 @@
-"""The manifest makes a directory a step. Versions 1, 3 and 4 hold all, version 2 lists records.
+"""The manifest makes a directory a step: that of one rank holds all, one of several lists records.
 
 Owns: encoding, decoding and validating manifest.json (docs/format.md, "Manifest").
 Invariants: a decoded manifest contradicts nothing. Names cannot leave the step directory, the parts
-of versions 1, 3 and 4 keep the promises of `entries`, and every tensor that the state refers to
+of one rank keep the promises of `entries`, and every tensor that the state refers to
 exists. A damaged manifest is ManifestError, an intact one of a newer version FormatVersionError.
 Not here: the disk (store), a rank's part (record), whether files match (the reader, by sums).
 
 A document has the lowest version that can hold it, so old readers can read it. The manifest of one
 rank is version 1, or version 3 if its state has nodes that version 1 does not know, or version 4 if
-it has more than one data file.
+it has more than one data file. The manifest of several ranks is version 2. A manifest of either
+kind is version 5 if it says something about the step (about).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 from statehold.encoding.strictjson import Checker, show
 from statehold.errors import ManifestError
+from statehold.format.about import NOTHING, About, check_about
 from statehold.format.entries import (
     DOCUMENT_BYTES_MAX,
     EntryReader,
@@ -36,13 +38,13 @@ from statehold.format.entries import (
 from statehold.layout.layout import Box, Ranks
 from statehold.layout.plan import STEP_MAX, WORLD_MAX, file_name, file_of
 
-VERSION = 4
+VERSION = 5
 FORMAT = "statehold"
 CHECKSUM = "xxh3-64"
 
 _HEAD = ("format", "version", "step", "world_size", "created", "writer", "checksum")
 _MEMBERS = (*_HEAD, "block_bytes", "files", "tensors", "state", "manifest_sha256")
-_MEMBERS_V2 = (*_HEAD, "attempt", "records", "state", "shared", "manifest_sha256")
+_MEMBERS_OF_RANKS = (*_HEAD, "attempt", "records", "state", "shared", "manifest_sha256")
 _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|\+00:00)", re.ASCII)
 _WRITER = re.compile(r"[ -~]{1,200}")
 _ATTEMPT = re.compile(r"[0-9a-f-]{1,64}")
@@ -52,7 +54,7 @@ _HINT = "this step is damaged; an older committed step is not affected"
 
 @dataclass(frozen=True)
 class Manifest:
-    """Versions 1, 3 and 4: a step of one rank, except for its tensors' bytes.
+    """The manifest of one rank: its step, except for the bytes of its tensors.
 
     `state` is the encoded tree (values).
     """
@@ -65,9 +67,12 @@ class Manifest:
     files: tuple[FileEntry, ...]
     tensors: dict[str, TensorEntry]
     state: Any
+    about: About = NOTHING
 
     @property
     def version(self) -> int:
+        if self.about:
+            return 5
         if any(_part_of(file.name) for file in self.files):
             return 4
         return 3 if needs_version_3(self.state) else 1
@@ -80,19 +85,20 @@ class Manifest:
             "files": [file_document(entry) for entry in self.files],
             "tensors": {name: _tensor_document(entry) for name, entry in self.tensors.items()},
             "state": self.state,
+            **_about_member(self.about),
         }
         return seal(document, "manifest")
 
     @staticmethod
     def decode(raw: bytes, path: str) -> Manifest | Commit:
-        """The manifest in `raw`, of either version, validated in full. `path` is for messages.
+        """The manifest in `raw`, of either kind, validated in full. `path` is for messages.
 
         Raises ManifestError (facts file, where, expected, got), or FormatVersionError.
         """
         check = Checker(ManifestError, "a manifest is not valid", path, _HINT)
         version, document = unseal(check, raw, "manifest", FORMAT, VERSION)
-        if version == 2:
-            return _commit(check, document)
+        if version == 2 or (version >= 5 and "records" in document):
+            return _commit(check, document, version)
         return _manifest(check, document, version)
 
 
@@ -116,7 +122,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Commit:
-    """Version 2: the records of all ranks, by rank.
+    """The manifest of several ranks: their records, by rank.
 
     `state` has, for each name at the top of the state, groups of ranks whose records agree about
     the node and its tensors, except for the places of the bytes.
@@ -130,10 +136,11 @@ class Commit:
     records: tuple[RecordEntry, ...]
     state: Mapping[str, tuple[Ranks, ...]]
     shared: tuple[Shared, ...] = ()
+    about: About = NOTHING
 
     @property
     def version(self) -> int:
-        return 2
+        return 5 if self.about else 2
 
     def encode(self) -> bytes:
         """The bytes of manifest.json, sealed by their own sha256."""
@@ -146,6 +153,7 @@ class Commit:
             ],
             "state": {key: [group.ranges for group in to] for key, to in self.state.items()},
             "shared": [{"ranks": to.ranks.ranges, "names": to.names} for to in self.shared],
+            **_about_member(self.about),
         }
         return seal(document, "manifest")
 
@@ -191,13 +199,25 @@ def _head(document: Manifest | Commit, version: int) -> dict[str, Any]:
     }
 
 
+def _about_member(about: About) -> dict[str, Any]:
+    return {"about": about.document()} if about else {}
+
+
+def _members(names: tuple[str, ...], version: int) -> tuple[str, ...]:
+    return (*names, "about") if version >= 5 else names
+
+
+def _about(check: Checker, members: Mapping[str, Any]) -> About:
+    return check_about(check, members["about"], STEP_MAX) if "about" in members else NOTHING
+
+
 def _tensor_document(entry: TensorEntry) -> dict[str, Any]:
     chunks = [chunk_document(chunk) for chunk in entry.chunks]
     return {"dtype": entry.dtype, "shape": entry.shape, "chunks": chunks}
 
 
 def _check_head(check: Checker, members: Mapping[str, Any]) -> dict[str, Any]:
-    """The members that both versions have, as arguments of their classes."""
+    """The members that both kinds have, as arguments of their classes."""
     if members["checksum"] != CHECKSUM:
         check.fail("checksum", CHECKSUM, show(members["checksum"]))
     return {
@@ -205,11 +225,12 @@ def _check_head(check: Checker, members: Mapping[str, Any]) -> dict[str, Any]:
         "world_size": check.integer(members["world_size"], "world_size", 1, WORLD_MAX),
         "created": check.text(members["created"], "created", _CREATED, "a UTC time, ISO 8601"),
         "writer": check.text(members["writer"], "writer", _WRITER, "1 to 200 ASCII characters"),
+        "about": _about(check, members),
     }
 
 
 def _manifest(check: Checker, document: dict[str, Any], version: int) -> Manifest:
-    members = check.members(document, "manifest", _MEMBERS)
+    members = check.members(document, "manifest", _members(_MEMBERS, version))
     head, reader = _check_head(check, members), EntryReader(check, members)
     expected = f"{file_name(0, reader.world_size)} or another rank of it"
     reader.read_files(
@@ -253,8 +274,8 @@ def _tensor(reader: EntryReader, name: str, node: Any, version: int) -> TensorEn
     return TensorEntry(dtype, shape, chunks)
 
 
-def _commit(check: Checker, document: dict[str, Any]) -> Commit:
-    members = check.members(document, "manifest", _MEMBERS_V2)
+def _commit(check: Checker, document: dict[str, Any], version: int) -> Commit:
+    members = check.members(document, "manifest", _members(_MEMBERS_OF_RANKS, version))
     head = _check_head(check, members)
     world_size = head["world_size"]
     nodes = check.array(members["records"], "records")
