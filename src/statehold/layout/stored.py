@@ -58,7 +58,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """The files of a step besides the one that a rank writes.
+    """The files of a step other than the one that a rank writes.
 
     held: the tensors that only these files hold, and those that another rank has in such files.
     """

@@ -6,7 +6,7 @@
                       wait_copied
     commit thread     open        D1 of new files, with the rank's own file: room for all, or none
                       finish      D2 of them
-                      files       what the step holds besides the rank's own file
+                      files       the files of the step other than the rank's own
 
 Invariants: a file is linked only if its bytes were proven to be those in memory, in this save. If
 anything fails, the save fails, and no tensor is in two files of it or in none.

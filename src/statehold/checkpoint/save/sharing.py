@@ -81,7 +81,7 @@ class Sharing:
     def split(
         self, plan: RankPlan, captured: Tensors, frozen: Callable[[], Set[int]]
     ) -> tuple[RankPlan, Shared]:
-        """The plan of the rank's own file in this save, and the shared files besides.
+        """The plan of the rank's own file in this save, and the shared files.
 
         frozen: the addresses of what needs no gradient, asked when the structure has changed.
         """

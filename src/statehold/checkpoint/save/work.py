@@ -37,8 +37,8 @@ class Work:
     is_last: the process ends with this save.
     job: copies and writes, as soon as the save has started.
     shared: the files that it shares with other steps.
-    stored: the parts of the state that lie in files. taken: all files besides the rank's own, when
-        the step has them.
+    stored: the parts of the state that lie in files. taken: when the step has them, all files other
+        than the rank's own.
     """
 
     save: Save
@@ -64,7 +64,7 @@ class Work:
 
     @property
     def has_more_files(self) -> bool:
-        """Whether the step holds files besides the one that the rank writes."""
+        """Whether the step holds other files than the one that the rank writes."""
         return bool(self.stored or self.shared.links or self.shared.fresh)
 
     def release(self) -> None:
