@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["support.limits"]
+
 # Before torch is imported, here and in children: the workers are as many as the cores, and threads
 # that torch has besides would only wait for each other, which costs processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
