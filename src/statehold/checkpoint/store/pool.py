@@ -81,5 +81,6 @@ class Pool:
         """Drop all files of this rank, and the directory unless other ranks have files there."""
         for path in list(self._names):
             self.drop(path)
-        with contextlib.suppress(StateholdError):  # not empty, gone, or never made
-            self._fs.rmdir(self._folder)
+        if self._made:
+            with contextlib.suppress(StateholdError):  # not empty, or gone
+                self._fs.rmdir(self._folder)
