@@ -89,9 +89,6 @@ def build(name: str, out: Path) -> Path:
         replacement.apply(tree)
     settings = ["-DCMAKE_BUILD_TYPE=Release", "-DSTATEHOLD_INPLACE=ON"]
     settings.append(f"-DPython_EXECUTABLE={sys.executable}")
-    fetched = harness.ROOT / "build" / "third_party"
-    if fetched.is_dir():
-        settings.append(f"-DXXHASH_INCLUDE_DIR={fetched}")
     _quiet(["cmake", "-S", str(tree / "native"), "-B", str(tree / "build"), *settings])
     _quiet(["cmake", "--build", str(tree / "build"), "-j", str(os.cpu_count() or 1)])
     return tree / "src"

@@ -7,9 +7,8 @@
 // - The completion queue has twice the entries of the submission queue, so `depth` plus one wake-up
 //   cannot overflow it.
 // - Where io_uring_enter fails, the kernel has taken no entry. It can come to fail in a ring that
-// has
-//   worked: a profile that forbids it is put on the process, or somebody closes all descriptors.
-//   What the kernel took before that completes all the same, in memory shared with it.
+//   has worked: a profile that forbids it is put on the process, or somebody closes all
+//   descriptors. What the kernel took before that completes all the same, in memory shared with it.
 #include "fs_uring.h"
 
 #include <cerrno>
@@ -17,9 +16,8 @@
 
 #ifdef STATEHOLD_HAVE_URING
 
-#include <liburing.h>
+#include <sys/uio.h>
 
-#include <algorithm>
 #include <array>
 #include <chrono>
 #include <mutex>
@@ -29,6 +27,7 @@
 #include "fs_posix.h"
 #include "io_queue.h"
 #include "mutex.h"
+#include "ring.h"
 
 namespace statehold {
 namespace {
@@ -57,14 +56,11 @@ class UringFs final : public PosixFs {
   void close() override;
 
  private:
-  struct Completion {
-    IoRequest* request;  // null: a wake-up, or a transfer that was withdrawn
-    int result;
-  };
+  using Taken = std::array<Ring::Completion, 16>;
 
   void reap() noexcept;
   void wait_for_completion();
-  size_t take_completions(std::array<Completion, 16>& taken);
+  size_t take_completions(Taken& taken);
   void complete(std::unique_ptr<IoRequest> request, int result);
   void fail_refused();
   bool drained();
@@ -77,8 +73,7 @@ class UringFs final : public PosixFs {
   int submit_entries() REQUIRES(mutex_);
 
   const int depth_;
-  io_uring ring_{};
-  bool ring_open_ = false;
+  Ring ring_;
   Mutex mutex_;  // also of the submission side of the ring
   IoQueue pending_ GUARDED_BY(mutex_);
   // Could not be started: `done` is still to be called, without the mutex.
@@ -92,12 +87,9 @@ class UringFs final : public PosixFs {
 };
 
 int UringFs::open() {
-  const int result =
-      io_uring_queue_init(static_cast<unsigned>(depth_ + 1), &ring_, IORING_SETUP_CLAMP);
-  if (result < 0) return -result;
-  ring_open_ = true;
-  if ((ring_.features & IORING_FEAT_EXT_ARG) == 0) return ENOSYS;  // waiting would submit
-  if (io_uring_register_buffers_sparse(&ring_, kSlots) == 0) {
+  const int error = ring_.open(static_cast<unsigned>(depth_ + 1));
+  if (error != 0) return error;
+  if (ring_.register_table(kSlots)) {
     const Lock lock(mutex_);
     for (int slot = kSlots - 1; slot >= 0; --slot) free_slots_.push_back(slot);
   }
@@ -150,32 +142,22 @@ Status UringFs::hand_over(IoRequest& request) {
                       static_cast<int64_t>(offset));
   };
   if (broken_ != 0) return refused(broken_);
-  io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
-  if (sqe == nullptr) return refused(EAGAIN);  // full of what the kernel did not take
-  if (request.slot >= 0 && is_read) {
-    io_uring_prep_read_fixed(sqe, fd, memory, bytes, offset, request.slot);
-  } else if (request.slot >= 0) {
-    io_uring_prep_write_fixed(sqe, fd, memory, bytes, offset, request.slot);
-  } else if (is_read) {
-    io_uring_prep_read(sqe, fd, memory, bytes, offset);
-  } else {
-    io_uring_prep_write(sqe, fd, memory, bytes, offset);
-  }
-  io_uring_sqe_set_data(sqe, &request);
+  Ring::Entry* entry = ring_.next_entry(reinterpret_cast<uint64_t>(&request));
+  if (entry == nullptr) return refused(EAGAIN);  // full of what the kernel did not take
+  Ring::make_transfer(*entry, is_read, fd, memory, bytes, offset, request.slot);
   const int error = submit_entries();
   if (error == 0) return {};
-  io_uring_prep_nop(sqe);  // it stays in the queue, so it must not be a transfer
-  io_uring_sqe_set_data(sqe, nullptr);
+  Ring::make_nothing(*entry, 0);  // it stays in the queue, so it must not be a transfer
   return refused(error);
 }
 
 int UringFs::submit_entries() {
   for (int tries = 1;; ++tries) {
-    const int result = io_uring_submit(&ring_);
-    if (io_uring_sq_ready(&ring_) == 0) return 0;
-    if (result < 0 && !is_transient(-result)) return broken_ = -result;
-    if (tries == kTriesMax) return result < 0 ? -result : EAGAIN;
-    if (result < 0) std::this_thread::sleep_for(kBetweenTries);
+    const int error = ring_.submit();
+    if (ring_.not_taken() == 0) return 0;
+    if (error != 0 && !is_transient(error)) return broken_ = error;
+    if (tries == kTriesMax) return error != 0 ? error : EAGAIN;
+    if (error != 0) std::this_thread::sleep_for(kBetweenTries);
   }
 }
 
@@ -193,35 +175,29 @@ void UringFs::fail_refused() {
 }
 
 void UringFs::reap() noexcept {
-  std::array<Completion, 16> taken;
+  Taken taken;
   while (!drained()) {
     wait_for_completion();
     const size_t count = take_completions(taken);
     for (size_t i = 0; i < count; ++i) {
-      if (taken[i].request == nullptr) continue;
-      complete(std::unique_ptr<IoRequest>(taken[i].request), taken[i].result);
+      // 0: a wake-up, or a transfer that was withdrawn.
+      if (taken[i].user_data == 0) continue;
+      auto* request = reinterpret_cast<IoRequest*>(taken[i].user_data);
+      complete(std::unique_ptr<IoRequest>(request), taken[i].result);
     }
   }
 }
 
 void UringFs::wait_for_completion() {
-  io_uring_cqe* first = nullptr;
-  __kernel_timespec limit{kLookAgainS, 0};
-  const int error = -io_uring_wait_cqe_timeout(&ring_, &first, &limit);
-  if (error <= 0 || error == ETIME || is_transient(error)) return;
+  const int error = ring_.wait(kLookAgainS);
+  if (error == 0 || error == ETIME || is_transient(error)) return;
   std::this_thread::sleep_for(kBetweenTries);  // completions can still be seen, not waited for
 }
 
-size_t UringFs::take_completions(std::array<Completion, 16>& taken) {
+size_t UringFs::take_completions(Taken& taken) {
   // The kernel orders a completion after its submission; the mutex says so to a race detector.
   const Lock lock(mutex_);
-  std::array<io_uring_cqe*, 16> cqes;
-  const unsigned count = io_uring_peek_batch_cqe(&ring_, cqes.data(), cqes.size());
-  for (unsigned i = 0; i < count; ++i) {
-    taken[i] = {static_cast<IoRequest*>(io_uring_cqe_get_data(cqes[i])), cqes[i]->res};
-  }
-  io_uring_cq_advance(&ring_, count);
-  return count;
+  return ring_.take(taken.data(), taken.size());
 }
 
 void UringFs::complete(std::unique_ptr<IoRequest> request, int result) {
@@ -253,7 +229,7 @@ int UringFs::register_buffer(std::byte* memory, uint64_t bytes) {
   const int slot = free_slots_.back();
   const iovec range{memory, bytes};
   const auto index = static_cast<unsigned>(slot);
-  if (io_uring_register_buffers_update_tag(&ring_, index, &range, nullptr, 1) != 1) return -1;
+  if (!ring_.update_table(index, range)) return -1;
   free_slots_.pop_back();
   return slot;
 }
@@ -263,16 +239,13 @@ void UringFs::unregister_buffer(int slot) {
   if (closed_ || slot < 0) return;
   const iovec nothing{nullptr, 0};
   const auto index = static_cast<unsigned>(slot);
-  if (io_uring_register_buffers_update_tag(&ring_, index, &nothing, nullptr, 1) != 1) return;
+  if (!ring_.update_table(index, nothing)) return;
   free_slots_.push_back(slot);
 }
 
 void UringFs::wake_reaper() {
-  io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
-  if (sqe == nullptr) return;  // it looks by itself, too
-  io_uring_prep_nop(sqe);
-  io_uring_sqe_set_data(sqe, nullptr);
-  static_cast<void>(submit_entries());  // likewise
+  if (ring_.next_entry(0) == nullptr) return;  // it looks by itself, too
+  static_cast<void>(submit_entries());         // likewise
 }
 
 void UringFs::close() {
@@ -282,7 +255,7 @@ void UringFs::close() {
   }
   std::call_once(closing_, [this] {
     if (reaper_.joinable()) reaper_.join();
-    if (ring_open_) io_uring_queue_exit(&ring_);
+    ring_.close();
   });
 }
 
@@ -319,7 +292,7 @@ std::string uring_hint(int error) {
              "allow it with sysctl kernel.io_uring_disabled=0, or with a container seccomp profile "
              "that permits io_uring_setup, io_uring_enter and io_uring_register";
     case ENOSYS:
-      return reason + "it needs Linux 5.19 or later and a statehold built with liburing";
+      return reason + "it needs Linux 5.19 or later and a statehold built with io_uring";
     case ENOMEM:
       return reason + "raise the limit of locked memory (ulimit -l)";
     case EMFILE:

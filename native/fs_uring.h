@@ -1,4 +1,4 @@
-// fs_uring: the data plane through io_uring; fs_uring.cpp is the only file that includes liburing.
+// fs_uring: the data plane through io_uring; the ring itself is ring.h.
 //
 // One ring. Submissions come from any thread under one mutex; one reaper thread takes completions,
 // copies their results out before marking them seen, and calls back without the mutex. `depth`
@@ -16,7 +16,7 @@
 namespace statehold {
 
 // Fails with the errno of ring creation where the kernel, a sysctl or seccomp refuses io_uring
-// (ENOSYS when built without liburing).
+// (ENOSYS when built without io_uring).
 Result<std::shared_ptr<Fs>> open_uring(int depth);
 
 // What to do about that errno, for a person.

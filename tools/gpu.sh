@@ -9,8 +9,7 @@
 #   PYTHON=python3                    with torch, nanobind, pytest, hypothesis; cmake and ninja, or
 #                                     make, come with it or are in PATH
 #   MINUTES=9.5                       for all of it
-#   STATEHOLD_URING=OFF               build without io_uring even where liburing is installed
-#   XXHASH_INCLUDE_DIR=PATH           the folder of xxhash.h, if it is not found
+#   STATEHOLD_URING=OFF               build without io_uring
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -42,26 +41,12 @@ part() {
   return $status
 }
 
-# Besides the places that are usual, pyarrow's wheel has the header.
-find_xxhash() {
-  local dir
-  for dir in "${XXHASH_INCLUDE_DIR:-}" "$PWD/build/third_party" /usr/include /usr/local/include \
-    "$("$python" -c 'import pyarrow; print(pyarrow.get_include() + "/arrow/vendored/xxhash")' \
-      2>/dev/null)"; do
-    if [ -n "$dir" ] && [ -e "$dir/xxhash.h" ]; then
-      echo "$dir"
-      return
-    fi
-  done
-}
-
 configure_and_build() {
   local generator=()
   command -v ninja >/dev/null && generator=(-G Ninja)
   cmake -S native -B build/gpu "${generator[@]}" -DCMAKE_BUILD_TYPE=Release \
-    -DPython_EXECUTABLE="$(command -v "$python")" -DXXHASH_INCLUDE_DIR="$1" \
-    -DSTATEHOLD_INPLACE=ON -DSTATEHOLD_URING="${STATEHOLD_URING:-ON}" \
-    -U XXHASH_DIR -U URING_INCLUDE_DIR -U URING_LIBRARY &&
+    -DPython_EXECUTABLE="$(command -v "$python")" \
+    -DSTATEHOLD_INPLACE=ON -DSTATEHOLD_URING="${STATEHOLD_URING:-ON}" &&
     cmake --build build/gpu --parallel &&
     "$python" -c 'from statehold import _core
 fs = _core.open_fs()
@@ -70,15 +55,10 @@ fs.close()'
 }
 
 if [ "${1:-}" = --build ]; then # how this script calls itself, to have a deadline for it
-  configure_and_build "$2"
+  configure_and_build
   exit
 fi
-xxhash=$(find_xxhash)
-if [ -z "$xxhash" ]; then
-  echo "xxhash.h is not here: put it into build/third_party, or set XXHASH_INCLUDE_DIR" >&2
-  exit 2
-fi
-part build 180 "$0" "$out" --build "$xxhash" || exit 1
+part build 180 "$0" "$out" --build || exit 1
 part tests 150 "$python" -m pytest -q tests/gpu -p no:cacheprovider
 part bench "$(left)" "$python" -u -m bench.gpu --seconds $(($(left) - 15)) --out "$out" "$@"
 exit $failed

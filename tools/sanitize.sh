@@ -16,7 +16,7 @@ PATH=$(dirname "$python"):$PATH  # cmake and ninja
 
 build() {  # build SANITIZER FOLDER
   cmake -S native -B "$2" -G Ninja -DSTATEHOLD_SANITIZE="$1" -DPython_EXECUTABLE="$python" \
-    -DXXHASH_INCLUDE_DIR="$root/build/third_party" >/dev/null
+    >/dev/null
   cmake --build "$2"
 }
 

@@ -7,7 +7,7 @@
 #
 #   PYTHON=python3.12                 the interpreter for a new .venv (default: python3)
 #   STATEHOLD_NO_APT=1                never install system packages
-#   STATEHOLD_URING=OFF               build without io_uring even where liburing is installed
+#   STATEHOLD_URING=OFF               build without io_uring
 #   CXX=clang++                       the compiler
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -79,7 +79,6 @@ find_python() {
 
 # --- System packages ----------------------------------------------------------------------------
 
-has_header() { [ -e "/usr/include/$1" ] || [ -e "/usr/local/include/$1" ]; }
 has_compiler() { command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null; }
 has_python_headers() {
   "$1" -c 'import os, sysconfig
@@ -90,8 +89,6 @@ missing_packages() {
   local version
   version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
   has_compiler || echo g++
-  has_header liburing.h || echo liburing-dev
-  has_header xxhash.h || echo libxxhash-dev
   has_python_headers "$python" || echo "$version-dev"
   "$python" -c 'import ensurepip, venv' 2>/dev/null || echo "$version-venv"
 }
@@ -166,31 +163,11 @@ install_requirements() {
   echo "$root/src" >"$site/statehold-tree.pth"
 }
 
-# xxhash.h comes with libxxhash-dev. Without that, take it from the source distribution of the
-# Python package xxhash, which carries it: pip is there and configured, and it checks the hash.
-fetch_xxhash() {
-  local dir=build/third_party hash
-  hash=84f2caddf951c9cbf8dc2e22a89d4ccf5d86391ac6418fe81e3c67d0cf60b45f
-  [ -e "$dir/xxhash.h" ] && return
-  say xxhash "fetching xxhash.h into $dir"
-  mkdir -p "$dir"
-  echo "xxhash==3.5.0 --hash=sha256:$hash" >"$dir/xxhash.txt"
-  logged "$venv/bin/python" -m pip download --disable-pip-version-check --no-input --no-deps \
-    --no-binary xxhash --require-hashes -d "$dir" -r "$dir/xxhash.txt" &&
-    logged tar -xzf "$dir/xxhash-3.5.0.tar.gz" -C "$dir" --strip-components=3 \
-      xxhash-3.5.0/deps/xxhash/xxhash.h || fail "could not fetch xxhash.h" \
-      "Install it (on Debian and Ubuntu: apt install libxxhash-dev), or put it into $dir/."
-}
-
 build_native() {
   local jobs backend
-  if ! has_header xxhash.h; then fetch_xxhash; fi
-  # What CMake found is looked up anew: liburing may have come or gone since the last run.
   logged cmake -S native -B build/dev -G Ninja -DCMAKE_BUILD_TYPE=Release \
-    -DPython_EXECUTABLE="$venv/bin/python" -DXXHASH_INCLUDE_DIR="$root/build/third_party" \
-    -DSTATEHOLD_INPLACE=ON -DSTATEHOLD_TESTS=$with_tests \
-    -DSTATEHOLD_URING="${STATEHOLD_URING:-ON}" \
-    -U XXHASH_DIR -U URING_INCLUDE_DIR -U URING_LIBRARY ||
+    -DPython_EXECUTABLE="$venv/bin/python" -DSTATEHOLD_INPLACE=ON \
+    -DSTATEHOLD_TESTS=$with_tests -DSTATEHOLD_URING="${STATEHOLD_URING:-ON}" ||
     fail "could not configure the native module" \
       "It needs a C++20 compiler (g++ 10 or clang 12, or later) and the headers of Python."
   logged cmake --build build/dev ||

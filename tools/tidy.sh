@@ -11,5 +11,5 @@ readonly bin=$PWD/.venv/bin folder=build/tidy
 
 PATH=$bin:$PATH
 cmake -S native -B "$folder" -G Ninja -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DSTATEHOLD_SIM=ON \
-  -DPython_EXECUTABLE="$bin/python" -DXXHASH_INCLUDE_DIR="$PWD/build/third_party" >/dev/null
+  -DPython_EXECUTABLE="$bin/python" >/dev/null
 "$bin/python" "$bin/run-clang-tidy.py" -quiet -p "$folder" -clang-tidy-binary "$bin/clang-tidy" "$@"
