@@ -1,0 +1,114 @@
+"""A run that begins from a step of another run, without a copy of it.
+
+    1. The child gets a second name for each data file of the step (or a copy, where the file system
+       gives none), and a copy of each document.
+    2. Its manifest says where the step comes from: run, step, and the sha256 of the manifest there.
+    3. The child's own commit (D3 to D7) publishes the step.
+
+Invariants: the base is only read, and its job may go on. A run that is deleted, moved or pruned
+takes nothing away from the other: a file with several names is never written again (S1).
+The step was still at its place when all names were made. So no job had begun to take its files for
+another step before.
+Not here: what a name such as RUN@STEP means (reading/places), how later steps of the child carry
+their descent on (save/descent).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from statehold.checkpoint.levels.copying import DataFile, Part, part_of
+from statehold.checkpoint.levels.places import Below, CopyEngine, DirectoryPlace, Site
+from statehold.checkpoint.store.store import Store
+from statehold.errors import StepNotFoundError, StorageError, UsageError
+from statehold.format.about import Origin
+from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
+from statehold.format.manifest import Manifest
+from statehold.format.saved import MANIFEST_NAME
+from statehold.units import MiB
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+_BUFFER_BYTES = 4 * MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """path: the step in the child. parent: what its manifest says. linked_bytes: of data files with
+    a second name; copied_bytes: of those that the file system gave none."""
+
+    path: str
+    parent: Origin
+    linked_bytes: int
+    copied_bytes: int
+
+
+def fork(fs: Fs, directory: str, child: str) -> Forked:
+    """Make the step in `directory` the first step of the run directory `child`.
+
+    directory: of a committed step, as its store has it. Raises UsageError if the child has steps,
+    RunBusyError if a job uses it, StepNotFoundError if the step is retired meanwhile, and what
+    reading the step and writing into the child raise. Then the child has no step.
+    """
+    where = directory.rstrip("/")
+    base = os.path.dirname(where)
+    part = part_of(Below(fs, where), where, lambda saved, _: range(saved))
+    manifest = Manifest.decode(part.manifest, f"{where}/{MANIFEST_NAME}")
+    origin = Origin(base, manifest.step, sha256(part.manifest))
+    with _opened(fs, child, base, manifest.step) as place:
+        copied = _take(place, part, manifest.step, where)
+        _check_standing(fs, where, part.manifest)
+        about = replace(manifest.about, parent=origin)
+        place.store.commit(replace(manifest, about=about))
+        path = place.store.path(manifest.step)
+    total, copied_bytes = part.nbytes, sum(file.bytes for file in copied)
+    return Forked(path, origin, total - copied_bytes, copied_bytes)
+
+
+def _take(place: DirectoryPlace, part: Part, step: int, where: str) -> list[DataFile]:
+    """Have the step in the child, except for its manifest; the files that were copied."""
+    place.store.begin(step)
+    files = {f"{where}/{file.name}": file for file in part.files}
+    given = [(file, path) for path, file in files.items()]
+    copied = place.take_in(step, None, given, durable=len(given))
+    for name, raw in part.records:
+        place.store.seal(step, None, name, raw)
+    return [files[path] for path in copied]
+
+
+def _check_standing(fs: Fs, where: str, manifest: bytes) -> None:
+    """A job that retires a step renames its directory before it uses a file again."""
+    path = f"{where}/{MANIFEST_NAME}"
+    with contextlib.suppress(StorageError):
+        if fs.read_file(path, DOCUMENT_BYTES_MAX) == manifest:
+            return
+    facts = {"step": where}
+    raise StepNotFoundError(
+        "the step was retired, or saved again, while it was forked", facts=facts
+    )
+
+
+@contextlib.contextmanager
+def _opened(fs: Fs, child: str, base: str, step: int) -> Iterator[DirectoryPlace]:
+    """The child, locked. After an error it has no part of the step."""
+    store, engine = Store(fs, child, reuse=False), CopyEngine(fs, _BUFFER_BYTES)
+    if store.root == base:
+        raise UsageError("a run cannot begin from a step of its own", facts={"run": child})
+    place = DirectoryPlace(Site("child", store, child, fs, engine, yields=False))
+    try:
+        place.prepare(None)
+        if steps := store.steps():
+            facts = {"run": child, "newest step": steps[-1]}
+            raise UsageError("a run that begins from a step must have no step yet", facts=facts)
+        try:
+            yield place
+        except BaseException:
+            store.abandon(step)
+            raise
+    finally:
+        place.close()
