@@ -22,6 +22,7 @@ from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.commit_rounds import CommitRounds
 from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.save.aftermath import after_commit
+from statehold.checkpoint.save.descent import Descent
 from statehold.checkpoint.save.publishing import Alone, Publisher, Together
 from statehold.checkpoint.save.work import Work
 from statehold.format.manifest import Commit, Encoded
@@ -34,10 +35,11 @@ def publisher_of(
     peers: Peers | None, levels: Levels, claims: Claims, schedule: Schedule, log: BackgroundLog
 ) -> Publisher:
     """The publisher for the saves of this process."""
+    descent = Descent(levels.near)
     if peers is None:
-        return Alone(levels.promotions, schedule, log)
+        return Alone(descent, levels.promotions, schedule, log)
     kind = Across if levels.hosts.are_asked else Together
-    return kind(peers, claims, levels.promotions, schedule, log)
+    return kind(peers, claims, descent, levels.promotions, schedule, log)
 
 
 class Across(Together):

@@ -20,12 +20,13 @@ import hashlib
 import json
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.promoting import NO_COPIES, Promotions
 from statehold.checkpoint.save.aftermath import after_commit
+from statehold.checkpoint.save.descent import Descent
 from statehold.checkpoint.save.work import Work
 from statehold.checkpoint.save.writes import build_manifest, build_record, now, writer_name
 from statehold.errors import (
@@ -36,6 +37,7 @@ from statehold.errors import (
     StateholdError,
     StorageError,
 )
+from statehold.format.about import About
 from statehold.format.manifest import Commit, Encoded, RecordEntry, Shared, groups_of, record_name
 from statehold.layout.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
 from statehold.layout.layout import Ranks
@@ -89,7 +91,10 @@ class Alone:
     rank: int | None = None
     leads = True
 
-    def __init__(self, promotions: Promotions, schedule: Schedule, log: BackgroundLog) -> None:
+    def __init__(
+        self, descent: Descent, promotions: Promotions, schedule: Schedule, log: BackgroundLog
+    ) -> None:
+        self._descent = descent
         self._promotions = promotions
         self._schedule = schedule
         self._log = log
@@ -100,7 +105,9 @@ class Alone:
     def publish(self, work: Work, sums: bytes) -> None:
         step = work.save.step
         with uncollected():  # this makes some objects for each tensor, and keeps none
-            raw = build_manifest(work.plan.save, work.tree, sums, work.taken.files).encode()
+            manifest = build_manifest(work.plan.save, work.tree, sums, work.taken.files)
+            raw = replace(manifest, about=_about(work, self._descent)).encode()
+            del manifest
         work.place.store.commit(Encoded(step, raw))
         with after_commit(self._log, step, _CHOOSE_INTERVAL):
             self._schedule.committed(work.number, work.save._elapsed(), hosts=1)
@@ -128,6 +135,7 @@ class Together:
         self,
         peers: Peers,
         claims: Claims,
+        descent: Descent,
         promotions: Promotions,
         schedule: Schedule,
         log: BackgroundLog,
@@ -137,6 +145,7 @@ class Together:
         self._log = log
         self._peers = peers
         self._claims = claims
+        self._descent = descent
         self.rank: int | None = peers.rank
         self.leads = peers.rank == 0
         self._arrived = -1  # the newest save whose part of this rank is durable
@@ -238,6 +247,7 @@ class Together:
             ),
             state=groups_of([each["digests"] for each in messages]),
             shared=_shared(lesson),
+            about=_about(work, self._descent),
         )
         spread = balance([each["bytes"] for each in messages], [each["host"] for each in messages])
         outcome: dict[str, Any] = {
@@ -338,6 +348,11 @@ class Together:
         with after_commit(self._log, step, "record how evenly the ranks write"):
             spreads = (Spread(**outcome["balance"][which]) for which in ("ranks", "nodes"))
             work.save._record(balance=Balance(*spreads))
+
+
+def _about(work: Work, descent: Descent) -> About:
+    """What the manifest says about the step."""
+    return replace(work.about, parent=descent.parent)
 
 
 def _is_missing(error: BaseException) -> bool:

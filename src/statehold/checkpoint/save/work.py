@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels.promoting import NO_COPIES
 from statehold.checkpoint.save.shared import Shared
+from statehold.format.about import NOTHING, About
 from statehold.layout.stored import StoredPart
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Work:
     attempt: names the partial directory, if several ranks save.
     promote: the levels that get the step, known at its commit.
     is_last: the process ends with this save.
+    about: what the caller says about the step.
     job: copies and writes, as soon as the save has started.
     shared: the files that it shares with other steps.
     stored: the parts of the state that lie in files. taken: when the step has them, all files other
@@ -56,6 +58,7 @@ class Work:
     attempt: str | None = None
     promote: Copies = NO_COPIES
     is_last: bool = False
+    about: About = NOTHING
     error: StateholdError | None = None
     shared: Shared = field(default_factory=Shared)
     stored: list[StoredState] = field(default_factory=list)

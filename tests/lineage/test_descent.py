@@ -1,0 +1,61 @@
+"""Each step of a run says which step of another run it all began from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lineage.test_forking import BASE, CHILD, check, manifest_of, save
+from statehold.checkpoint.forking import fork
+from statehold.format.about import Origin
+from statehold.format.manifest import Manifest
+from statehold.testing import SimFs
+from support.levels import step_path
+from support.rank_states import state
+from support.ranks import Ranks
+
+
+@pytest.fixture
+def fs() -> Iterator[SimFs]:
+    disk = SimFs(seed=1)
+    yield disk
+    disk.close()
+
+
+@pytest.fixture
+def parent(fs: SimFs) -> Origin:
+    save(fs, BASE, 1)
+    return fork(fs, step_path(BASE, 1), CHILD).parent
+
+
+def test_steps_of_later_jobs_know_it_when_the_first_one_is_gone(fs: SimFs, parent: Origin) -> None:
+    save(fs, CHILD, 2, 3, keep=1)
+    save(fs, CHILD, 4, keep=1)
+    assert manifest_of(fs, CHILD, 4).about.parent == parent
+    check(fs, CHILD, 4)
+
+
+def test_a_damaged_step_is_not_the_only_one_that_knows(fs: SimFs, parent: Origin) -> None:
+    save(fs, CHILD, 2)
+    fs.write_file(f"{step_path(CHILD, 2)}/manifest.json", b"damaged")
+    save(fs, CHILD, 3)
+    assert manifest_of(fs, CHILD, 3).about.parent == parent
+
+
+def test_a_run_that_began_with_nothing_says_nothing(fs: SimFs) -> None:
+    save(fs, BASE, 1, 2)
+    save(fs, BASE, 3)
+    assert not manifest_of(fs, BASE, 3).about
+    assert manifest_of(fs, BASE, 3).version == 1
+
+
+def test_a_run_of_several_ranks(fs: SimFs) -> None:
+    with Ranks(fs, 2, BASE) as ranks:
+        ranks.each(lambda rank: ranks.ckpts[rank].save(1, state(rank, 2)).wait("committed"))
+    parent = fork(fs, step_path(BASE, 1), CHILD).parent
+    with Ranks(fs, 2, CHILD) as ranks:
+        ranks.each(lambda rank: ranks.ckpts[rank].save(2, state(rank, 2)).wait("committed"))
+    path = f"{step_path(CHILD, 2)}/manifest.json"
+    found = Manifest.decode(fs.read_file(path, 1 << 20), path)
+    assert (found.version, found.about.parent) == (5, parent)
