@@ -47,6 +47,7 @@ UNITS = [
     "checkpoint.restore",
     "checkpoint",
     "reading",
+    "lineage",
     "resilience",
     "metrics",
     "testing",

@@ -32,6 +32,7 @@ DOCUMENTS = [
     "docs/format.md",
     "docs/glossary.md",
     "docs/guide.md",
+    "docs/incremental.md",
     "docs/in_and_out.md",
     "docs/integrations.md",
     "docs/io_study.md",

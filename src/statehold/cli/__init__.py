@@ -108,6 +108,20 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("b", metavar="B", help="the same, or @STEP for a step of the run of A")
     _add_rank(diff)
 
+    _add_prune(commands)
+    doctor = _command(commands, "doctor", "show what statehold can do on this machine")
+    doctor.add_argument(
+        "path", metavar="PATH", nargs="?", default=".", help="the directory for runs"
+    )
+    _add_families(commands)
+    _add_transfers(commands)
+    _add_bench(commands)
+    _add_plan(commands)
+    _add_coordinate(commands)
+    return parser
+
+
+def _add_prune(commands: Any) -> None:
     prune = _command(commands, "prune", "delete old steps; without --yes, only list them")
     prune.add_argument("run", metavar="RUN", help="a run directory that no job saves into")
     prune.add_argument(
@@ -118,15 +132,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     prune.add_argument("--yes", action="store_true", help="do it")
 
-    doctor = _command(commands, "doctor", "show what statehold can do on this machine")
-    doctor.add_argument(
-        "path", metavar="PATH", nargs="?", default=".", help="the directory for runs"
+
+def _add_families(commands: Any) -> None:
+    fork = _command(commands, "fork", "begin a new run from a step of another, without a copy")
+    fork.add_argument("step", metavar="BASE[@STEP]", help=_STEP_HELP)
+    fork.add_argument("child", metavar="CHILD", help="the directory of the new run")
+    tree = _command(commands, "tree", "draw which runs began from which, and what they share")
+    tree.add_argument(
+        "directory", metavar="DIR", nargs="?", default=".", help="runs below it are drawn"
     )
-    _add_transfers(commands)
-    _add_bench(commands)
-    _add_plan(commands)
-    _add_coordinate(commands)
-    return parser
+    du = _command(commands, "du", "show what steps take on storage, and what they share")
+    du.add_argument("run", metavar="RUN", help="a run directory")
 
 
 def _add_transfers(commands: Any) -> None:

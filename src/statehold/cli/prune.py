@@ -1,5 +1,8 @@
 """`statehold prune RUN --keep N`: delete all but the newest steps.
 
+The bytes of a step are those that its end frees: a file that another step or run has stays. Steps
+that share a file may free more together than each alone.
+
 Invariants: nothing changes without --yes; with it the run is locked, so no job saves meanwhile, and
 steps go in the order R1 to R3 (store). The newest step always stays, and so do steps that were set
 aside as damaged: a person decides about those.
@@ -14,9 +17,10 @@ from statehold.checkpoint.store.lock import RunLock
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes
 from statehold.cli.output import emit, plain, table
-from statehold.cli.places import leftovers_of, tree_bytes
+from statehold.cli.places import leftovers_of
 from statehold.errors import UsageError
 from statehold.reading.places import file_system, run_of
+from statehold.reading.sizes import sizes_of_steps
 from statehold.units import format_bytes
 
 
@@ -45,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
 def _plan(fs: Any, store: Store, path: str, args: argparse.Namespace) -> dict[str, Any]:
     """The steps to delete, as things are now."""
     steps = store.steps()
-    going = [{"step": n, "bytes": tree_bytes(store.where(n))[0]} for n in steps[: -args.keep]]
+    retired = [(n, store.where(n)) for n in steps[: -args.keep]]
+    going = [{"step": n, "bytes": sizes_of_steps(path, [where]).own_bytes} for n, where in retired]
     leftovers = leftovers_of(fs, path) if args.leftovers else []
     gone = [each for each in leftovers if each["kind"] != "corrupt"]
     return {
@@ -53,7 +58,8 @@ def _plan(fs: Any, store: Store, path: str, args: argparse.Namespace) -> dict[st
         "keep": steps[-args.keep :],
         "retire": going,
         "leftovers": gone,
-        "bytes": sum(each["bytes"] for each in (*going, *gone)),
+        "bytes": sizes_of_steps(path, [where for _, where in retired]).own_bytes
+        + sum(each["bytes"] for each in gone),
     }
 
 

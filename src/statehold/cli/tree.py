@@ -1,0 +1,90 @@
+"""`statehold tree [DIR]`: the runs below a directory, drawn below the runs that they began from.
+
+Not here: who descends from whom (lineage/family).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from statehold.cli import codes
+from statehold.cli.output import emit, plain, table
+from statehold.errors import UsageError
+from statehold.lineage.family import Member, family
+from statehold.units import format_bytes
+
+
+def run(args: argparse.Namespace) -> int:
+    if not os.path.isdir(args.directory):
+        raise UsageError("no such directory", facts={"directory": args.directory})
+    members = family(args.directory)
+    if args.json:
+        emit({"runs": [_document(each) for each in members]})
+    elif members:
+        base = os.path.abspath(args.directory)
+        rows = [_row(line, member) for line, member in _drawn(members, base)]
+        header = ("RUN", "FROM", "STEPS", "NEWEST", "OWN", "SHARED", "METRICS")
+        print(table(header, rows, right="STEPS NEWEST OWN SHARED"))
+    else:
+        print("no run")
+    return codes.NO if any(each.problem for each in members) else codes.YES
+
+
+def _drawn(members: Sequence[Member], directory: str) -> Iterator[tuple[str, Member]]:
+    """Each member with its line, children after their parents."""
+    children: dict[str | None, list[Member]] = {}
+    for each in members:
+        children.setdefault(each.base, []).append(each)
+
+    def below(base: str | None, indent: str) -> Iterator[tuple[str, Member]]:
+        found = children.get(base, ())
+        for index, each in enumerate(found, 1):
+            name = plain(os.path.relpath(each.run, directory))
+            is_last = index == len(found)
+            mark, deeper = ("", "") if base is None else _MARKS[is_last]
+            yield f"{indent}{mark}{name}", each
+            yield from below(each.run, f"{indent}{deeper}")
+
+    yield from below(None, "")
+
+
+# Of a child that others follow, and of the last one: its own line, and the lines below it.
+_MARKS = {False: ("├── ", "│   "), True: ("└── ", "    ")}
+
+
+def _row(line: str, member: Member) -> tuple[object, ...]:
+    newest = member.steps[-1] if member.steps else "-"
+    metrics = " ".join(f"{plain(name)}={value:g}" for name, value in member.metrics.items())
+    own, shared = member.sizes.own_bytes, member.sizes.shared_bytes
+    about = f"unreadable: {plain(member.problem)}" if member.problem else metrics
+    return (
+        line, _origin(member), len(member.steps), newest, format_bytes(own), format_bytes(shared),
+        about,
+    )  # fmt: skip
+
+
+def _origin(member: Member) -> str:
+    """The step that the run began from, with its run if that is not in the picture."""
+    if member.parent is None:
+        return ""
+    step = f"@{member.parent.step}"
+    return step if member.base else f"{plain(member.parent.run)}{step}"
+
+
+def _document(member: Member) -> dict[str, Any]:
+    parent = member.parent
+    return {
+        "run": member.run,
+        "steps": list(member.steps),
+        "parent": parent and {"run": parent.run, "step": parent.step,
+                              "manifest_sha256": parent.manifest_sha256},
+        "base": member.base,
+        "metrics": dict(member.metrics),
+        "tags": list(member.tags),
+        "own_bytes": member.sizes.own_bytes,
+        "shared_bytes": member.sizes.shared_bytes,
+        "problem": member.problem,
+    }  # fmt: skip

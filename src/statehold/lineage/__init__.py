@@ -1,0 +1,1 @@
+"""Runs that descend from runs: which step a run began from, and what runs share on storage."""

@@ -1,0 +1,155 @@
+"""Which runs began from which, what they share, and the commands that say so."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import statehold
+from statehold.cli import main
+from statehold.lineage.family import family
+from statehold.reading.sizes import sizes, sizes_of_steps
+from support.faults import DEADLINE_S, SMALL
+from support.sharing import Tuned, small_files
+
+
+@pytest.fixture(autouse=True)
+def _small() -> Iterator[None]:
+    with small_files():
+        yield
+
+
+def save(run: Path, *steps: int, model: Tuned | None = None) -> None:
+    model = model or Tuned()
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        for step in steps:
+            ckpt.gate()
+            model.train_once()
+            ckpt.save(step, {"model": model}).wait("committed", DEADLINE_S)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
+    capsys.readouterr()
+    assert main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def on_storage(*folders: Path) -> int:
+    """What du says: the bytes of files, each once."""
+    found = {
+        (each.stat().st_dev, each.stat().st_ino): each.stat().st_size
+        for folder in folders
+        for each in folder.rglob("*")
+        if each.is_file()
+    }
+    return sum(found.values())
+
+
+def test_sizes_count_a_file_once(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    (one / "own").write_bytes(bytes(10))
+    (one / "shared").write_bytes(bytes(100))
+    os.link(one / "shared", two / "shared")
+    os.link(one / "shared", two / "again")
+    alone = sizes([str(one)])
+    assert (alone.bytes, alone.own_bytes, alone.shared_bytes, alone.files) == (110, 10, 100, 2)
+    both = sizes([str(one), str(two)])
+    assert (both.bytes, both.own_bytes, both.files) == (110, 110, 2)
+    assert sizes([str(one)], [str(two)]).own_bytes == 110
+
+
+def test_steps_share_and_prune_frees_what_nobody_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    save(run, 1, 2, 3)
+    found = answer(capsys, "du", run)
+    assert found["bytes"] == on_storage(run)
+    assert found["shared_bytes"] == 0
+    for step in found["steps"]:
+        assert step["shared_bytes"] > step["own_bytes"] > 0
+    plan = answer(capsys, "prune", run, "--keep", "1")
+    before = on_storage(run)
+    answer(capsys, "prune", run, "--keep", "1", "--yes")
+    assert plan["bytes"] == before - on_storage(run) > 0
+    assert main(["verify", str(run)]) == 0
+
+
+def test_the_files_of_a_live_job_are_its_own(tmp_path: Path) -> None:
+    run, model = tmp_path / "run", Tuned()
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        ckpt.save(1, {"model": model}).wait("committed", DEADLINE_S)
+        assert (run / ".shared").is_dir()
+        step = sizes_of_steps(str(run), [f"{run}/step-000000000001"])
+        assert step.own_bytes == step.bytes
+
+
+def test_a_family_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "base", 1, 2)
+    assert main(["fork", f"{tmp_path / 'base'}@1", str(tmp_path / "sweep" / "a")]) == 0
+    assert main(["fork", f"{tmp_path / 'base'}", str(tmp_path / "sweep" / "b")]) == 0
+    assert main(["fork", f"{tmp_path / 'sweep' / 'a'}", str(tmp_path / "c")]) == 0
+    save(tmp_path / "sweep" / "a", 3)
+    capsys.readouterr()
+    assert main(["tree", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    drawn = [line[: lines[0].index("FROM")].rstrip() for line in lines[1:]]
+    assert drawn == ["base", "├── sweep/a", "│   └── c", "└── sweep/b"]
+    found = {Path(each["run"]).name: each for each in answer(capsys, "tree", tmp_path)["runs"]}
+    assert found["a"]["steps"] == [1, 3]
+    assert found["a"]["parent"]["step"] == 1
+    assert found["b"]["base"] == str(tmp_path / "base")
+    assert found["b"]["own_bytes"] < found["b"]["shared_bytes"]
+
+
+def test_a_parent_that_has_moved_is_found_by_its_manifest(tmp_path: Path) -> None:
+    save(tmp_path / "base", 1)
+    main(["fork", str(tmp_path / "base"), str(tmp_path / "child")])
+    (tmp_path / "base").rename(tmp_path / "old")
+    save(tmp_path / "base", 1)  # another run with its name, and a step of this number
+    found = {Path(each.run).name: each for each in family(str(tmp_path))}
+    assert found["child"].base == str(tmp_path / "old")
+    shutil.rmtree(tmp_path / "old")
+    shutil.rmtree(tmp_path / "base")
+    (child,) = family(str(tmp_path))
+    assert child.base is None
+    assert child.parent is not None
+    assert child.sizes.shared_bytes == 0
+    assert main(["verify", str(tmp_path / "child")]) == 0
+
+
+def test_a_damaged_run_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "good", 1)
+    save(tmp_path / "bad", 1)
+    (tmp_path / "bad" / "step-000000000001" / "manifest.json").write_bytes(b"no")
+    assert main(["tree", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "good" in out
+    assert "unreadable" in out
+
+
+def test_there_is_something_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tree", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "no run\n"
+    assert main(["tree", str(tmp_path / "nowhere")]) == 2
+
+
+def test_a_run_trains_on_from_its_fork(tmp_path: Path) -> None:
+    model = Tuned()
+    save(tmp_path / "base", 1, model=model)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    save(tmp_path / "base", 2, model=model)
+    main(["fork", f"{tmp_path / 'base'}@1", str(tmp_path / "child")])
+    live = Tuned()
+    with statehold.Checkpointer(tmp_path / "child", **SMALL) as ckpt:
+        assert ckpt.restore({"model": live}) == 1
+    assert all(torch.equal(value, weights[name]) for name, value in live.state_dict().items())
