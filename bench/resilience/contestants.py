@@ -13,38 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.resilience.model import Model
 from statehold.resilience.sums.exact import ExactSum
 from statehold.resilience.sums.fast import FastSum
 
-HEADS, TOKENS, BATCH = 8, 64, 4
-VOCABULARY = 256
+BATCH = 4
 NONE, DDP = "no reduction", "DDP"
 VIEWS = "DDP, gradient_as_bucket_view"
 FAST, LATE, EXACT = "fast", "fast, not watched", "exact"
 CONTESTANTS = (NONE, DDP, VIEWS, FAST, LATE, EXACT)
-
-
-class Model(nn.Module):
-    """A small transformer that predicts bytes."""
-
-    def __init__(self, layers: int, features: int) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        layer = nn.TransformerEncoderLayer(
-            features, HEADS, 4 * features, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.embedding = nn.Embedding(VOCABULARY, features)
-        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(features, VOCABULARY)
-
-    def forward(self, step: int, index: int) -> Tensor:
-        made = torch.Generator().manual_seed(step * 1000 + index)
-        tokens = torch.randint(VOCABULARY, (BATCH, TOKENS), generator=made)
-        logits = self.head(self.layers(self.embedding(tokens)))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 class Contestant:
@@ -55,7 +35,7 @@ class Contestant:
     def __init__(self, name: str, model: Sequence[int], microbatches: int) -> None:
         self.name = name
         self.microbatches = microbatches
-        self.model = Model(*model)
+        self.model = Model(*model, batch=BATCH)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.spent: dict[str, float] = {}
 

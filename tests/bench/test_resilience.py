@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support import benches
 
 torch = pytest.importorskip("torch")
+from bench.resilience.killed.work import Order  # noqa: E402
 
 
 @pytest.mark.skipif(os.environ.get("STATEHOLD_BENCH") != "all", reason="STATEHOLD_BENCH=all")
@@ -58,3 +60,55 @@ def test_a_transfer_to_a_joiner_is_measured(
     assert [record["trainer"] for record in records] == ["waits", "computes"]
     assert all(len(record["turns"]) == 2 and record["bytes"] > 10**7 for record in records)
     assert "work, with/without" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.environ.get("STATEHOLD_BENCH") != "all", reason="STATEHOLD_BENCH=all")
+def test_kills_are_measured_and_peers_that_are_not_here_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench.resilience import kill
+    from bench.resilience.run import main
+
+    here = [each for each in kill.SUBJECTS if each.name != "torchrun, restart"]
+    monkeypatch.setattr(kill, "SUBJECTS", here)
+    monkeypatch.setattr(kill, "MODEL", (1, 16))
+    words = ["--only", "kill", "--rounds", "1", "--peers", str(tmp_path / "nowhere")]
+    with benches.forked_processes():
+        assert main([*words, "--out", str(tmp_path)]) == 0
+    records = json.loads((tmp_path / "resilience-kill.json").read_text())
+    ours = [each for each in records if "skipped" not in each]
+    assert [each["moment"] for each in ours] == ["early", "late"]
+    assert all(each["thrown_away"] == 0 and each["batch"] == 32 for each in ours)
+    shown = capsys.readouterr().out
+    assert "--peers has no torchft" in shown
+    assert "--peers has no mpi4py" in shown
+
+
+def _order(**changes: object) -> Order:
+    facts = {"folder": "", "replicas": 2, "microbatches": 4, "layers": 1, "features": 8,
+             "until": 6, "kill": 4, "victim": 1, "moment": "late"}  # fmt: skip
+    return Order(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+def _log(ends: dict[int, float], contributed: list[int], attempts: int = 1) -> list[dict[str, Any]]:
+    """Commits at these times; the step 4 is computed so many times."""
+    computed = [{"computes": [4, index]} for index in contributed * attempts]
+    commits = [{"step": n, "contributed": contributed, "at": at} for n, at in ends.items()]
+    return [*computed, *commits]
+
+
+def test_a_discarded_step_counts_as_thrown_away_and_as_a_pause() -> None:
+    from bench.resilience.kill import _facts
+
+    survivor = _log({2: 2.0, 3: 3.0, 4: 9.5, 5: 10.5}, [0, 1], attempts=2)
+    victim = _log({2: 2.0, 3: 3.0}, [2, 3])
+    facts = _facts(_order(), [survivor, victim])
+    assert (facts["pause_s"], facts["thrown_away"], facts["batch"]) == (5.5, 2, 2)
+
+
+def test_a_sample_that_two_replicas_contribute_is_an_error() -> None:
+    from bench.resilience.kill import _facts
+
+    ends = {2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}
+    with pytest.raises(RuntimeError, match="twice"):
+        _facts(_order(), [_log(ends, [0, 1]), _log(ends, [1, 2])])
