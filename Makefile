@@ -20,7 +20,7 @@ warnings := 'error,ignore:FSDP2-wrapped module:UserWarning,ignore:`torch.jit:Dep
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test campaigns integrations sim replicas powerloss modes sanitize fuzz soak check bench gpu clean
+.PHONY: help setup build demo test campaigns integrations sim replicas powerloss modes sanitize fuzz soak check bench gpu release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -104,6 +104,10 @@ bench: setup  ## all benchmarks; see bench/README.md
 
 gpu:  ## on a machine with a GPU: build for PYTHON=python3, tests/gpu, bench.gpu; under ten minutes
 	@tools/gpu.sh bench/out/gpu $(ARGS)
+
+release: setup  ## dist/: sdist and wheels of HEAD, the same bytes each time; ARGS=--manylinux: in containers
+	@tools/release.sh $(ARGS)
+	@tools/try_wheel.sh dist
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/statehold/_*.so

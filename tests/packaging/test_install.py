@@ -1,16 +1,19 @@
-"""The package as pip installs it: a copy of the sources, built, imported with nothing beside it.
+"""The package as pip installs it: a copy of the sources, built, imported with nothing beside it;
+its wheel where no compiler is.
 
 The other tests import `src/`; only these see what a user's `pip install .` makes of the tree.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,7 @@ sys.path.insert(0, sys.argv[1])
 import statehold._sim
 print(statehold._sim.SimFs(1).backend)
 """
+CANNOT_HIDE = 99  # the exit status of tools/without_compiler.sh where it may not
 # Classes of the simulated disk. A module that is built with it has their names in its symbols.
 SIMULATED = (b"SimFs", b"SimDisk", b"SimTree")
 
@@ -81,17 +85,38 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return source
 
 
-def install(source: Path, target: Path, **defines: str) -> Path:
-    """Installs the copy into a folder of its own."""
+def settings(**defines: str) -> list[str]:
     # Without optimisation and symbols, and with headers read once for many sources, it compiles
     # in a third of the time, and behaves the same.
     defines |= {"CMAKE_CXX_FLAGS_DEBUG": "-O0", "CMAKE_UNITY_BUILD": "ON"}
-    settings = [f"--config-settings=cmake.define.{key}={value}" for key, value in defines.items()]
-    settings.append("--config-settings=cmake.build-type=Debug")
-    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    offline = ["--no-build-isolation", "--no-deps", "--no-index"]
-    run(*pip, *offline, *settings, "--target", target, ".", cwd=source)
+    chosen = [f"--config-settings=cmake.define.{key}={value}" for key, value in defines.items()]
+    return [*chosen, "--config-settings=cmake.build-type=Debug"]
+
+
+def pip(verb: str, *words: str | Path, cwd: Path) -> str:
+    offline = ["--no-deps", "--no-index", "--disable-pip-version-check", "--no-input"]
+    return run(sys.executable, "-m", "pip", verb, *offline, *words, cwd=cwd)
+
+
+def install(source: Path, target: Path, **defines: str) -> Path:
+    """Installs the copy into a folder of its own."""
+    words = ["--no-build-isolation", *settings(**defines), "--target", target, "."]
+    pip("install", *words, cwd=source)
     return target
+
+
+@pytest.fixture(scope="module")
+def wheels(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel for this Python; all workers of a run share it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheels"
+    folder.mkdir(exist_ok=True)
+    words = ["--no-build-isolation", *settings(STATEHOLD_URING="ON"), "-w", folder, "."]
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not list(folder.glob("*.whl")):
+            pip("wheel", *words, cwd=source)
+    return folder
 
 
 def probe(target: Path) -> dict[str, object]:
@@ -115,8 +140,9 @@ def modules(package: Path) -> set[Path]:
     return {path.relative_to(package) for path in package.rglob("*.py")}
 
 
-def test_installed_package_imports_alone(source: Path, tmp_path: Path) -> None:
-    target = install(source, tmp_path / "target", STATEHOLD_URING="ON")
+def test_installed_package_imports_alone(wheels: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    pip("install", "--target", target, *wheels.glob("*.whl"), cwd=tmp_path)
     facts = probe(target)
     assert facts["version"] == declared_version()
     assert not facts["torch"]
@@ -139,3 +165,60 @@ def test_build_without_io_uring_uses_threads_and_says_so(source: Path, tmp_path:
     # As the error of statehold.testing says: who wants the simulated disk asks for it.
     assert all(word in one_module(target, "_sim").read_bytes() for word in SIMULATED)
     assert run(sys.executable, "-I", "-S", "-c", PROBE_SIM, target, cwd=target).strip() == "sim"
+
+
+def test_a_wheel_has_the_licenses_of_all_that_is_in_it(wheels: Path) -> None:
+    (wheel,) = wheels.glob("*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        names = opened.namelist()
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        text = opened.read(metadata).decode()
+    licensed = {name.split("/licenses/")[1] for name in names if "/licenses/" in name}
+    of_others = [path.relative_to(ROOT) for path in ROOT.glob("native/third_party/*/LICENSE")]
+    assert licensed == {"LICENSE", *map(str, of_others)}
+    assert len(of_others) == 3
+    assert "License-Expression: Apache-2.0 AND BSD-2-Clause" in text
+
+
+def without_compiler(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A command in a namespace where an empty file lies over compilers, liburing and xxHash."""
+    return bare(ROOT / "tools/without_compiler.sh", *command, cwd=cwd)
+
+
+def bare(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**os.environ, "PATH": PATH},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if done.returncode == CANNOT_HIDE:
+        pytest.skip(done.stderr.strip())
+    return done
+
+
+def test_a_compiler_and_liburing_are_hidden(tmp_path: Path) -> None:
+    done = without_compiler("c++", "--version", cwd=tmp_path)
+    assert done.returncode != 0
+    assert not done.stdout
+    load = "import ctypes; ctypes.CDLL('liburing.so.2')"
+    assert "OSError" in without_compiler(sys.executable, "-c", load, cwd=tmp_path).stderr
+
+
+def test_a_wheel_runs_the_demo_where_no_compiler_is(wheels: Path, tmp_path: Path) -> None:
+    tiny = ["--dim=32", "--layers=1", "--heads=2", "--kv-heads=1", "--seq=16", "--batch=4"]
+    words = ["--steps=4", "--data=examples", "--out", tmp_path / "demo", *tiny]
+    done = bare(ROOT / "tools/try_wheel.sh", wheels, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal the reference in every bit" in done.stdout
+
+
+def test_without_a_compiler_a_build_says_so_in_one_sentence(source: Path, tmp_path: Path) -> None:
+    settings = ["-B", tmp_path / "build", "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}"]
+    done = without_compiler("cmake", "-S", source / "native", *settings, cwd=tmp_path)
+    assert done.returncode != 0
+    said = " ".join(done.stderr.split())
+    assert "To build statehold from source, install a C++20 compiler (apt install g++" in said
+    assert done.stderr.count("CMake Error") == 1
