@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from statehold.errors import StateholdError as StateholdError
     from statehold.integrations.formats.convert import export_step as export_step
     from statehold.integrations.formats.convert import import_step as import_step
+    from statehold.options.io import Io as Io
     from statehold.reading.load import load as load
     from statehold.reading.runs import open as open
     from statehold.tensors.marks import Gated as Gated
@@ -43,6 +44,7 @@ __all__ = [
     "Checkpointer",
     "Directory",
     "Gated",
+    "Io",
     "Memory",
     "ObjectStore",
     "Rng",
@@ -65,6 +67,7 @@ _HOMES = {
     "Checkpointer": "statehold.checkpoint.checkpointer",
     "Directory": "statehold.checkpoint.levels.specs",
     "Gated": "statehold.tensors.marks",
+    "Io": "statehold.options.io",
     "Memory": "statehold.checkpoint.levels.specs",
     "ObjectStore": "statehold.checkpoint.levels.specs",
     "Rng": "statehold.tensors.rng",
@@ -82,12 +85,19 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'statehold' has no attribute {name!r}")
-    module = importlib.import_module(home)
-    return module if home == f"statehold.{name}" else getattr(module, name)
+if not TYPE_CHECKING:  # otherwise a type checker accepts every name
+
+    def __getattr__(name: str) -> Any:
+        home = _HOMES.get(name)
+        if home is None:
+            from statehold.options.keywords import meant
+
+            question = meant(name, __all__)
+            raise AttributeError(
+                f"module 'statehold' has no attribute {name!r}{f'; {question}' if question else ''}"
+            )
+        module = importlib.import_module(home)
+        return module if home == f"statehold.{name}" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

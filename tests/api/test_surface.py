@@ -17,6 +17,7 @@ PUBLIC = [
     "Checkpointer",
     "Directory",
     "Gated",
+    "Io",
     "Memory",
     "ObjectStore",
     "Rng",
@@ -36,7 +37,10 @@ PUBLIC = [
 ]
 
 SIGNATURES = {
-    statehold.Checkpointer.__init__: "(self, run, *, levels=None, **options)",
+    statehold.Checkpointer.__init__: (
+        "(self, run, *, keep=None, levels=None, staging_bytes=None, coordination='auto', "
+        "peer_timeout_s=600.0, node_mtbf=None, nodes=None, trace=None, io=None)"
+    ),
     statehold.Checkpointer.save: "(self, step, state, *, force=False)",
     statehold.Checkpointer.restore: (
         "(self, state, step=None, *, only=None, skip=None, rename=None, strict=True)"
@@ -63,21 +67,14 @@ SIGNATURES = {
     statehold.allow_tensor_class: "(cls, *, rowwise=(), shared=())",
 }
 
-OPTIONS = [
-    "keep",
-    "staging_bytes",
+IO = [
     "buffer_bytes",
     "queue_depth",
     "copy_threads",
     "backend",
     "profile",
     "reuse_files",
-    "coordination",
-    "peer_timeout_s",
-    "node_mtbf",
-    "nodes",
     "address",
-    "trace",
 ]
 
 
@@ -97,7 +94,11 @@ def test_signatures() -> None:
             return_annotation=inspect.Signature.empty,
         )
         assert str(bare) == expected, function.__qualname__
-    assert [field.name for field in dataclasses.fields(Options)] == OPTIONS
+    assert [field.name for field in dataclasses.fields(statehold.Io)] == IO
+    taken = list(inspect.signature(statehold.Checkpointer).parameters)
+    assert sorted(taken) == sorted(
+        ["run", "levels", *(each.name for each in dataclasses.fields(Options))]
+    )
 
 
 def test_every_error_is_exported_and_documented() -> None:

@@ -215,7 +215,8 @@ def test_a_fork_drops_it_and_changes_nothing(run: Path) -> None:
 SCRIPT = """
 import sys, torch, statehold
 def train():
-    ckpt = statehold.Checkpointer(sys.argv[1], staging_bytes="2MiB", buffer_bytes="1MiB")
+    ckpt = statehold.Checkpointer(sys.argv[1], staging_bytes="2MiB",
+    io=statehold.Io(buffer_bytes="1MiB"))
     for step in (1, 2):
         ckpt.save(step, {"w": torch.full((1 << 20,), float(step))})
 train()

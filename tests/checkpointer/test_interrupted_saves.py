@@ -16,7 +16,7 @@ import statehold
 from statehold import Memory, errors
 from statehold.checkpoint.save import call, pipeline, writes
 from statehold.testing import SimFs, checkpointer_on
-from support.faults import DEADLINE_S, SMALL
+from support.faults import DEADLINE_S, SMALL, small
 from support.inside import inside
 from support.interrupts import Interrupts
 
@@ -120,7 +120,7 @@ def test_ctrl_c_at_every_bytecode(jobs: list[list[str]]) -> None:
 def test_ctrl_c_where_the_file_is_memory_that_waits(
     jobs: list[list[str]], tmp_path: Path, memory: Path
 ) -> None:
-    options = {**SMALL, "profile": None}
+    options = small(profile=None)
     with statehold.Checkpointer(
         tmp_path / "run", levels=[Memory(keep=1, path=memory)], **options
     ) as ckpt:

@@ -17,7 +17,8 @@ from support.training import Training, bits
 
 SCRIPT = """
 import sys, torch, statehold
-ckpt = statehold.Checkpointer(sys.argv[1], staging_bytes="2MiB", buffer_bytes="1MiB")
+ckpt = statehold.Checkpointer(sys.argv[1], staging_bytes="2MiB",
+    io=statehold.Io(buffer_bytes="1MiB"))
 state = {"model": torch.nn.Linear(1024, 1024)}
 for step in (1, 2):
     ckpt.save(step, state)

@@ -16,7 +16,7 @@ import statehold
 from statehold.checkpoint.store.lock import RunLock, is_saved_into
 from statehold.errors import RunBusyError, StorageError
 from statehold.testing import SimFs
-from support.faults import DEADLINE_S, SMALL
+from support.faults import DEADLINE_S, SMALL, small
 from support.inside import inside, promoter
 from support.levels import FAR, LATER, only, opened_on, save, settle
 
@@ -111,7 +111,7 @@ def test_threads_that_were_chosen_are_no_news(
     monkeypatch.setattr("statehold.observe.once._logged", set())
     with (
         caplog.at_level(logging.INFO, "statehold"),
-        statehold.Checkpointer(tmp_path / "run", backend=backend, profile=None, **SMALL) as ckpt,
+        statehold.Checkpointer(tmp_path / "run", **small(backend=backend, profile=None)) as ckpt,
     ):
         is_fallback = backend is None and ckpt.backend == "threads"
     assert ("saving with threads instead of io_uring" in caplog.text) == is_fallback

@@ -13,7 +13,7 @@ from safetensors import safe_open
 import statehold
 from statehold.errors import RunBusyError, StepOrderError
 from support import scripts
-from support.faults import DEADLINE_S, SMALL, Holdup
+from support.faults import DEADLINE_S, SMALL, Holdup, small
 from support.inside import inside
 from support.training import Training, bits
 
@@ -53,7 +53,7 @@ def test_retired_files_are_overwritten(run) -> None:
     with statehold.Checkpointer(run, keep=1, **SMALL) as ckpt:
         reused = save_steps(ckpt, Training(), range(1, 6))
         assert reused == [False, False, True, True, True]
-    with statehold.Checkpointer(run, keep=1, reuse_files=False, **SMALL) as ckpt:
+    with statehold.Checkpointer(run, keep=1, **small(reuse_files=False)) as ckpt:
         reused = save_steps(ckpt, Training(), range(6, 10))
         assert reused == [False] * 4
 
@@ -174,7 +174,8 @@ def test_one_checkpointer_saves_at_a_time(run) -> None:
 def test_another_process_is_kept_out_and_told_who_holds_the_run(run) -> None:
     code = (
         "import statehold, sys\n"
-        f"ckpt = statehold.Checkpointer({str(run)!r}, staging_bytes='2MiB', buffer_bytes='1MiB')\n"
+        f"ckpt = statehold.Checkpointer({str(run)!r}, staging_bytes='2MiB', "
+        "io=statehold.Io(buffer_bytes='1MiB'))\n"
         "try:\n    ckpt.save(2, {'x': 2})\n"
         "except statehold.errors.RunBusyError as error:\n    print(error); sys.exit(7)\n"
     )

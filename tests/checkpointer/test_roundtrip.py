@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import statehold
 from statehold.errors import ClosedError, StepNotFoundError, UsageError
-from support.faults import DEADLINE_S, SMALL
+from support.faults import DEADLINE_S, SMALL, small
 from support.training import Training, bits
 
 
@@ -22,7 +23,7 @@ def test_resumed_run_equals_the_uninterrupted_one(run, backend: str) -> None:
         whole.step()
 
     first = Training()
-    with statehold.Checkpointer(run, backend=backend, **SMALL) as ckpt:
+    with statehold.Checkpointer(run, **small(backend=backend)) as ckpt:
         got = ckpt.restore(first.state)
         assert got is None
         for step in range(1, 5):
@@ -30,7 +31,7 @@ def test_resumed_run_equals_the_uninterrupted_one(run, backend: str) -> None:
             ckpt.save(step, first.state)
 
     resumed = Training(seed=1)
-    with statehold.Checkpointer(run, backend=backend, **SMALL) as ckpt:
+    with statehold.Checkpointer(run, **small(backend=backend)) as ckpt:
         got = ckpt.restore(resumed.state)
         assert got == 4
         for _ in range(4):
@@ -152,14 +153,24 @@ def test_closed_checkpointers_say_so(run) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"keep": 0}, {"keep": True}, {"backend": "aio"}, {"staging_bytes": "1MiB"},
-     {"buffer_bytes": 4096}, {"queue_depth": 0}, {"copy_threads": -1},
+    [{"keep": 0}, {"keep": True}, {"io": "threads"}, {"staging_bytes": "1MiB"},
+     {"nodes": 0},
      {"coordination": "mpi"}, {"peer_timeout_s": 0}, {"peer_timeout_s": float("nan")},
      {"peer_timeout_s": float("inf")}, {"peer_timeout_s": True}, {"peer_timeout_s": "60"}],
 )  # fmt: skip
 def test_bad_options_are_refused_at_once(run, options: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         statehold.Checkpointer(run, **options)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"backend": "aio"}, {"buffer_bytes": 4096}, {"queue_depth": 0}, {"copy_threads": -1},
+     {"profile": 1}, {"reuse_files": 1}, {"address": ""}],
+)  # fmt: skip
+def test_bad_settings_of_io_are_refused_at_once(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        statehold.Io(**given)
 
 
 def test_hooks_leave_the_optimizer_at_close(run) -> None:

@@ -7,13 +7,14 @@ import mmap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import statehold
 from statehold.io.runtime import Runtime
-from statehold.options import options_of
+from statehold.options import Options
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.testing import MemoryBoard, SimFs
@@ -22,7 +23,10 @@ from support.faults import DEADLINE_S
 from support.inside import borrowed, inside
 
 STAGING = 8 * MiB
-OPTIONS = {"buffer_bytes": MiB, "copy_threads": 1, "staging_bytes": STAGING}
+OPTIONS: dict[str, Any] = {
+    "staging_bytes": STAGING,
+    "io": statehold.Io(buffer_bytes=MiB, copy_threads=1),
+}
 NUMEL = 4 * MiB  # twice the staging memory: every buffer is used
 
 
@@ -38,7 +42,7 @@ def resident_bytes(runtime: Runtime) -> int:
 @pytest.fixture
 def runtimes(tmp_path: Path) -> Iterator[list[Runtime]]:
     """One for each process of a job. A job has three at most."""
-    found = [Runtime(options_of(OPTIONS), str(tmp_path)) for _ in range(3)]
+    found = [Runtime(Options(**OPTIONS), str(tmp_path)) for _ in range(3)]
     yield found
     for each in found:
         each.close()
@@ -99,7 +103,7 @@ def test_a_checkpointer_gives_back_the_runtime_that_it_opened_and_no_other(
 
 def test_a_file_system_that_is_handed_in_stays_open(tmp_path: Path) -> None:
     fs = SimFs(seed=1)
-    runtime = Runtime(options_of(OPTIONS), str(tmp_path), fs=fs)
+    runtime = Runtime(Options(**OPTIONS), str(tmp_path), fs=fs)
     assert not runtime.has_own_fs
     runtime.close()
     fs.mkdir("/there")

@@ -18,7 +18,7 @@ from statehold.units import MiB
 from support.faults import DEADLINE_S, Holdup
 from support.inside import inside
 
-OPTIONS: dict[str, Any] = {"buffer_bytes": MiB, "copy_threads": 1}
+OPTIONS: dict[str, Any] = {"io": statehold.Io(buffer_bytes=MiB, copy_threads=1)}
 PLENTY = 600 * MiB
 
 

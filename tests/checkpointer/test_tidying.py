@@ -11,7 +11,7 @@ import torch
 
 from statehold.errors import StepOrderError
 from statehold.testing import SimFs, checkpointer_on
-from support.faults import DEADLINE_S, SMALL, spy_on
+from support.faults import DEADLINE_S, SMALL, small, spy_on
 from support.inside import inside
 
 RUN = "/runs/x"
@@ -32,12 +32,12 @@ def test_what_cannot_be_deleted_fails_no_save(operation: str, reuse: bool) -> No
     """Everything that is deleted is old: whichever of these operations fails, steps are saved."""
     for skip in range(20):
         fs = SimFs(seed=skip)
-        with checkpointer_on(fs, RUN, keep=1, reuse_files=reuse, **SMALL) as ckpt:
+        with checkpointer_on(fs, RUN, keep=1, **small(reuse_files=reuse)) as ckpt:
             save(ckpt, 1)
         for left in ("step-000000000009.partial", "step-000000000008.5f3a09c1-7.partial"):
             fs.mkdir(f"{RUN}/{left}")
             fs.write_file(f"{RUN}/{left}/x", b"left by a crash")
-        with checkpointer_on(fs, RUN, keep=1, reuse_files=reuse, **SMALL) as ckpt:
+        with checkpointer_on(fs, RUN, keep=1, **small(reuse_files=reuse)) as ckpt:
             fs.fail_next(operation, errno.EIO, 1, skip)
             for step in (2, 3, 3, 4):
                 save(ckpt, step)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import statehold
+from statehold import Io
 from support.faults import DEADLINE_S
 from support.inside import inside
 
@@ -57,8 +58,8 @@ def test_an_eager_copy_leaves_an_older_save_its_buffers(
 ) -> None:
     net = Net(lazy_mib, eager_mib)
     state = {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
-    sizes = {"staging_bytes": f"{buffers}MiB", "buffer_bytes": "1MiB"}
-    with statehold.Checkpointer(tmp_path / "run", keep=3, profile=None, **sizes) as ckpt:
+    sizes = {"staging_bytes": f"{buffers}MiB", "io": Io(buffer_bytes="1MiB", profile=None)}
+    with statehold.Checkpointer(tmp_path / "run", keep=3, **sizes) as ckpt:
 
         def save_all() -> None:
             for save in [ckpt.save(step, state) for step in range(3)]:

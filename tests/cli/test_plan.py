@@ -10,7 +10,7 @@ import pytest
 
 from statehold.io import profile
 from statehold.io.mounts import mount_of
-from statehold.options import Moving
+from statehold.options.io import Moving
 from statehold.units import MiB
 
 Ask = Callable[..., tuple[int, Any]]

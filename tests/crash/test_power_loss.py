@@ -17,14 +17,14 @@ import torch
 
 from statehold.errors import StateholdError, StorageError
 from statehold.testing import SimFs, checkpointer_on
-from support.faults import DEADLINE_S, SMALL, spy_on
+from support.faults import DEADLINE_S, small, spy_on
 from support.scheduler import Scheduler
 from support.stepped import simulated
 
 SEEDS = int(os.environ.get("STATEHOLD_SIM_SEEDS", "1"))
 SAVES = 3
 NUMEL = 300_000
-ONE_THREAD = {**SMALL, "copy_threads": 1}
+ONE_THREAD = small(copy_threads=1)
 
 
 def content(step: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from statehold import Io
 from statehold.errors import CorruptionError, StorageError
 from statehold.integrations.dcp import StorageReader, StorageWriter
 from statehold.testing import SimFs
@@ -34,7 +35,7 @@ def state(value: float) -> dict[str, Any]:
 
 
 def on(fs: SimFs, kind: Any) -> Any:
-    found = kind(STEP, backend="threads")
+    found = kind(STEP, io=Io(backend="threads"))
     found._machine.borrowed_fs = fs
     return found
 

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from statehold import Io
 from statehold.errors import ChecksumError, NoSpaceError, UnsupportedValueError, UsageError
 from statehold.integrations.dcp import StorageReader, StorageWriter
 from statehold.testing import SimFs
@@ -82,7 +83,7 @@ def test_every_storage_error_is_raised(operation: str) -> None:
 
 
 def on(fs: SimFs, path: str, kind: Any = StorageWriter) -> Any:
-    found = kind(path, backend="threads")
+    found = kind(path, io=Io(backend="threads"))
     found._machine.borrowed_fs = fs
     return found
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import statehold
+from statehold import Io
 from statehold.integrations.dcp import StorageReader, StorageWriter
 from statehold.testing import SimFs
 from support.dcp_checks import Net, failing
@@ -166,7 +167,7 @@ def test_a_cached_plan_of_a_failed_save(tmp_path: Path) -> None:
     fs.mkdir("/run")
 
     def save(path: str, value: float, rows: int = 3) -> None:
-        writer = StorageWriter(path, backend="threads")
+        writer = StorageWriter(path, io=Io(backend="threads"))
         writer._machine.borrowed_fs = fs
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         dcp.save({"a": torch.full((rows,), value)}, storage_writer=writer, planner=planner)
@@ -178,7 +179,7 @@ def test_a_cached_plan_of_a_failed_save(tmp_path: Path) -> None:
     save("/run/step-3", 3.0, rows=5)  # the plan is another now
     assert not fs.is_dir("/run/step-1")
     for path, value, rows in (("/run/step-2", 2.0, 3), ("/run/step-3", 3.0, 5)):
-        reader = StorageReader(path, backend="threads")
+        reader = StorageReader(path, io=Io(backend="threads"))
         reader._machine.borrowed_fs = fs
         loaded = {"a": torch.zeros(rows)}
         dcp.load(loaded, storage_reader=reader)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from statehold import _core
+from statehold import Io, _core
 from statehold.errors import UsageError
 from statehold.integrations.dcp import StorageReader, StorageWriter, targets
 from support.cuda import Machine
@@ -43,7 +43,7 @@ def saved(tmp_path: Path, state: dict[str, torch.Tensor]) -> str:
 
 
 def load(state: dict[str, Any], path: str) -> None:
-    reader = StorageReader(staging_bytes="4MiB", buffer_bytes="1MiB")
+    reader = StorageReader(staging_bytes="4MiB", io=Io(buffer_bytes="1MiB"))
     dcp.load(state, checkpoint_id=path, storage_reader=reader, no_dist=True)
 
 

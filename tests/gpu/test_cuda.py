@@ -20,7 +20,7 @@ from support.gpu import keep_busy, needs_cuda, pin_everything, pinned_buffers
 
 pytestmark = needs_cuda
 
-ROOMY = {"staging_bytes": "64MiB", "buffer_bytes": "4MiB"}
+ROOMY = {"staging_bytes": "64MiB", "io": statehold.Io(buffer_bytes="4MiB")}
 
 
 class Run:

@@ -16,7 +16,7 @@ from support.gpu import MIB, keep_busy, needs_cuda, pin_everything
 
 pytestmark = needs_cuda
 
-ROOMY = {"staging_bytes": "64MiB", "buffer_bytes": "4MiB"}
+ROOMY = {"staging_bytes": "64MiB", "io": statehold.Io(buffer_bytes="4MiB")}
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from statehold import Io
 from statehold.encoding import header
 from statehold.errors import ChecksumError, CorruptionError, ManifestError, PeerFailedError
 from statehold.integrations.dcp import StorageReader
@@ -110,7 +111,7 @@ def test_a_step_of_one_rank(record_property: Callable[[str, object], None]) -> N
 
 
 def reader_on(fs: SimFs) -> StorageReader:
-    reader = StorageReader(STEP, staging_bytes="2MiB", buffer_bytes="1MiB", copy_threads=1)
+    reader = StorageReader(STEP, staging_bytes="2MiB", io=Io(buffer_bytes="1MiB", copy_threads=1))
     reader._machine.borrowed_fs = fs
     return reader
 

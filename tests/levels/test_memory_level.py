@@ -151,7 +151,8 @@ def test_a_failed_save_gives_its_memory_back(memory: Path, run: Path) -> None:
 SCRIPT = """
 import os, signal, sys, torch, statehold
 levels = [statehold.Memory(path=sys.argv[1]), statehold.Directory(every=1000)]
-ckpt = statehold.Checkpointer(sys.argv[2], levels=levels, staging_bytes="2MiB", buffer_bytes="1MiB")
+ckpt = statehold.Checkpointer(sys.argv[2], levels=levels, staging_bytes="2MiB",
+    io=statehold.Io(buffer_bytes="1MiB"))
 for step in range(1, 6):
     w = torch.arange(2_000_000, dtype=torch.int32) * 7 + step
     ckpt.save(step, {"w": w, "step": step}).wait("committed", 60)

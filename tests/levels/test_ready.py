@@ -116,7 +116,8 @@ import os, signal, sys, torch, statehold
 sys.path.insert(0, sys.argv[3])
 from support.inside import inside
 levels = [statehold.Memory(path=sys.argv[1], agent=False), statehold.Directory()]
-ckpt = statehold.Checkpointer(sys.argv[2], levels=levels, staging_bytes="2MiB", buffer_bytes="1MiB")
+ckpt = statehold.Checkpointer(sys.argv[2], levels=levels, staging_bytes="2MiB",
+    io=statehold.Io(buffer_bytes="1MiB"))
 ckpt.save(1, {"w": torch.ones(300_000)}).wait("committed", 60)
 inside(ckpt).pipeline.drain()
 inside(ckpt).levels.store._ready.wait()

@@ -21,7 +21,7 @@ from statehold.cli.traces import MARKS_MAX, read_traces
 from statehold.io import profile as profiles
 from statehold.io.mounts import mount_of
 from statehold.io.profile import Profile, Rates
-from statehold.options import Moving
+from statehold.options.io import Moving
 from statehold.units import MiB
 
 VOID = {"meta", "rect", "line"}

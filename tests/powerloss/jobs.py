@@ -23,7 +23,7 @@ from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.testing import MemoryBoard, checkpointer_on
 from statehold.testing.memory_board import MemoryStore
-from support.faults import SMALL
+from support.faults import small
 from support.ranks import Ranks
 
 
@@ -40,7 +40,7 @@ class Where:
 
 def options_of(plan: Plan, where: Where, agent: bool = False) -> dict[str, Any]:
     """What a Checkpointer of this plan is given."""
-    options: dict[str, Any] = {**SMALL, "reuse_files": plan.reuse, "backend": plan.backend}
+    options: dict[str, Any] = small(reuse_files=plan.reuse, backend=plan.backend)
     levels = _levels(plan, where, agent)
     return options | ({"levels": levels} if levels else {"keep": plan.keep})
 

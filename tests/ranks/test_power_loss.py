@@ -18,7 +18,7 @@ import torch
 
 from statehold.errors import StateholdError, StorageError
 from statehold.testing import SimFs
-from support.faults import DEADLINE_S, spy_on
+from support.faults import DEADLINE_S, small, spy_on
 from support.ranks import Ranks
 from support.scheduler import Scheduler
 from support.stepped import simulated
@@ -73,14 +73,14 @@ def train(ranks: Ranks, rank: int, outlet: Outlet) -> int:
 def save_until(turns: Scheduler, fs: SimFs, stop_at: int | None) -> tuple[int, Outlet]:
     """Save SAVES steps, stopping dead before operation `stop_at`."""
     outlet = Outlet(turns, stop_at)
-    with Ranks(fs, SIZE, keep=1, copy_threads=1) as ranks:
+    with Ranks(fs, SIZE, keep=1, **small(copy_threads=1)) as ranks:
         committed = ranks.each(lambda rank: train(ranks, rank, outlet))
     return max(committed), outlet
 
 
 def check(fs: SimFs, committed: int) -> None:
     """Both ranks restore the same step, bit for bit, and it is not older than `committed`."""
-    with Ranks(fs, SIZE, copy_threads=1) as ranks:
+    with Ranks(fs, SIZE, **small(copy_threads=1)) as ranks:
         found = [blank() for _ in range(SIZE)]
         newest = ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank]) or 0)
         assert newest[0] == newest[1]

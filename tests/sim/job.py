@@ -21,7 +21,7 @@ from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.testing import SimFs, checkpointer_on
 from statehold.testing.memory_board import MemoryStore
-from support.faults import Spy
+from support.faults import Spy, small
 from support.inside import inside
 from support.turns import scheduler
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 # Of virtual time: how long ranks wait for each other, and how long no save takes.
 PEERS_S = 60.0
 HANG_S = 100 * PEERS_S
-SMALL = {"staging_bytes": "2MiB", "buffer_bytes": "1MiB", "copy_threads": 1}
+SMALL = small(copy_threads=1)
 
 
 class Died(StateholdError):

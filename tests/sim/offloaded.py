@@ -21,12 +21,13 @@ from sim.seeds import Report, used_bytes
 from statehold import Save, offload
 from statehold.errors import CorruptionError, StateholdError, UsageError, WaitTimeout
 from statehold.testing import SimFs, checkpointer_on
+from support.faults import small
 from support.offload_trainer import SUBGROUP, Trainer
 from support.scheduler import Deadlock
 from support.stepped import simulated
 
 RUN, PATHS = "/run", ("/opt/a", "/opt/b")
-SMALL = {"staging_bytes": "2MiB", "buffer_bytes": "1MiB", "copy_threads": 1}
+SMALL = small(copy_threads=1)
 HANG_S = 6000.0
 OPERATIONS = (
     "sync", "sync_dir", "rename", "mkdir", "unlink", "link", "write_file", "read_file",

@@ -24,6 +24,7 @@ from sim.oracle import FAR, RUN, Oracle, blank, content
 from statehold import Directory, Save
 from statehold.errors import CorruptionError, StateholdError, WaitTimeout
 from statehold.testing import SimFs, checkpointer_on
+from support.faults import small
 from support.inside import inside
 from support.scheduler import Deadlock
 from support.sharing import small_files
@@ -104,11 +105,12 @@ class Seed:
             )
         }
         self._keep = chance.choice((None, 1, 1, 2, 2, 3))
-        self._options: dict[str, Any] = {"keep": self._keep, "reuse_files": chance.random() < 0.75}
+        io = small(copy_threads=1, reuse_files=chance.random() < 0.75)["io"]
+        self._options: dict[str, Any] = {"keep": self._keep, "io": io}
         self._has_levels = random.Random(seed * 31 + 11).random() < LEVELS_SHARE
         if self._has_levels:
             self._options = {
-                "reuse_files": self._options["reuse_files"],
+                "io": io,
                 "levels": _two_levels(random.Random(seed * 31 + 12), self._keep),
             }
         self._exchanges = random.Random(seed * 31 + 13).random() >= NO_EXCHANGE_SHARE

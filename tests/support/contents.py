@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 import statehold
-from support.faults import DEADLINE_S, SMALL
+from support.faults import DEADLINE_S, small
 from support.inside import inside
 
 # What goes through libc, and so through faulty.c.
-THREADS: dict[str, Any] = {**SMALL, "backend": "threads"}
+THREADS: dict[str, Any] = small(backend="threads")
 
 NUMEL = 700_000  # 2.7 MiB: more than the staging memory, and a tail that is not aligned
 FITS = 100_000  # less than the staging memory: a save of it waits for no write

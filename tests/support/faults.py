@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import statehold
+from statehold import Io
 from support.inside import inside
 
 # Two buffers of 1 MiB: any state of a few MiB cannot be staged before its file is attached.
-SMALL = {"staging_bytes": "2MiB", "buffer_bytes": "1MiB", "copy_threads": 2}
+SMALL: dict[str, Any] = {"staging_bytes": "2MiB", "io": Io(buffer_bytes="1MiB", copy_threads=2)}
 DEADLINE_S = 60.0
+
+
+def small(**io: Any) -> dict[str, Any]:
+    """SMALL, with other settings of its Io."""
+    return {**SMALL, "io": replace(SMALL["io"], **io)}
 
 
 def must(holds: object, what: object = "this does not hold, or did not happen in time") -> None:

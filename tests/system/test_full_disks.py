@@ -15,7 +15,7 @@ import pytest
 import statehold
 from statehold import errors
 from support.contents import FITS, check_restored, committed, content
-from support.faults import DEADLINE_S, SMALL
+from support.faults import DEADLINE_S, SMALL, small
 from support.inside import inside
 from support.mounts import ext4, few_inodes, nearly_full, why_no_ext4
 
@@ -51,7 +51,7 @@ def test_it_fills_up_at_every_moment_of_a_save(tmp_path: Path, reuse: bool) -> N
     seen = set()
     with ext4(tmp_path, 16 << 20) as root:
         run = root / "run"
-        with statehold.Checkpointer(run, keep=1, reuse_files=reuse, **SMALL) as ckpt:
+        with statehold.Checkpointer(run, keep=1, **small(reuse_files=reuse)) as ckpt:
             for newest in (1, 2, 3):
                 committed(ckpt, newest, FITS)
             for free in FREE:
@@ -72,7 +72,7 @@ def test_it_fills_up_at_every_moment_of_a_save(tmp_path: Path, reuse: bool) -> N
 def test_it_runs_out_of_inodes(tmp_path: Path) -> None:
     seen = []
     with ext4(tmp_path, 16 << 20, "-N", "64") as root:
-        with statehold.Checkpointer(root / "run", keep=1, reuse_files=False, **SMALL) as ckpt:
+        with statehold.Checkpointer(root / "run", keep=1, **small(reuse_files=False)) as ckpt:
             committed(ckpt, 1, FITS)
             for free in range(4):
                 with few_inodes(root, free):
@@ -125,7 +125,8 @@ def test_a_failed_save_gives_its_room_back_at_once(tmp_path: Path, backend: str,
     has no fallocate: there it is a write that fails."""
     kept: list[object] = []
     small, big = content(1, 1 << 18), content(1, 3 << 20)
-    options = {"keep": 1, "staging_bytes": 32 << 20, "buffer_bytes": 1 << 20, "backend": backend}
+    io = statehold.Io(buffer_bytes=1 << 20, backend=backend)
+    options = {"keep": 1, "staging_bytes": 32 << 20, "io": io}
     with ext4(tmp_path, 32 << 20, kind=kind) as root:
         ckpt = statehold.Checkpointer(root / "run", **options)
         ckpt.save(1, small).wait("committed", DEADLINE_S)

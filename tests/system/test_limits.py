@@ -16,7 +16,7 @@ import pytest
 import statehold
 from statehold import errors
 from support.contents import FITS, check_restored, committed, content
-from support.faults import DEADLINE_S, SMALL
+from support.faults import DEADLINE_S, SMALL, small
 from support.inside import inside
 from support.victims import Victims
 
@@ -43,7 +43,7 @@ def fill_gaps(folder: Path) -> int:
 
 
 def few_descriptors(folder: Path, backend: str) -> None:
-    with statehold.Checkpointer(folder / "run", keep=1, **SMALL, backend=backend) as ckpt:
+    with statehold.Checkpointer(folder / "run", keep=1, **small(backend=backend)) as ckpt:
         for newest in (1, 2, 3):
             committed(ckpt, newest, FITS)
         failed = set()
@@ -88,7 +88,7 @@ def no_descriptor_at_all(folder: Path) -> None:
         warm.steps()
     with limited(resource.RLIMIT_NOFILE, fill_gaps(folder)):
         with pytest.raises(errors.StorageError) as caught:
-            statehold.Checkpointer(folder / "run", **SMALL, backend="io_uring").steps()
+            statehold.Checkpointer(folder / "run", **small(backend="io_uring")).steps()
         check_emfile(caught.value)
         ckpt = statehold.Checkpointer(folder / "run", **SMALL)
         assert ckpt.backend == "threads"
@@ -109,7 +109,7 @@ def small_files(folder: Path, backend: str) -> None:
     text = {"text": "x" * 200_000, "w": content(0, FITS)["w"]}  # a manifest of 200 kB
     data = 4 * FITS + 4096
     operations = []
-    with statehold.Checkpointer(folder / "run", **SMALL, backend=backend) as ckpt:
+    with statehold.Checkpointer(folder / "run", **small(backend=backend)) as ckpt:
         committed(ckpt, 1, FITS)
         for step, most in enumerate([0, 4096, data - 4096], 2):
             with limited(resource.RLIMIT_FSIZE, most):

@@ -13,7 +13,7 @@ import pytest
 import statehold
 from statehold import errors
 from support.contents import FITS, THREADS, check_restored, committed, content
-from support.faults import DEADLINE_S, SMALL
+from support.faults import DEADLINE_S, SMALL, small
 from support.faulty import FAIL, HOLD, fault
 from support.victims import Victims
 
@@ -60,7 +60,7 @@ def closed_streams(folder: Path, backend: str) -> None:
     run = folder / "run"
     for descriptor in (1, 2):  # not 0, which would take the first file
         os.close(descriptor)
-    with statehold.Checkpointer(run, **{**SMALL, "backend": backend}) as ckpt:
+    with statehold.Checkpointer(run, **small(backend=backend)) as ckpt:
         for step in (1, 2, 3):
             # While its file is open: what the process, or a library in it, goes on printing.
             with fault("fdatasync,fsync", ".partial", HOLD, nth=1) as held:

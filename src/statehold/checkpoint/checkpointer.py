@@ -35,22 +35,44 @@ from statehold.errors import (
 )
 from statehold.format.selection import RestoreReport, Selection
 from statehold.layout.plan import step_of
-from statehold.options import check_run, options_of
+from statehold.options import Coordination, Options
+from statehold.options.io import Io
+from statehold.options.keywords import answering
+from statehold.options.paths import check_run
 from statehold.process.ending import forget, remember
 from statehold.ranks.preemption import Preemption
 from statehold.tensors.devices.graphs import refuse_in_capture
 from statehold.units import check_timeout
 
 
+@answering(io=Io)
 class Checkpointer:
     """Saves and restores the state of a training run in the directory `run`.
 
     A state is a mapping of names to modules, optimizers, anything with `state_dict` and
     `load_state_dict`, tensors, plain values, and dicts, lists and tuples of these.
 
+    keep: committed steps to keep, newest first; None keeps all.
     levels: where steps are kept, the nearest level first; None: only in the run directory. Saves go
-    to the first level, and background threads copy them to the others. A restore takes the nearest
-    intact copy. The other parameters are the fields of statehold.options.Options.
+        to the first level, and background threads copy them to the others. A restore takes the
+        nearest intact copy.
+    staging_bytes: the most host memory that copies in flight use. If it is at least the size of the
+        state, the update of the optimizer waits only for a memory copy. If it is smaller, the
+        update also waits for the writes of the rest. None: 1 GiB, or one and a quarter of what this
+        rank writes if that is more. All ranks of a host together use at most a third of the memory
+        that is available. A log line says what was chosen.
+    coordination: how the ranks of a job find each other. "store" uses the store of
+        torch.distributed. "directory" uses files in the run directory, with RANK and WORLD_SIZE
+        from the environment. With "none" this process saves alone, even if others run beside it.
+        "auto" uses the store if torch.distributed is initialized with more than one rank.
+    peer_timeout_s: how long to wait for another rank before it counts as lost.
+    node_mtbf: for levels with every="auto", the mean time between failures of one node, such as
+        "250d". None: a published figure (264 days).
+    nodes: for levels with every="auto", the number of nodes of the job. None: the number of hosts
+        of its ranks.
+    trace: a file for a Chrome/Perfetto JSON trace, written at close(). Each of several ranks writes
+        its own file, with its rank in the name. None records nothing.
+    io: how bytes move, for experts. None: Io(), which takes what `statehold bench io` has measured.
 
     The first use opens it. Use it as a context manager, or call close(): both wait until every save
     is committed. Without that, statehold finishes the saves in the background once
@@ -64,11 +86,27 @@ class Checkpointer:
         self,
         run: str | os.PathLike[str],
         *,
+        keep: int | None = None,
         levels: Sequence[Level] | None = None,
-        **options: Any,
+        staging_bytes: int | str | None = None,
+        coordination: Coordination = "auto",
+        peer_timeout_s: float = 600.0,
+        node_mtbf: str | None = None,
+        nodes: int | None = None,
+        trace: str | os.PathLike[str] | None = None,
+        io: Io | None = None,
     ) -> None:
         self._run = check_run(run)
-        self._options = options_of(options)
+        self._options = Options(
+            keep=keep,
+            staging_bytes=staging_bytes,
+            coordination=coordination,
+            peer_timeout_s=peer_timeout_s,
+            node_mtbf=node_mtbf,
+            nodes=nodes,
+            trace=trace,
+            io=Io() if io is None else io,
+        )
         self._levels = levels_of(levels, self._options)
         self._open: Session | None = None
         self._keeper: Keeper[Session] | None = None  # as soon as it is open

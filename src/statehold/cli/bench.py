@@ -30,7 +30,7 @@ from statehold.cli.study.sweep import JUDGED, Comparison
 from statehold.errors import NoSpaceError, UsageError
 from statehold.io import profile
 from statehold.io.mounts import mount_of
-from statehold.options import Options
+from statehold.options.io import Io
 from statehold.reading.places import NotFoundError
 from statehold.units import MiB, format_bytes, format_seconds, parse_bytes
 
@@ -100,7 +100,7 @@ def _measured(
     more: Sequence[Comparison],
 ) -> study.Study:
     directory = tempfile.mkdtemp(prefix=".statehold-bench-", dir=path)
-    threads = Options().copy_thread_count
+    threads = Io().copy_thread_count
     try:
         made = bench(directory, size)
         return study.run(made, threads, args.seconds, args.full, _show, more)

@@ -30,7 +30,7 @@ from statehold.cli.output import emit, table
 from statehold.errors import StateholdError
 from statehold.io.mounts import mount_of
 from statehold.io.profile import described, find, path_for
-from statehold.options import Options
+from statehold.options.io import Io
 from statehold.process import host_memory as memory
 from statehold.reading.places import NotFoundError, file_system
 from statehold.units import MiB, format_bytes
@@ -82,7 +82,7 @@ def _machine() -> Iterator[Check]:
     yield Check("system", f"{platform.system()} {platform.release()}, Python "
                 f"{platform.python_version()}")  # fmt: skip
     cores = len(os.sched_getaffinity(0))
-    threads = Options().copy_thread_count
+    threads = Io().copy_thread_count
     yield Check("cores", str(cores), means=f"copies and checks with {threads} threads")
     yield _package("torch", "needed to save and restore; the commands do not need it")
     yield _package("numpy", "needed by diff, and by show for statistics")

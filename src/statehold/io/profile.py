@@ -18,7 +18,8 @@ from typing import Any
 from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, StateholdError
 from statehold.io.mounts import Mount, mount_of
-from statehold.options import BUFFER_BYTES_MIN, Moving, Options
+from statehold.options import Options
+from statehold.options.io import BUFFER_BYTES_MIN, Moving
 from statehold.process.whole_files import replace_file
 from statehold.units import GiB, format_bytes
 
@@ -136,7 +137,7 @@ def save(profile: Profile, file: Path) -> None:
 
 
 def find(chosen: str | os.PathLike[str] | None, path: str) -> Profile | None:
-    """The profile that Options.profile = `chosen` means for a run at `path`, or None.
+    """The profile that Io.profile = `chosen` means for a run at `path`, or None.
 
     Raises CorruptionError for a profile that cannot be used.
     """
@@ -170,7 +171,7 @@ def tuned(options: Options, path: str) -> tuple[Options, str]:
     """The options of a run at `path`, with values of its profile instead of None. Also a note about
     an ignored profile, or ""."""
     try:
-        profile = find(options.profile, path)
+        profile = find(options.io.profile, path)
     except StateholdError as error:
         return options, f"ignoring the profile of the storage: {error}"
     return (options.filled(believed(profile.moving)), "") if profile else (options, "")

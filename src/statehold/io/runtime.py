@@ -89,7 +89,7 @@ class Runtime:
 
 
 def _open_fs(options: Options) -> Fs:
-    fs = _core.open_fs(options.backend_choice, options.depth)
-    if options.backend_choice != "threads":  # otherwise a user asked for it
+    fs = _core.open_fs(options.io.backend_choice, options.io.depth)
+    if options.io.backend_choice != "threads":  # otherwise a user asked for it
         log_once(fs.note and f"saving with threads instead of io_uring: {fs.note}")
     return fs

@@ -96,9 +96,9 @@ class Staging:
             self._open(before)
 
     def _open(self, size: int) -> None:
-        buffer = self._options.buffer_size
+        buffer = self._options.io.buffer_size
         whole = max(2, size // buffer) * buffer
-        self.engine = open_engine(self._fs, whole, buffer, self._options.copy_thread_count)
+        self.engine = open_engine(self._fs, whole, buffer, self._options.io.copy_thread_count)
         self.nbytes = whole
         self.devices = Devices()
 

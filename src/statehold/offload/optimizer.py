@@ -24,6 +24,7 @@ from statehold.offload.rules import AdamRule, Rule, SgdRule
 from statehold.offload.state import OffloadedState
 from statehold.offload.stats import Event, Stats
 from statehold.offload.tiers import Tier
+from statehold.options.keywords import answering
 from statehold.tensors.stored import Fill, SavedParameter, StoredState
 
 if TYPE_CHECKING:
@@ -171,6 +172,7 @@ class _Offloaded(torch.optim.Optimizer):
         )
 
 
+@answering()
 class AdamW(_Offloaded):
     """torch.optim.AdamW on tiers.
 
@@ -207,6 +209,7 @@ class AdamW(_Offloaded):
         )
 
 
+@answering()
 class Adam(_Offloaded):
     """torch.optim.Adam on tiers. The arguments are those of `AdamW`."""
 
@@ -235,6 +238,7 @@ class Adam(_Offloaded):
         )
 
 
+@answering()
 class SGD(_Offloaded):
     """torch.optim.SGD on tiers: momentum, and masters of parameters in 16 bit."""
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from statehold.errors import UsageError
-from statehold.options import check_path
+from statehold.options.paths import check_path
 from statehold.units import parse_bytes
 
 __all__ = ["Host", "Path", "Tier", "check_tiers"]

@@ -27,7 +27,9 @@ __all__ = ["Microbatch", "Replicas", "Step"]
 _HOMES = {"Replicas": "replicas", "Microbatch": "step", "Step": "step"}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+if not TYPE_CHECKING:  # otherwise a type checker accepts every name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

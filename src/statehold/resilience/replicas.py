@@ -16,20 +16,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import default_collate
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.errors import RunBusyError, StateMismatchError, UsageError
+from statehold.options.keywords import answering
 from statehold.resilience import identity
 from statehold.resilience.data.course import Course
 from statehold.resilience.data.loader import Loader
 from statehold.resilience.data.purity import Purity
+from statehold.resilience.data.workers import Prepare
 from statehold.resilience.driver import Driver
 from statehold.resilience.meeting import Desk
 from statehold.resilience.progress import Progress
@@ -46,6 +50,7 @@ _SUMS: dict[str, type[ExactSum] | type[FastSum]] = {"exact": ExactSum, "fast": F
 logger = logging.getLogger(__name__)
 
 
+@answering()
 class Replicas:
     """One replica of a job, and its rank if it has several.
 
@@ -176,13 +181,31 @@ class Replicas:
         driver.leave()
         self._driver = None
 
-    def loader(self, dataset: Any, **options: Any) -> Loader:
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        workers: int = 0,
+        prefetch: int = 2,
+        worker_init_fn: Prepare | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+    ) -> Loader:
         """What draws the samples of microbatches ahead of time: see data.loader.Loader.
 
         Make it before the first step, so that its workers do not inherit connections. It does what
         Microbatch.drew does.
         """
-        self._loader = Loader(dataset, self._course, purity=self._purity, **options)
+        self._loader = Loader(
+            dataset,
+            self._course,
+            collate_fn=collate_fn,
+            workers=workers,
+            prefetch=prefetch,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            purity=self._purity,
+        )
         return self._loader
 
     def close(self) -> None:

@@ -38,18 +38,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name != "SimFs":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        from statehold._sim import SimFs
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "this build of statehold has no SimFs: wheels do not contain the simulated disk. "
-            "`make setup` builds it in a checkout, and "
-            "`pip install . -C cmake.define.STATEHOLD_SIM=ON` installs it"
-        ) from error
-    return SimFs
+if not TYPE_CHECKING:  # otherwise a type checker accepts every name
+
+    def __getattr__(name: str) -> Any:
+        if name != "SimFs":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            from statehold._sim import SimFs
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                "this build of statehold has no SimFs: wheels do not contain the simulated disk. "
+                "`make setup` builds it in a checkout, and "
+                "`pip install . -C cmake.define.STATEHOLD_SIM=ON` installs it"
+            ) from error
+        return SimFs
 
 
 def checkpointer_on(

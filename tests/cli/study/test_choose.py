@@ -21,7 +21,7 @@ from statehold.cli.study.choose import (
 from statehold.cli.study.strategies import Mover, Operation, Strategy
 from statehold.cli.study.sweep import JUDGED, Comparison, bytes_of, centre, neighbours
 from statehold.io.profile import Rates
-from statehold.options import Moving
+from statehold.options.io import Moving
 from statehold.units import MiB
 
 MIDDLE = centre(2)

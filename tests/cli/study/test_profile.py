@@ -15,7 +15,8 @@ from statehold.errors import CorruptionError
 from statehold.io import mounts
 from statehold.io.mounts import Mount, mount_of
 from statehold.io.profile import Profile, Rates, decode, find, path_for, rates_of, save, tuned
-from statehold.options import DEFAULTS, Moving, Options
+from statehold.options import Options
+from statehold.options.io import DEFAULTS, Io, Moving
 from statehold.units import MiB
 
 MOVING = Moving(buffer_bytes=4 * MiB, queue_depth=7, backend="threads", copy_threads=3)
@@ -122,34 +123,35 @@ def test_it_fills_what_is_open(home: Path, tmp_path: Path, profile: Profile) -> 
     save(profile, path_for(str(tmp_path)))
     options, note = tuned(Options(), str(tmp_path))
     assert note == ""
-    assert (options.buffer_size, options.depth) == (4 * MiB, 7)
-    assert (options.backend_choice, options.copy_thread_count) == ("threads", 3)
+    assert (options.io.buffer_size, options.io.depth) == (4 * MiB, 7)
+    assert (options.io.backend_choice, options.io.copy_thread_count) == ("threads", 3)
 
 
 def test_what_is_given_wins(home: Path, tmp_path: Path, profile: Profile) -> None:
     save(profile, path_for(str(tmp_path)))
-    given = Options(buffer_bytes="16MiB", queue_depth=32, backend="auto", copy_threads=1)
+    io = Io(buffer_bytes="16MiB", queue_depth=32, backend="auto", copy_threads=1)
+    given = Options(io=io)
     assert tuned(given, str(tmp_path)) == (given, "")
-    options, _ = tuned(Options(queue_depth=32), str(tmp_path))
-    assert (options.depth, options.buffer_size) == (32, 4 * MiB)
-    none = Options(profile=None)
+    options, _ = tuned(Options(io=Io(queue_depth=32)), str(tmp_path))
+    assert (options.io.depth, options.io.buffer_size) == (32, 4 * MiB)
+    none = Options(io=Io(profile=None))
     assert tuned(none, str(tmp_path)) == (none, "")
 
 
 def test_io_uring_is_taken_where_it_is_allowed(tmp_path: Path, profile: Profile) -> None:
     file = tmp_path / "p.json"
     save(replace(profile, moving=replace(MOVING, backend="io_uring")), file)
-    options, _ = tuned(Options(profile=file), str(tmp_path))
-    assert options.backend == "auto"
+    options, _ = tuned(Options(io=Io(profile=file)), str(tmp_path))
+    assert options.io.backend == "auto"
 
 
 def test_buffers_that_do_not_fit_are_left_out(tmp_path: Path, profile: Profile) -> None:
     file = tmp_path / "p.json"
     save(replace(profile, moving=replace(MOVING, buffer_bytes=64 * MiB)), file)
-    options, note = tuned(Options(profile=file, staging_bytes="64MiB"), str(tmp_path))
+    options, note = tuned(Options(io=Io(profile=file), staging_bytes="64MiB"), str(tmp_path))
     assert note == ""
-    assert options.buffer_size == DEFAULTS.buffer_bytes
-    assert options.depth == 7
+    assert options.io.buffer_size == DEFAULTS.buffer_bytes
+    assert options.io.depth == 7
 
 
 def test_a_broken_profile_changes_nothing(home: Path, tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ def test_no_environment_variable_overrides_a_field(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Path
 ) -> None:
     before = tuned(Options(), str(tmp_path))
-    for field in Options.__slots__:
+    for field in (*Options.__slots__, *Io.__slots__):
         for prefix in ("", "STATEHOLD_", "STATEHOLD_IO_"):
             monkeypatch.setenv(f"{prefix}{field}".upper(), "1")
     assert tuned(Options(), str(tmp_path)) == before

@@ -22,7 +22,7 @@ from statehold.cli.study.study import Proof, Study, is_lost, run
 from statehold.cli.study.sweep import cases_of, centre, comparisons, strategies
 from statehold.io.mounts import mount_of
 from statehold.io.profile import Profile, decode, path_for, save
-from statehold.options import Moving
+from statehold.options.io import Io, Moving
 from statehold.units import KiB, MiB
 from support.inside import inside
 
@@ -132,11 +132,13 @@ def test_a_checkpointer_takes_the_profile(
     with statehold.Checkpointer(tmp_path / "run", staging_bytes="64MiB") as ckpt:
         assert ckpt.backend == "threads"
         assert inside(ckpt).runtime.engine.buffer_bytes == 2 * MiB
-    given = {"buffer_bytes": "1MiB", "staging_bytes": "64MiB"}
+    given = {"io": Io(buffer_bytes="1MiB"), "staging_bytes": "64MiB"}
     with statehold.Checkpointer(tmp_path / "run", **given) as ckpt:
         assert inside(ckpt).runtime.engine.buffer_bytes == MiB
         assert ckpt.backend == "threads"
-    with statehold.Checkpointer(tmp_path / "run", profile=None, staging_bytes="64MiB") as ckpt:
+    with statehold.Checkpointer(
+        tmp_path / "run", io=Io(profile=None), staging_bytes="64MiB"
+    ) as ckpt:
         assert inside(ckpt).runtime.engine.buffer_bytes == 16 * MiB
     assert main(["doctor", str(tmp_path)]) == 0
     assert "buffers of 2 MiB" in capsys.readouterr().out

@@ -169,9 +169,9 @@ def agent_for(
             path=_module_path(),
             run=run,
             levels=levels,
-            backend=options.backend_choice,
-            queue_depth=options.depth,
-            buffer_bytes=options.buffer_size,
+            backend=options.io.backend_choice,
+            queue_depth=options.io.depth,
+            buffer_bytes=options.io.buffer_size,
         )
 
     return Agent(orders, log)

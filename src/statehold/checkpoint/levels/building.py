@@ -49,7 +49,7 @@ def open_levels(
     places = _places(run, specs, runtime, peers, identity, owned)
     near = [place for place in places if isinstance(place, DirectoryPlace)]
     on_hosts = [place for place in places if isinstance(place, HostPlace)]
-    hosts = Hosts(on_hosts, peers, exchange or HttpExchange(run, runtime.options.address))
+    hosts = Hosts(on_hosts, peers, exchange or HttpExchange(run, runtime.options.io.address))
     owned.callback(hosts.close)
     targets = [*zip(specs[1:], places[1:], strict=True), *_copies(specs, places, peers)]
     promoters = [
@@ -80,8 +80,8 @@ def _places(
         specs,
         run,
         runtime.fs,
-        options.buffer_size,
-        reuse=options.reuse_files,
+        options.io.buffer_size,
+        reuse=options.io.reuse_files,
         membership=peers.membership if peers else ALONE,
         identity=identity,
     )

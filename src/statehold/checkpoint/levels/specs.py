@@ -18,7 +18,9 @@ from typing import Any
 from statehold.checkpoint.cadence.every import parse_every
 from statehold.errors import UsageError
 from statehold.io.objects.address import check_url
-from statehold.options import Options, check_path
+from statehold.options import Options
+from statehold.options.keywords import answering
+from statehold.options.paths import check_path
 from statehold.planners.failures import Loss
 from statehold.units import parse_bytes
 
@@ -74,6 +76,7 @@ class Level:
         return None if self.bytes_per_s is None else parse_bytes(self.bytes_per_s)
 
 
+@answering()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory(Level):
     """Memory of this host that outlives the process: survives the trainer's death, not the host's.
@@ -115,6 +118,7 @@ class Memory(Level):
         return Loss.NODE if self.copies else Loss.PROCESS
 
 
+@answering()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Directory(Level):
     """A directory: a local disk, or a parallel file system.
@@ -173,6 +177,7 @@ def _too_few(level: Level) -> UsageError:
     )
 
 
+@answering()
 @dataclass(frozen=True, slots=True)
 class ObjectStore(Level):
     """An object store: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix.

@@ -59,7 +59,7 @@ def refuted(claims: Sequence[Claim], runtime: Runtime) -> list[set[int]]:
             each for each in left if runtime.hash_memory(each.address, each.nbytes) != each.expected
         ]
 
-    count = min(runtime.options.copy_thread_count, len(found))
+    count = min(runtime.options.io.copy_thread_count, len(found))
     differing = [set[int]() for _ in claims]
     if count:
         with ThreadPoolExecutor(count, "statehold-proof", initializer=_yield) as threads:

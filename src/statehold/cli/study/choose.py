@@ -17,7 +17,7 @@ from statistics import median
 from statehold.cli.study.strategies import Operation, Strategy
 from statehold.cli.study.sweep import JUDGED, Comparison, Figure, neighbours
 from statehold.io.profile import Rates
-from statehold.options import Moving
+from statehold.options.io import Moving
 
 # Two settings whose scores differ by less are equally good, however still the storage is.
 MARGIN_MIN = 0.03

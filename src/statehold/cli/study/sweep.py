@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from statehold.cli.study.strategies import Case, Mover, Operation, Strategy
-from statehold.options import DEFAULTS
+from statehold.options.io import DEFAULTS
 from statehold.units import KiB, MiB
 
 BLOCKS = (1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB)

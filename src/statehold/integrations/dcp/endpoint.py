@@ -8,10 +8,10 @@ Not here: the engine (machine), reading (reader), writing (writer).
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from statehold.errors import UsageError
 from statehold.integrations.dcp.machine import Machine
+from statehold.options import Options
 
 
 class Endpoint:
@@ -20,10 +20,10 @@ class Endpoint:
     _what: str  # needs the directory
     _call: str  # a call of torch that may give it
 
-    def __init__(self, path: str | os.PathLike[str] | None, **options: Any) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None, options: Options) -> None:
         super().__init__()
         self._path = None if path is None else _absolute(path)
-        self._machine = Machine(**options)
+        self._machine = Machine(options)
 
     @property
     def checkpoint_id(self) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from statehold import _core
 from statehold.checkpoint.telemetry.watch import UNWATCHED
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class Machine:
-    """Opens engines with `options` (fields of statehold.options.Options)."""
+    """Opens engines with `options`."""
 
     watch = UNWATCHED  # not of the instance, which is pickled
 
-    def __init__(self, **options: Any) -> None:
-        self.options = Options(**options)
+    def __init__(self, options: Options) -> None:
+        self.options = options
         self.borrowed_fs: Fs | None = None  # for tests
 
     def at(self, directory: str) -> Machine:
@@ -53,7 +53,7 @@ class Machine:
         if self.borrowed_fs is not None:
             yield self.borrowed_fs
             return
-        fs = _core.open_fs(self.options.backend_choice, self.options.depth)
+        fs = _core.open_fs(self.options.io.backend_choice, self.options.io.depth)
         try:
             yield fs
         finally:
@@ -62,12 +62,12 @@ class Machine:
     @contextlib.contextmanager
     def engine(self, fs: Fs, nbytes: int) -> Iterator[Engine]:
         """An engine for moving `nbytes`."""
-        buffer = self.options.buffer_size
+        buffer = self.options.io.buffer_size
         needed = (max(0, nbytes) // buffer + 2) * buffer
         given = self.options.staging_size
         size = chosen(needed, available().nbytes, ranks_on_host(1)) if given is None else given
         staging = min(size, needed)
-        engine = open_engine(fs, staging, buffer, self.options.copy_thread_count)
+        engine = open_engine(fs, staging, buffer, self.options.io.copy_thread_count)
         try:
             yield engine
         finally:

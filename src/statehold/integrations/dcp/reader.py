@@ -43,14 +43,18 @@ from statehold.integrations.dcp.endpoint import Endpoint
 from statehold.integrations.dcp.machine import Machine
 from statehold.integrations.dcp.targets import Wanted, read
 from statehold.integrations.dcp.telemetry import traced
+from statehold.options import Options
+from statehold.options.io import Io
+from statehold.options.keywords import answering
 from statehold.tensors.devices.graphs import refuse_in_capture
 
 
+@answering(io=Io)
 class StorageReader(Endpoint, _StorageReader):
     """Reads a step of a Checkpointer or of a StorageWriter; for torch.distributed.checkpoint.
 
     path: the directory of the step; the `checkpoint_id` of a load replaces it.
-    staging_bytes, buffer_bytes, queue_depth, copy_threads, backend, profile: as for a Checkpointer.
+    staging_bytes, io: as for a Checkpointer.
     trace: a file for a trace, written at the end of each load.
     """
 
@@ -61,23 +65,11 @@ class StorageReader(Endpoint, _StorageReader):
         path: str | os.PathLike[str] | None = None,
         *,
         staging_bytes: int | str = "256MiB",
-        buffer_bytes: int | str | None = None,
-        queue_depth: int | None = None,
-        copy_threads: int | None = None,
-        backend: str | None = None,
-        profile: str | os.PathLike[str] | None = "auto",
+        io: Io | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(
-            path,
-            staging_bytes=staging_bytes,
-            buffer_bytes=buffer_bytes,
-            queue_depth=queue_depth,
-            copy_threads=copy_threads,
-            backend=backend,
-            profile=profile,
-            trace=trace,
-        )
+        settings = Options(staging_bytes=staging_bytes, io=Io() if io is None else io, trace=trace)
+        super().__init__(path, settings)
         self._step: Contents | None = None
         self._save: str | None = None  # which save of it: the sha256 of its manifest
 

@@ -35,7 +35,7 @@ from statehold.format.saved import MANIFEST_NAME
 from statehold.integrations.dcp import torch_save
 from statehold.integrations.dcp.torch_save import TorchSaveReader
 from statehold.integrations.dcp.unpickle import load_metadata
-from statehold.options import check_path
+from statehold.options.paths import check_path
 
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = "pytorch_model.bin"

@@ -44,6 +44,9 @@ from statehold.integrations.dcp.telemetry import SaveWatch
 from statehold.integrations.dcp.tree import Path
 from statehold.integrations.dcp.writing import Place, write_items
 from statehold.layout.plan import STEP_MAX
+from statehold.options import Options
+from statehold.options.io import Io
+from statehold.options.keywords import answering
 from statehold.tensors.devices.graphs import refuse_in_capture
 
 if TYPE_CHECKING:
@@ -66,6 +69,7 @@ class _Save(threading.local):
     watch: SaveWatch | None = None
 
 
+@answering(io=Io)
 class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
     """Writes a checkpoint as a step of statehold; for torch.distributed.checkpoint.
 
@@ -73,8 +77,8 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
         number in its name is the step.
     overwrite: replace an existing checkpoint once the new one is complete. A whole checkpoint
         exists at every moment. False raises an error if there is a checkpoint.
-    staging_bytes, buffer_bytes, queue_depth, copy_threads, backend, profile: as for a Checkpointer.
-        Each save allocates its staging memory, never more than the rank writes.
+    staging_bytes, io: as for a Checkpointer. Each save allocates its staging memory, never more
+        than the rank writes.
     trace: a file for a trace, written at the end of each save.
     timeout_s: with use_collectives=False, how long ranks wait for each other.
 
@@ -89,24 +93,12 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
         *,
         overwrite: bool = True,
         staging_bytes: int | str = "256MiB",
-        buffer_bytes: int | str | None = None,
-        queue_depth: int | None = None,
-        copy_threads: int | None = None,
-        backend: str | None = None,
-        profile: str | os.PathLike[str] | None = "auto",
+        io: Io | None = None,
         trace: str | os.PathLike[str] | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        super().__init__(
-            path,
-            staging_bytes=staging_bytes,
-            buffer_bytes=buffer_bytes,
-            queue_depth=queue_depth,
-            copy_threads=copy_threads,
-            backend=backend,
-            profile=profile,
-            trace=trace,
-        )
+        settings = Options(staging_bytes=staging_bytes, io=Io() if io is None else io, trace=trace)
+        super().__init__(path, settings)
         self._timeout_s = timeout_s
         self._overwrite = overwrite
         self._staging = StagingPool()

@@ -1,0 +1,100 @@
+"""The settings of a Checkpointer: frozen values that are validated when they are made.
+
+    Options   all settings of a Checkpointer, validated together
+    io        Io: how bytes move
+    paths     which paths can be those of a run or a level
+    keywords  what a constructor answers to a keyword that it does not have
+
+Invariants: no environment variable overrides a field, and no field is ignored because of another
+one.
+Not here: the settings of a level (checkpoint/levels/specs).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from statehold.errors import UsageError
+from statehold.options.io import Io, Moving
+from statehold.options.paths import PATH
+from statehold.options.values import check_choice, check_count
+from statehold.units import format_bytes, parse_bytes, parse_seconds
+
+Coordination = Literal["auto", "store", "directory", "none"]
+COORDINATIONS = ("auto", "store", "directory", "none")
+
+# A day: no live rank is later than that, and clocks and stores can still count it.
+PEER_TIMEOUT_S_MAX = 86_400
+
+NODES_MAX = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How a Checkpointer stages, writes and keeps steps: its keywords, which say what they mean."""
+
+    keep: int | None = None
+    staging_bytes: int | str | None = None
+    coordination: Coordination = "auto"
+    peer_timeout_s: float = 600.0
+    node_mtbf: str | None = None
+    nodes: int | None = None
+    trace: str | os.PathLike[str] | None = None
+    io: Io = field(default_factory=Io)
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
+            raise UsageError(
+                "keep must be a number of steps, at least 1, or None for all",
+                facts={"got": repr(self.keep)},
+            )
+        check_choice("coordination", self.coordination, COORDINATIONS)
+        check_count("nodes", self.nodes, NODES_MAX)
+        if self.node_mtbf is not None and self.node_mtbf_s is None:
+            raise UsageError(
+                "node_mtbf must be a time",
+                facts={"expected": 'such as "250d" or "6000h"', "got": repr(self.node_mtbf)[:80]},
+            )
+        if self.trace is not None and not (self.trace and isinstance(self.trace, PATH)):
+            raise UsageError("trace must be the path of a file", facts={"got": repr(self.trace)})
+        if not isinstance(self.io, Io):
+            raise UsageError(
+                "io must be a statehold.Io",
+                facts={"expected": "such as Io(queue_depth=64)", "got": repr(self.io)[:80]},
+            )
+        self._check_timeout()
+        self._check_memory()
+
+    def _check_timeout(self) -> None:
+        timeout_s = self.peer_timeout_s
+        number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+        if not number or not 0 < timeout_s <= PEER_TIMEOUT_S_MAX:
+            raise UsageError(
+                "peer_timeout_s must be a number of seconds",
+                facts={"expected": f"above 0, up to {PEER_TIMEOUT_S_MAX}", "got": repr(timeout_s)},
+            )
+
+    def _check_memory(self) -> None:
+        staging, least = self.staging_size, 2 * self.io.buffer_size
+        if staging is not None and staging < least:
+            raise UsageError(
+                "staging_bytes must hold at least two buffers",
+                facts={"expected": f"at least {format_bytes(least)}",
+                       "got": format_bytes(staging)},
+            )  # fmt: skip
+
+    @property
+    def node_mtbf_s(self) -> float | None:
+        """node_mtbf, in seconds."""
+        return parse_seconds(self.node_mtbf)
+
+    @property
+    def staging_size(self) -> int | None:
+        """staging_bytes, in bytes; None: the first save chooses it."""
+        return None if self.staging_bytes is None else parse_bytes(self.staging_bytes)
+
+    def filled(self, moving: Moving) -> Options:
+        """These options, with the values of `moving` for fields of `io` that are None."""
+        return replace(self, io=self.io.filled(moving, self.staging_size))

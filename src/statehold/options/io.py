@@ -1,0 +1,131 @@
+"""Io: how bytes move between memory and storage. Settings for experts, in one value.
+
+Four fields say how bytes move (`Moving`). If such a field is None, its value comes from the profile
+that `statehold bench io` measured on the storage, if there is one, and otherwise from `DEFAULTS`.
+Invariants: an Io is valid as soon as it is made. A profile never overrides a field that the user
+gave.
+Not here: where a profile lies and when statehold uses it (io/profile).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from statehold.errors import UsageError
+from statehold.options.keywords import answering
+from statehold.options.paths import PATH
+from statehold.options.values import check_choice, check_count
+from statehold.units import MiB, format_bytes, parse_bytes
+
+Backend = Literal["auto", "io_uring", "threads"]
+BACKENDS = ("auto", "io_uring", "threads")
+
+# A buffer is one write: below 1 MiB the device is not kept busy, and a checksum block (1 MiB)
+# must never straddle two buffers.
+BUFFER_BYTES_MIN = MiB
+_MOST = 4096  # transfers, threads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moving:
+    """How bytes move: the values that a profile can give to fields of Io that are None."""
+
+    buffer_bytes: int
+    queue_depth: int
+    backend: str
+    copy_threads: int | None
+
+
+DEFAULTS = Moving(buffer_bytes=16 * MiB, queue_depth=32, backend="auto", copy_threads=None)
+
+
+@answering()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Io:
+    """How bytes move between memory and storage: `Checkpointer(..., io=Io(queue_depth=64))`.
+
+    Leave this to `statehold bench io`, unless you have measured something better.
+
+    buffer_bytes: size of one staging buffer and of one write. None: from the profile, or 16 MiB.
+    queue_depth: transfers in flight at once. None: from the profile, or 32.
+    copy_threads: threads that copy and checksum. None: from the profile, or the number of
+        processors, at most 4.
+    backend: "io_uring", "threads" (pread/pwrite), or "auto", which takes io_uring if the kernel
+        allows it. None: from the profile, or "auto".
+    profile: the profile of the storage that `statehold bench io` measured. "auto" takes the file in
+        ~/.config/statehold/io, if there is one. A path takes this file. None takes no profile.
+    reuse_files: overwrite the files of retired steps instead of allocating new ones.
+    address: the address of this host on the network over which hosts read each other's files, if
+        each host has its own level; a name or a number, without a port. None: the address from
+        which this host reaches MASTER_ADDR, or the address of its own name.
+    """
+
+    buffer_bytes: int | str | None = None
+    queue_depth: int | None = None
+    copy_threads: int | None = None
+    backend: Backend | None = None
+    profile: str | os.PathLike[str] | None = "auto"
+    reuse_files: bool = True
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend is not None:
+            check_choice("backend", self.backend, BACKENDS)
+        if self.profile is not None and not isinstance(self.profile, PATH):
+            raise UsageError(
+                'profile must be "auto", a path, or None', facts={"got": repr(self.profile)}
+            )
+        check_count("queue_depth", self.queue_depth, _MOST)
+        check_count("copy_threads", self.copy_threads, _MOST)
+        if type(self.reuse_files) is not bool:
+            raise UsageError(
+                "reuse_files must be True or False", facts={"got": repr(self.reuse_files)[:80]}
+            )
+        if self.address is not None and not (isinstance(self.address, str) and self.address):
+            raise UsageError(
+                "address must be a name or a number", facts={"got": repr(self.address)}
+            )
+        buffer = self.buffer_size
+        if buffer < BUFFER_BYTES_MIN or buffer % BUFFER_BYTES_MIN:
+            raise UsageError(
+                "buffer_bytes must be a multiple of 1 MiB", facts={"got": format_bytes(buffer)}
+            )
+
+    @property
+    def buffer_size(self) -> int:
+        """buffer_bytes, in bytes, with the default instead of None."""
+        return (
+            DEFAULTS.buffer_bytes if self.buffer_bytes is None else parse_bytes(self.buffer_bytes)
+        )
+
+    @property
+    def depth(self) -> int:
+        """queue_depth, with the default instead of None."""
+        return self.queue_depth or DEFAULTS.queue_depth
+
+    @property
+    def backend_choice(self) -> str:
+        """backend, with the default instead of None."""
+        return self.backend or DEFAULTS.backend
+
+    @property
+    def copy_thread_count(self) -> int:
+        """copy_threads, with the default instead of None."""
+        return self.copy_threads or min(4, os.cpu_count() or 1)
+
+    def filled(self, moving: Moving, staging_bytes: int | None) -> Io:
+        """These settings, with the values of `moving` instead of None.
+
+        If staging_bytes does not hold two buffers of the profile, the profile's buffer_bytes is
+        left out. So a run that opens without a profile also opens with one.
+        """
+        found = {
+            field.name: getattr(moving, field.name)
+            for field in fields(Moving)
+            if getattr(self, field.name) is None
+        }
+        if staging_bytes is not None and staging_bytes < 2 * moving.buffer_bytes:
+            found.pop("buffer_bytes", None)
+        return replace(self, **found)

@@ -1,0 +1,65 @@
+"""What a constructor answers to a keyword that it does not have: the name that was meant.
+
+Type checkers see the keywords of each signature. This is for what no type checker has seen: a
+notebook, a configuration file.
+Invariants: a constructor keeps its signature, for editors and help().
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from statehold.errors import UsageError
+
+T = TypeVar("T")
+
+
+def answering(**parts: type) -> Callable[[type[T]], type[T]]:
+    """Let a constructor raise UsageError for an unknown keyword.
+
+    parts: its keywords that take a value with keywords of its own, and the classes of these values.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        original: Any = cls.__init__
+        known = _keywords(cls)
+
+        @functools.wraps(original)
+        def constructor(self: T, *args: Any, **given: Any) -> None:
+            for name in given:
+                if name not in known:
+                    raise _no_such(name, cls.__name__, known, parts)
+            original(self, *args, **given)
+
+        cls.__init__ = constructor  # type: ignore[assignment]
+        return cls
+
+    return decorate
+
+
+def meant(name: str, known: Iterable[str]) -> str | None:
+    """A question that names the nearest of `known`; None: nothing is near."""
+    close = difflib.get_close_matches(name, list(known), 3)
+    return f"did you mean {' or '.join(close)}?" if close else None
+
+
+def _keywords(cls: type) -> list[str]:
+    parameters = inspect.signature(cls).parameters.values()
+    return [each.name for each in parameters if each.kind is not each.VAR_POSITIONAL]
+
+
+def _no_such(name: str, called: str, known: list[str], parts: dict[str, type]) -> UsageError:
+    homes = [
+        f"write {keyword}=statehold.{part.__name__}({name}=...)"
+        for keyword, part in parts.items()
+        if name in _keywords(part)
+    ]
+    return UsageError(
+        f"{called} has no such keyword",
+        facts={"got": name, "expected": f"one of {', '.join(known)}"},
+        hint=homes[0] if homes else meant(name, known),
+    )

@@ -1,0 +1,56 @@
+"""Which paths can be those of a run or of a level.
+
+Invariants: nothing is opened or made here. What only a shell or an object store understands is
+refused, with what to write instead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from statehold.errors import UsageError
+
+PATH = (str, os.PathLike)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|(s3|gs|az|file):/")  # Path() takes one slash away
+_STEP = re.compile(r"step-\d{12}")
+
+
+def check_path(path: str | os.PathLike[str], what: str) -> str:
+    """`path`, if it can be the path of a directory: not empty, and not a URL."""
+    text = os.fspath(path) if isinstance(path, PATH) else None
+    if not isinstance(text, str) or not text.strip():
+        raise UsageError(
+            f"{what} is not the path of a directory",
+            facts={"expected": "a path that is not empty", "got": repr(path)[:80]},
+            hint='"." is the working directory',
+        )
+    if _URL.match(text):
+        scheme = text.partition(":")[0]
+        raise UsageError(
+            f"{what} is a URL, not the path of a directory",
+            facts={"expected": "a path such as runs/llama", "got": f"{scheme}://..."},
+            hint='make the store a level: levels=[Directory(), ObjectStore("s3://b/llama")]',
+        )
+    if (
+        home := os.path.expanduser(text)
+    ) != text:  # otherwise statehold would make a directory called ~
+        raise UsageError(
+            f"{what} begins with ~, which only a shell replaces",
+            facts={"expected": home, "got": text},
+            hint=f'pass os.path.expanduser("{text}")',
+        )
+    return text
+
+
+def check_run(run: str | os.PathLike[str]) -> str:
+    """The path of a run, absolute."""
+    path = os.path.abspath(check_path(run, "the run"))
+    above, name = os.path.split(path)
+    if _STEP.fullmatch(name):  # otherwise the run would seem to have no steps
+        raise UsageError(
+            "the run is the directory of a step",
+            facts={"expected": above, "got": path},
+            hint=f"open the run, and call restore(state, step={int(name[5:])})",
+        )
+    return path
