@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Sequence
+from dataclasses import astuple
 
+from statehold.checkpoint.levels.already import content_of, is_shared
 from statehold.checkpoint.levels.copying import Copy, DataFile, blocks
 from statehold.checkpoint.levels.near_files import NearFiles
 from statehold.checkpoint.levels.owners import Identity, OwnedPrefix
 from statehold.checkpoint.levels.places import Shared
+from statehold.checkpoint.store.object_names import shared_name
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import CorruptionError, MissingFileError
+from statehold.format.entries import sha256
 from statehold.io.objects.parallel import Target
 
 
@@ -93,13 +98,26 @@ class ObjectPlace(Shared):
             # Other ranks may already be copying a later save of this step.
             self._objects.clear(but_for=step)
         self._taken = step, attempt
+        shared = {file.name: _object_of(file) for file in copy.part.files if is_shared(file)}
+        self._objects.refer(step, attempt, shared)
         for file in copy.part.files:
-            if self._is_there(copy, file, attempt):
-                continue
-            with copy.blocks(file) as verified:
-                self._objects.upload(step, attempt, file.name, file.bytes, verified, copy.before)
+            if file.name in shared:
+                self._take_shared(copy, file, shared[file.name])
+            elif not self._is_there(copy, file, attempt):
+                with copy.blocks(file) as verified:
+                    self._objects.upload(
+                        step, attempt, file.name, file.bytes, verified, copy.before
+                    )
         for name, raw in copy.part.records:
             self._objects.upload(step, attempt, name, len(raw), [memoryview(raw)])
+
+    def _take_shared(self, copy: Copy, file: DataFile, name: str) -> None:
+        shared = self._objects.shared
+        if shared.has(name, file.bytes):
+            copy.watch.linked(file.bytes)
+            return
+        with copy.blocks(file) as verified:
+            shared.upload(name, file.bytes, verified, copy.before)
 
     def _is_there(self, copy: Copy, file: DataFile, attempt: str) -> bool:
         """Whether an earlier copy of this manifest has left the file whole. It is read to check."""
@@ -135,6 +153,13 @@ class ObjectPlace(Shared):
     def close(self) -> None:
         self._near.close()
         self._objects.close()
+
+
+def _object_of(file: DataFile) -> str:
+    """The shared object for a file: the same for all files with its content."""
+    nbytes, block_bytes, spans = content_of(file)
+    content = [nbytes, block_bytes, [astuple(span) for span in spans]]
+    return shared_name(sha256(json.dumps(content).encode()))
 
 
 def attempt_at(manifest: bytes) -> str:

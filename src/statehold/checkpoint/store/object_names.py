@@ -2,9 +2,12 @@
 
     step-000000000100.5f3a09c1-7/manifest.json     one attempt at a step: a whole step directory
     step-000000000100.5f3a09c1-7/rank-00000-of-00001.safetensors
+    step-000000000100.5f3a09c1-7/rank-00000-of-00001.shared.json
+                                                   which data files of a rank are shared objects
     step-000000000100.commit                       names the attempt that counts
+    shared/0123456789abcdef....safetensors         a data file that several steps have
 
-Owns: these names, and the JSON of a commit object, sealed like a manifest.
+Owns: these names, and the JSON of commit objects and references, sealed like a manifest.
 Invariants: parsing is strict, and no name, given or read, leads out of the run's prefix.
 Not here: the store (io/objects/client), the order of operations (objects).
 """
@@ -12,6 +15,7 @@ Not here: the store (io/objects/client), the order of operations (objects).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from statehold.encoding.strictjson import Checker
@@ -27,6 +31,10 @@ _DIRECTORY = re.compile(rf"step-([0-9]{{12}})\.({_ATTEMPT})")
 _COMMIT = re.compile(r"step-([0-9]{12})\.commit")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+SHARED = "shared"
+_SHARED_FORMAT = "statehold.shared"
+_SHARED_MEMBERS = ("format", "version", "files", "shared_sha256")
+_SHARED_OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
 _MEMBERS = ("format", "version", "step", "directory", "manifest_sha256", "commit_sha256")
 
 
@@ -63,6 +71,38 @@ def check_file(name: str) -> str:
     if not is_file_name(name):
         raise InvariantError("not a valid name of a file of a step", facts={"got": repr(name)})
     return name
+
+
+def reference_name(rank: int, world_size: int) -> str:
+    """The object that says which data files of a rank are shared objects."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.shared.json"
+
+
+def is_reference_name(name: str) -> bool:
+    return name.endswith(".shared.json")
+
+
+def shared_name(digest: str) -> str:
+    """The shared object for the file with the content of this sha256."""
+    return f"{digest}.safetensors"
+
+
+def encode_references(files: Mapping[str, str]) -> bytes:
+    """The content of a reference object. files: data file -> shared object."""
+    document = {"format": _SHARED_FORMAT, "version": VERSION, "files": dict(files)}
+    return seal(document, "shared")
+
+
+def decode_references(raw: bytes, path: str) -> dict[str, str]:
+    """Data file -> shared object. Raises ManifestError, or FormatVersionError."""
+    check = Checker(ManifestError, "a reference object is not valid", path)
+    _, document = unseal(check, raw, "shared", _SHARED_FORMAT, VERSION)
+    check.members(document, "shared", _SHARED_MEMBERS)
+    files = check.object(document["files"], "files")
+    for file, name in files.items():
+        check.text(file, "files", _FILE, "names of files of a step")
+        check.text(name, f"files.{file}", _SHARED_OBJECT, "64 hex digits and .safetensors")
+    return files
 
 
 @dataclass(frozen=True, slots=True)

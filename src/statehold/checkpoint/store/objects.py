@@ -2,6 +2,7 @@
 
     PREFIX/step-000000000100.5f3a09c1-7/...     a step directory, manifest.json included
     PREFIX/step-000000000100.commit             committed: this object alone makes it so
+    PREFIX/shared/...                           files that several steps have (object_sharing)
     PREFIX/run.json                             the run that owns the steps (levels/owners)
 
 A step is uploaded file by file into the directory of its attempt. Every object there is whole or
@@ -36,6 +37,7 @@ from statehold.checkpoint.store.object_names import (
     directory_name,
     step_of_commit,
 )
+from statehold.checkpoint.store.object_sharing import SharedObjects
 from statehold.errors import (
     CorruptionError,
     ManifestError,
@@ -83,6 +85,8 @@ class ObjectSteps:
         part_bytes: int = PART_BYTES,
     ) -> None:
         self._client = ObjectClient(url, options, deadline_s=deadline_s, part_bytes=part_bytes)
+        self.shared = SharedObjects(self._client)
+        self._is_sweep_due = True  # an earlier job may have left objects
         self._guard = threading.Lock()
         self._commits: dict[int, CommitObject] = {}
 
@@ -146,7 +150,7 @@ class ObjectSteps:
     def size(self, step: int, name: str) -> int | None:
         """The size of a file of a committed step; None if there is no such file, or step."""
         with contextlib.suppress(StepNotFoundError), self._directory(step) as commit:
-            return self._client.size(f"{commit.directory}/{check_file(name)}")
+            return self._client.size(self.shared.path_of(commit.directory, check_file(name)))
         return None
 
     def fetch(self, step: int, name: str, begin: int, memory: memoryview) -> None:
@@ -157,7 +161,7 @@ class ObjectSteps:
         """fetch(), for several ranges of a file, in parallel parts, with up to IN_FLIGHT_BYTES of
         memory."""
         with self._directory(step) as commit:
-            self._client.fetch(f"{commit.directory}/{check_file(name)}", targets)
+            self._client.fetch(self.shared.path_of(commit.directory, check_file(name)), targets)
 
     @contextlib.contextmanager
     def _directory(self, step: int, anew: bool = False) -> Iterator[CommitObject]:
@@ -171,6 +175,7 @@ class ObjectSteps:
             yield commit
         except MissingFileError:
             self._forget(step)
+            self.shared.forget(commit.directory)
             raise
 
     def _commit(self, step: int) -> CommitObject | None:
@@ -191,6 +196,11 @@ class ObjectSteps:
             self._commits.pop(step, None)
 
     # -- writing ---------------------------------------------------------------------------
+
+    def refer(self, step: int, attempt: str, files: Mapping[str, str]) -> None:
+        """Say which shared objects files of an attempt are: data file -> object."""
+        if files:
+            self.shared.refer(directory_name(step, attempt), files)
 
     def upload(
         self,
@@ -222,12 +232,29 @@ class ObjectSteps:
     def publish(self, step: int, attempt: str, manifest: bytes) -> None:
         """Commit a step whose other files are uploaded. May be called again after a failure."""
         directory = directory_name(step, attempt)
+        self.shared.check(directory)
         before = self._named_by(step)
         self._client.put(f"{directory}/{MANIFEST_NAME}", manifest)
         self._put_commit(CommitObject(step, directory, sha256(manifest)))
         if before not in (None, directory):
             with contextlib.suppress(StorageError):  # it is committed; clear() tries again
-                self._client.delete_below(str(before))
+                self._delete(str(before))
+        with contextlib.suppress(StorageError, CorruptionError):  # the next commit tries again
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Delete shared objects that nothing refers to, if a directory was deleted before.
+
+        No other rank copies anything now: all have done their part of the step, and wait.
+        """
+        if self._is_sweep_due:
+            self.shared.sweep(filter(attempt_of, self._client.list()[1]))
+            self._is_sweep_due = False
+
+    def _delete(self, directory: str) -> None:
+        self._is_sweep_due = True
+        self.shared.forget(directory)
+        self._client.delete_below(directory)
 
     def _put_commit(self, commit: CommitObject) -> None:
         try:
@@ -260,7 +287,7 @@ class ObjectSteps:
         self._forget(step)
         self._client.delete(commit_name(step))
         if directory is not None:
-            self._client.delete_below(directory)
+            self._delete(directory)
 
     def abandon(self, step: int, attempt: str) -> None:
         """Give up an attempt that was not published. clear() deletes what cannot be deleted now.
@@ -270,7 +297,7 @@ class ObjectSteps:
         directory = directory_name(step, attempt)
         with contextlib.suppress(StorageError):
             if self._named_by(step) != directory:
-                self._client.delete_below(directory)
+                self._delete(directory)
 
     def clear(self, but_for: int | None = None) -> None:
         """Delete the directories that no commit object names, except attempts at the step
@@ -294,4 +321,4 @@ class ObjectSteps:
         except CorruptionError:
             return  # it may be the step's own: left for a person
         if commit is None or commit.directory != directory:
-            self._client.delete_below(directory)
+            self._delete(directory)

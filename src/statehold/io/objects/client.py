@@ -103,9 +103,11 @@ class ObjectClient:
         """Create an object, or replace it, with one request."""
         self._ask("write", name, lambda store: store.put(name, data, use_multipart=False))
 
-    def list(self) -> tuple[list[str], list[str]]:
-        """The names of objects, and of directories, directly below the URL."""
-        found = self._ask("list", "", lambda store: store.list_with_delimiter())
+    def list(self, directory: str | None = None) -> tuple[list[str], list[str]]:
+        """The paths of objects, and of directories, directly below a directory, or the URL."""
+        found = self._ask(
+            "list", directory or "", lambda store: store.list_with_delimiter(directory)
+        )
         return [entry["path"] for entry in found["objects"]], [*found["common_prefixes"]]
 
     def delete(self, name: str) -> None:
