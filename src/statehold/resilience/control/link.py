@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from statehold.errors import InvariantError
 from statehold.process import forks
 from statehold.resilience.control.lines import Lines
+from statehold.resilience.protocol.coordinator import RETURN_S
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import (
     Beat,
@@ -36,7 +37,7 @@ from statehold.resilience.protocol.messages import (
 
 BEATS_OF_LEASE = 5
 _CONNECT_S = 5.0
-_AGAIN_S = (0.05, 1.0)
+_AGAIN_S = (0.05, RETURN_S / 2)
 _LEAVE_S = 2.0
 
 

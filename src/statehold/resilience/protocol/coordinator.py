@@ -11,7 +11,8 @@ Invariants:
 - A replica that was lost never comes back under the same name (R10). Neither do its other ranks.
 - A number of an epoch is prepared once. Members define the job, also after a restart.
 - A coordinator that has been restarted waits for all members of the newest epoch that a rank knows
-  (R12). After a lease it goes on with more than half of them, and after PATIENCE leases with any.
+  (R12). RETURN_S and a lease after the last one came it goes on with more than half of them, and
+  after PATIENCE leases with any.
   A member that comes later is fenced.
 Not here: sockets (control), what members do with an epoch (member).
 """
@@ -44,7 +45,9 @@ Sent = list[tuple[int, Message]]
 
 # After so many failed epochs in a row without progress, the member that complained most goes.
 FRUITLESS_MAX = 3
-# After a restart, so many leases pass before less than half of the members go on.
+# After a restart, every rank that lives and is reachable has connected again after so long.
+RETURN_S = 2.0
+# After that, so many leases pass before less than half of the members go on.
 PATIENCE = 10
 
 
@@ -231,7 +234,7 @@ class Coordinator:
         returning = {name: each for name, each in self._replicas.items() if each.hello.epoch}
         if returning:
             newest = max((each.hello for each in returning.values()), key=lambda it: it.epoch)
-            self._return(newest, (now - self._returned_at - self._settle_s) / newest.lease_s)
+            self._return(newest, (now - self._returned_at - RETURN_S) / newest.lease_s)
         else:
             self._form(now)
 
@@ -246,7 +249,11 @@ class Coordinator:
             self._prepare(self.epoch + 1)
 
     def _return(self, newest: Hello, leases: float) -> None:
-        """The members of the newest epoch go on; `leases` have passed since the last one came."""
+        """The members of the newest epoch go on.
+
+        `leases` have passed since RETURN_S after the last one came. How long a new run waits for
+        more replicas (settle_s) has nothing to do with it: the members stand still meanwhile.
+        """
         for name in [each for each in self._replicas if self._replicas[each].hello.epoch]:
             if name not in newest.members:
                 self._lose(name, Fenced(f"epoch {newest.epoch} is without it"))
