@@ -56,6 +56,7 @@ campaigns: export STATEHOLD_OFFLOAD_FAULTS = 1000
 campaigns: export STATEHOLD_OFFLOAD_STEPS = 200
 campaigns: export STATEHOLD_GROUP_KILLS = 1000
 campaigns: export STATEHOLD_GROUP_FAILURES = 1000
+campaigns: export STATEHOLD_REPLICA_FAULTS = 1000
 campaigns: export STATEHOLD_PLANNER_RUNS = 20000
 campaigns: export STATEHOLD_PLANNER_TABLES = all
 campaigns: export STATEHOLD_BENCH = all
@@ -71,7 +72,7 @@ integrations: setup  ## tests/frameworks beside other people's frameworks, in .v
 sim: setup  ## SEEDS=n seeds of the simulation: faults, crashes, ranks that die
 	@$(bin)/python tests/sim/campaign.py --seeds $(SEEDS) $(ARGS)
 
-replicas: setup  ## FAULTS=1000 faults of real replicas: killed, stopped, without a coordinator
+replicas: setup  ## FAULTS=1000 faults of real replicas and their coordinator: killed, stopped, started again
 	@$(bin)/python tests/resilience/campaign.py --faults $(FAULTS) $(ARGS)
 
 powerloss: setup  ## STATES=5000 states of a real block device after losses of power; needs root

@@ -12,15 +12,26 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from resilience.replica import MICROBATCHES, Order, train
+from resilience.replica import MICROBATCHES, Order, Vote, train
 from statehold.resilience.control.server import Server
 from statehold.resilience.protocol.coordinator import Coordinator
 from support.forked import forked
 
 DEADLINE_S = 60
 SETTLE_S = 30.0  # of a replica that starts slowly
+
+
+class Commit(NamedTuple):
+    """That a replica has committed a step under the epoch of its vote."""
+
+    step: int
+    loss: str
+    state: int
+    name: str
+    epoch: int
+    at: float
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,9 @@ class Log:
     shares: dict[int, list[int]]
     norms: dict[int, float]
     computed: Counter[tuple[int, int]]
+    samples: dict[tuple[int, int], list[int]]
+    votes: list[Vote]
+    commits: list[Commit]
     seconds: dict[int, float]
     times: list[float]  # of commits
     errors: list[str]
@@ -42,13 +56,15 @@ class Log:
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
         steps = [line for line in lines if "step" in line]
         weights = [line["weights"] for line in lines if "weights" in line]
+        computed = [line["computed"] for line in lines if "computed" in line]
         return cls(
             {line["step"]: line["loss"] for line in steps},
             {line["step"]: line["share"] for line in steps},
             {line["step"]: line["norm"] for line in steps},
-            Counter(
-                (each[0], each[1]) for line in lines for each in [line.get("computed")] if each
-            ),
+            Counter((step, index) for step, index, _ in computed),
+            {(step, index): samples for step, index, samples in computed},
+            [Vote(*line["vote"]) for line in lines if "vote" in line],
+            [Commit(*(line[each] for each in Commit._fields)) for line in steps],
             {line["step"]: line["seconds"] for line in steps},
             [line["at"] for line in steps],
             [line["error"] for line in lines if "error" in line],
@@ -109,10 +125,17 @@ def coordinated(replicas: int) -> Iterator[Meeting]:
         meeting.end()
 
 
+class Place(Protocol):
+    """Where replicas meet: a Meeting, or an Office."""
+
+    @property
+    def address(self) -> str: ...
+
+
 class Job:
     """Replicas in processes. All have ended when the context ends."""
 
-    def __init__(self, folder: Path, meeting: Meeting, until: int, **order: Any) -> None:
+    def __init__(self, folder: Path, meeting: Place, until: int, **order: Any) -> None:
         self._folder = folder
         self._order = Order(meeting.address, folder, until, **order)
         self._logs: list[Path] = []
@@ -151,19 +174,24 @@ class Job:
         for process in self.living():
             os.kill(process.pid, signal.SIGUSR1)
         time.sleep(1)
-        files = [log.with_suffix(".stacks") for log in self._logs]
+        files = [log.with_suffix(".stacks") for log in self._logs if log.exists()]
         return "\n".join(f"{each.stem}: {each.read_text('utf-8')}" for each in files)
 
-    def progress(self, replicas: int, steps: int) -> None:
-        """Until so many replicas have done so many more steps."""
-        before = [self._steps(number) for number in range(len(self._logs))]
+    def progress(self, replicas: int, steps: int) -> list[int]:
+        """Until so many replicas have done so many more steps. The numbers of these ranks."""
+        before = self.steps()
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
-            more = [self._steps(number) - count for number, count in enumerate(before)]
-            if sum(each >= steps for each in more) >= replicas:
-                return
+            more = [now - count for now, count in zip(self.steps(), before, strict=True)]
+            found = [number for number, each in enumerate(more) if each >= steps]
+            if len(found) >= replicas:
+                return found
             time.sleep(0.02)
         raise TimeoutError(f"fewer than {replicas} replicas go on")
+
+    def steps(self) -> list[int]:
+        """How many steps each rank has done."""
+        return [self._steps(number) for number in range(len(self._logs))]
 
     def _steps(self, number: int) -> int:
         """How many steps a rank has written down; what has been counted is not read again."""
@@ -184,10 +212,10 @@ class Job:
             process.join(DEADLINE_S)
         return [Log.of(log) for log in self._logs]
 
-    def wait(self) -> list[Log]:
+    def wait(self, deadline_s: float = DEADLINE_S) -> list[Log]:
         """When all have ended."""
         for process in self.processes:
-            process.join(DEADLINE_S)
+            process.join(deadline_s)
         codes = [process.exitcode for process in self.processes]
         if None in codes:
             raise TimeoutError(f"replicas that do not end: {codes}")
@@ -202,12 +230,13 @@ class Job:
             process.join()
 
 
-def undisturbed(folder: Path, until: int, **order: Any) -> list[Log]:
-    """The run of one replica, by rank."""
+def undisturbed(folder: Path, until: int, *, replicas: int = 1, **order: Any) -> list[Log]:
+    """A run that nothing happens to, by rank."""
     folder.mkdir()
-    with coordinated(1) as meeting, Job(folder, meeting, until, **order) as job:
-        job.start()
-        return job.wait()
+    with coordinated(replicas) as meeting, Job(folder, meeting, until, **order) as job:
+        for _ in range(replicas):
+            job.start()
+        return job.wait(10 * DEADLINE_S)
 
 
 def step_indices(step: int) -> set[tuple[int, int]]:

@@ -1,7 +1,9 @@
 """A replica of a test: trains a small model, writes down what it does, and dies when it has to.
 
-Lines of its log, as JSON: {"computed": [step, index, samples]}, {"step", "loss", "share", "norm",
-"seconds", "at"}, {"error": its class}, and at the end {"weights": checksum}.
+Lines of its log, as JSON: {"computed": [step, index, samples]}, {"vote": a Vote}, {"step", "loss",
+"share", "norm", "seconds", "at", "state": checksum of the weights, "name", "epoch": of the vote},
+{"error": its class}, and at the end {"weights": checksum}. A vote is written down before anybody
+can hear of it, so whatever a member has counted is in its log, also if it dies then.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed, nn
@@ -27,12 +29,23 @@ from statehold.errors import StateholdError
 from statehold.resilience import Replicas
 from statehold.resilience.data.checksums import checksum
 from statehold.resilience.driver import Driver
+from statehold.resilience.protocol import actions
 from statehold.resilience.seat import ColumnStart
 from statehold.tensors.storable import local_of
 
 SAMPLES, BATCH, MICROBATCHES, SEED = 96, 2, 8, 7
 FEATURES, MAX_NORM = 16, 0.1
 LEASE_S = 30.0  # deaths are seen at once; a busy machine is no death
+
+
+class Vote(NamedTuple):
+    """That a replica counts its share of a step, under an epoch."""
+
+    name: str
+    epoch: int
+    step: int
+    share: list[int]
+    members: list[str]
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,8 @@ class Order:
     microbatch; "sum", in the middle of the reduction; the name of an action of rounds, and "after"
     that. place, width: which rank of the replica it is, and of how many. They shard the model
     (FSDP2), and each takes its part of the samples. pause_s: of each microbatch. run: the directory
-    of its checkpoints. is_impure: what it draws depends on the process. options: for Replicas.
+    of its checkpoints. is_impure: what it draws depends on the process. hold: (step, file): in that
+    step it goes on when the file exists. options: for Replicas.
     """
 
     coordinator: str
@@ -55,6 +69,7 @@ class Order:
     pause_s: float = 0.0
     run: Path | None = None
     is_impure: bool = False
+    hold: tuple[int, Path] | None = None
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -79,6 +94,7 @@ def train(order: Order) -> None:
     with (
         order.log.open("w", buffering=1) as log,
         doomed(order.doom),
+        contextlib.ExitStack() as listening,
         checkpoints(order.run) as checkpointer,
         Replicas(
             model,
@@ -97,8 +113,10 @@ def train(order: Order) -> None:
             log.write(json.dumps(line) + "\n")
 
         begin = time.monotonic()
+        votes = listening.enter_context(told(say))
         for step in replicas.steps(order.until):
             for microbatch in step:
+                held(order.hold, microbatch.step)
                 x = samples[microbatch.samples[order.place :: order.width]]
                 with said(say):
                     microbatch.drew((x, os.getpid()) if order.is_impure else x)
@@ -110,9 +128,39 @@ def train(order: Order) -> None:
             optimizer.zero_grad()
             now = time.monotonic()
             done = {"step": step.number, "loss": step.loss.hex(), "share": step.share}
-            say(**done, norm=norm, seconds=now - begin, at=now)
+            vote = {"name": votes[-1].name, "epoch": votes[-1].epoch}
+            say(**done, **vote, state=weights(model), norm=norm, seconds=now - begin, at=now)
             begin = now
-        say(weights=checksum([local_of(each) for each in model.parameters()]))
+        say(weights=weights(model))
+
+
+def weights(model: nn.Module) -> int:
+    return checksum([local_of(each) for each in model.parameters()])
+
+
+def held(hold: tuple[int, Path] | None, step: int) -> None:
+    while hold is not None and step == hold[0] and not hold[1].exists():
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def told(say: Callable[..., None]) -> Iterator[list[Vote]]:
+    """Write down each vote; yields them."""
+    execute, votes = Driver.execute, list[Vote]()
+
+    def executing(driver: Driver, action: Any) -> object:
+        if isinstance(action, actions.Vote):
+            member, ballot = driver.seat.member, action.ballot
+            with driver.seat.link.changed:
+                is_newest, members = member.epoch == ballot.epoch, list(member.members)
+            if is_newest:  # or the vote fails
+                vote = Vote(member.name, ballot.epoch, ballot.step, driver.share, members)
+                votes.append(vote)
+                say(vote=vote)
+        return execute(driver, action)
+
+    with patched(Driver, execute=executing):
+        yield votes
 
 
 @contextlib.contextmanager
