@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.resilience.killed.work import Order
+from bench.resilience.processes import lines
 from bench.resilience.subjects import SUBJECTS, Subject
 
 Record = dict[str, Any]
@@ -73,13 +74,8 @@ def _killed(subject: Subject, given: Namespace, number: int) -> Record:
             deadline = time.monotonic() + DEADLINE_S
             for each in processes:
                 each.wait(deadline - time.monotonic())
-        logs = [_lines(Path(folder, f"replica{i}")) for i in range(order.replicas)]
+        logs = [lines(Path(folder, f"replica{i}")) for i in range(order.replicas)]
     return {"subject": subject.name, "moment": subject.moment, **_facts(order, logs)}
-
-
-def _lines(log: Path) -> list[Record]:
-    text = log.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _facts(order: Order, logs: Sequence[list[Record]]) -> Record:
@@ -117,15 +113,15 @@ def _steps(log: list[Record], until: int) -> dict[int, float]:
 
 
 def table(records: Sequence[Record]) -> str:
-    lines = [
+    rows = [
         f"{'subject':22} {'killed':6} {'kills':>5} {'pause s: min med max':>24} {'step s':>7} "
         f"{'microbatches thrown away':>24} {'samples in the step':>20}",
     ]
     names = dict.fromkeys((each["subject"], each["moment"]) for each in records)
     for subject, moment in names:
         of = [each for each in records if (each["subject"], each["moment"]) == (subject, moment)]
-        lines.append(f"{subject:22} {moment:6} {_line(of)}")
-    return "\n".join(lines)
+        rows.append(f"{subject:22} {moment:6} {_line(of)}")
+    return "\n".join(rows)
 
 
 def _line(of: Sequence[Record]) -> str:

@@ -1,8 +1,7 @@
 """What a joiner costs: the time of its transfer, and the steps of its peers meanwhile.
 
 Peers take steps of equal work, in turns without and with a joiner that takes their state. The peers
-wait for the joiner at the end of a step, as they do at the reduction. A trainer that waits
-stands for one whose work is on a device; a trainer that computes wants the processor for itself.
+wait for the joiner at the end of a step, as they do at the reduction.
 
 Invariants: all turns of a case run in the same processes. A ratio is the median of the ratios of
 neighbouring turns. The joiner has the digest of its peers at the end.
@@ -18,15 +17,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench import harness
+from bench.resilience.burden import WORK
 from statehold.resilience.meeting import Desk
 
 Record = dict[str, Any]
 
-TRAINERS = ("waits", "computes")
-
 
 def measure(given: Namespace) -> list[Record]:
-    return [_run(given, trainer) for trainer in TRAINERS]
+    return [_run(given, trainer) for trainer in WORK]
 
 
 def _run(given: Namespace, trainer: str) -> Record:

@@ -9,21 +9,18 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
+from bench.resilience import burden
 from statehold.resilience.meeting import meet
 from statehold.resilience.transfer import Transfer
-
-WIDTH = 1024
-BYTES_PER_PARAMETER = 12  # a parameter and two moments in fp32
 
 
 class Rank:
     def __init__(self, spec: dict[str, Any], rank: int) -> None:
         self._desk, self._rank, self._size = spec["desk"], rank, spec["peers"] + 1
         self.is_joiner = rank == spec["peers"]
-        self._state = _state(spec["bytes"], is_trained=not self.is_joiner)
-        self._work = {"waits": _wait, "computes": _compute}[spec["trainer"]]
+        self._state = burden.state(spec["bytes"], is_trained=not self.is_joiner)
+        self._work = burden.WORK[spec["trainer"]]
         self._step_s = spec["step_s"]
         self.transfer = Transfer(self._state, "127.0.0.1")
         self._meetings = 0
@@ -59,32 +56,6 @@ class Rank:
         self._meetings += 1
         name = f"turn {self._meetings}"
         meet(self._desk, name, self._rank, self._size, "", threading.Event())
-
-
-def _state(nbytes: int, *, is_trained: bool) -> dict[str, Any]:
-    torch.manual_seed(is_trained)
-    layers = max(1, nbytes // BYTES_PER_PARAMETER // WIDTH**2)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    if is_trained:
-        for each in model.parameters():
-            each.grad = torch.randn_like(each)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"model": model, "optimizer": optimizer}
-
-
-def _wait(step_s: float) -> None:
-    """Launch something on a device 500 times a second, and wait for it."""
-    for _ in range(int(step_s * 500)):
-        sum(range(2000))
-        time.sleep(0.002)
-
-
-def _compute(step_s: float) -> None:
-    matrix: Tensor = torch.ones(512, 512) / 512
-    for _ in range(int(step_s * 150)):
-        matrix = matrix @ matrix
 
 
 def main() -> None:

@@ -18,12 +18,10 @@ from typing import Any, NamedTuple
 
 from bench import harness
 from bench.resilience.killed.work import EARLY, LATE, Order
+from bench.resilience.processes import TO_NOWHERE, Processes, coordinated, ended
 
-END_S = 30.0
 KILLED = "bench.resilience.killed"
-TO_NOWHERE: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
-Processes = list["subprocess.Popen[str]"]
 # Starts the replicas of an order; `peers` is the interpreter that has the peers.
 Started = contextlib.AbstractContextManager[Processes]
 
@@ -35,21 +33,6 @@ class Subject(NamedTuple):
     moment: str
     start: Callable[[Order, str], Started]
     module: str | None = None
-
-
-@contextlib.contextmanager
-def _ended(processes: Processes) -> Iterator[Processes]:
-    """Launchers end what they have started when they are asked to, and not when they are killed."""
-    try:
-        yield processes
-    finally:
-        for each in processes:
-            each.terminate()
-        for each in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                each.wait(END_S)
-            each.kill()
-            each.wait()
 
 
 def _port() -> int:
@@ -75,13 +58,9 @@ def _text(order: Order, **changes: Any) -> str:
 
 @contextlib.contextmanager
 def _statehold(order: Order, _: str) -> Iterator[Processes]:
-    words = ["coordinate", "--host", "127.0.0.1", "--port", 0, "--replicas", order.replicas]
-    coordinator = harness.start("statehold", *words, stdout=-1)
-    with coordinator, _ended([coordinator]):
-        assert coordinator.stdout is not None
-        address = coordinator.stdout.readline().split()[-1]
+    with coordinated(order.replicas) as address:
         told = _text(order, coordinator=address)
-        with _ended(
+        with ended(
             [
                 harness.start(f"{KILLED}.with_statehold", told, replica, **TO_NOWHERE)
                 for replica in range(order.replicas)
@@ -94,9 +73,9 @@ def _statehold(order: Order, _: str) -> Iterator[Processes]:
 def _torchft(order: Order, peers: str) -> Iterator[Processes]:
     address = f"127.0.0.1:{_port()}"
     lighthouse = os.path.join(os.path.dirname(peers), "torchft_lighthouse")
-    with _ended([_peer([lighthouse, "--bind", address, "--min_replicas", 1])]):
+    with ended([_peer([lighthouse, "--bind", address, "--min_replicas", 1])]):
         told = _text(order, coordinator=f"http://{address}")
-        with _ended(
+        with ended(
             [
                 _peer([peers, "-m", f"{KILLED}.with_torchft", told, replica])
                 for replica in range(order.replicas)
@@ -109,7 +88,7 @@ def _torchrun(order: Order, _: str) -> Started:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", order.replicas]
     meeting = ["--standalone", "--max-restarts", 1]
     words = [*launcher, *meeting, "-m", f"{KILLED}.with_torchrun", _text(order)]
-    return _ended([_peer(words, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")])
+    return ended([_peer(words, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")])
 
 
 def _ulfm(order: Order, peers: str) -> Started:
@@ -117,7 +96,7 @@ def _ulfm(order: Order, peers: str) -> Started:
     places = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", order.replicas]
     waiting = ["--mca", "mpi_yield_when_idle", 1]
     words = [*launcher, *places, *waiting, peers, "-m", f"{KILLED}.with_ulfm", _text(order)]
-    return _ended([_peer(words)])
+    return ended([_peer(words)])
 
 
 SUBJECTS = (

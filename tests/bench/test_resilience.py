@@ -112,3 +112,31 @@ def test_a_sample_that_two_replicas_contribute_is_an_error() -> None:
     ends = {2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}
     with pytest.raises(RuntimeError, match="twice"):
         _facts(_order(), [_log(ends, [0, 1]), _log(ends, [1, 2])])
+
+
+@pytest.mark.skipif(os.environ.get("STATEHOLD_BENCH") != "all", reason="STATEHOLD_BENCH=all")
+def test_a_replica_that_comes_back_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench.resilience.run import main
+
+    words = ["--only", "come-back", "--state-mb", "20", "--step-s", "0.1", "--rounds", "1"]
+    with benches.forked_processes():
+        assert main([*words, "--out", str(tmp_path)]) == 0
+    records = json.loads((tmp_path / "resilience-come-back.json").read_text())
+    assert [record["trainer"] for record in records] == ["waits", "computes"]
+    assert all(record["boundaries"] >= 2 and record["joining"] > 0 for record in records)
+    assert "joining step" in capsys.readouterr().out
+
+
+def test_boundaries_and_ratios_of_a_joiner_are_those_of_its_round() -> None:
+    from bench.resilience.come_back import _facts
+
+    ends = [0.0, 1.0, 2.0, 3.0, 4.5, 6.5, 7.0]  # it starts in step 4, and joins in step 5
+    peer = [{"step": step, "at": at} for step, at in enumerate(ends)]
+    joiner = [{"ready": 4.2}, {"step": 5, "share": []}, {"step": 6, "share": [1]}]
+    found = {"undisturbed_from": 0, "started": 3.1, "log": joiner}
+    facts = _facts([peer, peer], found)
+    assert facts == {"boundaries": 2, "step_s": 1.0, "joining": 2.0, "starting": []}
+    later = _facts([peer, peer], {**found, "started": 2.9})
+    assert later["starting"] == [1.5]
