@@ -150,10 +150,12 @@ class Faults:
 
     def _killed(self, kind: str, victim: int) -> None:
         process, at = self._process(victim), time.monotonic()
+        active = [self._process(each) for each in self._active]
+        is_known = all(self.office.knows(each.pid) for each in active if each.is_alive())
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL, (victim, process.exitcode)
-        self._note(kind, victim, at)
+        self._note(kind if is_known else "kill without a coordinator", victim, at)
 
     def _stopped(self, kind: str) -> int:
         victim, at = self._victim(), time.monotonic()

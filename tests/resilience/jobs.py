@@ -52,7 +52,8 @@ class Log:
 
     @classmethod
     def of(cls, path: Path) -> Log:
-        text = path.read_text("utf-8")
+        """Of a file that may not be there yet, and whose last line may be cut off."""
+        text = path.read_text("utf-8") if path.exists() else ""
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
         steps = [line for line in lines if "step" in line]
         weights = [line["weights"] for line in lines if "weights" in line]

@@ -31,7 +31,7 @@ class Office:
         self._words = ["--host", "127.0.0.1", "--replicas", str(replicas)]
         self._words += ["--settle", str(settle_s)]
         self._changed = threading.Condition()
-        self._port = 0
+        self._begun = self._port = 0
         self._process: subprocess.Popen[str]
         self.start()
 
@@ -42,7 +42,7 @@ class Office:
     def start(self) -> None:
         """A process that knows nothing, at the address of the one before."""
         command = [sys.executable, "-m", "statehold", "coordinate", "--port", str(self._port)]
-        begun = len(self.events)
+        begun = self._begun = len(self.events)
         self._process = subprocess.Popen(
             [*command, *self._words], stdout=subprocess.PIPE, text=True, bufsize=1
         )
@@ -51,10 +51,15 @@ class Office:
         line = self.wait_for("coordinating at", since=begun)
         self._port = int(re.search(r":(\d+)$", line.text)[1])  # type: ignore[index]
 
+    def knows(self, pid: int) -> bool:
+        """Whether that process has connected to the coordinator that runs now."""
+        return any(f"-{pid}-" in each.text for each in self.events[self._begun :])
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
         self._reader.join()
+        self._begun = len(self.events)
 
     def stop(self) -> None:
         os.kill(self._process.pid, signal.SIGSTOP)

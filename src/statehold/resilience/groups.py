@@ -202,11 +202,17 @@ class Groups:
         return torch.stack(found)
 
     def _run(self, what: str, begin: Callable[[], Any], tensors: object) -> Pending:
-        try:
-            pending = Pending(self, what, begin(), tensors)
-        except RuntimeError as error:
-            raise self.lost(what, _first_line(error)) from error
+        """The lock keeps the thread from releasing a group between the beginning and the set.
+
+        Otherwise the caller would have the last reference to the group, and its destruction would
+        wait for the operation, which may never end.
+        """
         with self._lock:
+            self._check()
+            try:
+                pending = Pending(self, what, begin(), tensors)
+            except RuntimeError as error:
+                raise self.lost(what, _first_line(error)) from error
             self._running.add(pending)
         return pending
 

@@ -252,3 +252,22 @@ def test_an_operation_that_does_not_end_is_left_to_the_thread_of_the_groups(desk
     assert not groups.join(0)  # it keeps what the operation may write into
     stuck.released.set()
     assert groups.join(30)
+
+
+def test_groups_that_end_while_an_operation_begins_are_not_released_before_it(desk: Desk) -> None:
+    """Their destruction waits for what runs in them: the trainer stood still for ever in it."""
+    stuck, released = Stuck(), []
+    groups = Groups(desk.address, 1, (0, 0), (1, 1), HOST, threading.Event())
+
+    def begin() -> Stuck:
+        groups.drop()
+        released.append(groups.join(0.1))
+        return stuck
+
+    pending = groups._run("a sum", begin, None)
+    assert released == [False]
+    with pytest.raises(GroupLostError, match="the epoch has ended"):
+        pending.wait()
+    assert not groups.join(0)
+    stuck.released.set()
+    assert groups.join(30)
