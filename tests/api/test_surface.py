@@ -38,8 +38,9 @@ PUBLIC = [
 
 SIGNATURES = {
     statehold.Checkpointer.__init__: (
-        "(self, run, *, keep=None, levels=None, staging_bytes=None, coordination='auto', "
-        "peer_timeout_s=600.0, node_mtbf=None, nodes=None, trace=None, io=None)"
+        "(self, run, *, keep=None, parent=None, levels=None, staging_bytes=None, "
+        "coordination='auto', peer_timeout_s=600.0, node_mtbf=None, nodes=None, trace=None, "
+        "io=None)"
     ),
     statehold.Checkpointer.save: "(self, step, state, *, force=False)",
     statehold.Checkpointer.restore: (
@@ -74,6 +75,7 @@ IO = [
     "backend",
     "profile",
     "reuse_files",
+    "share_files",
     "address",
 ]
 

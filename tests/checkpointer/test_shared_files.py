@@ -12,7 +12,7 @@ import torch
 from statehold import Checkpointer
 from statehold.errors import StateholdError, StorageError
 from statehold.testing import SimFs, checkpointer_on
-from support.faults import DEADLINE_S, SMALL
+from support.faults import DEADLINE_S, SMALL, small
 from support.inside import inside
 from support.sharing import Tuned, names, same, small_files
 
@@ -115,6 +115,16 @@ def test_a_change_that_nothing_counts_is_found(fs: SimFs) -> None:
     assert stats.written_bytes > whole.written_bytes
     for step in (4, 5):
         run.save(step)
+    run.ckpt._close()
+    run.check(fs)
+
+
+def test_it_can_be_switched_off(fs: SimFs) -> None:
+    run = Run(fs, Tuned(), **small(share_files=False))
+    for step in (1, 2, 3):
+        stats = run.save(step).stats
+        assert stats.linked_bytes == 0
+        assert stats.files == 1
     run.ckpt._close()
     run.check(fs)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from lineage.test_forking import BASE, CHILD, check, manifest_of, save
-from statehold.checkpoint.forking import fork
+from statehold.checkpoint.levels.forking import fork
 from statehold.format.about import Origin
 from statehold.format.manifest import Manifest
 from statehold.testing import SimFs

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sim.crash_states import Sample
-from statehold.checkpoint.forking import fork
+from statehold.checkpoint.levels.forking import fork
 from statehold.errors import (
     CorruptionError,
     RunBusyError,

@@ -53,6 +53,8 @@ class Checkpointer:
     `load_state_dict`, tensors, plain values, and dicts, lists and tuples of these.
 
     keep: committed steps to keep, newest first; None keeps all.
+    parent: a step of another run, such as "runs/base@1000". If this run has no step yet, restore()
+        begins it with that one, by second names for its files. Each later step says so.
     levels: where steps are kept, the nearest level first; None: only in the run directory. Saves go
         to the first level, and background threads copy them to the others. A restore takes the
         nearest intact copy.
@@ -87,6 +89,7 @@ class Checkpointer:
         run: str | os.PathLike[str],
         *,
         keep: int | None = None,
+        parent: str | os.PathLike[str] | None = None,
         levels: Sequence[Level] | None = None,
         staging_bytes: int | str | None = None,
         coordination: Coordination = "auto",
@@ -99,6 +102,7 @@ class Checkpointer:
         self._run = check_run(run)
         self._options = Options(
             keep=keep,
+            parent=parent,
             staging_bytes=staging_bytes,
             coordination=coordination,
             peer_timeout_s=peer_timeout_s,

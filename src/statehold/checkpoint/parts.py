@@ -83,4 +83,5 @@ class Parts:
             trainer=self.trainer,
             drain=self.pipeline.drain,
             claim=claim,
+            parent=self.runtime.options.origin,
         )

@@ -1,6 +1,6 @@
 """`statehold fork BASE@STEP CHILD`: a run that begins from a step of another, without a copy.
 
-Not here: how (checkpoint/forking).
+Not here: how (checkpoint/levels/forking).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from statehold.checkpoint.forking import fork
+from statehold.checkpoint.levels.forking import fork
 from statehold.cli import codes
 from statehold.cli.output import emit, note
 from statehold.errors import UsageError

@@ -5,7 +5,7 @@ manifest decides: a run that has this step with this manifest is the parent, whe
 
 Invariants: only manifests and the sizes of files are read. A run whose newest manifest cannot be
 read is a member with a problem, and does not hide the others.
-Not here: how a run gets a parent (checkpoint/forking).
+Not here: how a run gets a parent (checkpoint/levels/forking).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Literal
 
 from statehold.errors import UsageError
 from statehold.options.io import Io, Moving
-from statehold.options.paths import PATH
+from statehold.options.paths import PATH, check_parent
 from statehold.options.values import check_choice, check_count
 from statehold.units import format_bytes, parse_bytes, parse_seconds
 
@@ -36,6 +36,7 @@ class Options:
     """How a Checkpointer stages, writes and keeps steps: its keywords, which say what they mean."""
 
     keep: int | None = None
+    parent: str | os.PathLike[str] | None = None
     staging_bytes: int | str | None = None
     coordination: Coordination = "auto"
     peer_timeout_s: float = 600.0
@@ -50,6 +51,8 @@ class Options:
                 "keep must be a number of steps, at least 1, or None for all",
                 facts={"got": repr(self.keep)},
             )
+        if self.parent is not None:
+            check_parent(self.parent)
         check_choice("coordination", self.coordination, COORDINATIONS)
         check_count("nodes", self.nodes, NODES_MAX)
         if self.node_mtbf is not None and self.node_mtbf_s is None:
@@ -84,6 +87,11 @@ class Options:
                 facts={"expected": f"at least {format_bytes(least)}",
                        "got": format_bytes(staging)},
             )  # fmt: skip
+
+    @property
+    def origin(self) -> tuple[str, int | None] | None:
+        """The run and the step that the run begins from; a step of None is the newest."""
+        return None if self.parent is None else check_parent(self.parent)
 
     @property
     def node_mtbf_s(self) -> float | None:

@@ -16,7 +16,7 @@ from typing import Literal
 from statehold.errors import UsageError
 from statehold.options.keywords import answering
 from statehold.options.paths import PATH
-from statehold.options.values import check_choice, check_count
+from statehold.options.values import check_choice, check_count, check_flag
 from statehold.units import MiB, format_bytes, parse_bytes
 
 Backend = Literal["auto", "io_uring", "threads"]
@@ -57,6 +57,8 @@ class Io:
     profile: the profile of the storage that `statehold bench io` measured. "auto" takes the file in
         ~/.config/statehold/io, if there is one. A path takes this file. None takes no profile.
     reuse_files: overwrite the files of retired steps instead of allocating new ones.
+    share_files: give a data file that has not changed another name in the new step, instead of
+        writing it again.
     address: the address of this host on the network over which hosts read each other's files, if
         each host has its own level; a name or a number, without a port. None: the address from
         which this host reaches MASTER_ADDR, or the address of its own name.
@@ -68,6 +70,7 @@ class Io:
     backend: Backend | None = None
     profile: str | os.PathLike[str] | None = "auto"
     reuse_files: bool = True
+    share_files: bool = True
     address: str | None = None
 
     def __post_init__(self) -> None:
@@ -79,10 +82,8 @@ class Io:
             )
         check_count("queue_depth", self.queue_depth, _MOST)
         check_count("copy_threads", self.copy_threads, _MOST)
-        if type(self.reuse_files) is not bool:
-            raise UsageError(
-                "reuse_files must be True or False", facts={"got": repr(self.reuse_files)[:80]}
-            )
+        check_flag("reuse_files", self.reuse_files)
+        check_flag("share_files", self.share_files)
         if self.address is not None and not (isinstance(self.address, str) and self.address):
             raise UsageError(
                 "address must be a name or a number", facts={"got": repr(self.address)}

@@ -13,6 +13,8 @@ from statehold.errors import UsageError
 
 PATH = (str, os.PathLike)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|(s3|gs|az|file):/")  # Path() takes one slash away
+# RUN@STEP, with a number or "newest".
+AT_STEP = re.compile(r"(?P<run>.*)@(?P<step>\d{1,12}|newest)", re.DOTALL)
 _STEP = re.compile(r"step-\d{12}")
 
 
@@ -54,3 +56,15 @@ def check_run(run: str | os.PathLike[str]) -> str:
             hint=f"open the run, and call restore(state, step={int(name[5:])})",
         )
     return path
+
+
+def check_parent(parent: str | os.PathLike[str]) -> tuple[str, int | None]:
+    """The run, absolute, and the step of RUN@STEP; None: the newest."""
+    found = AT_STEP.fullmatch(check_path(parent, "the parent"))
+    if found is None:
+        raise UsageError(
+            "the parent is not a step of a run",
+            facts={"expected": "RUN@STEP, such as runs/base@1000 or runs/base@newest",
+                   "got": os.fspath(parent)},
+        )  # fmt: skip
+    return check_run(found["run"]), None if found["step"] == "newest" else int(found["step"])

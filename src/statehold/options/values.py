@@ -15,3 +15,9 @@ def check_count(name: str, got: object, most: int) -> None:
     """Check that `got` is None, or a number from 1 to `most`."""
     if got is not None and (type(got) is not int or not 1 <= got <= most):
         raise UsageError(f"{name} must be 1 to {most}", facts={"got": repr(got)})
+
+
+def check_flag(name: str, got: object) -> None:
+    """Check that `got` is True or False."""
+    if type(got) is not bool:
+        raise UsageError(f"{name} must be True or False", facts={"got": repr(got)[:80]})

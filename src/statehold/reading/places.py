@@ -21,13 +21,13 @@ from statehold.errors import MissingFileError, StepNotFoundError, UsageError
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Commit, Manifest
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
+from statehold.options.paths import AT_STEP
 
 if TYPE_CHECKING:
     from statehold._core import Fs
 
 T = TypeVar("T")
 
-_AT_STEP = re.compile(r"(?P<run>.*)@(?P<step>\d{1,12}|newest)", re.DOTALL)
 _STEP_NAME = re.compile(r"step-(\d{12})")
 
 
@@ -63,7 +63,7 @@ class Place:
 
 def asked_of(text: str) -> tuple[str, int | None]:
     """The run and the step that an argument means; None: the newest."""
-    asked = None if os.path.exists(text) else _AT_STEP.fullmatch(text)
+    asked = None if os.path.exists(text) else AT_STEP.fullmatch(text)
     if asked is None:
         return run_of(text), None
     return run_of(asked["run"]), None if asked["step"] == "newest" else int(asked["step"])
@@ -71,7 +71,7 @@ def asked_of(text: str) -> tuple[str, int | None]:
 
 def step_in(text: str) -> tuple[str, int]:
     """The run and the number in RUN@STEP, neither of which has to exist. Raises UsageError."""
-    found = _AT_STEP.fullmatch(text)
+    found = AT_STEP.fullmatch(text)
     if found is None or found["step"] == "newest":
         facts = {"expected": "RUN@STEP, with a number", "got": text}
         raise UsageError("a new step needs a run and a number", facts=facts)

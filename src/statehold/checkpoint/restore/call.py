@@ -2,7 +2,7 @@
 
     ready?     no rank has an error to raise, and all have the same levels
     gate       no save still copies a byte of the state
-    nearest    the steps of all levels
+    nearest    the steps of all levels; a run that has none begins with that of its parent
     restore    the requested step, or the newest intact one
     after      the levels and the cadence continue from that step; damaged steps are set aside
 
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.alike import check_same, described
+from statehold.checkpoint.levels.forking import fork_into
 from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.nearest import Nearest
 from statehold.checkpoint.levels.specs import Level
@@ -38,6 +40,7 @@ class RestoreCalls:
 
     drain: ends the saves under way. claim: locks every directory that has a step, if this rank
         leads.
+    parent: the run and the step that a run without steps begins from.
     report: the report of the last call.
     """
 
@@ -50,6 +53,7 @@ class RestoreCalls:
     trainer: Trainer
     drain: Callable[[], None]
     claim: Callable[[int], bool]
+    parent: tuple[str, int | None] | None = None
     report: RestoreReport | None = None
 
     def restore(
@@ -59,6 +63,8 @@ class RestoreCalls:
         none."""
         self._wait_ready(state)
         nearest = self.levels.nearest(self.drain)
+        if self.parent is not None and led(self.peers, partial(self._begin, nearest)):
+            nearest = self.levels.nearest(self.drain)
         confirmed, failed = self._load(nearest, state, step, selection)
         if self.report is None:
             together(self.peers, self.levels.check_there)
@@ -69,6 +75,13 @@ class RestoreCalls:
         if failed:
             set_aside(self.levels, failed, confirmed, restored)
         return restored
+
+    def _begin(self, nearest: Nearest) -> bool:
+        """Rank 0: begin the run with the step of its parent, unless it has steps or saves one."""
+        if self.parent is None or self.levels.near[0].is_prepared or nearest.steps():
+            return False
+        fork_into(self.levels, *self.parent)
+        return True
 
     def _wait_ready(self, state: Mapping[str, Any]) -> None:
         of_rank_0 = led(self.peers, lambda: described(self.specs))

@@ -5,7 +5,7 @@ A run keeps its newest steps only, so the first one cannot be the only one that 
 Invariants: asked once, by the rank that commits, before its first commit. Levels that are not
 directories are not asked, because a save would wait for them. A manifest that cannot be read is no
 reason to fail a save: an older step knows the same.
-Not here: how a run begins from a step (checkpoint/forking).
+Not here: how a run begins from a step (checkpoint/levels/forking).
 """
 
 from __future__ import annotations

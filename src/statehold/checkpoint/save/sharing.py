@@ -60,7 +60,7 @@ class Sharing:
         self.runtime = runtime
         self._place = place
         self._guard = threading.Lock()
-        self._is_off = False
+        self._is_off = not runtime.options.io.share_files
         self._history: groups.History[Key] = groups.History()
         self._files: list[SharedFile] = []
         self._making: set[Key] = set()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from statehold.checkpoint.levels.copying import DataFile, Part, part_of
 from statehold.checkpoint.levels.places import Below, CopyEngine, DirectoryPlace, Site
 from statehold.checkpoint.store.store import Store
-from statehold.errors import StepNotFoundError, StorageError, UsageError
+from statehold.errors import StepNotFoundError, StorageError, UsageError, no_such_step
 from statehold.format.about import Origin
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.manifest import Manifest
@@ -33,6 +33,7 @@ from statehold.units import MiB
 
 if TYPE_CHECKING:
     from statehold._core import Fs
+    from statehold.checkpoint.levels.levels import Levels
 
 _BUFFER_BYTES = 4 * MiB
 
@@ -68,6 +69,25 @@ def fork(fs: Fs, directory: str, child: str) -> Forked:
         path = place.store.path(manifest.step)
     total, copied_bytes = part.nbytes, sum(file.bytes for file in copied)
     return Forked(path, origin, total - copied_bytes, copied_bytes)
+
+
+def fork_into(levels: Levels, run: str, step: int | None) -> Forked:
+    """Begin an open run, which has no step, with a step of another (None: its newest).
+
+    The leading rank calls this before its first save. Raises as fork() does.
+    """
+    first = levels.near[0]
+    if first.is_apart:
+        raise UsageError(
+            "a run whose first level is one of each host cannot begin from a parent",
+            facts={"level": first.name, "parent": run},
+            hint="run `statehold fork` into a level that all hosts see, and restore from there",
+        )
+    base = Store(first.store.fs, run)
+    step = base.newest() if step is None else step
+    if step is None or step not in base.steps():
+        raise no_such_step(step or 0, run, base.steps())
+    return fork(base.fs, base.where(step), first.store.root)
 
 
 def _take(place: DirectoryPlace, part: Part, step: int, where: str) -> list[DataFile]:
