@@ -20,7 +20,7 @@ warnings := 'error,ignore:FSDP2-wrapped module:UserWarning,ignore:`torch.jit:Dep
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test campaigns integrations sim replicas powerloss modes sanitize fuzz soak check bench gpu release clean
+.PHONY: help setup build demo test campaigns integrations sim replicas powerloss modes sanitize fuzz soak check bench gpu docs release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -105,6 +105,9 @@ bench: setup  ## all benchmarks; see bench/README.md
 
 gpu:  ## on a machine with a GPU: build for PYTHON=python3, tests/gpu, bench.gpu; under ten minutes
 	@tools/gpu.sh bench/out/gpu $(ARGS)
+
+docs:  ## the site, in build/site; links are checked. ARGS=serve shows it
+	@tools/docs.sh $(ARGS)
 
 release: setup  ## dist/: sdist and wheels of HEAD, the same bytes each time; ARGS=--manylinux: in containers
 	@tools/release.sh $(ARGS)

@@ -150,6 +150,8 @@ PREAMBLES: dict[tuple[str, str], Callable[[int], AbstractContextManager[dict[str
     ("integrations.md", "Accelerate"): frameworks.accelerated,
     ("in_and_out.md", "Load tensors of one step"): opened,
     ("in_and_out.md", "Look at steps"): opened,
+    ("migrating.md", "From torch.save"): stock,
+    ("tutorial.md", "Use the weights"): opened,
     ("resilience.md", "Resilience: training steps that survive the loss of ranks"): coordinated,
 }
 # Blocks with an object store, and whether they save a step there.
@@ -239,8 +241,8 @@ def test_every_block_that_looks_like_python_is_one_that_runs() -> None:
     assert len(others) > 20
     assert [str(each) for each in others if python.search(each.code)] == []
     assert {each.path.name for each in PYTHON} == {
-        "README.md", "guide.md", "dcp.md", "in_and_out.md", "integrations.md", "offload.md",
-        "resilience.md",
+        "README.md", "guide.md", "dcp.md", "in_and_out.md", "index.md", "integrations.md",
+        "migrating.md", "offload.md", "resilience.md", "tutorial.md",
     }  # fmt: skip
 
 
