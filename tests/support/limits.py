@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -43,20 +43,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    files: list[int] = []
     for plugin in session.config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "WorkerInteractor":
-            connection = plugin.channel.gateway._io
-            files += [connection.infile.fileno(), connection.outfile.fileno()]
-    os.register_at_fork(after_in_child=lambda: _forget(files))
+            _connection.append(plugin.channel.gateway._io)
+    os.register_at_fork(after_in_child=_forget)
 
 
-def _forget(files: list[int]) -> None:
+_connection: list[Any] = []  # of execnet's, to the controller, where this is a worker
+
+
+def _forget() -> None:
     """In a fork: neither the handler of the limit nor the connection."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    _disconnect()
+
+
+def _disconnect() -> None:
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in files:
-        os.dup2(null, fd, inheritable=False)
+    for each in _connection:
+        os.dup2(null, each.infile.fileno(), inheritable=False)
+        os.dup2(null, each.outfile.fileno(), inheritable=False)
     os.close(null)
 
 
@@ -116,6 +122,7 @@ class Limit:
         for pid in _below(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        _disconnect()  # the kernel may keep a process with operations that hang
         os._exit(1)
 
 

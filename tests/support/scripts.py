@@ -114,7 +114,9 @@ class Script:
     def __enter__(self) -> Script:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None:
+            self.kill()  # nobody will say what it may wait for
         for stream in (self.stdin, self.stdout, self.stderr):
             if stream is not None:
                 stream.close()

@@ -63,3 +63,10 @@ def test_it_can_be_talked_to_and_killed() -> None:
             script.wait(0.01)
         script.kill()
     assert script.returncode == -signal.SIGKILL
+
+
+def test_it_ends_with_a_test_that_fails_beside_it() -> None:
+    code = "import signal; signal.pause()"
+    with pytest.raises(KeyError), scripts.start(["-c", code]) as script:
+        raise KeyError
+    assert script.wait() == -signal.SIGKILL
