@@ -93,7 +93,8 @@ class Scheduler:
     def running(self) -> Iterator[Scheduler]:
         """The caller's thread is a task until all others have ended."""
         gc.disable()  # a collection would come at a moment of its own
-        gc.freeze()  # what is garbage already is not of this run
+        gc.collect()  # what is garbage already is not of this run
+        gc.freeze()  # what is alive already is not looked at again, here and later
         self._enter(self._first)
         try:
             yield self
@@ -102,7 +103,6 @@ class Scheduler:
         finally:
             self._end_all()
             self._leave(self._first)
-            gc.unfreeze()
             gc.enable()
 
     @property
