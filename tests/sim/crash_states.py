@@ -4,7 +4,7 @@ Before each change that was made while recording, the power goes off: `crash_sta
 that may be left then. All of them, where they are few; else the first of them (all that was not
 synced is lost), the last (all is there), and as many drawn ones as there is room for. States that
 look the same are given once. Where all of them take too long for the suite, a Sample takes one for
-each moment, which the day chooses.
+each moment, or for one moment of a few. The day chooses them.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ def crash_states(fs: SimFs, moment: int, most: int, seed: int) -> Iterator[SimFs
 
 
 class Sample:
-    """The states that are tried: all of them, or one for each moment."""
+    """The states that are tried: all of them, or one for one of `among` moments."""
 
-    def __init__(self, most: int, *, whole: bool) -> None:
+    def __init__(self, most: int, *, whole: bool, among: int = 1) -> None:
         self._most = most
         self._is_whole = whole
+        self._among = among
 
     def of(self, fs: SimFs, moment: int, seed: int = 0) -> list[SimFs]:
+        if not self._is_whole and (moment + seed + seed_of_today()) % self._among:
+            return []
         states = list(crash_states(fs, moment, self._most, seed))
         chance = random.Random(f"{seed_of_today()} {seed} {moment}")
         return states if self._is_whole else [chance.choice(states)]

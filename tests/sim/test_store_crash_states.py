@@ -3,7 +3,7 @@
 What a Checkpointer never does at once is done here: a step is given up while the files of the save
 that it has replaced are being overwritten. So each sync of the protocol is needed by itself. Every
 state is read before any recovery, recovered, and saved into again; where a replacement was cut off,
-the power goes off again during that. After an error one state is tried for each change;
+the power goes off again during that. After an error one state is tried for every third change;
 STATEHOLD_CRASH_STATES=32 tries all or many of them everywhere.
 """
 
@@ -25,7 +25,7 @@ from statehold.testing import SimFs
 RUN, DATA, BYTES = "/run", "data", 5000
 MOST = int(os.environ.get("STATEHOLD_CRASH_STATES", "4"))
 ALL = "STATEHOLD_CRASH_STATES" in os.environ
-SAMPLE, WHOLE = Sample(MOST, whole=ALL), Sample(MOST, whole=True)
+SAMPLE, WHOLE = Sample(MOST, whole=ALL, among=3), Sample(MOST, whole=True)
 Allowed = dict[int, set[int | None]]  # step -> the values that it may have; None: no step
 
 
