@@ -58,7 +58,7 @@ def test_a_run_that_has_steps_goes_on_from_them(fs: SimFs) -> None:
 def test_a_run_that_saves_first_begins_with_nothing(fs: SimFs) -> None:
     save(fs, BASE, 1)
     with opened(fs, f"{BASE}@1") as ckpt:
-        ckpt.save(7, content(7))
+        ckpt.save(7, content(7)).wait("committed", DEADLINE_S)
         assert ckpt.restore(content(0)) == 7
     check(fs, CHILD, 7)
 
