@@ -32,9 +32,14 @@ def accelerator_state(
 ) -> dict[str, Any]:
     """A state for Checkpointer.save() and restore(); call it after the last prepare().
 
-    loaders: the prepared loaders whose position counts; None takes all. Pass [train_loader] if a
-        loader of an evaluation was prepared, too, and [] if the loop finds its position itself.
-    Raises UsageError for a loader that does not know its position.
+    Args:
+        accelerator: the Accelerator that has prepared the model and the rest.
+        loaders: the prepared loaders whose position counts; None takes all. Pass [train_loader] if
+            a loader of an evaluation was prepared, too, and [] if the loop finds its position
+            itself.
+
+    Raises:
+        UsageError: a loader does not know its position.
     """
     state: dict[str, Any] = {
         **_numbered("model", [_part(accelerator, model) for model in accelerator._models]),

@@ -31,9 +31,16 @@ REQUEST_S_MAX = 5.0
 def serve(port: int, host: str = "127.0.0.1") -> Endpoint:
     """Serve the figures of this process at http://HOST:PORT/metrics until close().
 
-    Port 0 takes a free port. Several ranks of a host need one port each: `9400 + local_rank`. There
-    is no password: pass another address than 127.0.0.1 only if everybody may read paths of runs.
-    Raises PortInUseError, and UsageError for a bad port or an address of another machine.
+    There is no password: pass another address than 127.0.0.1 only if everybody may read paths of
+    runs.
+
+    Args:
+        port: 0 takes a free port. Several ranks of a host need one port each: `9400 + local_rank`.
+        host: the address to listen on.
+
+    Raises:
+        PortInUseError: another process has the port.
+        UsageError: the port is not valid, or the address is that of another machine.
     """
     if type(port) is not int or not 0 <= port <= 65535:
         raise UsageError("port must be 0 to 65535", facts={"got": repr(port)})

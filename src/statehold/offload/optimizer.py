@@ -176,12 +176,17 @@ class _Offloaded(torch.optim.Optimizer):
 class AdamW(_Offloaded):
     """torch.optim.AdamW on tiers.
 
-    tiers: `Host` and `Path`, nearest first. subgroup_bytes: the state that is moved and updated at
-    once; None: chosen from the size of the state. drain_gradients: gradients of parameters on a
-    device leave it in backward, and `.grad` is None then; step() uses them up, and zero_grad() of
-    the optimizer forgets them. device_every: k, and a device updates every k-th subgroup of its
-    parameters with its own kernel; "auto": k from measured rates; None: the host updates all of
-    them. fs: a file system from the caller, for tests.
+    The arguments before `tiers` are those of torch.optim.AdamW.
+
+    Args:
+        tiers: `Host` and `Path`, nearest first.
+        subgroup_bytes: the state that is moved and updated at once; None: chosen from the size of
+            the state.
+        drain_gradients: gradients of parameters on a device leave it in backward, and `.grad` is
+            None then; step() uses them up, and zero_grad() of the optimizer forgets them.
+        device_every: k, and a device updates every k-th subgroup of its parameters with its own
+            kernel; "auto": k from measured rates; None: the host updates all of them.
+        fs: a file system from the caller, for tests.
     """
 
     def __init__(
@@ -211,7 +216,7 @@ class AdamW(_Offloaded):
 
 @answering()
 class Adam(_Offloaded):
-    """torch.optim.Adam on tiers. The arguments are those of `AdamW`."""
+    """torch.optim.Adam on tiers. All arguments are those of `AdamW`."""
 
     def __init__(
         self,
@@ -240,7 +245,10 @@ class Adam(_Offloaded):
 
 @answering()
 class SGD(_Offloaded):
-    """torch.optim.SGD on tiers: momentum, and masters of parameters in 16 bit."""
+    """torch.optim.SGD on tiers: momentum, and masters of parameters in 16 bit.
+
+    All arguments are those of torch.optim.SGD and, from `tiers` on, those of `AdamW`.
+    """
 
     def __init__(
         self,

@@ -41,14 +41,22 @@ class PathStats:
 class Stats:
     """All figures of an optimizer, in bytes and seconds.
 
-    updates: calls of step() that have updated parameters.
-    update_s: their duration; compute_s: of it, arithmetic; waited_s: of it, waits for transfers.
-    hidden_s: seconds with a transfer under way in which nothing waited for it.
-    hits: subgroups that an update has found in memory; misses: those that it has read.
-    state_bytes: the whole state; cache_bytes: what Host keeps of it; buffer_bytes: memory that the
-        pipeline has in addition; pinned_bytes: copies of what parameters on devices have;
+    Attributes:
+        updates: calls of step() that have updated parameters.
+        update_s: their duration.
+        compute_s: the part of update_s that is arithmetic.
+        waited_s: the part of update_s that is waits for transfers.
+        hidden_s: seconds with a transfer under way in which nothing waited for it.
+        hits: subgroups that an update has found in memory.
+        misses: subgroups that an update has read.
+        state_bytes: the whole state.
+        cache_bytes: what Host keeps of the state.
+        buffer_bytes: memory that the pipeline has in addition.
+        pinned_bytes: copies of what parameters on devices have.
         device_bytes: memory on devices for updates there.
-    device_updates: updates of a subgroup on a device; device_subgroups: those updated there.
+        device_updates: updates of a subgroup on a device.
+        device_subgroups: the subgroups that devices update.
+        paths: the figures of each path.
     """
 
     updates: int

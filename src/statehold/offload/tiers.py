@@ -22,9 +22,12 @@ __all__ = ["Host", "Path", "Tier", "check_tiers"]
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Host memory that keeps state from one update to the next: `nbytes`, an int or "4GiB".
+    """Host memory that keeps state from one update to the next.
 
     The buffers of the pipeline come on top of it. `optimizer.stats` has both figures.
+
+    Args:
+        nbytes: its size, in bytes; an int or "4GiB".
     """
 
     nbytes: int | str
@@ -42,9 +45,11 @@ class Host:
 class Path:
     """A directory that exists, on any file system. Optimizers and ranks may share it.
 
-    bytes_per_s: limit of reads and writes together; an int or "500MB". None sets no limit.
-    exclusive: the optimizers of this node use it one at a time, in each direction. False is faster
-    on storage that serves many at once without loss.
+    Args:
+        path: the directory.
+        bytes_per_s: limit of reads and writes together; an int or "500MB". None sets no limit.
+        exclusive: the optimizers of this node use it one at a time, in each direction. False is
+            faster on storage that serves many at once without loss.
     """
 
     path: str | os.PathLike[str]

@@ -48,20 +48,26 @@ class Io:
 
     Leave this to `statehold bench io`, unless you have measured something better.
 
-    buffer_bytes: size of one staging buffer and of one write. None: from the profile, or 16 MiB.
-    queue_depth: transfers in flight at once. None: from the profile, or 32.
-    copy_threads: threads that copy and checksum. None: from the profile, or the number of
-        processors, at most 4.
-    backend: "io_uring", "threads" (pread/pwrite), or "auto", which takes io_uring if the kernel
-        allows it. None: from the profile, or "auto".
-    profile: the profile of the storage that `statehold bench io` measured. "auto" takes the file in
-        ~/.config/statehold/io, if there is one. A path takes this file. None takes no profile.
-    reuse_files: overwrite the files of retired steps instead of allocating new ones.
-    share_files: give a data file that has not changed another name in the new step, instead of
-        writing it again.
-    address: the address of this host on the network over which hosts read each other's files, if
-        each host has its own level; a name or a number, without a port. None: the address from
-        which this host reaches MASTER_ADDR, or the address of its own name.
+    Args:
+        buffer_bytes: size of one staging buffer and of one write. None: from the profile, or
+            16 MiB.
+        queue_depth: transfers in flight at once. None: from the profile, or 32.
+        copy_threads: threads that copy and checksum. None: from the profile, or the number of
+            processors, at most 4.
+        backend: "io_uring", "threads" (pread/pwrite), or "auto", which takes io_uring if the kernel
+            allows it. None: from the profile, or "auto".
+        profile: the profile of the storage that `statehold bench io` measured. "auto" takes the
+            file in ~/.config/statehold/io, if there is one. A path takes this file. None takes no
+            profile.
+        reuse_files: overwrite the files of retired steps instead of allocating new ones.
+        share_files: give a data file that has not changed another name in the new step, instead of
+            writing it again.
+        address: the address of this host on the network over which hosts read each other's files,
+            if each host has its own level; a name or a number, without a port. None: the address
+            from which this host reaches MASTER_ADDR, or the address of its own name.
+
+    Raises:
+        UsageError: a value is not valid; the error names it.
     """
 
     buffer_bytes: int | str | None = None
@@ -117,10 +123,12 @@ class Io:
         return self.copy_threads or min(4, os.cpu_count() or 1)
 
     def filled(self, moving: Moving, staging_bytes: int | None) -> Io:
-        """These settings, with the values of `moving` instead of None.
+        """These settings, with other values instead of None.
 
-        If staging_bytes does not hold two buffers of the profile, the profile's buffer_bytes is
-        left out. So a run that opens without a profile also opens with one.
+        Args:
+            moving: the values.
+            staging_bytes: if it does not hold two buffers of `moving`, these are left out. So a run
+                that opens without a profile also opens with one.
         """
         found = {
             field.name: getattr(moving, field.name)

@@ -25,7 +25,14 @@ from statehold.tensors.built import value_of
 
 
 def open(run: str | os.PathLike[str]) -> Run:
-    """The steps of a run, for looking at. Raises UsageError if there is no such directory."""
+    """The steps of a run, for looking at.
+
+    Args:
+        run: the run directory.
+
+    Raises:
+        UsageError: there is no such directory.
+    """
     return Run(run_of(os.fspath(run)))
 
 
@@ -43,9 +50,16 @@ class TensorInfo:
 class Step:
     """A committed step.
 
-    path: its directory. created: in UTC, ISO 8601. world_size: how many ranks saved it.
-    tensors: every tensor by its name. values: everything else by its name, as it was saved; a value
-        on which ranks differ is missing.
+    Attributes:
+        step: its number.
+        path: its directory.
+        created: in UTC, ISO 8601.
+        writer: the program and version that saved it.
+        version: of the format.
+        world_size: how many ranks saved it.
+        tensors: every tensor by its name.
+        values: everything else by its name, as it was saved; a value on which ranks differ is
+            missing.
     """
 
     step: int
@@ -63,7 +77,12 @@ class Step:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def load(self, name: str = "", **options: Any) -> Any:
-        """What statehold.load() returns of this step."""
+        """What statehold.load() returns of this step.
+
+        Args:
+            name: as for load().
+            options: as for load().
+        """
         return load(os.path.dirname(self.path), name, step=self.step, **options)
 
 

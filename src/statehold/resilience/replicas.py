@@ -54,23 +54,31 @@ logger = logging.getLogger(__name__)
 class Replicas:
     """One replica of a job, and its rank if it has several.
 
-    model, optimizer: of this rank. The model may be sharded over the ranks of the replica (FSDP2,
-        tensor parallel); the default process group, or `group`, spans the ranks of one replica.
-    microbatches: of a step, over all replicas. samples: of the data set. batch: samples of a
-        microbatch. seed: of the order of the samples and of all random numbers.
-    coordinator: "host:port" of `statehold coordinate`. None: STATEHOLD_COORDINATOR says it.
-    checkpointer: restores the newest step at the start, and saves after each step that is due.
-    reduction: "exact": the same bits for any number of replicas; "fast": floating point, overlapped
-        with backward.
-    redundancy: so many replicas compute each microbatch. Then redundancy - 1 of them may be lost
-        in a step, and nothing is computed again. A step takes that many times as long.
-    min_replicas: no step is taken with fewer. wait_s: so long waits a replica for enough of them.
-    lease_s: a rank that has been silent for so long is taken for dead.
-    stuck_s: a microbatch that takes longer is taken for hung. None: ten times the longest one so
-        far, and at least 60 s.
-    state: more of the state, by name: a scheduler, a scaler. It travels to joiners and into
-        checkpoints.
-    Raises UsageError for arguments that make no job.
+    Args:
+        model: of this rank. It may be sharded over the ranks of the replica (FSDP2, tensor
+            parallel).
+        optimizer: of this rank.
+        microbatches: how many a step has, over all replicas.
+        samples: how many the data set has.
+        batch: how many samples a microbatch has.
+        seed: of the order of the samples and of all random numbers.
+        coordinator: "host:port" of `statehold coordinate`. None: STATEHOLD_COORDINATOR says it.
+        checkpointer: restores the newest step at the start, and saves after each step that is due.
+        reduction: "exact": the same bits for any number of replicas; "fast": floating point,
+            overlapped with backward.
+        redundancy: how many replicas compute each microbatch. Then redundancy - 1 of them may be
+            lost in a step, and nothing is computed again. A step takes that many times as long.
+        min_replicas: the replicas wait while there are fewer.
+        lease_s: the job takes a rank for dead that has been silent for so many seconds.
+        wait_s: how many seconds a replica waits for enough others.
+        stuck_s: the job takes a microbatch for hung that takes longer, in seconds. None: ten times
+            the longest one so far, and at least 60 s.
+        state: more of the state, by name: a scheduler, a scaler. It travels to joiners and into
+            checkpoints.
+        group: spans the ranks of one replica. None: the default process group.
+
+    Raises:
+        UsageError: the arguments make no job.
     """
 
     def __init__(
@@ -150,8 +158,11 @@ class Replicas:
 
         The first call joins the job: it restores the newest step of the checkpointer, or takes the
         state from live replicas. A later call joins again, and goes on from the step that it has
-        come to. Raises ReplicaRefusedError for a replica that differs from the
-        job, and WaitTimeout if there are too few replicas for `wait_s` seconds.
+        come to.
+
+        Raises:
+            ReplicaRefusedError: this replica differs from the job; the error names what differs.
+            WaitTimeout: there were too few replicas for `wait_s` seconds.
         """
         if self._driver is None:
             self._driver = self._join()
@@ -191,10 +202,22 @@ class Replicas:
         worker_init_fn: Prepare | None = None,
         multiprocessing_context: str | BaseContext | None = None,
     ) -> Loader:
-        """What draws the samples of microbatches ahead of time: see data.loader.Loader.
+        """What draws the samples of microbatches ahead of time.
 
         Make it before the first step, so that its workers do not inherit connections. It does what
         Microbatch.drew does.
+
+        Args:
+            dataset: has `__getitem__` and as many samples as the job.
+            collate_fn: makes a batch of a list of samples, as for torch's DataLoader.
+            workers: how many processes draw. With 0, the trainer draws.
+            prefetch: how many batches for each worker may be drawn or under way ahead of the
+                trainer.
+            worker_init_fn: each worker calls it with its number when it starts.
+            multiprocessing_context: how workers start: a name such as "forkserver", or a context.
+
+        Raises:
+            UsageError: the data set is a stream, or has another number of samples.
         """
         self._loader = Loader(
             dataset,

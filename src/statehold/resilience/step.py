@@ -45,7 +45,10 @@ class Work:
 class Microbatch:
     """One of the microbatches of a step.
 
-    step, index: its name. samples: the numbers of its samples, a pure function of the name.
+    Attributes:
+        step: the number of its step. With `index` it is the name of the microbatch.
+        index: its place in the step.
+        samples: the numbers of its samples, a pure function of the name.
     """
 
     def __init__(self, work: Work, step: int, asked: Compute) -> None:
@@ -59,17 +62,21 @@ class Microbatch:
     def drew(self, batch: Any) -> None:
         """Say what was drawn for it: tensors, arrays, plain values, and containers of these.
 
-        Raises ImpureSamplesError if another draw of the same microbatch was different. A Loader
-        does this by itself.
+        A Loader does this by itself.
+
+        Raises:
+            ImpureSamplesError: another draw of the same microbatch was different.
         """
         self._work.purity.check(self.step, self.index, checksum(batch))
 
     def backward(self, loss: Tensor, *, report: Tensor | None = None) -> None:
         """Compute the gradients of `loss`, and add them to the step.
 
-        loss: a scalar: the mean over the samples of this microbatch. It may be scaled.
-        report: the loss for `step.losses`, if `loss` is scaled. The step's gradient is the mean
-        over all its microbatches.
+        The step's gradient is the mean over all its microbatches.
+
+        Args:
+            loss: a scalar: the mean over the samples of this microbatch. It may be scaled.
+            report: the loss for `step.losses`, if `loss` is scaled.
         """
         if self._is_counted:
             raise UsageError("backward() was called twice for a microbatch", facts=self._facts)

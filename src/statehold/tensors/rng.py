@@ -30,10 +30,14 @@ __all__ = ["Rng", "unchanged"]
 
 
 class Rng:
-    """State of the process' generators, plus `generators` by name.
+    """State of the process' generators. CUDA devices take part once CUDA is initialised.
 
-    A named generator is a `torch.Generator`, `random.Random`, `numpy.random.Generator` or
-    `numpy.random.RandomState`. CUDA devices take part once CUDA is initialised.
+    Args:
+        generators: more generators, by name: each a `torch.Generator`, `random.Random`,
+            `numpy.random.Generator` or `numpy.random.RandomState`.
+
+    Raises:
+        UsageError: something else was given.
     """
 
     def __init__(self, generators: Mapping[str, Any] | None = None) -> None:

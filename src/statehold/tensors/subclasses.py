@@ -78,12 +78,16 @@ def allow_tensor_class(
     Call it in every process that saves or restores such tensors. Steps name the class by module and
     qualified name. The other attributes of the class must be plain values.
 
-    rowwise: the inner tensors whose first dimension follows that of the whole tensor, in order.
-    shared: the inner tensors that are equal on all ranks.
-    If every inner tensor is in one of them, a sharded tensor restores into other layouts. Otherwise
-    it restores only into the same layout.
+    If every inner tensor is in `rowwise` or in `shared`, a sharded tensor restores into other
+    layouts. Otherwise it restores only into the same layout.
 
-    Raises UsageError for a class without the two methods.
+    Args:
+        cls: the class.
+        rowwise: the inner tensors whose first dimension follows that of the whole tensor, in order.
+        shared: the inner tensors that are equal on all ranks.
+
+    Raises:
+        UsageError: the class lacks one of the two methods.
     """
     if not isinstance(cls, type) or not says_what_it_is_made_of(cls):
         raise UsageError(

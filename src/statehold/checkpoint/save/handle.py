@@ -60,10 +60,16 @@ class Save:
         return self._reached(_checked(event)) is not None
 
     def wait(self, event: Event = "committed", timeout: float | None = None) -> Save:
-        """Block until the event; `timeout` is in seconds. Returns the handle.
+        """Block until the event. Returns the handle.
 
-        Raises the save's error if it failed before the event, WaitTimeout if the deadline passes
-        (the save continues), and UsageError for a step that was skipped.
+        Args:
+            event: "staged", "written" or "committed".
+            timeout: in seconds; None waits as long as it takes.
+
+        Raises:
+            StateholdError: the save failed before the event.
+            WaitTimeout: the deadline has passed; the save continues.
+            UsageError: the step was skipped, or there is no such event.
         """
         if self._is_skipped:
             raise UsageError(

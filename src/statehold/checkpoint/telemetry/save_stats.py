@@ -16,16 +16,22 @@ EVENTS: tuple[Event, ...] = get_args(Event)
 class SaveStats:
     """Figures of one save. Seconds count from the call of save(); None means not yet.
 
-    state_bytes, tensors: what this rank holds.
-    eager_bytes: the part of state_bytes that was copied before save() returned.
-    written_bytes, files: what this rank writes; also the files that were on storage before.
-    linked_bytes: of files that were on storage before, and that the step holds without a copy.
-    reused: whether the save overwrote the file of an earlier step.
-    blocked_s: how long save() itself took.
-    waited_s: the part of blocked_s spent waiting for an earlier save.
-    gate_s: how long optimizers (or gate()) waited for this save.
-    staged_s, written_s, committed_s: when the save reached the event.
-    balance: how evenly all ranks and their hosts write, known when committed.
+    Attributes:
+        step: the step.
+        state_bytes: what this rank holds.
+        eager_bytes: the part of state_bytes that was copied before save() returned.
+        written_bytes: what this rank writes.
+        linked_bytes: of files that were on storage before, and that the step holds without a copy.
+        tensors: how many tensors this rank holds.
+        files: the files of this rank, those that were on storage before included.
+        reused: whether the save overwrote the file of an earlier step.
+        blocked_s: how long save() itself took.
+        waited_s: the part of blocked_s spent waiting for an earlier save.
+        gate_s: how long optimizers (or gate()) waited for this save.
+        staged_s: when every byte was copied.
+        written_s: when this rank's bytes were durable.
+        committed_s: when the step was published.
+        balance: how evenly all ranks and their hosts write, known when committed.
     """
 
     step: int

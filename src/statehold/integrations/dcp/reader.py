@@ -53,9 +53,11 @@ from statehold.tensors.devices.graphs import refuse_in_capture
 class StorageReader(Endpoint, _StorageReader):
     """Reads a step of a Checkpointer or of a StorageWriter; for torch.distributed.checkpoint.
 
-    path: the directory of the step; the `checkpoint_id` of a load replaces it.
-    staging_bytes, io: as for a Checkpointer.
-    trace: a file for a trace, written at the end of each load.
+    Args:
+        path: the directory of the step; the `checkpoint_id` of a load replaces it.
+        staging_bytes: as for a Checkpointer.
+        io: as for a Checkpointer.
+        trace: a file for a trace, written at the end of each load.
     """
 
     _what, _call = "a load", "load"

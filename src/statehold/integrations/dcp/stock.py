@@ -46,9 +46,10 @@ _SHOWN = 20
 class StockReport:
     """What was loaded.
 
-    loaded: live names that were loaded.
-    missing: live names that the checkpoint lacks.
-    unexpected: names of the checkpoint that the state did not take.
+    Attributes:
+        loaded: live names that were loaded.
+        missing: live names that the checkpoint lacks.
+        unexpected: names of the checkpoint that the state did not take.
     """
 
     loaded: tuple[str, ...]
@@ -68,17 +69,21 @@ def restore_stock(
     The state may hold modules, optimizers (also fresh ones), tensors and plain values, plain or
     sharded. All of several ranks call this.
 
-    path: a directory that dcp.FileSystemWriter or dcp.HuggingFaceStorageWriter wrote, a directory
-        of safetensors or of pytorch_model.bin, with or without their index, or one file of
-        safetensors or torch.save.
-    strict: raise StateMismatchError, before anything changes, if the checkpoint lacks an entry of
-        the state. Entries that only the checkpoint has are reported, and are no error.
-    rename: prefixes of names in the checkpoint and the live prefixes that replace them, as in
-        Checkpointer.restore; or a function from a name in the checkpoint to the live name.
+    Args:
+        state: as for Checkpointer.restore().
+        path: a directory that dcp.FileSystemWriter or dcp.HuggingFaceStorageWriter wrote, a
+            directory of safetensors or of pytorch_model.bin, with or without their index, or one
+            file of safetensors or torch.save.
+        strict: raise StateMismatchError, before anything changes, if the checkpoint lacks an entry
+            of the state. Entries that only the checkpoint has are reported, and are no error.
+        rename: prefixes of names in the checkpoint and the live prefixes that replace them, as in
+            Checkpointer.restore; or a function from a name in the checkpoint to the live name.
 
-    Raises UsageError if the path is not a checkpoint, and for a prefix that matches nothing;
-    StateMismatchError, also if not strict, if the checkpoint has nothing of the state;
-    UnsupportedValueError for a pickle that holds more than data.
+    Raises:
+        UsageError: the path is not a checkpoint, or a prefix matches nothing.
+        StateMismatchError: an entry is missing; also if not strict, if the checkpoint has nothing
+            of the state.
+        UnsupportedValueError: a pickle holds more than data.
     """
     reader: Any = open_checkpoint(path)
     matcher = _Matcher(reader.read_metadata(), rename)

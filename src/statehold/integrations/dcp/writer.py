@@ -73,16 +73,18 @@ class _Save(threading.local):
 class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
     """Writes a checkpoint as a step of statehold; for torch.distributed.checkpoint.
 
-    path: the directory of the checkpoint; the `checkpoint_id` of a save replaces it. The last
-        number in its name is the step.
-    overwrite: replace an existing checkpoint once the new one is complete. A whole checkpoint
-        exists at every moment. False raises an error if there is a checkpoint.
-    staging_bytes, io: as for a Checkpointer. Each save allocates its staging memory, never more
-        than the rank writes.
-    trace: a file for a trace, written at the end of each save.
-    timeout_s: with use_collectives=False, how long ranks wait for each other.
-
     As the `AsyncStager` of dcp.async_save it copies the state into host memory that it reuses.
+
+    Args:
+        path: the directory of the checkpoint; the `checkpoint_id` of a save replaces it. The last
+            number in its name is the step.
+        overwrite: replace an existing checkpoint once the new one is complete. A whole checkpoint
+            exists at every moment. False raises an error if there is a checkpoint.
+        staging_bytes: as for a Checkpointer. Each save allocates its staging memory, never more
+            than the rank writes.
+        io: as for a Checkpointer.
+        trace: a file for a trace, written at the end of each save.
+        timeout_s: with use_collectives=False, how long ranks wait for each other.
     """
 
     _what, _call = "a checkpoint", "save"

@@ -77,8 +77,11 @@ class _Run:
 class StateholdTrainer(Trainer):
     """A Trainer that saves into steps of statehold in `output_dir`.
 
-    leave_within_s: after SIGTERM or SIGUSR1, all ranks save one more step and exit with code 75
-        within so many seconds; None leaves the signals alone.
+    All arguments are those of transformers.Trainer.
+
+    Attributes:
+        leave_within_s: after SIGTERM or SIGUSR1, all ranks save one more step and exit with code 75
+            within so many seconds; None leaves the signals alone.
     """
 
     leave_within_s: float | None = 25.0
@@ -89,7 +92,12 @@ class StateholdTrainer(Trainer):
         self.add_callback(_Steps(self))
 
     def checkpointer(self, run: str, keep: int | None) -> Checkpointer:
-        """Open the run. Override it for levels or other options; pass `keep` on."""
+        """Open the run. Override it for levels or other options.
+
+        Args:
+            run: the output directory.
+            keep: how many steps to keep, by the options of the Trainer. Pass it on.
+        """
         return Checkpointer(run, keep=keep)
 
     # -- training --------------------------------------------------------------------------
@@ -101,7 +109,12 @@ class StateholdTrainer(Trainer):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As Trainer.train(). True resumes the newest intact step, and begins if there is none."""
+        """Train as Trainer.train() does. The other arguments are those of Trainer.train().
+
+        Args:
+            resume_from_checkpoint: True resumes the newest intact step, and begins at step 0 if
+                there is none. The path of a `checkpoint-N` resumes that step.
+        """
         self._check_supported()
         run = self._get_output_dir(trial)
         with contextlib.ExitStack() as stack:
