@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -220,24 +221,30 @@ def _with_one_memory(self: OnDevice, *arguments: Any) -> None:
 
 _INIT = OnDevice.__init__
 
-# With the seeds of devices that find them. None: the device does nothing unasked.
-BROKEN: dict[str, tuple[Any, str, Any, int | None]] = {
-    "gradients are read before they are there": (Mirror, "arrive", lambda _: None, None),
-    "state is taken before it is back": (OnDevice, "_end", lambda *_: None, None),
-    "two lanes have one memory": (OnDevice, "__init__", _with_one_memory, 1),
-    "drained gradients are read too early": (Lanes, "wait", lambda *_: None, None),
+# With the seeds of devices, one of which finds them. None: the device does nothing unasked. Where
+# two lanes meet depends on the threads of the host, too, so a seed may find nothing.
+BROKEN: dict[str, tuple[Any, str, Any, Sequence[int | None]]] = {
+    "gradients are read before they are there": (Mirror, "arrive", lambda _: None, [None]),
+    "state is taken before it is back": (OnDevice, "_end", lambda *_: None, [None]),
+    "two lanes have one memory": (OnDevice, "__init__", _with_one_memory, range(1, 13)),
+    "drained gradients are read too early": (Lanes, "wait", lambda *_: None, [None]),
 }
 
 
+def finds(folder: Path, seed: int | None, broken: tuple[Any, str, Any], *, drains: bool) -> bool:
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(*broken)
+        machine = install(patched, seed=seed)
+        with machine.in_use():
+            return not hasty(machine, folder, drains=drains)
+
+
 @pytest.mark.parametrize("defect", BROKEN)
-def test_a_hasty_device_finds_every_defect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defect: str
-) -> None:
-    *broken, seed = BROKEN[defect]
-    monkeypatch.setattr(*broken)
-    machine = install(monkeypatch, seed=seed)
-    with machine.in_use():
-        assert not hasty(machine, tmp_path, drains="drained" in defect)
+def test_a_hasty_device_finds_every_defect(tmp_path: Path, defect: str) -> None:
+    *broken, seeds = BROKEN[defect]
+    drains = "drained" in defect
+    assert any(finds(tmp_path / str(seed), seed, broken, drains=drains) for seed in seeds)
 
 
 # -- memory, waits, transfers ---------------------------------------------------------------------
