@@ -60,10 +60,11 @@ campaigns: export STATEHOLD_REPLICA_FAULTS = 1000
 campaigns: export STATEHOLD_PLANNER_RUNS = 20000
 campaigns: export STATEHOLD_PLANNER_TABLES = all
 campaigns: export STATEHOLD_BENCH = all
+campaigns: export STATEHOLD_BUILDS = 1
 campaigns: export STATEHOLD_OFFLOAD_DEMO = 1
 campaigns: setup  ## the tests of which `make test` takes a sample, whole: hours
 	@$(pytest) -o time_limit=0 tests/crash tests/sim tests/ranks tests/agent tests/preemption tests/hostile tests/cli \
-	  tests/checkpointer tests/devices tests/tensors tests/bench tests/offload tests/resilience tests/unit/test_redundancy.py \
+	  tests/checkpointer tests/devices tests/tensors tests/bench tests/offload tests/packaging tests/resilience tests/unit/test_redundancy.py \
 	  tests/unit/test_plan_resilience.py $(ARGS)
 
 integrations: setup  ## tests/frameworks beside other people's frameworks, in .venv-integrations
