@@ -117,7 +117,7 @@ class Faults:
         """It may hold sums and groups of a step that the others have finished without it."""
         victim, begun = self._stopped(kind), len(self.office.events)
         pid = self._process(victim).pid
-        self.office.wait_for(" replicas: ", without=f"-{pid}-", since=begun)
+        self.office.wait_for(" replica", without=f"-{pid}-", since=begun)
         self._pause(1.0)
         os.kill(pid, signal.SIGCONT)
 

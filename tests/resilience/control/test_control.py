@@ -147,6 +147,21 @@ def test_one_that_leaves_is_known_to_have_left() -> None:
         assert office.coordinator.epoch == 1
 
 
+def test_an_operator_reads_who_comes_and_leaves_and_who_is_lost() -> None:
+    with meeting("a", "b", "c") as (office, peers):
+        assert "a rank 0 has connected, at step 0" in office.said
+        peers["c"].cut()
+        peers["a"].until_in("a", "b")
+        peers["b"].cut()
+        peers["a"].until_in("a")
+        assert [each for each in office.said if each.startswith("b rank 0 has gone: ")]
+        assert "epoch 3 has 1 replica: a" in office.said
+        peers["a"].link.leave()
+        until(lambda: not office.server._lines)
+    assert "a rank 0 has left, at step 0" in office.said
+    assert not [each for each in office.said if each.startswith("a rank 0 has gone")]
+
+
 # Strangers
 
 

@@ -90,7 +90,7 @@ def test_coordinate_says_where_and_what_and_ends_on_sigterm() -> None:
         office.send_signal(signal.SIGTERM)
         out, err = office.communicate(timeout=PATIENCE_S)
     assert (office.returncode, err) == (0, "")
-    assert "epoch 1 has 1 replicas: a" in out
+    assert "epoch 1 has 1 replica: a" in out
 
 
 def test_coordinate_says_it_in_json() -> None:

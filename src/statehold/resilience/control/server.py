@@ -24,6 +24,7 @@ from statehold.resilience.protocol.messages import (
     Fenced,
     Hello,
     Install,
+    Leave,
     Message,
     Prepare,
     Refused,
@@ -55,6 +56,7 @@ class Server:
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._lines: dict[int, Lines] = {}
         self._names: dict[int, str] = {}
+        self._left: set[int] = set()
         self._unsent: collections.deque[tuple[int, Message]] = collections.deque()
         self._sends = False
         self._told: Message | None = None
@@ -113,9 +115,12 @@ class Server:
             if conn in self._names:
                 raise ValueError("a second Hello")
             self._names[conn] = f"{message.replica} rank {message.place}"
-            self._report(f"{self._names[conn]} has connected, {message.view.step}")
+            self._report(f"{self._names[conn]} has connected, at step {message.view.step}")
             self._send(self._coordinator.hello(conn, message, now))
             return
+        if isinstance(message, Leave):
+            self._left.add(conn)
+            self._report(f"{self._names.get(conn)} has left, at step {message.view.step}")
         if isinstance(message, Complaint):
             self._report(f"{self._names.get(conn)} complains: {message.reason}")
         self._send(self._coordinator.receive(conn, message, now))
@@ -126,7 +131,10 @@ class Server:
             return
         self._selector.unregister(lines.socket)
         lines.close()
-        self._report(f"{self._names.pop(conn, 'a stranger')} has gone: {error}")
+        name = self._names.pop(conn, "a stranger")
+        if conn not in self._left:
+            self._report(f"{name} has gone: {error}")
+        self._left.discard(conn)
         self._send(self._coordinator.lost(conn, time.monotonic()))
 
     def _send(self, sent: Iterable[tuple[int, Message]]) -> None:
@@ -163,8 +171,9 @@ class Server:
         elif message == self._told:
             return
         elif isinstance(message, Install):
-            names = ", ".join(message.members)
-            self._report(f"epoch {message.epoch} has {len(message.members)} replicas: {names}")
+            names, count = ", ".join(message.members), len(message.members)
+            replicas = f"{count} replica{'s' if count > 1 else ''}"
+            self._report(f"epoch {message.epoch} has {replicas}: {names}")
         elif isinstance(message, Prepare):
             self._report(f"epoch {message.epoch} is in preparation")
         self._told = message
