@@ -30,8 +30,9 @@ setup:  ## .venv, system packages where you may install them, native module
 
 build: setup  ## the same; after a change in native/ it takes seconds
 
-demo: setup  ## train a small Llama, kill it during a save, resume, compare; RANKS=4: on ranks; OFFLOAD=1: state on paths
-	@$(bin)/python examples/llama/demo.py --ranks $(RANKS) $(if $(OFFLOAD),--offload) $(ARGS)
+demo: setup  ## train a small Llama, kill it during a save, resume, compare; RANKS=4, OFFLOAD=1, REPLICAS=4: others
+	@$(bin)/python examples/llama/demo.py --ranks $(RANKS) $(if $(OFFLOAD),--offload) \
+	  $(if $(REPLICAS),--replicas $(REPLICAS)) $(ARGS)
 
 test:  ## the C++ and the Python tests
 	@tools/setup_env.sh --tests
@@ -62,10 +63,11 @@ campaigns: export STATEHOLD_PLANNER_TABLES = all
 campaigns: export STATEHOLD_BENCH = all
 campaigns: export STATEHOLD_BUILDS = 1
 campaigns: export STATEHOLD_OFFLOAD_DEMO = 1
+campaigns: export STATEHOLD_REPLICAS_DEMO = 1
 campaigns: setup  ## the tests of which `make test` takes a sample, whole: hours
 	@$(pytest) -o time_limit=0 tests/crash tests/sim tests/ranks tests/agent tests/preemption tests/hostile tests/cli \
-	  tests/checkpointer tests/devices tests/tensors tests/bench tests/offload tests/packaging tests/resilience tests/unit/test_redundancy.py \
-	  tests/unit/test_plan_resilience.py $(ARGS)
+	  tests/checkpointer tests/devices tests/tensors tests/bench tests/offload tests/packaging tests/resilience tests/examples \
+	  tests/unit/test_redundancy.py tests/unit/test_plan_resilience.py $(ARGS)
 
 integrations: setup  ## tests/frameworks beside other people's frameworks, in .venv-integrations
 	@tools/integrations.sh $(ARGS)

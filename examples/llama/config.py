@@ -22,7 +22,8 @@ from model import ModelConfig
 # also places the end of the learning rate schedule: training on means a new schedule from here.
 # `tp`, as the number of ranks, changes the order of sums, and with it their last bits.)
 ADJUSTABLE = frozenset(
-    {"steps", "save_every", "keep", "staging", "peer_timeout_s", "validate_every", "tp"}
+    {"steps", "save_every", "keep", "staging", "peer_timeout_s", "lease_s"}
+    | {"validate_every", "tp"}
     | {"offload", "host", "subgroup", "memory"}
 )
 
@@ -53,6 +54,7 @@ class RunConfig:
     keep: int = _option(3, "committed steps to keep")
     staging: str = _option("1GiB", "host memory for copies in flight")
     peer_timeout_s: float = _option(600.0, "seconds until a rank that does not answer is lost")
+    lease_s: float = _option(1.0, "seconds until a replica that says nothing is lost")
     validate_every: int = _option(100, "steps between two validations")
     seed: int = _option(0, "of the initial parameters and the order of the data")
     device: str = _option("cpu", "torch device")

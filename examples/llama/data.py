@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,15 @@ class TextLoader:
     def corpus_bytes(self) -> int:
         """Size of the text."""
         return len(self._bytes)
+
+    @property
+    def windows(self) -> int:
+        """How many windows there are to train on."""
+        return len(self._training)
+
+    def numbered(self, windows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Training windows by their numbers, 0 to `windows` - 1; moves no position."""
+        return self._windows(self._training[torch.tensor(windows)])
 
     def __next__(self) -> tuple[Tensor, Tensor]:
         """The next batch: tokens and targets, both of shape BL."""

@@ -3,6 +3,8 @@
     demo.py                 one process (story_alone.py)
     demo.py --offload       state on two paths, under a limit of memory (story_offload.py)
     demo.py --ranks 4       four processes, one dies; resumed on 4, 3 and 1 (story_ranks.py)
+    demo.py --replicas 4    four replicas; two die in a step, one hangs, and they come back
+                            (story_replicas.py)
 
 Owns the command line and the verdict. Invariants: it ends with 0 only when the story showed all
 that it claims. Options it does not know go to train.py: demo.py --dim 128 --data ~/books.
@@ -27,31 +29,50 @@ def parse(arguments: Sequence[str]) -> Demo:
         epilog="Other options go to train.py (see train.py --help): the size of the model, --data.",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where (runs/demo)")
-    parser.add_argument("--steps", type=int, help="to train (40; ranks: 24; offload: 8)")
-    parser.add_argument("--kill-at", type=int, help="first save to die in (half of the steps)")
+    parser.add_argument("--steps", type=int, help="to train (40; offload: 8; "
+                        "ranks and replicas: 24)")  # fmt: skip
+    parser.add_argument("--kill-at", type=int, help="first save to die in (half of the "
+                        "steps); replicas: step (a quarter)")  # fmt: skip
     parser.add_argument("--ranks", type=int, default=1, help="processes that train together (1)")
+    parser.add_argument("--replicas", type=int, default=0, help="that train together, and are lost")
     parser.add_argument("--offload", nargs="*", metavar="DIR[=RATE]",
                         help="keep the state of the optimizer on paths (two in --out)")  # fmt: skip
     parser.add_argument("--memory", type=int, default=384, help="MiB beyond weights and gradients "
                         "with --offload (384); 0: no limit")  # fmt: skip
     known, options = parser.parse_known_args(arguments)
-    steps = known.steps or (8 if known.offload is not None else 40 if known.ranks == 1 else 24)
-    kill_at = known.kill_at or max(2, steps // 2)
-    if not 2 <= kill_at <= steps:
-        parser.error(f"--kill-at must be 2 to {steps}, so that a step is committed before")
-    if known.offload is not None and known.ranks > 1:
-        parser.error("--offload is for one process")
-    if known.ranks < 1:
-        parser.error("--ranks must be at least 1")
+    steps = known.steps or _default_steps(known)
+    kill_at = known.kill_at or max(2, steps // (4 if known.replicas else 2))
+    if problem := _problem(known, steps, kill_at):
+        parser.error(problem)
     return Demo(
         out=known.out,
         steps=steps,
         kill_at=kill_at,
         options=tuple(options),
         ranks=known.ranks,
+        replicas=known.replicas,
         offload=known.offload,
         memory_mib=known.memory,
     )
+
+
+def _default_steps(known: argparse.Namespace) -> int:
+    if known.offload is not None:
+        return 8
+    return 24 if known.replicas or known.ranks > 1 else 40
+
+
+def _problem(known: argparse.Namespace, steps: int, kill_at: int) -> str | None:
+    """Why there is no such demo."""
+    if (known.offload is not None) + (known.ranks > 1) + bool(known.replicas) > 1:
+        return "--offload, --ranks and --replicas are demos of their own"
+    if known.ranks < 1:
+        return "--ranks must be at least 1"
+    if known.replicas and known.replicas < 4:
+        return "--replicas must be at least 4: two are killed, one hangs, and one goes on"
+    if not 2 <= kill_at <= steps:
+        return f"--kill-at must be 2 to {steps}, so that a step is committed before"
+    return None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -64,7 +85,11 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         demo = parse(arguments)
-        if demo.offload is not None:
+        if demo.replicas:
+            import story_replicas  # imports torch, as story_ranks does
+
+            story_replicas.carry_out(demo)
+        elif demo.offload is not None:
             story_offload.carry_out(demo)
         elif demo.ranks == 1:
             story_alone.carry_out(demo)

@@ -1,8 +1,8 @@
-"""Starts the ranks of a job on this machine, as torchrun would, and waits until all have ended.
+"""Starts the processes of a job on this machine: its ranks as torchrun would, or one by one.
 
-Owns the processes and the store through which they meet. Invariants: nothing is left running; a
-rank that dies ends nobody else, because who is left shall say so itself. The ranks are forked by a
-server that has imported torch, so a job starts in a fraction of a second.
+Owns the processes, and the store through which ranks meet. Invariants: `run` leaves nothing
+running; a rank that dies ends nobody else, because who is left shall say so itself. The processes
+are forked by a server that has imported torch, so a job starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -20,6 +21,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "statehold",
+    "statehold.resilience.replicas",
     "torch._inductor.config",
 )
 TIMEOUT_S = 600.0
@@ -30,25 +32,34 @@ def run(size: int, body: Callable[..., None], *arguments: Any) -> list[int]:
 
     A rank that has not ended by the limit is killed, and its status is that of SIGKILL.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
-        context.Process(target=_rank, args=(_environment(rank, size, store.port), body, arguments))
-        for rank in range(size)
+        start(_rank, _environment(rank, size, store.port), body, arguments) for rank in range(size)
     ]
-    for process in ranks:
-        process.start()
     try:
         until = time.monotonic() + TIMEOUT_S
         for process in ranks:
             process.join(max(0.0, until - time.monotonic()))
     finally:
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
-                process.join()
+        end(ranks)
     return [process.exitcode or 0 for process in ranks]
+
+
+def start(body: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Call body(*arguments) in a process of its own."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    process = context.Process(target=body, args=arguments)
+    process.start()
+    return process
+
+
+def end(processes: Sequence[BaseProcess]) -> None:
+    """Kill those that have not ended."""
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:

@@ -8,6 +8,10 @@ Records, by "event":
     validation  step, loss
     limit       nbytes that the process may take (0: no limit), taken_bytes when it began
     update      step, and what an update of an offloaded optimizer took (optimizers.recorded_step)
+Of a replica (replica.py), with times as time.time() gives them:
+    start       pid, threads, at
+    microbatch  step, index, samples, began, ended: computed, whether it was counted or not
+    step        also share: the microbatches of this replica that were counted; at
 A loss is the hexadecimal form of its float: equal text means equal bits. A run that was killed has
 the steps after its newest committed one twice, once from either side of the kill.
 """

@@ -1,8 +1,7 @@
-"""What both demos share: where they put things, how a process dies in a save, how losses compare.
+"""What all demos share: where they put things, how a process dies in a save, how losses compare.
 
 Owns Demo, DemoError, the output directory, and the comparison bit for bit. Invariants: nothing is
-removed but what an earlier demo left. Leaves the order of events to story_alone.py and
-story_ranks.py.
+removed but what an earlier demo left. Leaves the order of events to the stories.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from journal import read_events, read_steps
+from journal import StepRecord, read_events, read_steps
 
 if TYPE_CHECKING:
     import statehold
@@ -39,6 +38,7 @@ class Demo:
     kill_at: int
     options: tuple[str, ...]
     ranks: int = 1
+    replicas: int = 0
     offload: Sequence[str] | None = None
     memory_mib: int = 0
 
@@ -94,28 +94,33 @@ def unfinished(run: Path, step: int) -> bool:
 
 def compare(demo: Demo) -> None:
     """Every loss against the reference, as text of its exact bits."""
-    expected = {record.step: record.loss_hex for record in read_steps(demo.reference / "log.jsonl")}
-    found = read_steps(demo.run / "log.jsonl")
-    threads = {
-        record["threads"]
-        for run in (demo.reference, demo.run)
-        for record in read_events(run / "log.jsonl", "start")
-    }
+    logs = demo.reference / "log.jsonl", demo.run / "log.jsonl"
+    threads = {record["threads"] for log in logs for record in read_events(log, "start")}
     if len(threads) != 1:
         raise DemoError(f"the runs used different numbers of threads: {sorted(threads)}")
+    found = same_losses(*logs)
     every_step = set(range(1, demo.steps + 1))
-    if set(expected) != every_step or {record.step for record in found} != every_step:
+    if {record.step for record in found} != every_step:
         raise DemoError("a run did not log every step")
-    different = [record for record in found if record.loss_hex != expected[record.step]]
-    for record in different[:8]:
-        print(f"   step {record.step}: expected {expected[record.step]}, got {record.loss_hex}")
-    if different:
-        raise DemoError(f"{len(different)} of {len(found)} losses differ from the reference")
     again = len(found) - demo.steps
     print(
         f"   all {len(found)} losses equal the reference in every bit "
         f"({demo.steps} steps, {again} of them trained twice: before the kill and after it)"
     )
+
+
+def same_losses(reference: Path, log: Path) -> list[StepRecord]:
+    """The steps of a log, whose losses have to be those of the reference, bit for bit."""
+    expected = {record.step: record.loss_hex for record in read_steps(reference)}
+    found = read_steps(log)
+    if missing := {record.step for record in found} - set(expected):
+        raise DemoError(f"the reference did not log every step: {sorted(missing)[:8]}")
+    different = [record for record in found if record.loss_hex != expected[record.step]]
+    for record in different[:8]:
+        print(f"   step {record.step}: expected {expected[record.step]}, got {record.loss_hex}")
+    if different:
+        raise DemoError(f"{len(different)} of {len(found)} losses differ from the reference")
+    return found
 
 
 def heading(number: int, text: str) -> None:

@@ -209,11 +209,11 @@ def train(start: settings.Start, after_save: AfterSave | None = None) -> None:
         log = start.run / "log.jsonl" if ranks.rank == 0 else Path(os.devnull)
         journal = Journal(log, fresh=not start.saves)
         stack.callback(journal.close)
-        checkpointer = stack.enter_context(_checkpointer(start)) if start.saves else None
+        checkpointer = stack.enter_context(open_checkpointer(start)) if start.saves else None
         Run(start, checkpointer, journal, after_save, ranks).train()
 
 
-def _checkpointer(start: settings.Start) -> statehold.Checkpointer:
+def open_checkpointer(start: settings.Start) -> statehold.Checkpointer:
     """One on every rank, for the same directory; they find each other through torch.distributed."""
     return statehold.Checkpointer(
         start.run,

@@ -84,7 +84,7 @@ class Trainer:
         total = 0.0
         for _ in range(self._config.accumulate):
             batch = self._ranks.share(next(self.loader))
-            loss = self._loss(*batch) / self._config.accumulate
+            loss = self.loss(*batch) / self._config.accumulate
             loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip)
@@ -103,7 +103,7 @@ class Trainer:
         """Mean loss on held-out text; changes nothing that a step depends on."""
         self.model.eval()
         batches = self.loader.validation(VALIDATION_BATCHES)
-        return sum(self._loss(*batch).item() for batch in batches) / len(batches)
+        return sum(self.loss(*batch).item() for batch in batches) / len(batches)
 
     @torch.no_grad()
     def checksum(self) -> str:
@@ -117,7 +117,8 @@ class Trainer:
                 found.update(_bytes(whole(tensor)))
         return found.hexdigest()
 
-    def _loss(self, tokens_BL: torch.Tensor, targets_BL: torch.Tensor) -> torch.Tensor:
+    def loss(self, tokens_BL: torch.Tensor, targets_BL: torch.Tensor) -> torch.Tensor:
+        """Mean loss of a batch, in nats per byte; the batch may be on another device."""
         device = self._config.device
         return self.model.loss(tokens_BL.to(device), targets_BL.to(device))
 
