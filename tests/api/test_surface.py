@@ -42,7 +42,7 @@ SIGNATURES = {
         "coordination='auto', peer_timeout_s=600.0, node_mtbf=None, nodes=None, trace=None, "
         "io=None)"
     ),
-    statehold.Checkpointer.save: "(self, step, state, *, force=False)",
+    statehold.Checkpointer.save: "(self, step, state, *, metrics=None, tags=(), force=False)",
     statehold.Checkpointer.restore: (
         "(self, state, step=None, *, only=None, skip=None, rename=None, strict=True)"
     ),

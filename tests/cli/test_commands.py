@@ -97,7 +97,8 @@ def test_ls_lists_what_is_not_a_step(run: Path, ask: Ask, say: Say) -> None:
     assert document.keys() == {"run", "steps", "other"}
     assert [step["state"] for step in document["steps"]] == ["damaged", "committed"]
     assert document["steps"][1].keys() == {
-        "step", "path", "state", "bytes", "files", "created", "world_size", "version", "writer"
+        "step", "path", "state", "bytes", "files", "created", "world_size", "version", "writer",
+        "metrics", "tags",
     }  # fmt: skip
     assert {each["name"]: each["kind"] for each in document["other"]} == {
         ".ready": "spare",
@@ -124,7 +125,7 @@ def test_show_json(run: Path, shared: Path, ask: Ask) -> None:
     assert code == 0
     assert document.keys() == {
         "step", "path", "created", "writer", "version", "world_size", "attempt", "files", "bytes",
-        "tensor_bytes", "dtypes", "tensors", "values",
+        "tensor_bytes", "dtypes", "tensors", "values", "metrics", "tags",
     }  # fmt: skip
     assert document["values"] == {"epoch": 2, "name": "x"}
     code, document = ask("show", run, "model.bias")

@@ -19,6 +19,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +28,7 @@ from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.levels.specs import Level, levels_of
 from statehold.checkpoint.opening import Borrowed, Opening, open_session
 from statehold.checkpoint.save.handle import Save
+from statehold.checkpoint.save.labels import labels
 from statehold.checkpoint.save.trainer import Trainer
 from statehold.checkpoint.session import Session
 from statehold.errors import (
@@ -124,12 +126,24 @@ class Checkpointer:
 
     # -- saving ----------------------------------------------------------------------------
 
-    def save(self, step: int, state: Mapping[str, Any], *, force: bool = False) -> Save:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        tags: Sequence[str] = (),
+        force: bool = False,
+    ) -> Save:
         """Begin to save `state` as `step`; returns in milliseconds with a handle.
 
         If the `every` of the first level says that the step is not due, this returns at once with a
         handle that `is_skipped`. force: save the step in any case. A step with is_last() is always
         saved.
+
+        metrics, tags: what the step says of itself, such as {"val_loss": 2.1} and
+            ["before-lr-drop"]. Of several ranks
+            those of rank 0 count. To save a step first and measure it later, save it again.
 
         The state may be used at once, but must not be updated before the save is "staged". torch
         optimizers wait for that by themselves; call gate() before other updates. Buffers, and
@@ -148,6 +162,7 @@ class Checkpointer:
             number,
             step,
             state,
+            partial(labels, metrics, tags),
             force=force,
             is_last=self.is_last,
             preemption=self._preemption,

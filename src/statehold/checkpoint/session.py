@@ -24,6 +24,7 @@ from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.parts import Parts
 from statehold.checkpoint.save.handle import Save, forked
 from statehold.errors import StateholdError
+from statehold.format.about import About
 from statehold.format.selection import RestoreReport, Selection
 from statehold.observe.background_log import logger
 from statehold.ranks.preemption import Preemption
@@ -56,6 +57,7 @@ class Session:
         number: int,
         step: int,
         state: Mapping[str, Any],
+        about: Callable[[], About],
         *,
         force: bool,
         is_last: Callable[[int], bool],
@@ -63,9 +65,10 @@ class Session:
     ) -> Save:
         """The call of save() with this number, the same on all ranks.
 
+        about: what the caller says about the step; raises UsageError.
         is_last: whether this process saves no step after this one; `preemption` then ends it.
         """
-        save, work = self._saver.save(number, step, state, force=force, is_last=is_last)
+        save, work = self._saver.save(number, step, state, about, force=force, is_last=is_last)
         if preemption is not None and work is not None and work.is_last:
             outcome = partial(self.levels.having, save.step, work.place)
             preemption.end(partial(save.wait, "committed"), self.wait_idle, outcome)

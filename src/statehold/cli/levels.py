@@ -31,6 +31,7 @@ from statehold.checkpoint.store.replacing import directory_id, look_beside_a_wri
 from statehold.checkpoint.store.store import Store
 from statehold.cli.output import note
 from statehold.cli.places import describe
+from statehold.cli.said import said
 from statehold.errors import (
     CorruptionError,
     FormatVersionError,
@@ -246,6 +247,7 @@ class _InObjects:
             "world_size": manifest.world_size,
             "version": manifest.version,
             "writer": manifest.writer,
+            **said(manifest.about),
         }
 
     @contextlib.contextmanager

@@ -13,6 +13,7 @@ from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
 from statehold.cli.output import emit, plain, table
 from statehold.cli.places import describe, leftovers_of
+from statehold.cli.said import in_words
 from statehold.reading.places import file_system, run_of
 from statehold.units import format_bytes
 
@@ -51,8 +52,10 @@ def run(args: argparse.Namespace) -> int:
 def _show(document: dict[str, Any]) -> None:
     steps = document["steps"]
     if steps:
-        header = ("STEP", "STATE", "CREATED", "RANKS", "FILES", "BYTES", "WRITER")
-        print(table(header, map(_row, steps), right="STEP RANKS FILES BYTES"))
+        header = ("STEP", "STATE", "CREATED", "RANKS", "FILES", "BYTES", "WRITER", "SAYS")
+        shown = len(header) - (not any(map(_words, steps)))  # most runs say nothing
+        rows = ((*_row(step), _words(step))[:shown] for step in steps)
+        print(table(header[:shown], rows, right="STEP RANKS FILES BYTES"))
     else:
         print("no committed step")
     if "levels" in document:
@@ -98,3 +101,7 @@ def _row(step: dict[str, Any]) -> tuple[object, ...]:
     size = format_bytes(step["bytes"])
     known = [step.get(key, "-") for key in ("created", "world_size", "writer")]
     return step["step"], step["state"], known[0], known[1], step["files"], size, known[2]
+
+
+def _words(step: dict[str, Any]) -> str:
+    return in_words(step.get("metrics", {}), step.get("tags", ()))

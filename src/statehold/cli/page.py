@@ -16,6 +16,7 @@ from typing import Any
 from statehold.cli.ls import KINDS
 from statehold.cli.markup import Markup, Piece, join, tag
 from statehold.cli.output import counted
+from statehold.cli.said import in_words
 from statehold.cli.timeline import timeline
 from statehold.cli.traces import Traces
 from statehold.units import format_bytes, format_seconds
@@ -167,11 +168,12 @@ def _steps(document: Document) -> Markup:
             format_bytes(step["bytes"]),
             _bar(step["bytes"] / largest),
             step.get("writer", "-"),
+            in_words(step.get("metrics", {}), step.get("tags", ())),
             _integrity(step),
         )
         for step in reversed(steps)
     ]
-    header = ("step", "committed", "ranks", "files", "bytes", "", "written_by", "integrity")
+    header = ("step", "committed", "ranks", "files", "bytes", "", "written_by", "says", "integrity")
     return _table(header, rows, right="step ranks files bytes")
 
 

@@ -12,6 +12,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.store.replacing import REPLACED, directory_id, look_beside_a_writer
+from statehold.cli.said import said
 from statehold.errors import CorruptionError, FormatVersionError, StorageError
 from statehold.reading.places import load_manifest
 
@@ -55,6 +56,7 @@ def describe(fs: Fs, store: Store, step: int) -> dict[str, Any] | None:
         "world_size": manifest.world_size,
         "version": manifest.version,
         "writer": manifest.writer,
+        **said(manifest.about),
     }
 
 

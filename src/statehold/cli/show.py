@@ -16,6 +16,7 @@ from statehold.cli import codes, numbers
 from statehold.cli.content import Content
 from statehold.cli.output import Progress, counted, emit, plain, table
 from statehold.cli.places import tree_bytes
+from statehold.cli.said import in_words, said
 from statehold.cli.values import leaves_of
 from statehold.encoding.header import bytes_of
 from statehold.errors import StateMismatchError
@@ -69,6 +70,7 @@ def describe(fs: Fs, saved: SavedStep, place: Place) -> dict[str, Any]:
         "writer": manifest.writer,
         "version": manifest.version,
         "world_size": manifest.world_size,
+        **said(manifest.about),
         "attempt": saved.attempt,
         "files": files,
         "bytes": size,
@@ -118,6 +120,8 @@ def _show_step(document: Mapping[str, Any]) -> None:
     ranks = counted(document["world_size"], "rank")
     print(f"saved {document['created']} by {document['writer']}, {ranks}, "
           f"format {document['version']}")  # fmt: skip
+    if words := in_words(document["metrics"], document["tags"]):
+        print(words)
     dtypes = ", ".join(
         f"{group['tensors']} {dtype} ({format_bytes(group['bytes'])})"
         for dtype, group in document["dtypes"].items()

@@ -12,6 +12,7 @@ from typing import Any
 
 from statehold.cli import codes
 from statehold.cli.output import emit, plain, table
+from statehold.cli.said import in_words
 from statehold.errors import UsageError
 from statehold.lineage.family import Member, family
 from statehold.units import format_bytes
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     elif members:
         base = os.path.abspath(args.directory)
         rows = [_row(line, member) for line, member in _drawn(members, base)]
-        header = ("RUN", "FROM", "STEPS", "NEWEST", "OWN", "SHARED", "METRICS")
+        header = ("RUN", "FROM", "STEPS", "NEWEST", "OWN", "SHARED", "SAYS")
         print(table(header, rows, right="STEPS NEWEST OWN SHARED"))
     else:
         print("no run")
@@ -57,9 +58,9 @@ _MARKS = {False: ("├── ", "│   "), True: ("└── ", "    ")}
 
 def _row(line: str, member: Member) -> tuple[object, ...]:
     newest = member.steps[-1] if member.steps else "-"
-    metrics = " ".join(f"{plain(name)}={value:g}" for name, value in member.metrics.items())
+    words = in_words(member.metrics, member.tags)
     own, shared = member.sizes.own_bytes, member.sizes.shared_bytes
-    about = f"unreadable: {plain(member.problem)}" if member.problem else metrics
+    about = f"unreadable: {plain(member.problem)}" if member.problem else words
     return (
         line, _origin(member), len(member.steps), newest, format_bytes(own), format_bytes(shared),
         about,

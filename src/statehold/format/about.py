@@ -25,7 +25,7 @@ NAMES_MAX = 1000
 _NAME = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,200}")
 _RUN = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,4096}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_NAMED = "1 to 200 characters, none of them a control character"
+NAMED = "1 to 200 characters, none of them a control character"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,11 @@ class About:
 NOTHING = About()
 
 
+def is_name(name: object) -> bool:
+    """Whether this can be the name of a metric, or a tag."""
+    return type(name) is str and _NAME.fullmatch(name) is not None
+
+
 def check_about(check: Checker, node: Any, step_max: int) -> About:
     """The value of a member `about`. Fails as `check` does."""
     found = check.members(node, "about", _MEMBERS)
@@ -69,9 +74,9 @@ def check_about(check: Checker, node: Any, step_max: int) -> About:
     _count(check, len(metrics), "about.metrics")
     _count(check, len(tags), "about.tags")
     for name in metrics:
-        check.text(name, "about.metrics", _NAME, f"names of {_NAMED}")
+        check.text(name, "about.metrics", _NAME, f"names of {NAMED}")
     for tag in tags:
-        check.text(tag, "about.tags", _NAME, f"tags of {_NAMED}")
+        check.text(tag, "about.tags", _NAME, f"tags of {NAMED}")
     if len(set(tags)) != len(tags):
         check.fail("about.tags", "each tag once", show(tags))
     return About(

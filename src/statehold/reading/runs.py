@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from statehold.checkpoint.store.store import Store
@@ -58,6 +58,7 @@ class Step:
         version: of the format.
         world_size: how many ranks saved it.
         tensors: every tensor by its name.
+        metrics, tags: what it says of itself, as save() got it.
         values: everything else by its name, as it was saved; a value on which ranks differ is
             missing.
     """
@@ -70,6 +71,8 @@ class Step:
     world_size: int
     tensors: Mapping[str, TensorInfo]
     values: Mapping[str, Any]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +136,8 @@ class Run:
             world_size=saved.world_size,
             tensors=tensors,
             values=dict(_values(saved.state, "")),
+            metrics=dict(manifest.about.metrics),
+            tags=manifest.about.tags,
         )
 
 

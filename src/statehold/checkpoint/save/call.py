@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from statehold.checkpoint.save.sharing import Sharing
     from statehold.checkpoint.save.trainer import Trainer
     from statehold.checkpoint.telemetry.watch import Watch
+    from statehold.format.about import About
     from statehold.io.runtime import Runtime
     from statehold.layout.claims import Claims
     from statehold.layout.plan import SavePlan
@@ -74,18 +75,22 @@ class Saver:
         number: int,
         step: int,
         state: Mapping[str, Any],
+        about: Callable[[], About],
         *,
         force: bool,
         is_last: Callable[[int], bool],
     ) -> tuple[Save, Work | None]:
-        """Begin to save if the step is due. Returns the handle, and the work of the pipeline."""
+        """Begin to save if the step is due. Returns the handle, and the work of the pipeline.
+
+        about: what the caller says about the step; raises UsageError.
+        """
         gate = self.trainer.gate
         try:
-            step = step_of(step)
+            step, said = step_of(step), about()
             if not self._is_due(number, step, wanted=force or is_last(step)):
                 begun = None
             else:
-                begun = self._begin(number, step, state, is_last)
+                begun = self._begin(number, step, state, said, is_last)
         except BaseException as error:
             self.pipeline.give_up(number, self.trainer.message(error, self.rank or 0))
             raise
@@ -110,20 +115,25 @@ class Saver:
         )
 
     def _begin(
-        self, number: int, step: int, state: Mapping[str, Any], is_last: Callable[[int], bool]
+        self,
+        number: int,
+        step: int,
+        state: Mapping[str, Any],
+        about: About,
+        is_last: Callable[[int], bool],
     ) -> tuple[Work, Capture]:
         """Capture, plan, and hand the save over. A save that fails here has not begun."""
         save = Save(step, time.perf_counter())
         try:
             ends = self._wait(save, is_last)
-            return self._capture(save, number, state, ends=ends)
+            return self._capture(save, number, state, about, ends=ends)
         except BaseException:
             if not self.pipeline.has(save):
                 self.trainer.gate.let_go(save)
             raise
 
     def _capture(
-        self, save: Save, number: int, state: Mapping[str, Any], *, ends: bool
+        self, save: Save, number: int, state: Mapping[str, Any], about: About, *, ends: bool
     ) -> tuple[Work, Capture]:
         with memory_moves.noted() as moved:
             captured = self.trainer.capture(save, state, self.rank, self.world)
@@ -131,7 +141,9 @@ class Saver:
                 held = self.trainer.gate.hold_for(save, captured.tensors.storages)
                 if held.copies_from(moved):
                     raise _moved()
-                return self._begin_with(captured, held, state, number, is_last=ends), captured
+                return self._begin_with(
+                    captured, held, state, number, about, is_last=ends
+                ), captured
             except BaseException:
                 captured.release()
                 raise
@@ -142,6 +154,7 @@ class Saver:
         held: Held,
         state: Mapping[str, Any],
         number: int,
+        about: About,
         *,
         is_last: bool,
     ) -> Work:
@@ -172,6 +185,7 @@ class Saver:
             version=self.claims.version,
             fingerprinting=fingerprints.begin(compared, self.runtime.hash_memory),
             is_last=is_last,
+            about=about,
             shared=shared,
             stored=captured.handed_over(),
         )
