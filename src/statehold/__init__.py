@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from statehold.integrations.formats.convert import export_step as export_step
     from statehold.integrations.formats.convert import import_step as import_step
     from statehold.options.io import Io as Io
+    from statehold.options.keep import Keep as Keep
     from statehold.reading.load import load as load
     from statehold.reading.runs import open as open
     from statehold.tensors.marks import Gated as Gated
@@ -45,6 +46,7 @@ __all__ = [
     "Directory",
     "Gated",
     "Io",
+    "Keep",
     "Memory",
     "ObjectStore",
     "Rng",
@@ -68,6 +70,7 @@ _HOMES = {
     "Directory": "statehold.checkpoint.levels.specs",
     "Gated": "statehold.tensors.marks",
     "Io": "statehold.options.io",
+    "Keep": "statehold.options.keep",
     "Memory": "statehold.checkpoint.levels.specs",
     "ObjectStore": "statehold.checkpoint.levels.specs",
     "Rng": "statehold.tensors.rng",

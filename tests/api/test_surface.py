@@ -18,6 +18,7 @@ PUBLIC = [
     "Directory",
     "Gated",
     "Io",
+    "Keep",
     "Memory",
     "ObjectStore",
     "Rng",

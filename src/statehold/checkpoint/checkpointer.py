@@ -39,6 +39,7 @@ from statehold.format.selection import RestoreReport, Selection
 from statehold.layout.plan import step_of
 from statehold.options import Coordination, Options
 from statehold.options.io import Io
+from statehold.options.keep import Keep
 from statehold.options.keywords import answering
 from statehold.options.paths import check_run
 from statehold.process.ending import forget, remember
@@ -47,14 +48,15 @@ from statehold.tensors.devices.graphs import refuse_in_capture
 from statehold.units import check_timeout
 
 
-@answering(io=Io)
+@answering(io=Io, keep=Keep)
 class Checkpointer:
     """Saves and restores the state of a training run in the directory `run`.
 
     A state is a mapping of names to modules, optimizers, anything with `state_dict` and
     `load_state_dict`, tensors, plain values, and dicts, lists and tuples of these.
 
-    keep: committed steps to keep, newest first; None keeps all.
+    keep: which committed steps stay: so many of the newest, or what a Keep says. None: all stay,
+        and a warning comes in time if the storage has no room for a few more.
     parent: a step of another run, such as "runs/base@1000". If this run has no step yet, restore()
         begins it with that one, by second names for its files. Each later step says so.
     levels: where steps are kept, the nearest level first; None: only in the run directory. Saves go
@@ -90,7 +92,7 @@ class Checkpointer:
         self,
         run: str | os.PathLike[str],
         *,
-        keep: int | None = None,
+        keep: int | Keep | None = None,
         parent: str | os.PathLike[str] | None = None,
         levels: Sequence[Level] | None = None,
         staging_bytes: int | str | None = None,
@@ -142,7 +144,7 @@ class Checkpointer:
         saved.
 
         metrics, tags: what the step says of itself, such as {"val_loss": 2.1} and
-            ["before-lr-drop"]. Of several ranks
+            ["before-lr-drop"]. Keep(best=...) and restore(best=...) go by metrics. Of several ranks
             those of rank 0 count. To save a step first and measure it later, save it again.
 
         The state may be used at once, but must not be updated before the save is "staged". torch

@@ -127,6 +127,14 @@ def _add_prune(commands: Any) -> None:
     prune.add_argument(
         "--keep", metavar="N", type=int, required=True, help="keep the newest N steps"
     )
+    prune.add_argument("--every", metavar="N", type=int,
+                       help="also keep the first step at or after each multiple of N")  # fmt: skip
+    prune.add_argument("--best", metavar="N", type=int, default=0,
+                       help="also keep the N steps with the smallest --metric")  # fmt: skip
+    prune.add_argument("--metric", metavar="NAME", help="a metric that save() got")
+    prune.add_argument("--max", action="store_true", help="the greatest --metric is the best")
+    prune.add_argument("--pin", metavar="STEP|TAG", action="append", default=[],
+                       help="also keep this step, or the steps with this tag")  # fmt: skip
     prune.add_argument(
         "--leftovers", action="store_true", help="also delete what crashed saves left"
     )

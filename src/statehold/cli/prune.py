@@ -1,4 +1,4 @@
-"""`statehold prune RUN --keep N`: delete all but the newest steps.
+"""`statehold prune RUN --keep N`: delete all but the newest steps, and those that other rules keep.
 
 The bytes of a step are those that its end frees: a file that another step or run has stays. Steps
 that share a file may free more together than each alone.
@@ -19,17 +19,15 @@ from statehold.cli import codes
 from statehold.cli.output import emit, plain, table
 from statehold.cli.places import leftovers_of
 from statehold.errors import UsageError
+from statehold.options.keep import Keep
 from statehold.reading.places import file_system, run_of
 from statehold.reading.sizes import sizes_of_steps
 from statehold.units import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.keep < 1:
-        facts = {"expected": "at least 1", "got": args.keep}
-        raise UsageError("--keep must be a number of steps", facts=facts)
     fs, path = file_system(), run_of(args.run)
-    store = Store(fs, path, keep=args.keep, reuse=False)
+    store = Store(fs, path, keep=_policy(args), reuse=False)
     if args.yes:
         lock = RunLock(path)
         try:
@@ -46,16 +44,31 @@ def run(args: argparse.Namespace) -> int:
     return codes.YES
 
 
+def _policy(args: argparse.Namespace) -> Keep:
+    if args.keep < 1:
+        facts = {"expected": "at least 1", "got": args.keep}
+        raise UsageError("--keep must be a number of steps", facts=facts)
+    return Keep(
+        last=args.keep,
+        every=args.every,
+        best=args.best,
+        metric=args.metric,
+        mode="max" if args.max else "min",
+        pinned=[int(pin) if pin.isascii() and pin.isdecimal() else pin for pin in args.pin],
+    )
+
+
 def _plan(fs: Any, store: Store, path: str, args: argparse.Namespace) -> dict[str, Any]:
     """The steps to delete, as things are now."""
     steps = store.steps()
-    retired = [(n, store.where(n)) for n in steps[: -args.keep]]
+    kept = store.kept(steps)
+    retired = [(n, store.where(n)) for n in steps if n not in kept]
     going = [{"step": n, "bytes": sizes_of_steps(path, [where]).own_bytes} for n, where in retired]
     leftovers = leftovers_of(fs, path) if args.leftovers else []
     gone = [each for each in leftovers if each["kind"] != "corrupt"]
     return {
         "run": path,
-        "keep": steps[-args.keep :],
+        "keep": sorted(kept),
         "retire": going,
         "leftovers": gone,
         "bytes": sizes_of_steps(path, [where for _, where in retired]).own_bytes

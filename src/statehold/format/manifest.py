@@ -101,6 +101,15 @@ class Manifest:
             return _commit(check, document, version)
         return _manifest(check, document, version)
 
+    @staticmethod
+    def said(raw: bytes, path: str) -> About:
+        """What a manifest says about its step. The rest is not looked at, but for the seal.
+
+        Raises as decode() does.
+        """
+        check = Checker(ManifestError, "a manifest is not valid", path, _HINT)
+        return _about(check, unseal(check, raw, "manifest", FORMAT, VERSION)[1])
+
 
 @dataclass(frozen=True, slots=True)
 class RecordEntry:

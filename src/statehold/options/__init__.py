@@ -2,6 +2,7 @@
 
     Options   all settings of a Checkpointer, validated together
     io        Io: how bytes move
+    keep      Keep: which committed steps stay
     paths     which paths can be those of a run or a level
     keywords  what a constructor answers to a keyword that it does not have
 
@@ -18,6 +19,7 @@ from typing import Literal
 
 from statehold.errors import UsageError
 from statehold.options.io import Io, Moving
+from statehold.options.keep import Keep, kept_of
 from statehold.options.paths import PATH, check_parent
 from statehold.options.values import check_choice, check_count
 from statehold.units import format_bytes, parse_bytes, parse_seconds
@@ -35,7 +37,7 @@ NODES_MAX = 1_000_000
 class Options:
     """How a Checkpointer stages, writes and keeps steps: its keywords, which say what they mean."""
 
-    keep: int | None = None
+    keep: int | Keep | None = None
     parent: str | os.PathLike[str] | None = None
     staging_bytes: int | str | None = None
     coordination: Coordination = "auto"
@@ -46,11 +48,7 @@ class Options:
     io: Io = field(default_factory=Io)
 
     def __post_init__(self) -> None:
-        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
-            raise UsageError(
-                "keep must be a number of steps, at least 1, or None for all",
-                facts={"got": repr(self.keep)},
-            )
+        kept_of(self.keep)
         if self.parent is not None:
             check_parent(self.parent)
         check_choice("coordination", self.coordination, COORDINATIONS)

@@ -20,15 +20,17 @@ from statehold.checkpoint.levels.owners import Identity, OwnedPrefix
 from statehold.checkpoint.levels.places import Shared
 from statehold.checkpoint.store.object_names import shared_name
 from statehold.checkpoint.store.objects import ObjectSteps
+from statehold.checkpoint.store.retention import Retention
 from statehold.errors import CorruptionError, MissingFileError
 from statehold.format.entries import sha256
 from statehold.io.objects.parallel import Target
+from statehold.options.keep import Keep
 
 
 class ObjectPlace(Shared):
     """The steps of a run in an object store.
 
-    keep: committed steps to keep; None keeps all.
+    keep: which committed steps stay (options/keep).
     leads: this rank clears and retires.
     near: directories for fetched files.
     identity: of the run.
@@ -40,7 +42,7 @@ class ObjectPlace(Shared):
         name: str,
         objects: ObjectSteps,
         *,
-        keep: int | None,
+        keep: int | Keep | None,
         leads: bool,
         near: Sequence[str],
         identity: Identity,
@@ -48,7 +50,7 @@ class ObjectPlace(Shared):
     ) -> None:
         self.name = name
         self._objects = objects
-        self._keep = keep
+        self._retention = Retention(keep, objects.read)
         self.leads = leads
         self._near = NearFiles(near)
         self.owned = OwnedPrefix(name, objects, identity, leads=leads, yields=yields)
@@ -133,10 +135,11 @@ class ObjectPlace(Shared):
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
         self._objects.publish(step, attempt_at(manifest), manifest)
+        self._retention.forget(step)
         self._taken = None
 
     def retain(self) -> None:
-        for step in self.steps()[: -self._keep] if self._keep else ():
+        for step in self._retention.going(self.steps):
             self._objects.retire(step)
 
     def drop(self, attempt: str | None) -> None:

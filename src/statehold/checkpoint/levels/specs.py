@@ -19,6 +19,7 @@ from statehold.checkpoint.cadence.every import parse_every
 from statehold.errors import UsageError
 from statehold.io.objects.address import check_url
 from statehold.options import Options
+from statehold.options.keep import Keep, kept_of
 from statehold.options.keywords import answering
 from statehold.options.paths import check_path
 from statehold.planners.failures import Loss
@@ -36,14 +37,15 @@ class Level:
         another n steps have passed. A time ("30min", "90s") counts from the last step. "auto"
         chooses the interval from the cost of a save and the rate of failures. At the first level,
         `every` says which calls of save() save.
-    keep: committed steps to keep, newest first; None keeps all.
+    keep: which committed steps stay here: so many of the newest, or what a Keep says of the steps
+        that the level has. None keeps all.
     bytes_per_s: limit of the bandwidth of copies to this level, on each rank; an int or "500MB".
         None sets no limit.
     name: the name in messages and figures, equal on all ranks.
     """
 
     every: int | str = 1
-    keep: int | None = None
+    keep: int | Keep | None = None
     bytes_per_s: int | str | None = None
     name: str = "level"
 
@@ -54,11 +56,10 @@ class Level:
                 "the name of a level must be 1 to 64 letters, digits, dots, dashes and underscores",
                 facts={"got": repr(self.name)[:80]},
             )
-        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
-            raise UsageError(
-                "keep must be a number of steps, at least 1, or None for all",
-                facts={"level": self.name, "got": repr(self.keep)},
-            )
+        try:
+            kept_of(self.keep)
+        except UsageError as error:
+            raise error.with_fact("level", self.name) from None
         if self.bytes_per_s is not None and parse_bytes(self.bytes_per_s) < 1:
             raise UsageError(
                 "bytes_per_s must be at least one byte a second, or None for no limit",
@@ -94,7 +95,7 @@ class Memory(Level):
         run survives the loss of any one host. Each copy takes the same memory again.
     """
 
-    keep: int | None = KEEP_IN_MEMORY
+    keep: int | Keep | None = KEEP_IN_MEMORY
     path: str | os.PathLike[str] | None = None
     agent: bool = True
     copies: int = 0
@@ -107,10 +108,14 @@ class Memory(Level):
         if self.path is not None:
             check_path(self.path, f"the path of level {self.name}")
         _check_copies(self, self.copies)
-        if self.keep is None:
+        keep = kept_of(self.keep)
+        if keep is None or keep.most is None:
             raise UsageError(
-                "a memory level cannot keep all steps: memory is bounded",
-                facts={"expected": "a number of steps, at least 1", "got": "None"},
+                "a memory level cannot keep all steps, or any number of them: memory is bounded",
+                facts={
+                    "expected": "a number of steps, or a Keep without every= and without tags",
+                    "got": repr(self.keep)[:120],
+                },
             )
 
     @property
@@ -151,7 +156,7 @@ class Directory(Level):
                 "per_host=True needs a path: all hosts share the run directory",
                 facts={"level": self.name},
             )
-        if self.per_host and self.keep == 1:
+        if self.per_host and _keeps_one(self):
             raise _too_few(self)
 
     @property
@@ -165,15 +170,21 @@ def _check_copies(level: Level, copies: object) -> None:
             "copies must be a number of other hosts",
             facts={"level": level.name, "expected": "0 or more", "got": repr(copies)},
         )
-    if copies and level.keep == 1:
+    if copies and _keeps_one(level):
         raise _too_few(level)
+
+
+def _keeps_one(level: Level) -> bool:
+    """Whether only the newest step is sure to stay."""
+    keep = kept_of(level.keep)
+    return keep is not None and keep.last == 1
 
 
 def _too_few(level: Level) -> UsageError:
     return UsageError(
         "a level on several hosts must keep at least 2 steps: when a step is saved again, the "
         "hosts replace it one after the other",
-        facts={"level": level.name, "got": f"keep={level.keep}"},
+        facts={"level": level.name, "got": f"keep={level.keep!r}"},
     )
 
 
@@ -252,7 +263,7 @@ def levels_of(levels: Sequence[Level] | None, options: Options) -> tuple[Level, 
     if options.keep is not None:
         raise UsageError(
             "with levels=, each level has a keep= of its own",
-            facts={"got": f"keep={options.keep}"},
-            hint=f"pass keep={options.keep} to the level that needs it",
+            facts={"got": f"keep={options.keep!r}"},
+            hint=f"pass keep={options.keep!r} to the level that needs it",
         )
     return check_levels(levels)

@@ -43,7 +43,7 @@ import contextlib
 import errno
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from statehold.checkpoint.store.directories import delete, make_directories, unless
@@ -61,6 +61,7 @@ from statehold.checkpoint.store.replacing import (
     settle,
     where,
 )
+from statehold.checkpoint.store.retention import Retention
 from statehold.checkpoint.store.room import Rooms
 from statehold.checkpoint.store.second_names import linked, sync_all
 from statehold.checkpoint.store.unfinished import COPY
@@ -76,6 +77,7 @@ from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
+    from statehold.options.keep import Keep
 
 SPARE_NAME = ".spare"
 _COMMITTED = re.compile(r"step-([0-9]{12})")
@@ -104,7 +106,7 @@ class CommitRecord(Protocol):
 class Store:
     """The steps of the run directory `root` on the file system `fs`, which a test may wrap.
 
-    keep: how many committed steps to keep; None keeps all. reuse: overwrite retired files.
+    keep: which committed steps stay (options/keep). reuse: overwrite retired files.
     mapped: `root` lies on a memory file system, and data files are written as memory.
     rank, world_size: of the job that saves. `attempt` names its directory of a step in the making;
         without it, only one rank writes. Thread-safe. One job may write; any number may read.
@@ -115,7 +117,7 @@ class Store:
         fs: Fs,
         root: str,
         *,
-        keep: int | None = None,
+        keep: int | Keep | None = None,
         reuse: bool = True,
         rank: int = 0,
         world_size: int = 1,
@@ -123,7 +125,7 @@ class Store:
     ) -> None:
         self.fs = fs
         self._root = root.rstrip("/") or "/"
-        self._keep = keep
+        self.retention = Retention(keep, self.read)
         self._reuse = reuse
         self._leads = rank == 0
         self._shared = world_size > 1
@@ -158,11 +160,6 @@ class Store:
     def root(self) -> str:
         """The run directory."""
         return self._root
-
-    @property
-    def keep(self) -> int | None:
-        """How many committed steps to keep; None: all."""
-        return self._keep
 
     def names(self, step: int) -> list[str] | None:
         """The files of a committed step; None if it is no longer committed."""
@@ -334,6 +331,8 @@ class Store:
     def committed(self, step: int) -> None:
         """Every rank: `step` was committed here."""
         self._newest.committed(step)
+        with self._guard:
+            self.retention.forget(step)
 
     def look_again(self) -> None:
         """Every rank: steps may have been discarded, so the newest one is no longer known."""
@@ -397,11 +396,12 @@ class Store:
     def make_ready(self, name: str, file_bytes: int) -> None:
         """After a commit, on every rank: begin to make the file of the next save. Only in memory,
         if no retired file waits, and if there are then at most `keep` files and one."""
-        if not self._mapped or not self._reuse or self._keep is None:
+        most = self.retention.most
+        if not self._mapped or not self._reuse or most is None:
             return
         with self._guard, contextlib.suppress(StorageError):  # the save makes its own
             has_spare = self.fs.stat_bytes(f"{self._root}/{SPARE_NAME}/{name}") is not None
-            if not has_spare and len(self.steps()) <= self._keep:
+            if not has_spare and len(self.steps()) <= most:
                 self._ready.begin(name, file_bytes)
 
     def seal(self, step: int, attempt: str | None, name: str, record: bytes) -> None:
@@ -470,16 +470,16 @@ class Store:
 
     # -- retention -------------------------------------------------------------------------
 
-    def retain(self, but_for: int | None = None) -> None:
-        """Retire every step beyond the newest `keep`, except those being read, and one more."""
-        self._lead("retire steps")
-        if self._keep is None:
-            return
+    def kept(self, steps: Sequence[int]) -> set[int]:
+        """Those of `steps`, oldest first, that stay."""
         with self._guard:
-            steps = self.steps()
-            for step in steps[: -self._keep]:
-                if step == steps[-1]:
-                    raise InvariantError("retention chose the newest committed step")
+            return self.retention.kept(steps)
+
+    def retain(self, but_for: int | None = None, among: Collection[int] | None = None) -> None:
+        """Retire steps that do not stay, but for those being read. among: see Retention.going."""
+        self._lead("retire steps")
+        with self._guard:
+            for step in self.retention.going(self.steps, among):
                 if step not in self._protected and step != but_for:
                     self._retire(step, ".retired")
 

@@ -250,11 +250,12 @@ def _hosts(
 ) -> list[list[Any]]:
     """Rank 0: the hosts of a level, as all ranks get them."""
     leaders = [notes[ranks[0]] for ranks in there]
-    if len(leaders) > 1 and place.store.keep == 1:
+    keep = place.store.retention.keep
+    if len(leaders) > 1 and keep is not None and keep.last == 1:
         shown = sorted({leader["name"] for leader in leaders})[:8]
         raise UsageError(
             "a level on several hosts must keep at least 2 steps",
-            facts={"level": place.name, "got": "keep=1", "hosts": ", ".join(shown)},
+            facts={"level": place.name, "got": "keep=1, or last=1", "hosts": ", ".join(shown)},
         )
     for ranks in there:
         if len(leaders) > 1 and "error" in notes[ranks[0]]:

@@ -271,6 +271,7 @@ class HostPlace(DirectoryPlace):
             self.copies.prepare(token)
 
     def landed(self, step: int, manifest: bytes, carriers: Sequence[int]) -> None:
+        self.store.committed(step)  # on ranks that do not lead, too
         at = {rank: host for host, each in enumerate(self.hosts) for rank in each.ranks}
         writers: list[list[int]] = [[] for _ in self.hosts]
         for writer, rank in enumerate(carriers):
@@ -290,8 +291,8 @@ class HostPlace(DirectoryPlace):
         A step that is being copied stays known until the copy has ended. It then is the newest one
         that survives the loss of a host, however many younger steps there are.
         """
-        newest = sorted(self._placed)[-(self.store.keep or 0) :]
-        kept = {*newest, *self._copying, self.copies.newest_of(self._placed)}
+        wanted = self.store.kept(sorted(self._placed))
+        kept = {*wanted, *self._copying, self.copies.newest_of(self._placed)}
         self._placed = {step: at for step, at in self._placed.items() if step in kept}
         self._committed.intersection_update(self._placed)
         self._copied_in = {step: at for step, at in self._copied_in.items() if step in kept}
@@ -311,10 +312,11 @@ class HostPlace(DirectoryPlace):
         newest = max(self.known(), default=-1) if self.is_apart else -1
         self._remove_halves(lambda each: each < newest)  # a newer one may just be on its way
         # Files that survive the loss of a host are kept until newer ones do.
-        safe = self.copies.newest_of(self.known())
-        self.store.retain(but_for=safe)
+        known = self.known()
+        safe, among = self.copies.newest_of(known), known if self.is_apart else None
+        self.store.retain(safe, among)
         if self.copies.is_prepared:
-            self.copies.store.retain(but_for=safe)
+            self.copies.store.retain(safe, among)
 
     def _remove_halves(self, which: Callable[[int], bool]) -> None:
         """Remove steps that are known not to count, because they take the place of one that
