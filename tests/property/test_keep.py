@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -13,14 +12,9 @@ from hypothesis import strategies as st
 import statehold
 from statehold import Keep
 from statehold.errors import UsageError
+from support.keeping import Said, expected
 
 VALUES = st.sampled_from([0.0, 0.25, 0.5, 1.0, -3.0, math.nan, math.inf, -math.inf, None])
-
-
-@dataclass
-class Said:
-    metrics: dict[str, float] = field(default_factory=dict)
-    tags: tuple[str, ...] = ()
 
 
 @st.composite
@@ -47,42 +41,6 @@ def runs(draw: st.DrawFn) -> dict[int, Said | None]:
         )
         found[step] = said if draw(st.integers(0, 9)) else None
     return found
-
-
-def expected(keep: Keep, run: dict[int, Said | None]) -> set[int]:
-    """The rules, one step at a time."""
-    steps, found = sorted(run), set()
-    asks = bool(keep.best) or "good" in keep.pinned
-    for step in steps:
-        said = run[step]
-        newer = [each for each in steps if each > step]
-        is_first = bool(keep.every) and step >= (keep.every or 0)
-        for other in steps:
-            is_first &= other >= step or other // (keep.every or 1) != step // (keep.every or 1)
-        is_unknown = said is None and asks
-        is_tagged = said is not None and "good" in said.tags and "good" in keep.pinned
-        is_named = len(newer) < keep.last or is_first or step in keep.pinned or is_tagged
-        if is_named or is_unknown or _is_best(keep, run, step):
-            found.add(step)
-    return found
-
-
-def _is_best(keep: Keep, run: dict[int, Said | None], step: int) -> bool:
-    said = run[step]
-    if said is None or not math.isfinite(said.metrics.get("loss", math.nan)):
-        return False
-    return len(_better(keep, run, step)) < keep.best
-
-
-def _better(keep: Keep, run: dict[int, Said | None], step: int) -> list[int]:
-    sign = -1 if keep.mode == "max" else 1
-
-    def rank(each: int) -> tuple[float, int]:
-        said = run[each]
-        value = said.metrics.get("loss", math.nan) if said else math.nan
-        return (sign * value if math.isfinite(value) else math.inf), each
-
-    return [each for each in run if rank(each) < rank(step)]
 
 
 @given(keeps(), runs())
@@ -156,5 +114,5 @@ def test_where_a_keep_is_taken() -> None:
             statehold.Memory(keep=bad)
     with pytest.raises(UsageError, match="must keep at least 2 steps"):
         statehold.Directory(path="/x", per_host=True, keep=Keep(every=5))
-    with pytest.raises(UsageError, match="keep=statehold.Keep"):
+    with pytest.raises(UsageError, match=r"keep=statehold\.Keep"):
         statehold.Checkpointer("run", every=5)  # type: ignore[call-arg]

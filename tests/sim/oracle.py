@@ -14,6 +14,8 @@ Violations are collected, not raised: a seed goes on to its end, and reports the
 
 from __future__ import annotations
 
+import math
+import random
 import re
 import threading
 from collections.abc import Iterable, Sequence
@@ -22,7 +24,10 @@ from typing import Any
 
 import torch
 
+from statehold import Keep
+from statehold.options.keep import kept_of
 from statehold.testing import SimFs
+from support.keeping import Said, expected
 
 RUN = "/runs/x"
 FAR = f"{RUN}-far"  # the second level, of jobs that have one
@@ -90,11 +95,31 @@ def differs(found: dict[str, Any], rank: int, names: Iterable[str]) -> str | Non
     return None
 
 
+def metrics_of(step: int) -> dict[str, float]:
+    """What every save of a step says. Some steps have not measured it, or in vain."""
+    if step % 7 == 6:
+        return {}
+    return {"loss": math.nan if step % 9 == 8 else step * 7 % 5 / 4}
+
+
+def best_of(chance: random.Random, keep: int | None) -> Keep:
+    """Rules for the newest steps, and for others besides."""
+    best = chance.choice((0, 1, 2))
+    return Keep(
+        last=keep or 1,
+        every=chance.choice((None, 2, 3)),
+        best=best,
+        metric="loss" if best else None,
+        mode=chance.choice(("min", "max")),
+        pinned=chance.choice(((), (2,))),
+    )
+
+
 @dataclass
 class Oracle:
-    """The promises of one run directory that keeps `keep` steps. Thread-safe."""
+    """The promises of one run directory that keeps what `keep` says. Thread-safe."""
 
-    keep: int | None
+    keep: int | Keep | None
     has_levels: bool = False
     begun: dict[int, dict[int, int]] = field(default_factory=dict)  # step -> serial -> ranks
     promised: dict[int, int] = field(default_factory=dict)
@@ -151,9 +176,11 @@ class Oracle:
         return wrong
 
     def _kept(self, steps: Iterable[int]) -> list[int]:
-        """The newest of these steps, as many as are kept."""
-        known = sorted(steps)
-        return known if self.keep is None else known[-self.keep :]
+        """Those of these steps that stay."""
+        known, keep = sorted(steps), kept_of(self.keep)
+        if keep is None:
+            return known
+        return sorted(expected(keep, {step: Said(metrics_of(step)) for step in known}))
 
     def judge_content(
         self, step: int, rank: int, found: dict[str, Any], names: Iterable[str]

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sim.job import HANG_S, SMALL, Died, Job
-from sim.oracle import FAR, RUN, Oracle, blank, content
-from statehold import Directory, Save
+from sim.oracle import FAR, RUN, Oracle, best_of, blank, content, metrics_of
+from statehold import Directory, Keep, Save
 from statehold.errors import CorruptionError, StateholdError, WaitTimeout
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import small
@@ -33,6 +33,7 @@ from support.stepped import simulated
 # Of the seeds; drawn apart, so that the others are what they always were.
 LEVELS_SHARE = 0.3
 NO_EXCHANGE_SHARE = 0.25  # file systems that cannot exchange two names
+RULES_SHARE = 0.3  # jobs that keep more than the newest steps
 FOUR_SHARE = 0.1  # jobs of four ranks
 REPLAY = ".venv/bin/python tests/sim/campaign.py --seeds 1"
 SHARED = ("same", "step", "serial")
@@ -104,7 +105,10 @@ class Seed:
                 "rot",
             )
         }
-        self._keep = chance.choice((None, 1, 1, 2, 2, 3))
+        self._keep: int | Keep | None = chance.choice((None, 1, 1, 2, 2, 3))
+        rules = random.Random(seed * 31 + 35)
+        if rules.random() < RULES_SHARE:
+            self._keep = best_of(rules, self._keep)
         io = small(copy_threads=1, reuse_files=chance.random() < 0.75)["io"]
         self._options: dict[str, Any] = {"keep": self._keep, "io": io}
         self._has_levels = random.Random(seed * 31 + 11).random() < LEVELS_SHARE
@@ -258,7 +262,14 @@ class Seed:
                 if action.kind == "save":
                     self._oracle.begin(action.step, action.serial, job.size)
                     state = content(rank, action.step, action.serial, shares=self._shares)
-                    saves.append((action, job.ckpts[rank].save(action.step, state)))
+                    saves.append(
+                        (
+                            action,
+                            job.ckpts[rank].save(
+                                action.step, state, metrics=metrics_of(action.step)
+                            ),
+                        )
+                    )
                     if action.wait:
                         settle()
                 elif action.kind == "rewind":
@@ -373,7 +384,8 @@ class Seed:
         for ahead in (1, 2):
             self._oracle.begin(step + ahead, serial + ahead - 2, job.size)
             state = content(rank, step + ahead, serial + ahead - 2, shares=self._shares)
-            save = ckpt.save(step + ahead, state).wait("committed", HANG_S)
+            metrics = metrics_of(step + ahead)
+            save = ckpt.save(step + ahead, state, metrics=metrics).wait("committed", HANG_S)
             self.report.counts["linked"] += save.stats.linked_bytes > 0
             self._oracle.promise(step + ahead, serial + ahead - 2)
 
@@ -407,7 +419,7 @@ class Seed:
             self.report.wrong(f"restored {found}, though {max(good)} is intact")
 
 
-def _two_levels(chance: random.Random, keep: int | None) -> list[Directory]:
+def _two_levels(chance: random.Random, keep: int | Keep | None) -> list[Directory]:
     far = {"every": chance.choice((1, 1, 2, 3)), "keep": chance.choice((None, keep))}
     return [Directory(path=RUN, name="near", keep=keep), Directory(path=FAR, name="far", **far)]
 

@@ -19,7 +19,8 @@ import pytest
 
 from sim.crash_states import Sample
 from sim.job import HANG_S, Job
-from sim.oracle import Oracle, blank, content
+from sim.oracle import Oracle, blank, content, metrics_of
+from statehold import Keep
 from statehold.errors import StateholdError
 from statehold.testing import SimFs
 from support.stepped import simulated
@@ -36,9 +37,12 @@ Script = list[tuple[str, int]]
 SCRIPTS: dict[str, Script] = {
     "reuse": [("save", 1), ("save", 2), ("save", 3), ("save", 4)],
     "again": [("save", 1), ("save", 2), ("save", 2), ("save", 3), ("save", 3)],
+    "best": [("save", step) for step in (1, 2, 3, 3, 4, 5)],
     "rewind": [("save", 1), ("save", 2), ("save", 3), ("rewind", 1), ("save", 2)],
 }
-EVERYDAY = ((1, "reuse"), (1, "again"), (1, "rewind"), (2, "again"))
+# After step 3 steps 1 and 2 go, after step 5 steps 3 and 4: several in a row, and not the oldest.
+RULES = {"best": Keep(best=1, metric="loss")}
+EVERYDAY = ((1, "best"), (1, "reuse"), (1, "again"), (1, "rewind"), (2, "again"))
 AGAIN: Script = [("save", 1), ("save", 2), ("save", 2), ("save", 2), ("rewind", 1), ("save", 2)]
 REFUSALS = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -46,7 +50,7 @@ REFUSALS = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 class Record:
     """What was promised when, while a disk was recorded."""
 
-    def __init__(self, keep: int) -> None:
+    def __init__(self, keep: int | Keep) -> None:
         self.keep = keep
         self.events: list[tuple[int, Callable[[Oracle], None]]] = []
 
@@ -69,7 +73,8 @@ def play(job: Job, script: Script, record: Record, fs: SimFs, first: int) -> lis
         for serial, (what, step) in enumerate(script, first):
             if what == "save":
                 record.add(len(fs.recorded), lambda o, s=step, n=serial: o.begin(s, n, job.size))
-                job.ckpts[rank].save(step, content(rank, step, serial)).wait("committed", HANG_S)
+                state, metrics = content(rank, step, serial), metrics_of(step)
+                job.ckpts[rank].save(step, state, metrics=metrics).wait("committed", HANG_S)
                 record.add(len(fs.recorded), lambda o, s=step, n=serial: o.promise(s, n))
             else:
                 record.add(len(fs.recorded), lambda o, s=step, n=serial: o.doubt(s, n))
@@ -81,7 +86,7 @@ def play(job: Job, script: Script, record: Record, fs: SimFs, first: int) -> lis
     return outcomes
 
 
-def new_job(fs: SimFs, size: int, keep: int) -> Job:
+def new_job(fs: SimFs, size: int, keep: int | Keep) -> Job:
     return Job(fs, size, secrets.token_hex(4), keep=keep)
 
 
@@ -143,10 +148,11 @@ JOBS = [
 
 @pytest.mark.parametrize(("size", "script"), JOBS)
 def test_every_crash_state_of_a_job(size: int, script: str) -> None:
-    fs, record = SimFs(seed=3), Record(keep=2)
+    keep = RULES.get(script, 2)
+    fs, record = SimFs(seed=3), Record(keep)
     fs.record()
     with simulated(script):
-        outcomes = play(new_job(fs, size, 2), SCRIPTS[script], record, fs, 1)
+        outcomes = play(new_job(fs, size, keep), SCRIPTS[script], record, fs, 1)
     assert outcomes == [None] * size
     states = recover_all(fs, record, size)
     print(f"{len(fs.recorded)} changes, {states} crash states")
