@@ -45,7 +45,8 @@ SIGNATURES = {
     ),
     statehold.Checkpointer.save: "(self, step, state, *, metrics=None, tags=(), force=False)",
     statehold.Checkpointer.restore: (
-        "(self, state, step=None, *, only=None, skip=None, rename=None, strict=True)"
+        "(self, state, step=None, *, best=None, mode=None, tag=None, only=None, skip=None, "
+        "rename=None, strict=True)"
     ),
     statehold.Checkpointer.gate: "(self, timeout=None)",
     statehold.Checkpointer.steps: "(self)",

@@ -27,6 +27,7 @@ from statehold.checkpoint.keeper import Keeper, wait_for_dropped
 from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.levels.specs import Level, levels_of
 from statehold.checkpoint.opening import Borrowed, Opening, open_session
+from statehold.checkpoint.restore.choice import Choice
 from statehold.checkpoint.save.handle import Save
 from statehold.checkpoint.save.labels import labels
 from statehold.checkpoint.save.trainer import Trainer
@@ -39,7 +40,7 @@ from statehold.format.selection import RestoreReport, Selection
 from statehold.layout.plan import step_of
 from statehold.options import Coordination, Options
 from statehold.options.io import Io
-from statehold.options.keep import Keep
+from statehold.options.keep import Keep, Mode, kept_of
 from statehold.options.keywords import answering
 from statehold.options.paths import check_run
 from statehold.process.ending import forget, remember
@@ -230,6 +231,9 @@ class Checkpointer:
         state: Mapping[str, Any],
         step: int | None = None,
         *,
+        best: str | None = None,
+        mode: Mode | None = None,
+        tag: str | None = None,
         only: Iterable[str] | None = None,
         skip: Iterable[str] | None = None,
         rename: Mapping[str, str] | None = None,
@@ -243,6 +247,11 @@ class Checkpointer:
         keep their storage. Any number of ranks may have saved the step, in any layout. All of
         several ranks call this.
 
+        best: load the step with the best value of this metric, such as "val_loss"; mode: "min" or
+            "max". None: the mode of a Keep that names the metric, else "min". tag: load the newest
+            step with this tag. Both skip a damaged step like the newest one, and then take the next
+            best, or an older one with the tag. Both raise StepNotFoundError if there is no such
+            step.
         only, skip: names or patterns of what to restore ("model", "*.bias"). rename: saved prefixes
         and the live prefixes that replace them. strict: False accepts missing or unexpected
         entries; `restored` then lists them.
@@ -254,14 +263,20 @@ class Checkpointer:
         another step before you continue to train.
         """
         refuse_in_capture("restore()")
-        if step is not None:
-            step = step_of(step)
+        choice = Choice(step, best, tag, mode or self._mode_of(best))
         selection = Selection(only, skip, rename, strict)
         session = self._begun_anew()
         try:
-            return session.restore(state, step, selection)
+            return session.restore(state, choice, selection)
         finally:
             self.restored = session.restored
+
+    def _mode_of(self, metric: str | None) -> Mode | None:
+        """The mode of a Keep that names this metric."""
+        keeps = (kept_of(level.keep) for level in self._levels)
+        return next(
+            (keep.mode for keep in keeps if keep and metric and keep.metric == metric), None
+        )
 
     # -- the run ---------------------------------------------------------------------------
 

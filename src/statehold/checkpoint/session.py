@@ -22,6 +22,7 @@ from statehold.checkpoint.flushing import Countdown, flush
 from statehold.checkpoint.keeper import make_way, others_of
 from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.parts import Parts
+from statehold.checkpoint.restore.choice import Choice
 from statehold.checkpoint.save.handle import Save, forked
 from statehold.errors import StateholdError
 from statehold.format.about import About
@@ -104,12 +105,9 @@ class Session:
 
     # -- restoring -------------------------------------------------------------------------
 
-    def restore(
-        self, state: Mapping[str, Any], step: int | None, selection: Selection
-    ) -> int | None:
-        """Load `step`, or the newest intact one; returns its number, or None if the run has
-        none."""
-        return self._restores.restore(state, step, selection)
+    def restore(self, state: Mapping[str, Any], choice: Choice, selection: Selection) -> int | None:
+        """Load the step that is meant; returns its number, or None if the run has none."""
+        return self._restores.restore(state, choice, selection)
 
     @property
     def restored(self) -> RestoreReport | None:

@@ -33,6 +33,9 @@ from statehold.errors import (
     StorageError,
     no_such_step,
 )
+from statehold.format.about import About
+from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 
 logger = logging.getLogger("statehold")
@@ -123,6 +126,16 @@ class Nearest:
             return self._document(step, os.path.basename(path), max_bytes)
 
         return open_step(read, self.path(step), step, rank or 0, world_size)
+
+    def said(self, step: int) -> About | None:
+        """What a step says of itself; None if no place has a manifest that can be read."""
+        found = self._steps_by_place()
+        for place in self._places:
+            if step in found[place.name] and place.holds(step, MANIFEST_NAME):
+                with contextlib.suppress(*_OF_ONE_COPY):
+                    raw = place.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+                    return Manifest.said(raw, f"{self.path(step)}/{MANIFEST_NAME}")
+        return None
 
     def locate(
         self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None

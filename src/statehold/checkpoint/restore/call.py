@@ -22,6 +22,7 @@ from statehold.checkpoint.levels.forking import fork_into
 from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.nearest import Nearest
 from statehold.checkpoint.levels.specs import Level
+from statehold.checkpoint.restore.choice import Choice
 from statehold.checkpoint.restore.quarantine import set_aside
 from statehold.checkpoint.restore.restoring import Restorer
 from statehold.checkpoint.save.trainer import Trainer
@@ -56,16 +57,13 @@ class RestoreCalls:
     parent: tuple[str, int | None] | None = None
     report: RestoreReport | None = None
 
-    def restore(
-        self, state: Mapping[str, Any], step: int | None, selection: Selection
-    ) -> int | None:
-        """Load `step`, or the newest intact one; returns its number, or None if the run has
-        none."""
+    def restore(self, state: Mapping[str, Any], choice: Choice, selection: Selection) -> int | None:
+        """Load the step that is meant; returns its number, or None if the run has none."""
         self._wait_ready(state)
         nearest = self.levels.nearest(self.drain)
         if self.parent is not None and led(self.peers, partial(self._begin, nearest)):
             nearest = self.levels.nearest(self.drain)
-        confirmed, failed = self._load(nearest, state, step, selection)
+        confirmed, failed = self._load(nearest, state, choice, selection)
         if self.report is None:
             together(self.peers, self.levels.check_there)
             return None
@@ -96,7 +94,7 @@ class RestoreCalls:
         self.trainer.gate.join_streams()
 
     def _load(
-        self, nearest: Nearest, state: Mapping[str, Any], step: int | None, selection: Selection
+        self, nearest: Nearest, state: Mapping[str, Any], choice: Choice, selection: Selection
     ) -> tuple[set[int], dict[int, CorruptionError]]:
         """The steps that are certainly damaged, and the steps that were skipped."""
         runtime = self.runtime
@@ -111,6 +109,6 @@ class RestoreCalls:
                 watch,
                 self.claim,
             )
-            self.report, failed = restorer.newest() if step is None else restorer.only(step)
+            self.report, failed = restorer.chosen(choice)
             watch.end(self.report, failed)
         return restorer.confirmed, failed

@@ -27,12 +27,14 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels.nearest import Next
+from statehold.checkpoint.restore.choice import Choice
 from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.checkpoint.telemetry.watch import RestoreWatch
 from statehold.errors import (
@@ -45,6 +47,7 @@ from statehold.errors import (
     no_such_step,
     storage_error,
 )
+from statehold.format.about import About
 from statehold.format.selection import Answer, RestoreReport, Selection, check_answers
 from statehold.process.warn import warn_caller
 from statehold.ranks.rounds import USUAL, MismatchElsewhere, everyone, led, pooled, together
@@ -60,6 +63,8 @@ if TYPE_CHECKING:
     from statehold.ranks.peers import Peers
     from statehold.tensors.devices import Devices
 
+
+logger = logging.getLogger("statehold")
 
 # A writer that saves one step again and again must not keep a reader for ever.
 BEGINNINGS_MAX = 100
@@ -84,7 +89,7 @@ class Restorer:
     """One restore into one live state.
 
     claim: locks every directory that has a step, if this rank leads; False if another job has a
-        lock. After newest(), `confirmed` are the steps that were found damaged under the lock.
+        lock. After chosen(), `confirmed` are the steps that were found damaged under the lock.
         `beginnings` counts how often a step was read again because it had changed.
     """
 
@@ -113,12 +118,16 @@ class Restorer:
         self._selection = selection
         self._watch = watch
 
-    def newest(self) -> tuple[RestoreReport | None, dict[int, CorruptionError]]:
-        """Restore the newest intact step; the second value are the damaged steps that were
-        skipped."""
+    def chosen(self, choice: Choice) -> tuple[RestoreReport | None, dict[int, CorruptionError]]:
+        """Restore what is meant; the second value are the damaged steps that were skipped."""
+        return self._first_intact(choice) if choice.step is None else self._only(choice.step)
+
+    def _first_intact(
+        self, choice: Choice
+    ) -> tuple[RestoreReport | None, dict[int, CorruptionError]]:
         failed: dict[int, CorruptionError] = {}
         asked: set[int] = set()
-        while remaining := [step for step in self._steps() if step not in failed]:
+        while remaining := [step for step in self._ordered(choice) if step not in failed]:
             step = remaining[-1]
             try:
                 return self.step(step), failed
@@ -133,8 +142,8 @@ class Restorer:
             raise newest.with_fact("also damaged", listed(failed)) if failed else newest
         return None, failed
 
-    def only(self, step: int) -> tuple[RestoreReport, dict[int, CorruptionError]]:
-        """Restore this step and no other, in the form of newest()."""
+    def _only(self, step: int) -> tuple[RestoreReport, dict[int, CorruptionError]]:
+        """Restore this step and no other."""
         while True:
             try:
                 return self.step(step), {}
@@ -208,6 +217,24 @@ class Restorer:
         if self._peers is None:
             return mine
         return Next(json.loads(USUAL.hold(self._peers, json.dumps(mine).encode(), _highest)))
+
+    def _ordered(self, choice: Choice) -> list[int]:
+        """The steps that are meant, as rank 0 sees them, the first choice last."""
+        if not choice.needs_manifests:
+            return self._steps()
+        with self._watch.stage("choose"):
+            return led(self._peers, lambda: choice.ordered(self._said(), self._saved.run))
+
+    def _said(self) -> dict[int, About]:
+        """What the committed steps say of themselves."""
+        found = {step: self._saved.said(step) for step in self._saved.steps()}
+        for step in [step for step, about in found.items() if about is None]:
+            logger.warning(
+                "the manifest of step %d cannot be read, so its metrics and tags are not known; "
+                "choosing from the other steps",
+                step,
+            )
+        return {step: about for step, about in found.items() if about is not None}
 
     def _steps(self) -> list[int]:
         """The committed steps, as rank 0 sees them."""

@@ -1,0 +1,70 @@
+"""Which step a restore means: a number, the newest, the best by a metric, or one with a tag.
+
+Invariants: a choice orders steps and names one only if it has a number. So if the first one is
+damaged, the next one in the order is as good an answer, but for a number.
+Not here: what steps say (format/about), reading them (restoring).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from statehold.errors import StepNotFoundError, UsageError
+from statehold.format.about import About
+from statehold.layout.plan import step_of
+from statehold.options.keep import MODES, ranked
+from statehold.options.values import check_choice
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """At most one of step, best and tag is set; without any it is the newest step."""
+
+    step: int | None = None
+    best: str | None = None
+    tag: str | None = None
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in ("step", "best", "tag")}
+        asked = {name: value for name, value in given.items() if value is not None}
+        if len(asked) > 1:
+            facts = {"got": ", ".join(f"{name}={value!r}" for name, value in asked.items())}
+            raise UsageError("a restore takes only one of step, best and tag", facts=facts)
+        if self.step is not None:
+            object.__setattr__(self, "step", step_of(self.step))
+        for name in ("best", "tag"):
+            if given[name] is not None and not (isinstance(given[name], str) and given[name]):
+                raise UsageError(f"{name} must be a name", facts={"got": repr(given[name])[:80]})
+        if self.mode is not None:
+            check_choice("mode", self.mode, MODES)
+            if self.best is None:
+                raise UsageError("mode is for best", facts={"got": f"mode={self.mode!r}"})
+
+    @property
+    def needs_manifests(self) -> bool:
+        """Whether the order of steps depends on what they say."""
+        return self.best is not None or self.tag is not None
+
+    def ordered(self, known: Mapping[int, About], run: str) -> list[int]:
+        """The steps that are meant, the first choice last. Raises StepNotFoundError."""
+        if self.best is not None:
+            found = ranked(known, self.best, self.mode or "min")[::-1]
+        else:
+            found = [step for step in sorted(known) if self.tag in known[step].tags]
+        if not found:
+            raise self._not_found(list(known.values()), run)
+        return found
+
+    def _not_found(self, said: Sequence[About], run: str) -> StepNotFoundError:
+        if self.best is not None:
+            names = sorted({name for about in said for name in about.metrics})
+            summary, facts = "no step has a finite value of this metric", {"metric": self.best}
+        else:
+            names = sorted({tag for about in said for tag in about.tags})
+            summary, facts = "no step has this tag", {"tag": str(self.tag)}
+        shown = ", ".join(names[:_SHOWN]) or "none"
+        return StepNotFoundError(summary, facts={"run": run, **facts, "there are": shown})
