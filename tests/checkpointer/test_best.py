@@ -167,3 +167,20 @@ def test_the_best_step_is_found_at_a_far_level(run: Path, tmp_path: Path) -> Non
             save_all(ckpt, {step: each})
         assert sorted(int(each.name[5:]) for each in run.glob("step-*")) == [5]
         assert restored(ckpt, best="loss") == 2
+
+
+def test_commands_and_load_name_a_step_by_what_it_says(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from statehold.cli import main
+
+    with Checkpointer(run, **SMALL) as ckpt:
+        save_all(ckpt)
+    for name, step in {"best:loss": 2, "best:acc,max": 3, "best:acc,min": 1, "tag:warm": 3}.items():
+        assert statehold.load(f"{run}@{name}", "step") == step
+        assert main(["verify", f"{run}@{name}"]) == 0
+        assert f"step {step}" in capsys.readouterr().out
+    assert main(["diff", f"{run}@best:loss", "@tag:warm"]) == 1
+    capsys.readouterr()
+    assert main(["show", f"{run}@best:nothing"]) == 3
+    assert "there are  acc, loss" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Which step a name means: RUN, RUN@STEP, or the directory of a step.
+"""Which step a name means: RUN, RUN@STEP, RUN@best:METRIC, RUN@tag:TAG, or the directory of a step.
 
 Invariants: a path that exists is never cut at an `@`. Reading takes no lock. Nothing here imports
 torch, because the commands use it, too.
@@ -7,6 +7,7 @@ Not here: the contents of a step (saved), levels other than the run directory (c
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable
@@ -15,9 +16,16 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from statehold import _core
+from statehold.checkpoint.restore.choice import Choice
 from statehold.checkpoint.store.replacing import directory_id, look_beside_a_writer
 from statehold.checkpoint.store.store import Store
-from statehold.errors import MissingFileError, StepNotFoundError, UsageError
+from statehold.errors import (
+    CorruptionError,
+    MissingFileError,
+    StepNotFoundError,
+    StorageError,
+    UsageError,
+)
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Commit, Manifest
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
@@ -29,6 +37,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _STEP_NAME = re.compile(r"step-(\d{12})")
+# RUN@best:METRIC, RUN@best:METRIC,max, and RUN@tag:TAG.
+_BY_WHAT_IT_SAYS = re.compile(
+    r"(?P<run>.*)@(tag:(?P<tag>.+)|best:(?P<best>.+?)(,(?P<mode>min|max))?)", re.DOTALL
+)
 
 
 class NotFoundError(UsageError):
@@ -63,10 +75,24 @@ class Place:
 
 def asked_of(text: str) -> tuple[str, int | None]:
     """The run and the step that an argument means; None: the newest."""
+    if not os.path.exists(text) and (said := _BY_WHAT_IT_SAYS.fullmatch(text)):
+        return run_of(said["run"]), _chosen(run_of(said["run"]), said)
     asked = None if os.path.exists(text) else AT_STEP.fullmatch(text)
     if asked is None:
         return run_of(text), None
     return run_of(asked["run"]), None if asked["step"] == "newest" else int(asked["step"])
+
+
+def _chosen(run: str, said: re.Match[str]) -> int:
+    """The step of a run with the best metric, or the newest one with a tag."""
+    choice = Choice(best=said["best"], tag=said["tag"], mode=said["mode"])
+    known = {}
+    with contextlib.closing(file_system()) as fs:
+        store = Store(fs, run)
+        for step in store.steps():
+            with contextlib.suppress(CorruptionError, StepNotFoundError, StorageError):
+                known[step] = load_manifest(fs, store.where(step)).about
+    return choice.ordered(known, run)[-1]
 
 
 def step_in(text: str) -> tuple[str, int]:
