@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from statehold.checkpoint.levels.already import Already
 from statehold.checkpoint.levels.copying import Copied, Copy, DataFile, write_copy
+from statehold.checkpoint.store.filling import Filling
 from statehold.checkpoint.store.lock import RunLock
 from statehold.checkpoint.store.replacing import read_standing
 from statehold.checkpoint.store.unfinished import Unfinished, copy_attempt
@@ -123,6 +124,9 @@ class Place(Protocol):
     def retain(self) -> None:
         """Retire the steps that are no longer kept."""
 
+    def filling(self) -> str:
+        """A warning if any number of steps stay, and few more have room; empty without one."""
+
     def is_owed(self, newest: int | None) -> bool:
         """Whether a copy of a step above `newest` was begun, and not finished."""
 
@@ -210,6 +214,9 @@ class Shared:
     def holds(self, step: int, name: str) -> bool:
         return True
 
+    def filling(self) -> str:
+        return ""
+
     def is_owed(self, newest: int | None) -> bool:
         return False
 
@@ -246,6 +253,7 @@ class DirectoryPlace(Shared):
         self._is_prepared = False
         self._guard = threading.Lock()
         self._unfinished = Unfinished(site.fs, site.store.root)
+        self._filling = Filling(site.store)
         self._own = secrets.token_hex(4)
         self._copies = 0
 
@@ -445,6 +453,9 @@ class DirectoryPlace(Shared):
 
     def retain(self) -> None:
         self.store.retain()
+
+    def filling(self) -> str:
+        return self._filling.warning()
 
     def abandon(self, step: int, attempt: str | None) -> None:
         """Remove the files of a failed save here."""

@@ -313,6 +313,8 @@ class Promoter:
             return
         try:
             place.retain()
+            if warning := place.filling():
+                self._log.warning("%s", warning)
         except StateholdError as error:  # only old steps are left over; the next copy tries again
             self._log.warning("old steps stay at level %s\n%s", place.name, error)
 

@@ -297,6 +297,8 @@ class Pipeline:
     def _retain(self, place: DirectoryPlace) -> None:
         try:
             place.retain()
+            if warning := place.filling():
+                self._log.warning("%s", warning)
         except StateholdError as error:
             # The step is safe; only old ones could not be removed. The next save tries again.
             self._log.warning("could not remove steps that are no longer kept\n%s", error)
