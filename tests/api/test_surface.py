@@ -41,7 +41,7 @@ SIGNATURES = {
     statehold.Checkpointer.__init__: (
         "(self, run, *, keep=None, parent=None, levels=None, staging_bytes=None, "
         "coordination='auto', peer_timeout_s=600.0, node_mtbf=None, nodes=None, trace=None, "
-        "io=None)"
+        "on_commit=None, io=None)"
     ),
     statehold.Checkpointer.save: "(self, step, state, *, metrics=None, tags=(), force=False)",
     statehold.Checkpointer.restore: (

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -79,6 +79,10 @@ class Checkpointer:
         of its ranks.
     trace: a file for a Chrome/Perfetto JSON trace, written at close(). Each of several ranks writes
         its own file, with its rank in the name. None records nothing.
+    on_commit: a function, or a list of functions, to call with the Save when this rank knows that
+        its step is committed. They run on a thread of their own, one after the other: no save waits
+        for them, or fails because of them. What they raise is logged. They must not call the
+        Checkpointer. Each rank calls its own.
     io: how bytes move, for experts. None: Io(), which takes what `statehold bench io` has measured.
 
     The first use opens it. Use it as a context manager, or call close(): both wait until every save
@@ -102,6 +106,7 @@ class Checkpointer:
         node_mtbf: str | None = None,
         nodes: int | None = None,
         trace: str | os.PathLike[str] | None = None,
+        on_commit: Callable[[Save], object] | Sequence[Callable[[Save], object]] | None = None,
         io: Io | None = None,
     ) -> None:
         self._run = check_run(run)
@@ -114,6 +119,7 @@ class Checkpointer:
             node_mtbf=node_mtbf,
             nodes=nodes,
             trace=trace,
+            on_commit=on_commit,
             io=Io() if io is None else io,
         )
         self._levels = levels_of(levels, self._options)

@@ -18,6 +18,7 @@ from statehold.checkpoint.levels.building import open_levels
 from statehold.checkpoint.levels.opening import storage_of
 from statehold.checkpoint.parts import Parts
 from statehold.checkpoint.save.building import open_saving
+from statehold.checkpoint.save.callbacks import Callbacks
 from statehold.checkpoint.session import Session
 from statehold.checkpoint.telemetry.watch import Watch, check_trace
 from statehold.io.runtime import Runtime
@@ -89,6 +90,8 @@ def _parts(
     log = BackgroundLog()
     watch = Watch(run, membership.rank, membership.world, opening.options.trace, log)
     owned.callback(watch.close)
+    callbacks = Callbacks(opening.options.callbacks, log)
+    owned.callback(callbacks.close)  # once the run is free
     levels = open_levels(
         run,
         specs,
@@ -103,6 +106,7 @@ def _parts(
     companion = companion_of(specs, runtime, levels, log)
     owned.callback(companion.end)
     owned.callback(levels.promotions.close)
-    saving = open_saving(specs, runtime.options, levels, watch, log, opening.borrowed.clock)
+    clock = opening.borrowed.clock
+    saving = open_saving(specs, runtime.options, levels, watch, log, clock, callbacks)
     owned.callback(saving.pipeline.close)
     return Parts(run, specs, opening.trainer, runtime, peers, watch, levels, companion, *saving)

@@ -14,8 +14,9 @@ Not here: the settings of a level (checkpoint/levels/specs).
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from statehold.errors import UsageError
 from statehold.options.io import Io, Moving
@@ -45,6 +46,7 @@ class Options:
     node_mtbf: str | None = None
     nodes: int | None = None
     trace: str | os.PathLike[str] | None = None
+    on_commit: Callable[[Any], object] | Sequence[Callable[[Any], object]] | None = None
     io: Io = field(default_factory=Io)
 
     def __post_init__(self) -> None:
@@ -60,6 +62,11 @@ class Options:
             )
         if self.trace is not None and not (self.trace and isinstance(self.trace, PATH)):
             raise UsageError("trace must be the path of a file", facts={"got": repr(self.trace)})
+        if not all(map(callable, self.callbacks)):
+            raise UsageError(
+                "on_commit must be a function, or a list of functions",
+                facts={"got": repr(self.on_commit)[:80]},
+            )
         if not isinstance(self.io, Io):
             raise UsageError(
                 "io must be a statehold.Io",
@@ -90,6 +97,14 @@ class Options:
     def origin(self) -> tuple[str, int | None] | None:
         """The run and the step that the run begins from; a step of None is the newest."""
         return None if self.parent is None else check_parent(self.parent)
+
+    @property
+    def callbacks(self) -> tuple[Any, ...]:
+        """on_commit, as functions; they may be something else before that is checked."""
+        given = self.on_commit
+        if given is None:
+            return ()
+        return tuple(given) if isinstance(given, list | tuple) else (given,)
 
     @property
     def node_mtbf_s(self) -> float | None:

@@ -13,6 +13,7 @@ from statehold.checkpoint.levels.building import watch_of
 from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.specs import Level
 from statehold.checkpoint.save.across import publisher_of
+from statehold.checkpoint.save.callbacks import Callbacks
 from statehold.checkpoint.save.level_choice import LevelChoice
 from statehold.checkpoint.save.pipeline import Pipeline
 from statehold.checkpoint.telemetry.watch import Watch
@@ -38,6 +39,7 @@ def open_saving(
     watch: Watch,
     log: BackgroundLog,
     clock: Callable[[], float],
+    callbacks: Callbacks,
 ) -> Saving:
     """The saving side of a session. The caller closes its pipeline. clock: when a save is due."""
     peers, promotions = levels.peers, levels.promotions
@@ -47,4 +49,4 @@ def open_saving(
     schedule = Schedule(specs, promotions.promoters, membership, options, watches, clock)
     publisher = publisher_of(peers, levels, claims, schedule, log)
     choice = LevelChoice(specs, levels.near, promotions, peers, levels.hosts, log)
-    return Saving(claims, schedule, choice, Pipeline(choice, publisher, promotions, log))
+    return Saving(claims, schedule, choice, Pipeline(choice, publisher, promotions, log, callbacks))

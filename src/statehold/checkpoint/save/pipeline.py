@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from statehold._core import File
     from statehold.checkpoint.levels.places import DirectoryPlace
     from statehold.checkpoint.levels.promoting import Promotions
+    from statehold.checkpoint.save.callbacks import Callbacks
     from statehold.checkpoint.save.level_choice import LevelChoice
     from statehold.checkpoint.save.publishing import Publisher
     from statehold.checkpoint.save.work import Work
@@ -65,7 +66,9 @@ class Pipeline:
         publisher: Publisher,
         promotions: Promotions,
         log: BackgroundLog,
+        callbacks: Callbacks,
     ) -> None:
+        self._callbacks = callbacks
         self._level_choice = level_choice
         self._stalls = Stalls(log)
         self._promotions = promotions
@@ -246,6 +249,7 @@ class Pipeline:
             work.shared.committed(work.plan, work.job.checksums())
         with after_commit(self._log, step, "make a file for the next save"):
             place.store.make_ready(plan.file_name, plan.file_bytes)
+        self._callbacks.committed(work.save)
 
     def _publish(self, work: Work) -> None:
         save = work.save
