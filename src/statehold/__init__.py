@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from statehold.integrations.formats.convert import import_step as import_step
     from statehold.options.io import Io as Io
     from statehold.options.keep import Keep as Keep
+    from statehold.reading.copying import copy_step as copy_step
     from statehold.reading.load import load as load
     from statehold.reading.runs import open as open
     from statehold.tensors.marks import Gated as Gated
@@ -56,6 +57,7 @@ __all__ = [
     "Volatile",
     "__version__",
     "allow_tensor_class",
+    "copy_step",
     "errors",
     "export_step",
     "import_step",
@@ -79,6 +81,7 @@ _HOMES = {
     "StateholdError": "statehold.errors",
     "Volatile": "statehold.tensors.marks",
     "allow_tensor_class": "statehold.tensors.subclasses",
+    "copy_step": "statehold.reading.copying",
     "export_step": "statehold.integrations.formats.convert",
     "import_step": "statehold.integrations.formats.convert",
     "load": "statehold.reading.load",

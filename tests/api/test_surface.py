@@ -28,6 +28,7 @@ PUBLIC = [
     "Volatile",
     "__version__",
     "allow_tensor_class",
+    "copy_step",
     "errors",
     "export_step",
     "import_step",
@@ -61,6 +62,7 @@ SIGNATURES = {
     statehold.metrics.serve: "(port, host='127.0.0.1')",
     statehold.export_step: "(step, destination, to, *, name=None, report=None)",
     statehold.import_step: "(source, step, *, name=None, report=None)",
+    statehold.copy_step: "(step, destination, *, link=True, report=None)",
     statehold.load: (
         "(run, name='', *, step=None, mapped=False, verify=True, device='cpu', rank=None)"
     ),

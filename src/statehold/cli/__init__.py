@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         "path", metavar="PATH", nargs="?", default=".", help="the directory for runs"
     )
     _add_families(commands)
+    _add_copies(commands)
     _add_transfers(commands)
     _add_bench(commands)
     _add_plan(commands)
@@ -151,6 +152,15 @@ def _add_families(commands: Any) -> None:
     )
     du = _command(commands, "du", "show what steps take on storage, and what they share")
     du.add_argument("run", metavar="RUN", help="a run directory")
+
+
+def _add_copies(commands: Any) -> None:
+    copy = _command(commands, "copy", "copy a step into another directory, verified")
+    copy.set_defaults(module="copying")
+    copy.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
+    copy.add_argument("destination", metavar="DST", help="a run, or a directory that is to be one")
+    copy.add_argument("--no-links", action="store_true",
+                      help="copy files that could get a second name, too")  # fmt: skip
 
 
 def _add_transfers(commands: Any) -> None:

@@ -97,7 +97,8 @@ class Copy:
     """A rank's part on its way from `source`, which finds its files by name, to a place.
 
     There it is `step` and `attempt`. before: called with a number of bytes before they are moved;
-    it may wait, or raise. watch: gets each file.
+    it may wait, or raise. watch: gets each file. near: the directory of the source, if its files
+    get second names where the file system gives them.
     """
 
     step: int
@@ -106,6 +107,7 @@ class Copy:
     source: Source
     before: Callable[[int], None]
     watch: CopyWatch
+    near: str | None = None
 
     @contextlib.contextmanager
     def blocks(self, file: DataFile) -> Iterator[Iterator[memoryview]]:
@@ -121,6 +123,12 @@ class Copy:
             opened.callback(view.close)
             opened.enter_context(self.watch.file(file.name, file.bytes))
             yield viewed_blocks(file, view)
+
+    def verify(self, file: DataFile) -> None:
+        """Read a data file of the part at its source, and compare it with its checksums."""
+        with self.blocks(file) as verified:
+            for block in verified:
+                self.before(len(block))
 
     def _view(self, file: DataFile) -> _core.File | None:
         if isinstance(self.source, Viewing):

@@ -63,7 +63,7 @@ def fork(fs: Fs, directory: str, child: str) -> Forked:
     origin = Origin(base, manifest.step, sha256(part.manifest))
     with _opened(fs, child, base, manifest.step) as place:
         copied = _take(place, part, manifest.step, where)
-        _check_standing(fs, where, part.manifest)
+        check_standing(fs, where, part.manifest)
         about = replace(manifest.about, parent=origin)
         place.store.commit(replace(manifest, about=about))
         path = place.store.path(manifest.step)
@@ -101,15 +101,17 @@ def _take(place: DirectoryPlace, part: Part, step: int, where: str) -> list[Data
     return [files[path] for path in copied]
 
 
-def _check_standing(fs: Fs, where: str, manifest: bytes) -> None:
-    """A job that retires a step renames its directory before it uses a file again."""
+def check_standing(fs: Fs, where: str, manifest: bytes) -> None:
+    """Raise StepNotFoundError if the step is not at its place any more.
+
+    A job that retires a step renames its directory before it uses a file again."""
     path = f"{where}/{MANIFEST_NAME}"
     with contextlib.suppress(StorageError):
         if fs.read_file(path, DOCUMENT_BYTES_MAX) == manifest:
             return
     facts = {"step": where}
     raise StepNotFoundError(
-        "the step was retired, or saved again, while it was forked", facts=facts
+        "the step was retired, or saved again, while it was copied", facts=facts
     )
 
 

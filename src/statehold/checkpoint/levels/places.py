@@ -383,10 +383,20 @@ class DirectoryPlace(Shared):
             for file in copy.part.files:
                 if already.link(file, attempt):
                     copy.watch.linked(file.bytes)
-                else:
+                elif not self._link_near(copy, file, attempt):
                     self._take_file(copy, file, attempt)
         for record in copy.part.records:
             self.store.seal(step, attempt, *record)
+
+    def _link_near(self, copy: Copy, file: DataFile, attempt: str) -> bool:
+        """Give a file of the source a second name here, if that is wanted, and verify it."""
+        if copy.near is None:
+            return False
+        if not self.store.link(copy.step, file.name, f"{copy.near}/{file.name}", attempt):
+            return False
+        copy.verify(file)
+        copy.watch.linked(file.bytes)
+        return True
 
     def _take_file(self, copy: Copy, file: DataFile, attempt: str) -> None:
         left = None
