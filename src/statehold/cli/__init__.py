@@ -115,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_families(commands)
     _add_copies(commands)
+    _add_free(commands)
     _add_transfers(commands)
     _add_bench(commands)
     _add_plan(commands)
@@ -161,6 +162,15 @@ def _add_copies(commands: Any) -> None:
     copy.add_argument("destination", metavar="DST", help="a run, or a directory that is to be one")
     copy.add_argument("--no-links", action="store_true",
                       help="copy files that could get a second name, too")  # fmt: skip
+
+
+def _add_free(commands: Any) -> None:
+    free = _command(commands, "free", "free the memory levels of a run; without --yes, only show")
+    free.add_argument("run", metavar="RUN", help="a run directory, even if it is gone")
+    free.add_argument("--yes", action="store_true", help="do it")
+    free.add_argument("--force", action="store_true", help="also take it from an agent, and delete "
+                      "steps that are nowhere else")  # fmt: skip
+    _add_levels(free, "also ask object stores which steps they have")
 
 
 def _add_transfers(commands: Any) -> None:

@@ -56,8 +56,8 @@ def _memory(home: str) -> Iterator[Left]:
     yield Left(
         "memory of runs",
         f"{counted(len(runs), 'run')}, {used} in use, {size}",
-        f"steps that stay until the host restarts; delete only those runs in {home} that you no "
-        f"longer need",
+        f"steps that stay until the host restarts, in {home}; statehold free RUN frees those of a "
+        f"run",
     )
 
 

@@ -19,15 +19,21 @@ SHARED_MEMORY = "/dev/shm"
 
 def memory_root(run: str, base: str = SHARED_MEMORY) -> str:
     """The directory for the run directory `run`; its parent exists on return."""
-    home = os.path.join(base, f"statehold-{os.getuid()}")
+    path = memory_path(run, base)
+    home = os.path.dirname(path)
     try:
         os.mkdir(home, 0o700)
     except FileExistsError:
         _check_ours(home)
     except OSError as error:
         raise storage_error("create a memory level", error.errno or 0, home) from error
+    return path
+
+
+def memory_path(run: str, base: str = SHARED_MEMORY) -> str:
+    """The directory for the run directory `run`. Nothing is made."""
     name = hashlib.sha256(os.fsencode(os.path.realpath(run))).hexdigest()[:16]
-    return os.path.join(home, name)
+    return os.path.join(base, f"statehold-{os.getuid()}", name)
 
 
 def _check_ours(home: str) -> None:

@@ -84,7 +84,7 @@ class Memory(Level):
 
     Takes keep + 1 times the state, because one more file waits for the next save to overwrite it.
     statehold makes that file at the first commit if half of the free memory has room for it. The
-    steps stay until the run continues, until `statehold prune`, or until the host restarts.
+    steps stay until the run continues, until `statehold free`, or until the host restarts.
 
     path: a directory on a memory file system (tmpfs). None takes one below /dev/shm that belongs to
         this user and this run.

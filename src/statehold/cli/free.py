@@ -1,0 +1,107 @@
+"""`statehold free RUN`: give back the memory that the memory levels of a run take on this host.
+
+Invariants: nothing changes without --yes. Without --force, nothing is freed that a job or an agent
+uses, and no step that is newer than all steps elsewhere: that would go back in training. A job is
+never disturbed. An object store that was not asked counts as one without steps.
+Not here: which directories are memory, how they are freed (checkpoint/levels/freeing).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from statehold.checkpoint.levels.freeing import free, memory_of
+from statehold.checkpoint.store.lock import is_saved_into
+from statehold.checkpoint.store.store import Store
+from statehold.cli import codes, levels
+from statehold.cli.output import emit, plain, table
+from statehold.cli.places import tree_bytes
+from statehold.errors import RunBusyError, UsageError
+from statehold.reading.places import NotFoundError, file_system
+from statehold.units import format_bytes
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+
+
+def run(args: argparse.Namespace) -> int:
+    fs, path = file_system(), os.path.abspath(args.run)
+    memory = memory_of(path)
+    if not (memory or os.path.isdir(path)):
+        hint = "statehold doctor says which memory is in use on this host"
+        raise NotFoundError("no such run, and no memory of one", facts={"run": path}, hint=hint)
+    document = _looked_at(fs, path, memory, args)
+    if args.yes:
+        _check_free(document, force=args.force)
+        for each in memory:
+            free(fs, each)
+    document["done"] = args.yes
+    emit(document) if args.json else _show(document)
+    return codes.YES
+
+
+def _looked_at(
+    fs: Fs, path: str, memory: Sequence[str], args: argparse.Namespace
+) -> dict[str, Any]:
+    found: list[dict[str, Any]] = [
+        {"path": each, "steps": Store(fs, each).steps(), "bytes": tree_bytes(each)[0],
+         "used": is_saved_into(each)}
+        for each in memory
+    ]  # fmt: skip
+    looked, in_run = [], list[int]()
+    if os.path.isdir(path) and path not in memory:
+        options, in_run = levels.far_options(args.option), Store(fs, path).steps()
+        looked = levels.levels_of(fs, path, far=args.levels, options=options)
+    others = [level for level in looked if level.entry.where not in memory]
+    newest = max([*levels.steps_of(others), *in_run], default=-1)
+    here = {step for each in found for step in each["steps"]}
+    return {
+        "run": path,
+        "memory": found,
+        "only_here": sorted(step for step in here if step > newest),
+        "not_asked": [level.entry.name for level in others if level.state == "not asked"],
+        "bytes": sum(each["bytes"] for each in found),
+    }
+
+
+def _check_free(document: dict[str, Any], *, force: bool) -> None:
+    """Raise if the memory is needed. force: neither an agent nor a step that is nowhere else
+    counts."""
+    if force:
+        return
+    used = [each["path"] for each in document["memory"] if each["used"]]
+    if used:
+        raise RunBusyError(
+            "a job or an agent uses the memory of this run",
+            facts={"memory": ", ".join(used)},
+            hint="wait until it has ended. --force takes memory from an agent, but not from a job",
+        )
+    if document["only_here"]:
+        steps = ", ".join(map(str, document["only_here"]))
+        hint = "copy a step: statehold copy MEMORY@STEP DST. To lose them, pass --force"
+        if document["not_asked"]:
+            hint = f"--levels asks {', '.join(document['not_asked'])}, too. {hint}"
+        facts = {"steps": steps, "memory": ", ".join(each["path"] for each in document["memory"])}
+        raise UsageError("these steps are in memory only", facts=facts, hint=hint)
+
+
+def _show(document: dict[str, Any]) -> None:
+    rows = [
+        (plain(each["path"]), ", ".join(map(str, each["steps"])) or "none",
+         format_bytes(each["bytes"]), "yes" if each["used"] else "no")
+        for each in document["memory"]
+    ]  # fmt: skip
+    if not rows:
+        print("this run has no memory on this host")
+        return
+    print(table(("MEMORY", "STEPS", "BYTES", "IN USE"), rows, right="BYTES"))
+    size = format_bytes(document["bytes"])
+    if document["done"]:
+        print(f"{size} freed")
+        return
+    if document["only_here"]:
+        print(f"in memory only: {', '.join(map(str, document['only_here']))}")
+    print(f"{size}; nothing was changed; pass --yes to free it")

@@ -1,0 +1,155 @@
+"""statehold free: memory levels give their memory back, and nothing is lost by mistake."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import statehold
+from statehold import Checkpointer, Directory, Memory
+from statehold.checkpoint.levels.freeing import free, memory_of
+from statehold.checkpoint.levels.memory import memory_path
+from statehold.cli import main
+from statehold.errors import CorruptionError
+from statehold.reading.places import file_system
+from support.faults import DEADLINE_S, SMALL, must
+from support.levels import settle
+
+HOLDER = """
+import sys, time
+from statehold.checkpoint.store.lock import RunLock
+lock = RunLock(sys.argv[1], yields=sys.argv[2] == "agent")
+print("held", flush=True)
+while not (sys.argv[2] == "agent" and lock.is_wanted):
+    time.sleep(0.005)
+lock.release()
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "run"
+    yield path
+    shutil.rmtree(memory_path(str(path)), ignore_errors=True)
+
+
+def save(run: Path, *levels: statehold.Directory | Memory, steps: range = range(1, 4)) -> None:
+    with Checkpointer(run, levels=levels or [Memory(), Directory()], **SMALL) as ckpt:
+        for step in steps:
+            ckpt.save(step, {"w": torch.full((100_000,), step)}).wait("committed", DEADLINE_S)
+            settle(ckpt)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> Any:
+    capsys.readouterr()
+    assert main([*map(str, words), "--json"]) == code
+    out = capsys.readouterr()
+    return json.loads(out.out) if out.out else out.err
+
+
+def test_memory_is_shown_and_then_freed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(run)
+    memory = Path(memory_path(str(run)))
+    document = answer(capsys, "free", run)
+    (found,) = document["memory"]
+    assert (found["path"], found["steps"], found["used"]) == (str(memory), [2, 3], False)
+    assert document["bytes"] == found["bytes"] > 1_600_000
+    assert (document["only_here"], document["done"]) == ([], False)
+    assert main(["free", str(run)]) == 0
+    assert "pass --yes to free it" in capsys.readouterr().out
+    assert memory.is_dir()
+    assert answer(capsys, "free", run, "--yes")["done"]
+    assert not memory.exists()
+    with Checkpointer(run, levels=[Memory(), Directory()], **SMALL) as ckpt:
+        live = {"w": torch.zeros(100_000, dtype=torch.int64)}
+        assert ckpt.restore(live) == 3
+        assert live["w"][0] == 3
+        ckpt.save(4, live).wait("committed", DEADLINE_S)
+    assert main(["free", str(run), "--yes"]) == 0
+    assert "freed" in capsys.readouterr().out
+    assert main(["free", str(run)]) == 0
+    assert "no memory on this host" in capsys.readouterr().out
+
+
+def test_the_memory_of_a_run_that_is_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(run)
+    shutil.rmtree(run)
+    assert "in memory only" in answer(capsys, "free", run, "--yes", code=2)
+    assert answer(capsys, "free", memory_path(str(run)))["only_here"] == [2, 3]
+    assert answer(capsys, "free", run, "--yes", "--force")["only_here"] == [2, 3]
+    assert not Path(memory_path(str(run))).exists()
+    assert "no such run" in answer(capsys, "free", run, code=3)
+
+
+def test_a_step_that_is_nowhere_else_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(run, Memory(), Directory(every=100))
+    with Checkpointer(run, levels=[Memory()], **SMALL) as ckpt:
+        ckpt.save(9, {"w": torch.zeros(3)})
+    text = answer(capsys, "free", run, "--yes", code=2)
+    assert "in memory only" in text
+    assert "steps   9" in text
+    memory = memory_path(str(run))
+    assert main(["copy", f"{memory}@9", str(run)]) == 0  # as the hint says
+    assert answer(capsys, "free", run, "--yes")["done"]
+    assert statehold.open(run).steps()[-1] == 9
+
+
+def test_a_level_at_a_path_is_found_by_the_note(
+    run: Path, memory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(run, Memory(path=memory), Directory())
+    assert [each["path"] for each in answer(capsys, "free", run)["memory"]] == [str(memory)]
+    (memory / "notes.txt").write_text("mine")
+    assert answer(capsys, "free", run, "--yes")["done"]
+    assert [each.name for each in memory.iterdir()] == ["notes.txt"]
+
+
+def test_what_is_not_memory_of_this_user_is_left_alone(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path / "disk"
+    save(run, Memory(path=disk), Directory())
+    assert answer(capsys, "free", run)["memory"] == []
+    (run / "levels.json").write_text("{}")
+    with pytest.raises(CorruptionError):
+        memory_of(str(run))
+    assert main(["free", str(run), "--yes", "--force"]) == 1
+    assert (disk / "step-000000000003").is_dir()
+
+
+@pytest.mark.parametrize("who", ["agent", "job"])
+def test_memory_in_use_is_refused(run: Path, who: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save(run)
+    memory = memory_path(str(run))
+    command = [sys.executable, "-c", HOLDER, memory, who]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        try:
+            must(holder.stdout is not None and holder.stdout.readline() == b"held\n")
+            assert answer(capsys, "free", run)["memory"][0]["used"]
+            assert "a job or an agent uses" in answer(capsys, "free", run, "--yes", code=4)
+            assert Path(memory).is_dir()
+            if who == "agent":
+                assert answer(capsys, "free", run, "--yes", "--force")["done"]
+                assert holder.wait(DEADLINE_S) == 0
+            else:
+                assert "already saving" in answer(capsys, "free", run, "--yes", "--force", code=4)
+            assert Path(memory).is_dir() == (who == "job")
+        finally:
+            holder.kill()
+
+
+def test_leftovers_and_steps_set_aside_are_freed_too(memory: Path) -> None:
+    for name in (".spare", ".ready", ".shared", "step-000000000003.corrupt",
+                 "step-000000000004.5f3a09c1-7.copy-0123456789abcdef.partial"):  # fmt: skip
+        (memory / name).mkdir(parents=True)
+        (memory / name / "data").write_bytes(b"x")
+    free(file_system(), str(memory))
+    assert not memory.exists()
