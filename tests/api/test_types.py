@@ -30,14 +30,17 @@ FACE = [
         "checkpoint/levels/specs.py",
         "options/__init__.py",
         "options/io.py",
+        "options/keep.py",
     )
 ]
 SNIPPET = """\
 import statehold
-from statehold import Checkpointer, Directory, Io, Memory
+from statehold import Checkpointer, Directory, Io, Keep, Memory
 
 good = Checkpointer("run", keep=3, io=Io(queue_depth=64, backend="threads"), staging_bytes="1GiB")
-good.save(1, {}, force=True)
+good.save(1, {}, force=True, metrics={"val_loss": 2.1}, tags=["good"])
+good.restore({}, best="val_loss", mode="max")
+Checkpointer("run", keep=Keep(last=3, every=1000, best=2, metric="val_loss", pinned=[7, "good"]))
 Checkpointer("run", levels=[Memory(keep=2), Directory(every="30min")])
 
 Checkpointer("run", kep=3)  # error: kep
@@ -45,6 +48,9 @@ Checkpointer("run", queue_depth=64)  # error: queue_depth
 Checkpointer("run", coordination="mpi")  # error: coordination
 Io(copy_thread=2)  # error: copy_thread
 Io(backend="aio")  # error: backend
+Keep(lst=3)  # error: lst
+good.restore({}, best="val_loss", mode="lowest")  # error: mode
+good.save(1, {}, metrics={"val_loss": "low"})  # error: float
 Directory(evry=10)  # error: evry
 good.save(1, {}, forced=True)  # error: forced
 statehold.Checkpionter("run")  # error: Checkpionter

@@ -46,16 +46,20 @@ class Keep:
 
     A step stays if any of these rules names it. The newest step always stays.
 
-    last: this many of the newest steps.
-    every: the first step at or after each multiple of this number: with 1000 the steps 1000, 2000
-        and so on. If step 2000 was not saved, the next one after it stays instead. 0 and None: no
-        such steps. `every` has no bound, so a memory level does not take it.
-    best: this many of the steps with the best `metric`. A step without the metric, or whose metric
-        is NaN or infinite, is not among them. Of equal steps the older one is better.
-    metric: the name of a metric that save() gets in `metrics`.
-    mode: "min" if a smaller metric is better, "max" if a greater one is.
-    pinned: steps that stay, by number, or by a tag that save() got in `tags`. A step need not
-        exist yet.
+    Attributes:
+        last: this many of the newest steps.
+        every: the first step at or after each multiple of this number: with 1000 the steps 1000,
+            2000 and so on. If step 2000 was not saved, the next one after it stays instead. 0 and
+            None: no such steps. `every` has no bound, so a memory level does not take it.
+        best: this many of the steps with the best `metric`. A step without the metric, or whose
+            metric is NaN or infinite, is not among them. Of equal steps the older one is better.
+        metric: the name of a metric that save() gets in `metrics`.
+        mode: "min" if a smaller metric is better, "max" if a greater one is.
+        pinned: steps that stay, by number, or by a tag that save() got in `tags`. A step need not
+            exist yet.
+
+    Raises:
+        UsageError: a value makes no sense.
     """
 
     last: int = 1

@@ -45,8 +45,14 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class CopiedStep:
-    """path: of the step in the destination. linked_bytes: of data files with a second name;
-    copied_bytes: of the others. was_there: the destination had the step already."""
+    """A step that was copied.
+
+    Attributes:
+        path: its directory in the destination.
+        linked_bytes: the bytes of data files that have got a second name.
+        copied_bytes: the bytes of the other data files.
+        was_there: whether the destination had the step already; then nothing was done.
+    """
 
     path: str
     linked_bytes: int = 0
