@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from statehold import Directory, Memory, ObjectStore
+from statehold import Directory, Keep, Memory, ObjectStore
 from statehold.checkpoint.agent.orders import Orders
 from statehold.errors import CorruptionError, StateholdError, UsageError
 
+BEST = Keep(last=2, every=100, best=2, metric="val_loss", pinned=[7, "good"])
 LEVELS = (
     Memory(path="/dev/shm/x", keep=3),
-    Directory(every=10, bytes_per_s="5MB", name="disk"),
+    Directory(every=10, bytes_per_s="5MB", name="disk", keep=BEST),
     ObjectStore("s3://b/p", every="30min", options={"endpoint": "http://127.0.0.1:9"}),
 )
 
@@ -44,6 +45,9 @@ def test_options_that_are_no_json_are_refused() -> None:
         orders(levels=levels).encode()
 
 
+WITH_KEEP = json.loads(orders().encode())["levels"][1]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -52,6 +56,8 @@ def test_options_that_are_no_json_are_refused() -> None:
         {"levels": [{"kind": "Level"}]},
         {"levels": [{"kind": "Directory", "every": 1}]},
         {"levels": 3},
+        {"levels": [WITH_KEEP | {"keep": {"last": 0}}]},
+        {"levels": [WITH_KEEP | {"keep": {"path": "/"}}]},
         {"more": 1},
     ],
 )

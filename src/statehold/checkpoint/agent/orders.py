@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from statehold.checkpoint.levels.specs import Directory, Level, Memory, ObjectStore, check_levels
 from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, UsageError
+from statehold.options.keep import Keep
 
 # How often a failing level is tried again, and how long after the trainer's death.
 RETRY_S = 10.0
@@ -73,6 +74,8 @@ class Orders:
 
 def _said(level: Level) -> dict[str, Any]:
     described = {each.name: getattr(level, each.name) for each in fields(level)}
+    if isinstance(level.keep, Keep):
+        described["keep"] = asdict(level.keep)
     if isinstance(level, ObjectStore):
         described["options"] = dict(level.options)
     if isinstance(level, Directory | Memory) and level.path is not None:
@@ -85,4 +88,8 @@ def _level(check: Checker, document: Any) -> Level:
     kind = _KINDS.get(str(described.pop("kind", None)))
     if kind is None:
         check.fail("level", f"one of {', '.join(_KINDS)}", "another kind")
-    return kind(**check.members(described, "level", [each.name for each in fields(kind)]))
+    members = dict(check.members(described, "level", [each.name for each in fields(kind)]))
+    if type(members["keep"]) is dict:
+        names = [each.name for each in fields(Keep)]
+        members["keep"] = Keep(**check.members(members["keep"], "keep", names))
+    return kind(**members)
