@@ -251,3 +251,37 @@ def test_prune_takes_the_same_rules(run: Path, capsys: pytest.CaptureFixture[str
     assert sorted(os.listdir(run)) == [".lock", "step-000000000001", "step-000000000007"]
     assert main([*words[:-2]]) == 2
     assert "best and metric belong together" in capsys.readouterr().err
+
+
+def test_a_pinned_step_goes_to_the_levels_that_pin_it_whatever_their_cadence() -> None:
+    fs = SimFs(seed=4)
+    far = {"keep": Keep(last=1, pinned=[3, "warm"]), "every": 1_000_000}
+    with opened_on(fs, {"keep": 1}, far) as ckpt:
+        save(ckpt, 1)  # the first step of a run goes to every level
+        settle(ckpt)
+        with HeldCopy(ckpt) as held:
+            save(ckpt, 3)
+            assert held.waiting.wait(DEADLINE_S)
+            save(ckpt, 4, tags=["warm"])  # the level is busy
+            save(ckpt, 5, tags=["cold"])
+        settle(ckpt)
+        assert steps_at(fs, FAR) == [3, 4]
+    assert steps_at(fs, FAR) == [3, 4, 5]
+
+
+def test_ranks_copy_a_pinned_step_together() -> None:
+    fs = SimFs(seed=5)
+    levels = [
+        Directory(path=NEAR, keep=1, name="near"),
+        Directory(path=FAR, keep=Keep(pinned=["warm"]), every=1_000_000, name="far"),
+    ]
+    with Ranks(fs, 2, levels=levels) as ranks:
+        for step in range(1, 5):
+            tags = ["warm"] if step == 3 else []
+
+            def one(rank: int, step: int = step, tags: list[str] = tags) -> None:
+                save(ranks.ckpts[rank], step, tags=tags if rank == 0 else ["other"])
+
+            ranks.each(one)
+        ranks.each(lambda rank: settle(ranks.ckpts[rank]))
+        assert 3 in steps_at(fs, FAR)

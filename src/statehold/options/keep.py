@@ -92,6 +92,10 @@ class Keep:
         has_tags = any(isinstance(each, str) for each in self.pinned)
         return None if self.every or has_tags else self.last + self.best + len(self.pinned)
 
+    def pins(self, step: int, tags: Sequence[str]) -> bool:
+        """Whether a step with these tags stays because it is pinned."""
+        return step in self.pinned or not set(tags).isdisjoint(self.pinned)
+
     def of(self, steps: Sequence[int], ask: Ask) -> set[int]:
         """Those of `steps`, oldest first, that stay.
 

@@ -52,6 +52,7 @@ from statehold.errors import (
 )
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
+from statehold.options.keep import kept_of
 from statehold.process.tracebacks import let_go
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import USUAL, Round, led
@@ -125,6 +126,7 @@ class Promoter:
         self._clock = clock
         self._peers = peers
         self._watch = watch
+        self._keep = kept_of(spec.keep)
         self._log = watch.log
         self._rank = peers.rank if peers else 0
         self._round = f"promote {place.name}"
@@ -161,15 +163,16 @@ class Promoter:
     def is_busy(self) -> bool:
         return self._under_way is not None and not self._under_way.done()
 
-    def wants(self, step: int, at: DirectoryPlace) -> bool:
-        """Whether the level should get this step, which was saved `at` a level, now. For rank 0,
-        which decides for all."""
+    def wants(self, step: int, at: DirectoryPlace, tags: Sequence[str] = ()) -> bool:
+        """Whether the level should get this step, which was saved `at` a level with `tags`, now.
+        For rank 0, which decides for all."""
         if not self.place.takes_steps:
             return False
         # A step that is saved again is copied after its earlier copy, which would stay otherwise.
         is_again = step in (self._status.newest, self._status.copying)
+        is_pinned = self._keep is not None and self._keep.pins(step, tags)
         is_due = self.level == at.name or self._cadence.is_due(step, self._clock())
-        return is_due and (is_again or not self.is_busy)
+        return is_pinned or (is_due and (is_again or not self.is_busy))
 
     def every(self, interval: Interval) -> None:
         """From now on take steps in this interval. For rank 0."""
@@ -439,7 +442,7 @@ class Promotions:
         """Every rank: no step follows this one, so it goes to all levels."""
         self._last_step = step
 
-    def decide(self, step: int, at: DirectoryPlace) -> Copies:
+    def decide(self, step: int, at: DirectoryPlace, tags: Sequence[str] = ()) -> Copies:
         """Rank 0: the levels that get a step that was just committed at the level `at`."""
         others = [promoter for promoter in self._promoters.values() if promoter.place is not at]
         if at is self._first:
@@ -451,7 +454,7 @@ class Promotions:
         names = [
             each.place.name
             for each in others
-            if each.place.takes_steps and (is_last or each.wants(step, at))
+            if each.place.takes_steps and (is_last or each.wants(step, at, tags))
         ]
         names = [name for name in names if self._is_with_its_copies(name, names)]
         return self._next(), self._with_their_level(names, [at.name])

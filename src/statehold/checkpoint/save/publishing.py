@@ -112,7 +112,7 @@ class Alone:
         with after_commit(self._log, step, _CHOOSE_INTERVAL):
             self._schedule.committed(work.number, work.save._elapsed(), hosts=1)
         with after_commit(self._log, step, _CHOOSE_LEVELS):
-            work.promote = self._promotions.decide(step, work.place)
+            work.promote = self._promotions.decide(step, work.place, work.about.tags)
 
     def announce(self, work: Work) -> None: ...
 
@@ -269,7 +269,8 @@ class Together:
         with self._landed(work, _CHOOSE_INTERVAL):
             outcome["turns"] = self._schedule.message()
         with self._landed(work, _CHOOSE_LEVELS):
-            outcome["promote"] = self._promotions.decide(work.save.step, work.place)
+            step, tags = work.save.step, work.about.tags
+            outcome["promote"] = self._promotions.decide(step, work.place, tags)
 
     def _landed(self, work: Work, doing: str) -> contextlib.AbstractContextManager[None]:
         """Work after `_land`, which commits the step."""
