@@ -23,7 +23,10 @@ from statehold.errors import StateholdError, UsageError
 
 __all__ = ["main"]
 
-_STEP_HELP = "RUN, RUN@STEP (a number or 'newest', the default), or the directory of a step"
+_STEP_HELP = (
+    "RUN, RUN@STEP (a number or 'newest', the default), RUN@best:METRIC, RUN@tag:TAG, or the "
+    "directory of a step"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -103,7 +103,7 @@ class Keep:
         read, it stays: it may be one of the best.
         """
         kept = {*steps[-self.last :], *_one_of_each(steps, self.every or 0)}
-        kept.update(each for each in self.pinned if each in steps)  # type: ignore[misc]
+        kept.update(step for step in steps if step in self.pinned)
         tags = {each for each in self.pinned if isinstance(each, str)}
         if self.metric is None and not tags:
             return kept

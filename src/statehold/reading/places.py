@@ -21,6 +21,7 @@ from statehold.checkpoint.store.replacing import directory_id, look_beside_a_wri
 from statehold.checkpoint.store.store import Store
 from statehold.errors import (
     CorruptionError,
+    FormatVersionError,
     MissingFileError,
     StepNotFoundError,
     StorageError,
@@ -90,7 +91,7 @@ def _chosen(run: str, said: re.Match[str]) -> int:
     with contextlib.closing(file_system()) as fs:
         store = Store(fs, run)
         for step in store.steps():
-            with contextlib.suppress(CorruptionError, StepNotFoundError, StorageError):
+            with contextlib.suppress(CorruptionError, FormatVersionError, StorageError):
                 known[step] = load_manifest(fs, store.where(step)).about
     return choice.ordered(known, run)[-1]
 

@@ -27,6 +27,7 @@ from statehold.checkpoint.levels.saves import Saves, is_of_storage
 from statehold.checkpoint.store.replacing import missing_path
 from statehold.errors import (
     CorruptionError,
+    FormatVersionError,
     MissingFileError,
     StateholdError,
     StepNotFoundError,
@@ -132,7 +133,7 @@ class Nearest:
         found = self._steps_by_place()
         for place in self._places:
             if step in found[place.name] and place.holds(step, MANIFEST_NAME):
-                with contextlib.suppress(*_OF_ONE_COPY):
+                with contextlib.suppress(*_OF_ONE_COPY, FormatVersionError):
                     raw = place.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
                     return Manifest.said(raw, f"{self.path(step)}/{MANIFEST_NAME}")
         return None
