@@ -25,8 +25,10 @@ from transformers import (  # noqa: E402
     set_seed,
 )
 
+import statehold  # noqa: E402
 from statehold.errors import StepNotFoundError, UsageError  # noqa: E402
 from statehold.integrations.transformers import StateholdTrainer  # noqa: E402
+from statehold.integrations.transformers.logged import logged_at  # noqa: E402
 
 STEPS = 6
 TOKENS = torch.randint(64, (28, 8), generator=torch.Generator().manual_seed(7))
@@ -226,6 +228,31 @@ def test_every_checkpoint_opens_with_from_pretrained(tmp_path: Path) -> None:
         assert same_weights(one, other)
     state = json.loads((tmp_path / "ours/checkpoint-4/trainer_state.json").read_text())
     assert state["global_step"] == 4
+
+
+def test_a_step_says_what_was_logged_at_it(tmp_path: Path) -> None:
+    ours = trainer(tmp_path / "ours", eval_strategy="steps", eval_steps=2, learning_rate=0.1)
+    ours.train()
+    run = statehold.open(tmp_path / "ours")
+    losses = {
+        each["step"]: each["eval_loss"] for each in ours.state.log_history if "eval_loss" in each
+    }
+    assert {step: run[step].metrics.get("eval_loss") for step in (2, 4, 6)} == losses
+    assert "eval_loss" not in run[3].metrics
+    assert run[3].metrics["learning_rate"] > 0
+    best = min(losses, key=lambda step: losses[step])
+    loaded = statehold.load(f"{tmp_path}/ours@best:eval_loss", "model")
+    folder = tmp_path / "ours" / f"checkpoint-{best}"
+    weights = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(loaded[name], weights[name]) for name in loaded)
+
+
+def test_what_cannot_be_a_metric_fails_no_save() -> None:
+    odd = {"a": 1, "b": "text", "c" * 300: 2.0, "d\n": 3.0, "e": True, "f": [1.0], "g": 1 << 2000,
+           "step": 4}  # fmt: skip
+    assert logged_at(4, [{"old": 1.0, "step": 3}, odd]) == {"a": 1.0}
+    many = {f"m{i}": float(i) for i in range(3000)}
+    assert len(logged_at(1, [{**many, "step": 1}])) == 1000
 
 
 # -- other trainers --------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from statehold.errors import StepNotFoundError, UsageError
 from statehold.integrations.trained import trained_part
 from statehold.integrations.transformers.exporting import Exporter
 from statehold.integrations.transformers.folders import Folders
+from statehold.integrations.transformers.logged import logged_at
 from statehold.reading.load import load
 from statehold.tensors.rng import Rng
 
@@ -235,7 +236,8 @@ class StateholdTrainer(Trainer):
             opened.folders.make(step, text)
         state = {**self._model_part(), **self._training_parts(opened)}
         state["trainer"] = self._trainer_part(text)
-        save = opened.ckpt.save(step, state, force=True)
+        metrics = logged_at(step, self.state.log_history)
+        save = opened.ckpt.save(step, state, metrics=metrics, force=True)
         opened.saves.append(save)
         if self.args.should_save:
             opened.exporter.offer(save, self._surplus(opened))
