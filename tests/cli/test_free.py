@@ -82,9 +82,9 @@ def test_memory_is_shown_and_then_freed(run: Path, capsys: pytest.CaptureFixture
 def test_the_memory_of_a_run_that_is_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(run)
     shutil.rmtree(run)
-    assert "in memory only" in answer(capsys, "free", run, "--yes", code=2)
-    assert answer(capsys, "free", memory_path(str(run)))["only_here"] == [2, 3]
-    assert answer(capsys, "free", run, "--yes", "--force")["only_here"] == [2, 3]
+    assert "newer than all" in answer(capsys, "free", run, "--yes", code=2)
+    assert answer(capsys, "free", memory_path(str(run)))["newer"] == [2, 3]
+    assert answer(capsys, "free", run, "--yes", "--force")["newer"] == [2, 3]
     assert not Path(memory_path(str(run))).exists()
     assert "no such run" in answer(capsys, "free", run, code=3)
 
@@ -94,12 +94,27 @@ def test_a_step_that_is_nowhere_else_stays(run: Path, capsys: pytest.CaptureFixt
     with Checkpointer(run, levels=[Memory()], **SMALL) as ckpt:
         ckpt.save(9, {"w": torch.zeros(3)})
     text = answer(capsys, "free", run, "--yes", code=2)
-    assert "in memory only" in text
+    assert "newer than all steps elsewhere" in text
     assert "steps   9" in text
     memory = memory_path(str(run))
     assert main(["copy", f"{memory}@9", str(run)]) == 0  # as the hint says
     assert answer(capsys, "free", run, "--yes")["done"]
     assert statehold.open(run).steps()[-1] == 9
+
+
+def test_an_older_step_that_is_nowhere_else_is_named(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = statehold.Keep(last=2, best=1, metric="loss")
+    with Checkpointer(run, levels=[Memory(keep=best), Directory(keep=1)], **SMALL) as ckpt:
+        for step, loss in {1: 0.5, 2: 0.1, 3: 0.9, 4: 0.8}.items():
+            state = {"w": torch.zeros(3)}
+            ckpt.save(step, state, metrics={"loss": loss}).wait("committed", DEADLINE_S)
+            settle(ckpt)
+    document = answer(capsys, "free", run)
+    assert (document["only_here"], document["newer"]) == ([2, 3], [])
+    assert main(["free", str(run)]) == 0
+    assert "nowhere else: 2, 3" in capsys.readouterr().out
 
 
 def test_a_level_at_a_path_is_found_by_the_note(

@@ -56,12 +56,13 @@ def _looked_at(
         options, in_run = levels.far_options(args.option), Store(fs, path).steps()
         looked = levels.levels_of(fs, path, far=args.levels, options=options)
     others = [level for level in looked if level.entry.where not in memory]
-    newest = max([*levels.steps_of(others), *in_run], default=-1)
-    here = {step for each in found for step in each["steps"]}
+    elsewhere = {*levels.steps_of(others), *in_run}
+    only_here = {step for each in found for step in each["steps"]} - elsewhere
     return {
         "run": path,
         "memory": found,
-        "only_here": sorted(step for step in here if step > newest),
+        "only_here": sorted(only_here),
+        "newer": sorted(step for step in only_here if step > max(elsewhere, default=-1)),
         "not_asked": [level.entry.name for level in others if level.state == "not asked"],
         "bytes": sum(each["bytes"] for each in found),
     }
@@ -79,13 +80,13 @@ def _check_free(document: dict[str, Any], *, force: bool) -> None:
             facts={"memory": ", ".join(used)},
             hint="wait until it has ended. --force takes memory from an agent, but not from a job",
         )
-    if document["only_here"]:
-        steps = ", ".join(map(str, document["only_here"]))
+    if document["newer"]:
+        steps = ", ".join(map(str, document["newer"]))
         hint = "copy a step: statehold copy MEMORY@STEP DST. To lose them, pass --force"
         if document["not_asked"]:
             hint = f"--levels asks {', '.join(document['not_asked'])}, too. {hint}"
         facts = {"steps": steps, "memory": ", ".join(each["path"] for each in document["memory"])}
-        raise UsageError("these steps are in memory only", facts=facts, hint=hint)
+        raise UsageError("these steps are newer than all steps elsewhere", facts=facts, hint=hint)
 
 
 def _show(document: dict[str, Any]) -> None:
@@ -103,5 +104,5 @@ def _show(document: dict[str, Any]) -> None:
         print(f"{size} freed")
         return
     if document["only_here"]:
-        print(f"in memory only: {', '.join(map(str, document['only_here']))}")
+        print(f"nowhere else: {', '.join(map(str, document['only_here']))}")
     print(f"{size}; nothing was changed; pass --yes to free it")
