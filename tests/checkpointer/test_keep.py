@@ -235,6 +235,25 @@ def test_hosts_keep_the_same_steps_even_if_one_cannot_read_a_manifest() -> None:
     assert {7, 8, 9} <= set(found[1])
 
 
+def test_a_half_step_on_one_host_takes_no_whole_one_its_place() -> None:
+    hosts = disks(2)
+    level = Directory(path=LOCAL, per_host=True, keep=Keep(last=2, every=2))
+    with HostRanks(hosts, [level]) as ranks:
+
+        def save_each(*steps: int) -> None:
+            for step in steps:
+                ranks.each(lambda rank, step=step: save(ranks.ckpts[rank], step))
+            ranks.each(lambda rank: settle(ranks.ckpts[rank]))
+
+        save_each(1, 3)
+        hosts[0].mkdir(step_path(LOCAL, 2))  # published here, and not on the other host
+        with inside(ranks.ckpts[0]).levels.store.protect(2):
+            save_each(4, 5, 6)
+            assert steps_at(hosts[0], LOCAL) == [2, 3, 4, 5, 6]
+            assert steps_at(hosts[1], LOCAL) == [3, 4, 5, 6]
+        assert ranks.each(lambda rank: ranks.ckpts[rank].steps()) == [[3, 4, 5, 6]] * 2
+
+
 # -- prune -----------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,34 @@ def test_a_step_that_is_retired_meanwhile(fs: SimFs) -> None:
             fs.rename(step_path(RUN, 1), f"{step_path(RUN, 1)}.retired")
 
     with pytest.raises((StepNotFoundError, MissingFileError)):
+        copy_into(Retiring(), step_path(RUN, 1), OTHER)  # type: ignore[arg-type]
+    assert steps_at(fs, OTHER) == []
+
+
+class Closing:
+    """A file that acts when it is closed."""
+
+    def __init__(self, file: Any, act: Callable[[], None]) -> None:
+        self.read_into = file.read_into
+        self._close, self._act = file.close, act
+
+    def close(self) -> None:
+        self._close()
+        self._act()
+
+
+def test_a_step_that_is_retired_when_all_was_read(fs: SimFs) -> None:
+    save(fs, RUN, 1)
+
+    class Retiring:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(fs, name)
+
+        def open_read(self, path: str) -> Any:
+            where = step_path(RUN, 1)
+            return Closing(fs.open_read(path), lambda: fs.rename(where, f"{where}.retired"))
+
+    with pytest.raises(StepNotFoundError, match="retired"):
         copy_into(Retiring(), step_path(RUN, 1), OTHER)  # type: ignore[arg-type]
     assert steps_at(fs, OTHER) == []
 

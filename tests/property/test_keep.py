@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import statehold
@@ -43,6 +43,7 @@ def runs(draw: st.DrawFn) -> dict[int, Said | None]:
     return found
 
 
+@settings(max_examples=50)
 @given(keeps(), runs())
 def test_the_rules_say_which_steps_stay(keep: Keep, run: dict[int, Said | None]) -> None:
     kept = keep.of(sorted(run), run.__getitem__)
@@ -52,6 +53,7 @@ def test_the_rules_say_which_steps_stay(keep: Keep, run: dict[int, Said | None])
     assert keep.most is None or not readable or len(kept) <= keep.most
 
 
+@settings(max_examples=50)
 @given(keeps(), runs(), st.data())
 def test_retiring_in_parts_or_at_the_end_is_the_same(
     keep: Keep, run: dict[int, Said | None], data: st.DataObject
