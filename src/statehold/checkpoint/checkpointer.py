@@ -56,41 +56,48 @@ class Checkpointer:
     A state is a mapping of names to modules, optimizers, anything with `state_dict` and
     `load_state_dict`, tensors, plain values, and dicts, lists and tuples of these.
 
-    keep: which committed steps stay: so many of the newest, or what a Keep says. None: all stay,
-        and a warning comes in time if the storage has no room for a few more.
-    parent: a step of another run, such as "runs/base@1000". If this run has no step yet, restore()
-        begins it with that one, by second names for its files. Each later step says so.
-    levels: where steps are kept, the nearest level first; None: only in the run directory. Saves go
-        to the first level, and background threads copy them to the others. A restore takes the
-        nearest intact copy.
-    staging_bytes: the most host memory that copies in flight use. If it is at least the size of the
-        state, the update of the optimizer waits only for a memory copy. If it is smaller, the
-        update also waits for the writes of the rest. None: 1 GiB, or one and a quarter of what this
-        rank writes if that is more. All ranks of a host together use at most a third of the memory
-        that is available. A log line says what was chosen.
-    coordination: how the ranks of a job find each other. "store" uses the store of
-        torch.distributed. "directory" uses files in the run directory, with RANK and WORLD_SIZE
-        from the environment. With "none" this process saves alone, even if others run beside it.
-        "auto" uses the store if torch.distributed is initialized with more than one rank.
-    peer_timeout_s: how long to wait for another rank before it counts as lost.
-    node_mtbf: for levels with every="auto", the mean time between failures of one node, such as
-        "250d". None: a published figure (264 days).
-    nodes: for levels with every="auto", the number of nodes of the job. None: the number of hosts
-        of its ranks.
-    trace: a file for a Chrome/Perfetto JSON trace, written at close(). Each of several ranks writes
-        its own file, with its rank in the name. None records nothing.
-    on_commit: a function, or a list of functions, to call with the Save when this rank knows that
-        its step is committed. They run on a thread of their own, one after the other: no save waits
-        for them, or fails because of them. What they raise is logged. They must not call the
-        Checkpointer. Each rank calls its own.
-    io: how bytes move, for experts. None: Io(), which takes what `statehold bench io` has measured.
-
     The first use opens it. Use it as a context manager, or call close(): both wait until every save
     is committed. Without that, statehold finishes the saves in the background once
     the Checkpointer is dropped, or when the program ends. A later Checkpointer of the run waits for
     them. One Checkpointer at a time may save into a run directory.
     Not thread-safe: call it from the thread that trains. If it was used before a fork (such as a
     data-loading worker), it raises ClosedError in the fork. The fork may open its own.
+
+    Args:
+        run: the run directory. It need not exist yet.
+        keep: which committed steps stay: so many of the newest, or what a Keep says. None: all
+            stay, and a warning comes in time if the storage has no room for a few more.
+        parent: a step of another run, such as "runs/base@1000". If this run has no step yet,
+            restore() begins it with that one, by second names for its files. Each later step says
+            so.
+        levels: where steps are kept, the nearest level first; None: only in the run directory.
+            Saves go to the first level, and background threads copy them to the others. A restore
+            takes the nearest intact copy.
+        staging_bytes: the most host memory that copies in flight use. If it is at least the size of
+            the state, the update of the optimizer waits only for a memory copy. If it is smaller,
+            the update also waits for the writes of the rest. None: 1 GiB, or one and a quarter of
+            what this rank writes if that is more. All ranks of a host together use at most a third
+            of the memory that is available. A log line says what was chosen.
+        coordination: how the ranks of a job find each other. "store" uses the store of
+            torch.distributed. "directory" uses files in the run directory, with RANK and WORLD_SIZE
+            from the environment. With "none" this process saves alone, even if others run beside
+            it. "auto" uses the store if torch.distributed is initialized with more than one rank.
+        peer_timeout_s: how many seconds to wait for another rank before it counts as lost.
+        node_mtbf: for levels with every="auto", the mean time between failures of one node, such
+            as "250d". None: a published figure (264 days).
+        nodes: for levels with every="auto", the number of nodes of the job. None: the number of
+            hosts of its ranks.
+        trace: a file for a Chrome/Perfetto JSON trace, written at close(). Each of several ranks
+            writes its own file, with its rank in the name. None records nothing.
+        on_commit: a function, or a list of functions, to call with the Save when this rank knows
+            that its step is committed. They run on a thread of their own, one after the other: no
+            save waits for them, or fails because of them. What they raise is logged. They must not
+            call the Checkpointer. Each rank calls its own.
+        io: how bytes move, for experts. None: Io(), which takes what `statehold bench io` has
+            measured.
+
+    Raises:
+        UsageError: an option is not valid; the error names it.
     """
 
     def __init__(

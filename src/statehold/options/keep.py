@@ -99,8 +99,11 @@ class Keep:
     def of(self, steps: Sequence[int], ask: Ask) -> set[int]:
         """Those of `steps`, oldest first, that stay.
 
-        ask: what a step says of itself. It is only asked if a rule needs it. If a step cannot be
-        read, it stays: it may be one of the best.
+        A step that cannot be read stays: it may be one of the best.
+
+        Args:
+            steps: the committed steps.
+            ask: what a step says of itself. It is only asked if a rule needs it.
         """
         kept = {*steps[-self.last :], *_one_of_each(steps, self.every or 0)}
         kept.update(step for step in steps if step in self.pinned)

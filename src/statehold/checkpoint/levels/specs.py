@@ -33,15 +33,19 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 class Level:
     """What all levels have in common.
 
-    every: which steps this level gets from the level before it. A number n means each time that
-        another n steps have passed. A time ("30min", "90s") counts from the last step. "auto"
-        chooses the interval from the cost of a save and the rate of failures. At the first level,
-        `every` says which calls of save() save.
-    keep: which committed steps stay here: so many of the newest, or what a Keep says of the steps
-        that the level has. None keeps all.
-    bytes_per_s: limit of the bandwidth of copies to this level, on each rank; an int or "500MB".
-        None sets no limit.
-    name: the name in messages and figures, equal on all ranks.
+    Args:
+        every: which steps this level gets from the level before it. A number n means each time that
+            another n steps have passed. A time ("30min", "90s") counts from the last step. "auto"
+            chooses the interval from the cost of a save and the rate of failures. At the first
+            level, `every` says which calls of save() save.
+        keep: which committed steps stay here: so many of the newest, or what a Keep says of the
+            steps that the level has. None keeps all.
+        bytes_per_s: limit of the bandwidth of copies to this level, on each rank; an int or
+            "500MB". None sets no limit.
+        name: the name in messages and figures, equal on all ranks.
+
+    Raises:
+        UsageError: a value is not valid; the error names the level.
     """
 
     every: int | str = 1
@@ -86,13 +90,16 @@ class Memory(Level):
     statehold makes that file at the first commit if half of the free memory has room for it. The
     steps stay until the run continues, until `statehold free`, or until the host restarts.
 
-    path: a directory on a memory file system (tmpfs). None takes one below /dev/shm that belongs to
-        this user and this run.
-    keep: while a step is written, one more step takes memory. On several hosts at least 2.
-    agent: if there is another level, start a small process that outlives the trainer. If the
-        trainer dies without close(), the agent copies its newest step there.
-    copies: the number of other hosts whose memory keeps a copy of this host's files. With one, the
-        run survives the loss of any one host. Each copy takes the same memory again.
+    The other arguments are those of `Level`.
+
+    Args:
+        keep: while a step is written, one more step takes memory. On several hosts at least 2.
+        path: a directory on a memory file system (tmpfs). None takes one below /dev/shm that
+            belongs to this user and this run.
+        agent: if there is another level, start a small process that outlives the trainer. If the
+            trainer dies without close(), the agent copies its newest step there.
+        copies: the number of other hosts whose memory keeps a copy of this host's files. With one,
+            the run survives the loss of any one host. Each copy takes the same memory again.
     """
 
     keep: int | Keep | None = KEEP_IN_MEMORY
@@ -128,10 +135,13 @@ class Memory(Level):
 class Directory(Level):
     """A directory: a local disk, or a parallel file system.
 
-    path: None takes the run directory itself.
-    per_host: each host has its own disk, which the others do not see. A rank saves on its own host,
-        and all hosts together have the step.
-    copies: as for Memory, on disks of other hosts.
+    The other arguments are those of `Level`.
+
+    Args:
+        path: the directory. None takes the run directory itself.
+        per_host: each host has its own disk, which the others do not see. A rank saves on its own
+            host, and all hosts together have the step.
+        copies: as for Memory, on disks of other hosts.
     """
 
     path: str | os.PathLike[str] | None = None
@@ -196,7 +206,12 @@ class ObjectStore(Level):
     Credentials come from the environment, as the providers' own tools read them. statehold never
     writes them anywhere.
 
-    options: options of the client, such as {"endpoint": "http://127.0.0.1:9000"}; not for secrets.
+    The other arguments are those of `Level`.
+
+    Args:
+        url: the bucket, and the prefix of the run in it.
+        options: options of the client, such as {"endpoint": "http://127.0.0.1:9000"}; not for
+            secrets.
     """
 
     url: str = ""
