@@ -12,13 +12,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from statehold._version import __version__
-from statehold.cli import codes
+from statehold.cli import codes, output
 from statehold.errors import StateholdError, UsageError
 
 __all__ = ["main"]
@@ -31,19 +29,18 @@ _STEP_HELP = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    args = arguments(argv)
-    command = importlib.import_module(f"statehold.cli.{args.module}")
     try:
-        if getattr(args, "option", None) and not args.levels:
-            raise UsageError("--option is only for object stores", hint="pass --levels, too")
-        return int(command.run(args))
-    except StateholdError as error:
-        print(f"statehold: {error}", file=sys.stderr)
-        return codes.code_of(error)
+        try:
+            return _run(arguments(argv))
+        finally:
+            output.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        return codes.CLOSED_PIPE
     except OSError as error:
-        return _failed(error)
+        output.error(error)
+        return codes.FAILED
     except KeyboardInterrupt:
-        print("statehold: interrupted", file=sys.stderr)
+        output.error("interrupted")
         return codes.INTERRUPTED
 
 
@@ -52,12 +49,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return _parser().parse_args(argv)
 
 
-def _failed(error: OSError) -> int:
-    if isinstance(error, BrokenPipeError):  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    else:
-        print(f"statehold: {error}", file=sys.stderr)
-    return codes.FAILED
+def _run(args: argparse.Namespace) -> int:
+    command = importlib.import_module(f"statehold.cli.{args.module}")
+    try:
+        if getattr(args, "option", None) and not args.levels:
+            raise UsageError("--option is only for object stores", hint="pass --levels, too")
+        return int(command.run(args))
+    except StateholdError as error:
+        output.error(error)
+        return codes.code_of(error)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,7 +1,8 @@
 """`statehold bench io PATH`: the factors of checkpoint I/O on the storage of PATH, and its profile.
 
 Invariants: everything is written into a temporary directory in PATH, which is removed again, also
-after an error. The profile is written last, so an interrupted study leaves none.
+after an error. The profile is written last, so an interrupted study leaves none. Before anything is
+measured, the study tries that the profile and the records can be written.
 Not here: what is measured and chosen (cli/study).
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import errno
 import json
 import math
 import os
@@ -27,10 +29,11 @@ from statehold.cli.study.choose import Figures, moving_of, rates_of, top
 from statehold.cli.study.measure import Bench
 from statehold.cli.study.strategies import Operation, Strategy, llama
 from statehold.cli.study.sweep import JUDGED, Comparison
-from statehold.errors import NoSpaceError, UsageError
+from statehold.errors import NoSpaceError, UsageError, storage_error
 from statehold.io import profile
 from statehold.io.mounts import mount_of
 from statehold.options.io import Io
+from statehold.process.whole_files import try_folder
 from statehold.reading.places import NotFoundError
 from statehold.units import MiB, format_bytes, format_seconds, parse_bytes
 
@@ -57,8 +60,9 @@ def study_at(
     """
     path = os.path.abspath(args.path)
     size = _checked(path, args)
-    found = _measured(path, size, args, bench, more)
     file = None if args.no_profile else Path(args.profile or profile.path_for(path))
+    _check_outputs(file, args.out)
+    found = _measured(path, size, args, bench, more)
     document = {**_facts(path, size), **report.document(found)}
     document["profile"] = None if file is None else str(file)
     if file is not None:
@@ -67,7 +71,7 @@ def study_at(
         profile.save(
             profile.Profile(mount_of(path), moving, document["measured"], why, rates), file
         )
-    text = _text(found, document)
+    text = _text(found, document, _whose(file, path))
     if args.out:
         _write_records(Path(args.out), document, text)
     emit(document) if args.json else print(text)
@@ -90,6 +94,30 @@ def _checked(path: str, args: argparse.Namespace) -> int:
                  "got": format_bytes(free)}  # fmt: skip
         raise NoSpaceError("too little free space to measure", facts=facts, hint="--size")
     return size
+
+
+def _check_outputs(file: Path | None, out: str | None) -> None:
+    """Raises StorageError if the profile or the records cannot be written."""
+    try:
+        if out is not None:
+            try_folder(out)
+        if file is not None:
+            try_folder(file.parent)
+            if file.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    except OSError as error:
+        code, where = error.errno or errno.EIO, str(error.filename or file)
+        raise storage_error("write the results of the study", code, where) from error
+
+
+def _whose(file: Path | None, path: str) -> str:
+    """Who takes the profile that was written."""
+    if file is None:
+        return ""
+    if os.path.realpath(file) == os.path.realpath(profile.path_for(path)):
+        return "A Checkpointer takes these settings for runs on this storage."
+    use = f'Checkpointer(..., io=Io(profile="{file}"))'
+    return f"No run takes this profile by itself. To use it: {use}"
 
 
 def _measured(
@@ -140,7 +168,7 @@ def _write_records(directory: Path, document: Any, text: str) -> None:
 # -- text ------------------------------------------------------------------------------------------
 
 
-def _text(found: study.Study, document: dict[str, Any]) -> str:
+def _text(found: study.Study, document: dict[str, Any], whose: str) -> str:
     storage = document["storage"]
     head = (
         f"{format_bytes(document['state_bytes'])} in {document['tensors']} tensors on "
@@ -157,8 +185,7 @@ def _text(found: study.Study, document: dict[str, Any]) -> str:
                        for each in document["refused"]])]  # fmt: skip
     if document["unmeasured"]:
         parts.append(f"no time for {len(document['unmeasured'])} strategies; raise --seconds")
-    if document["profile"]:
-        parts.append("A Checkpointer takes these settings for runs on this storage.")
+    parts.append(whose)
     return "\n\n".join(part for part in parts if part)
 
 

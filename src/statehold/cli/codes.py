@@ -12,12 +12,14 @@ from statehold.errors import (
 from statehold.reading.places import NotFoundError
 
 YES, NO, USAGE, NOT_FOUND, FAILED, INTERRUPTED = 0, 1, 2, 3, 4, 130
+# As a shell counts a death by SIGPIPE: the reader of stdout went before the end.
+CLOSED_PIPE = 141
 
 TEXT = """\
 exit codes:
   0  yes: intact, equal, done           3  no such run, step or tensor
   1  no: damaged, different             4  no answer: refused, busy, or a newer format
-  2  the command cannot be understood   130  interrupted
+  2  the command cannot be understood   130  interrupted; 141  stdout was closed
 """
 
 

@@ -12,13 +12,14 @@ from typing import Any
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes
 from statehold.cli.output import emit, table
-from statehold.reading.places import file_system, run_of
+from statehold.cli.places import run_at
+from statehold.reading.places import file_system
 from statehold.reading.sizes import Sizes, sizes, sizes_of_steps
 from statehold.units import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:
-    path = run_of(args.run)
+    path = run_at(args.run)
     store = Store(file_system(), path)
     steps = {step: sizes_of_steps(path, [store.where(step)]) for step in store.steps()}
     whole = sizes([path])

@@ -12,9 +12,9 @@ from typing import Any
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
 from statehold.cli.output import emit, plain, table
-from statehold.cli.places import describe, leftovers_of
+from statehold.cli.places import describe, leftovers_of, run_at
 from statehold.cli.said import in_words
-from statehold.reading.places import file_system, run_of
+from statehold.reading.places import file_system
 from statehold.units import format_bytes
 
 # The names of directories that are not committed steps, for people.
@@ -28,7 +28,7 @@ KINDS = {
 
 
 def run(args: argparse.Namespace) -> int:
-    fs, path = file_system(), run_of(args.run)
+    fs, path = file_system(), run_at(args.run)
     store = Store(fs, path)
     looked_at = (describe(fs, store, step) for step in store.steps())
     steps = [step for step in looked_at if step is not None]

@@ -7,12 +7,14 @@ Not here: the content (the commands).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from statehold.observe.progress import progress_text
 
@@ -28,6 +30,30 @@ def emit(document: Any) -> None:
 def note(text: str) -> None:
     """Print a note that is not the answer, on stderr."""
     print(f"statehold: {plain(text)}", file=sys.stderr)
+
+
+def error(text: object) -> None:
+    """Print why there is no answer, on stderr."""
+    with contextlib.suppress(OSError):  # a closed stderr does not change the exit code
+        print(f"statehold: {text}", file=sys.stderr)
+        return
+    _drop(sys.stderr)
+
+
+def flush() -> None:
+    """Hand over all that was printed. Raises OSError if stdout is closed or full."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop(sys.stdout)
+        raise
+
+
+def _drop(stream: TextIO) -> None:
+    """Let `stream` take no more, so that the interpreter's end does not fail on what it holds."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def plain(text: str) -> str:

@@ -17,16 +17,16 @@ from statehold.checkpoint.store.lock import RunLock
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes
 from statehold.cli.output import emit, plain, table
-from statehold.cli.places import leftovers_of
+from statehold.cli.places import leftovers_of, run_at
 from statehold.errors import UsageError
 from statehold.options.keep import Keep
-from statehold.reading.places import file_system, run_of
+from statehold.reading.places import file_system
 from statehold.reading.sizes import sizes_of_steps
 from statehold.units import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:
-    fs, path = file_system(), run_of(args.run)
+    fs, path = file_system(), run_at(args.run)
     store = Store(fs, path, keep=_policy(args), reuse=False)
     if args.yes:
         lock = RunLock(path)

@@ -19,12 +19,12 @@ from statehold.cli import codes, show
 from statehold.cli.levels import Level, copies_of, far_options, levels_of, steps_of
 from statehold.cli.output import emit
 from statehold.cli.page import page_of
-from statehold.cli.places import leftovers_of
+from statehold.cli.places import leftovers_of, run_at
 from statehold.cli.traces import Traces, read_traces
 from statehold.cli.verify import document_of, verified_copy
 from statehold.errors import StateholdError, UsageError
 from statehold.process.whole_files import replace_file
-from statehold.reading.places import Place, file_system, run_of
+from statehold.reading.places import Place, file_system
 from statehold.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             "report needs a file for the page",
             hint="pass -o report.html, or --json for the data alone",
         )
-    path = run_of(args.run)
+    path = run_at(args.run)
     traces = read_traces(args.trace)
     document = _document(file_system(), path, traces, args)
     if args.output is not None:

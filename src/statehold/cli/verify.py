@@ -18,10 +18,10 @@ from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
 from statehold.cli.checking import Finding, Report, check_step
 from statehold.cli.output import Progress, counted, emit, plain, table
-from statehold.cli.places import tree_bytes
+from statehold.cli.places import run_at, tree_bytes
 from statehold.cli.scanning import SpanReader
 from statehold.errors import StepNotFoundError, storage_error
-from statehold.reading.places import Place, asked_of, file_system, find, run_of
+from statehold.reading.places import Place, asked_of, file_system, find
 from statehold.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def verified(fs: Fs, places: Iterable[Place]) -> Iterator[tuple[Report, float]]:
 
 
 def _all(fs: Fs, text: str) -> list[Place]:
-    store = Store(fs, run_of(text))
+    store = Store(fs, run_at(text))
     steps = store.steps()
     if not steps:
         raise StepNotFoundError("no step is committed in this run", facts={"run": text})

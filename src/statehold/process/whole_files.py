@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import tempfile
 
 
 def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
@@ -18,3 +19,10 @@ def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def try_folder(folder: str | os.PathLike[str]) -> None:
+    """Make a directory if it is missing, and try a file in it. Raises OSError."""
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass

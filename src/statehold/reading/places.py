@@ -80,6 +80,7 @@ def asked_of(text: str) -> tuple[str, int | None]:
         return run_of(said["run"]), _chosen(run_of(said["run"]), said)
     asked = None if os.path.exists(text) else AT_STEP.fullmatch(text)
     if asked is None:
+        _check_no_step(text)
         return run_of(text), None
     return run_of(asked["run"]), None if asked["step"] == "newest" else int(asked["step"])
 
@@ -94,6 +95,16 @@ def _chosen(run: str, said: re.Match[str]) -> int:
             with contextlib.suppress(CorruptionError, FormatVersionError, StorageError):
                 known[step] = load_manifest(fs, store.where(step)).about
     return choice.ordered(known, run)[-1]
+
+
+def _check_no_step(text: str) -> None:
+    """Raises UsageError for RUN@WORD if RUN is a directory: WORD is then not the name of a step."""
+    run, at, step = text.rpartition("@")
+    if at and os.path.isdir(run) and not os.path.exists(text):
+        facts = {"run": run, "expected": "a number of up to 12 digits, newest, best:METRIC, or tag:NAME",
+                 "got": step or "nothing"}  # fmt: skip
+        hint = f"the steps of this run: statehold ls {run}"
+        raise UsageError("this is not the name of a step", facts=facts, hint=hint)
 
 
 def step_in(text: str) -> tuple[str, int]:
@@ -122,6 +133,10 @@ def find(fs: Fs, text: str) -> Place:
 def run_of(text: str) -> str:
     """A run directory. Raises NotFoundError if there is none."""
     if not os.path.isdir(text):
+        run = text.rpartition("@")[0]
+        if os.path.isdir(run):
+            facts = {"expected": run, "got": text}
+            raise UsageError("this takes a run, not a step of it", facts=facts)
         hint = "RUN is the directory given to Checkpointer; name a step of it as RUN@STEP"
         if "://" in text:
             hint += ". To list the steps in its object store: statehold ls RUN --levels"

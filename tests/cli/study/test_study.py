@@ -124,6 +124,49 @@ def test_a_study_writes_a_profile_and_records(studied: dict[str, Any], tmp_path:
     assert str(tmp_path) not in (tmp_path / "out" / "io-results.json").read_text()
 
 
+QUICK = ("--size", "1MiB", "--seconds", "0.2")
+
+
+@pytest.mark.parametrize("what", ["--profile", "--out", "HOME", "a directory"])
+def test_what_cannot_be_written_is_found_before_anything_is_measured(
+    home: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    (tmp_path / "file").touch()
+    bad = str(tmp_path / "file" / "below")
+    words = {"HOME": [], "a directory": ["--profile", str(tmp_path)]}.get(what, [what, bad])
+    if what == "HOME":
+        monkeypatch.setenv("HOME", bad)
+    measured: list[str] = []
+    monkeypatch.setattr("statehold.cli.bench._measured", lambda path, *_: measured.append(path))
+    code = main(["bench", "io", str(tmp_path), *QUICK, *words])
+    assert (code, measured) == (4, [])
+    assert "cannot write the results" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["file", "home"]
+
+
+def test_it_says_who_takes_the_profile(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = "A Checkpointer takes these settings for runs on this storage."
+    mine = tmp_path / "mine.json"
+    said = {}
+    for words in ([], ["--profile", str(mine)], ["--no-profile"]):
+        assert main(["bench", "io", str(tmp_path), *QUICK, *words]) == 0
+        said[" ".join(words[:1])] = capsys.readouterr().out
+    assert taken in said[""]
+    assert taken not in said["--profile"]
+    assert f'Checkpointer(..., io=Io(profile="{mine}"))' in said["--profile"]
+    assert "Checkpointer(" not in said["--no-profile"]
+    assert (
+        main(["bench", "io", str(tmp_path), *QUICK, "--profile", str(path_for(str(tmp_path)))]) == 0
+    )
+    assert taken in capsys.readouterr().out
+
+
 def test_a_checkpointer_takes_the_profile(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ from statehold.errors import RunBusyError, storage_error
 
 logger = logging.getLogger("statehold")
 
+LOCK_NAME = ".lock"
 _RIGHT, _WANTED, _YIELDS = 0, 1, 2
 
 # When asked, an agent gives the lock up, or ends, within a fifth of this (agent/process.py).
@@ -72,7 +73,7 @@ class RunLock:
         self._owner_pid = os.getpid()
         self._fd = -1
         self._is_held = False
-        self._path = os.path.join(os.path.realpath(run), ".lock")
+        self._path = os.path.join(os.path.realpath(run), LOCK_NAME)
         self._yields = yields
         self.took_over = False
         self._disk = disk
@@ -215,7 +216,7 @@ class RunLock:
 
 def is_saved_into(run: str) -> bool:
     """Whether a job, or an agent, has the run now. Asks the kernel, and takes nothing."""
-    path = os.path.join(os.path.realpath(run), ".lock")
+    path = os.path.join(os.path.realpath(run), LOCK_NAME)
     with _held_guard:
         if any(
             held == path for _, held in _held

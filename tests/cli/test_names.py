@@ -1,0 +1,80 @@
+"""What the name of a run or of a step means, and what is said of a name that means nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Say = Callable[..., tuple[int, str]]
+
+
+@pytest.mark.parametrize("command", ["verify", "show", "export"])
+@pytest.mark.parametrize("step", ["nope", "-1", "1.5", "", "1" * 13])
+def test_what_is_no_step_of_a_run(run: Path, say: Say, command: str, step: str) -> None:
+    more = [run.parent / "out", "--to", "torch"] if command == "export" else []
+    code, text = say(command, f"{run}@{step}", *more)
+    assert code == 2
+    assert "not the name of a step" in text
+    assert f"got       {step or 'nothing'}" in text
+    assert "newest" in text
+
+
+def test_both_steps_of_a_diff_are_checked(run: Path, say: Say) -> None:
+    for words in ((f"{run}@x", f"{run}@1"), (f"{run}@1", "@x")):
+        code, text = say("diff", *words)
+        assert code == 2
+        assert "not the name of a step" in text
+
+
+def test_a_step_that_is_not_there_is_another_matter(run: Path, say: Say) -> None:
+    assert say("verify", f"{run}@7")[0] == 3
+    assert say("verify", f"{run.parent / 'nowhere'}@nope")[0] == 3
+    assert say("verify", f"{run}@newest")[0] == 0
+    assert say("verify", f"{run}@002")[0] == 0
+
+
+def test_a_path_that_exists_is_never_cut(run: Path, say: Say) -> None:
+    odd = run.rename(run.parent / "run@home")
+    assert say("verify", odd)[0] == 0
+    assert say("verify", f"{odd}@1")[0] == 0
+    code, text = say("verify", f"{odd}@nope")
+    assert code == 2
+    assert "not the name of a step" in text
+
+
+@pytest.mark.parametrize("words", ["ls", "du", "report --json", "prune --keep 1"])
+def test_a_step_where_a_run_is_expected(run: Path, say: Say, words: str) -> None:
+    command, *more = words.split()
+    code, text = say(command, f"{run}@1", *more)
+    assert code == 2
+    assert "a run, not a step" in text
+
+
+RUN_COMMANDS = ["ls", "du", "report --json", "prune --keep 1", "verify --all"]
+
+
+@pytest.mark.parametrize("words", RUN_COMMANDS)
+def test_a_directory_of_other_things_is_no_run(tmp_path: Path, say: Say, words: str) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    command, *more = words.split()
+    code, text = say(command, tmp_path, *more)
+    assert code == 3
+    assert "not a run" in text
+    assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+@pytest.mark.parametrize("sign", ["", ".lock", "levels.json", "step-000000000001.partial"])
+def test_a_run_that_has_no_step_yet(tmp_path: Path, say: Say, sign: str) -> None:
+    run = tmp_path / "new"
+    run.mkdir()
+    if sign.endswith("partial"):
+        (run / sign).mkdir()
+    elif sign:
+        (run / sign).touch()
+        (run / "log.txt").touch()
+    code, text = say("ls", run)
+    assert code == 0
+    assert "no committed step" in text
