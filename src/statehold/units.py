@@ -109,6 +109,21 @@ def format_seconds(s: float) -> str:
     return f"{sign}{hours} h {minutes:02d} min"
 
 
+def format_age(s: float) -> str:
+    """How long ago `s` seconds are, for people: "40 s ago", "3 h ago", "12 days ago"."""
+    if s < 0:
+        return "just now" if s > -_SKEW_S else "in the future"
+    for size, unit in _AGES:
+        if s >= 2 * size:
+            return f"{int(s // size)} {unit} ago"
+    return f"{int(s)} s ago"
+
+
+# Units count from two of them on, so that "90 min ago" is not "1 h ago".
+_AGES = ((86_400, "days"), (3600, "h"), (60, "min"))
+_SKEW_S = 60  # clocks of two machines may differ
+
+
 def _three_digits(x: float) -> str:
     decimals = 2 if x < 9.995 else 1 if x < 99.95 else 0
     text = f"{x:.{decimals}f}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from statehold.checkpoint.store.lock import RunLock
-from statehold.cli import main, numbers, output
+from statehold.cli import main, numbers
 from statehold.errors import UsageError
 from support.runs import arrays_of, write_step
 
@@ -349,22 +348,6 @@ def test_names_cannot_move_the_cursor(run: Path, say: Say) -> None:
     _, text = say("show", run)
     assert "\x1b" not in text
     assert "a\\x1b[2Jb" in text
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "_REDRAW_S", 0)
-    for stream, expected in ((io.StringIO(), ""), (Terminal(), "step 1  1 KiB of 2 KiB (50%)")):
-        monkeypatch.setattr(sys, "stderr", stream)
-        progress = output.Progress("step 1", 2048)
-        progress.advance(1024)
-        progress.close()
-        assert expected in stream.getvalue()
-        assert bool(stream.getvalue()) == bool(expected)
 
 
 @pytest.mark.parametrize("words", ["", "nonsense", "ls", "prune x", "show x --rank x"])

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from statehold._version import __version__
-from statehold.cli import codes, output
+from statehold.cli import codes, output, terminal
 from statehold.errors import StateholdError, UsageError
 
 __all__ = ["main"]
@@ -52,9 +52,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _run(args: argparse.Namespace) -> int:
     command = importlib.import_module(f"statehold.cli.{args.module}")
     try:
+        terminal.choose_color(args.color)
         if getattr(args, "option", None) and not args.levels:
             raise UsageError("--option is only for object stores", hint="pass --levels, too")
-        return int(command.run(args))
+        with output.busy(args.module.replace("_", " ")):
+            return int(command.run(args))
     except StateholdError as error:
         output.error(error)
         return codes.code_of(error)
@@ -289,6 +291,9 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
         formatter_class=formatter,
     )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print one JSON document on stdout")
+    command.add_argument("--color", choices=terminal.CHOICES, default="auto",
+                         help="colour the output (auto: on a terminal, or as NO_COLOR and "
+                         "FORCE_COLOR say)")  # fmt: skip
     command.set_defaults(module=name)
     return command
 

@@ -16,19 +16,19 @@ import math
 import os
 import platform
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from statehold.cli import codes
-from statehold.cli.output import emit, table
+from statehold.cli.output import Progress, emit, sections, table
 from statehold.cli.study import report, study
 from statehold.cli.study.choose import Figures, moving_of, rates_of, top
 from statehold.cli.study.measure import Bench
 from statehold.cli.study.strategies import Operation, Strategy, llama
 from statehold.cli.study.sweep import JUDGED, Comparison
+from statehold.cli.tables import Table
 from statehold.errors import NoSpaceError, UsageError, storage_error
 from statehold.io import profile
 from statehold.io.mounts import mount_of
@@ -39,8 +39,6 @@ from statehold.units import MiB, format_bytes, format_seconds, parse_bytes
 
 _SIZE_MIN = 1 * MiB
 _ROOM = 2.5  # of the size: writes that warm an engine up, the measured writes, and slack
-_CLEAR = "\r\x1b[K"
-_NAME_MAX = 100
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,10 +69,10 @@ def study_at(
         profile.save(
             profile.Profile(mount_of(path), moving, document["measured"], why, rates), file
         )
-    text = _text(found, document, _whose(file, path))
+    parts = [part for part in _parts(found, document, _whose(file, path)) if part]
     if args.out:
-        _write_records(Path(args.out), document, text)
-    emit(document) if args.json else print(text)
+        _write_records(Path(args.out), document, "\n\n".join(map(str, parts)))
+    emit(document) if args.json else sections(*parts)
     return found
 
 
@@ -129,19 +127,13 @@ def _measured(
 ) -> study.Study:
     directory = tempfile.mkdtemp(prefix=".statehold-bench-", dir=path)
     threads = Io().copy_thread_count
+    progress = Progress("measuring")
     try:
         made = bench(directory, size)
-        return study.run(made, threads, args.seconds, args.full, _show, more)
+        return study.run(made, threads, args.seconds, args.full, progress.tell, more)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-        if sys.stderr.isatty():
-            print(_CLEAR, end="", file=sys.stderr, flush=True)
-
-
-def _show(name: str, share: float) -> None:
-    if sys.stderr.isatty():
-        line = f"{share:4.0%}  {name}"[:_NAME_MAX]
-        print(f"{_CLEAR}{line}", end="", file=sys.stderr, flush=True)
+        progress.close()
 
 
 def _facts(path: str, size: int) -> dict[str, Any]:
@@ -168,7 +160,7 @@ def _write_records(directory: Path, document: Any, text: str) -> None:
 # -- text ------------------------------------------------------------------------------------------
 
 
-def _text(found: study.Study, document: dict[str, Any], whose: str) -> str:
+def _parts(found: study.Study, document: dict[str, Any], whose: str) -> Iterator[str | Table]:
     storage = document["storage"]
     head = (
         f"{format_bytes(document['state_bytes'])} in {document['tensors']} tensors on "
@@ -176,17 +168,19 @@ def _text(found: study.Study, document: dict[str, Any], whose: str) -> str:
         f"{document['load'][0]}; {found.rounds} rounds, {format_seconds(found.took_s)}\n"
         "GB/s, medians, and the share of the best; ~ moved by more than a quarter between rounds"
     )
-    parts = [head, _judged_table(found.figures), _other_table(found.figures)]
-    if document["rates"]:
-        parts.append(_limits(document["rates"]))
-    parts += ["What was found (~ moved):", _listed(document["findings"])]
-    parts += ["What to use:", _listed(document["why"])]
-    parts += [_listed([f"not possible here: {each['name']}: {each['why']}"
-                       for each in document["refused"]])]  # fmt: skip
+    yield head
+    yield _judged_table(found.figures)
+    yield _other_table(found.figures)
+    yield _limits(document["rates"]) if document["rates"] else ""
+    yield "What was found (~ moved):"
+    yield _listed(document["findings"])
+    yield "What to use:"
+    yield _listed(document["why"])
+    yield _listed([f"not possible here: {each['name']}: {each['why']}"
+                   for each in document["refused"]])  # fmt: skip
     if document["unmeasured"]:
-        parts.append(f"no time for {len(document['unmeasured'])} strategies; raise --seconds")
-    parts.append(whose)
-    return "\n\n".join(part for part in parts if part)
+        yield f"no time for {len(document['unmeasured'])} strategies; raise --seconds"
+    yield whose
 
 
 def _limits(rates: dict[str, int]) -> str:
@@ -201,7 +195,7 @@ def _listed(lines: list[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _judged_table(figures: Figures) -> str:
+def _judged_table(figures: Figures) -> Table:
     tops = {operation: top(figures, operation) for operation in JUDGED}
     header, rows = ["STRATEGY"], []
     for operation in JUDGED:
@@ -222,7 +216,7 @@ def _cells(figures: Figures, strategy: Strategy, operation: Operation, top: floa
     return [f"{rate:.2f}{mark}", f"{rate / top:.2f}"]
 
 
-def _other_table(figures: Figures) -> str:
+def _other_table(figures: Figures) -> Table | str:
     """Factors by which only some strategies are measured."""
     rows = []
     for strategy, operation in figures.rates:

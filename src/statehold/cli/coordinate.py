@@ -8,11 +8,11 @@ Not here: decisions (resilience/protocol/coordinator), sockets (resilience/contr
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import time
 
 from statehold.cli import codes
+from statehold.cli.output import emit, flush, say
 from statehold.errors import UsageError
 from statehold.resilience.control.server import Server
 from statehold.resilience.protocol.coordinator import Coordinator
@@ -38,8 +38,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _line(text: str) -> None:
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)
+    say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+    flush()
 
 
 def _json(text: str) -> None:
-    print(json.dumps({"time": time.time(), "event": text}), flush=True)
+    emit({"time": time.time(), "event": text}, indent=None)
+    flush()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from statehold.cli import codes
-from statehold.cli.output import Progress, emit, note
+from statehold.cli.output import Progress, emit, note, say
 from statehold.reading.copying import copy_step
 
 
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
         return codes.YES
     if copied.was_there:
         note("the step was there already")
-    print(copied.path)
+    say(copied.path)
     return codes.YES
 
 

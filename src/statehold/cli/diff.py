@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from statehold.cli import codes
 from statehold.cli.content import Content, parts_of
 from statehold.cli.numbers import Difference, bits_of, numpy
-from statehold.cli.output import Progress, counted, emit, plain, table
+from statehold.cli.output import Progress, bad, counted, emit, good, plain, say, table, weak
 from statehold.cli.values import leaves_of
 from statehold.encoding.header import DTYPE_BITS, bytes_of
 from statehold.encoding.strictjson import show
@@ -186,25 +186,26 @@ class _Pair:
 def _show(document: dict[str, Any]) -> None:
     for side in ("a", "b"):
         for name in document[f"only_in_{side}"]:
-            print(f"only in {side.upper()}: {plain(name)}")
+            say(f"only in {side.upper()}: {plain(name)}")
     if document["tensors"]:
         header = ("TENSOR", "DTYPE", "SHAPE", "DIFFERING", "OF", "MAX ABS")
         rows = map(_row, document["tensors"])
-        print(table(header, rows, right="DIFFERING OF"))
+        say(table(header, rows, right="DIFFERING OF"))
     if document["values"]:
         rows2 = (
             (each["path"], *(show(each[side]) if side in each else "-" for side in "ab"))
             for each in document["values"]
         )
-        gap = "\n" if document["tensors"] else ""
-        print(f"{gap}{table(('VALUE', 'A', 'B'), rows2)}")
+        if document["tensors"]:
+            say()
+        say(table(("VALUE", "A", "B"), rows2))
     for each in document["not_compared"]:
-        print(f"not compared: {plain(each['name'])}: {each['why']}")
+        say(weak("not compared"), f": {plain(each['name'])}: {each['why']}")
     differ = len(document["tensors"])
-    verdict = "equal" if document["equal"] else "different"
+    verdict = good("equal") if document["equal"] else bad("different")
     compared = counted(document["compared"], "tensor")
     values = counted(len(document["values"]), "value")
-    print(f"{verdict}: {compared} compared, different: {differ} of them, {values}")
+    say(verdict, f": {compared} compared, different: {differ} of them, {values}")
 
 
 def _row(tensor: dict[str, Any]) -> tuple[object, ...]:

@@ -26,7 +26,7 @@ from statehold.checkpoint.agent.looking import LOG_NAME, agents_of
 from statehold.checkpoint.store.lock import RunLock
 from statehold.cli import codes
 from statehold.cli.left_behind import left_behind
-from statehold.cli.output import emit, table
+from statehold.cli.output import bad, emit, good, say, table, weak
 from statehold.errors import StateholdError
 from statehold.io.mounts import mount_of
 from statehold.io.profile import described, find, path_for
@@ -66,12 +66,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         emit({"path": path, "healthy": healthy, "checks": [asdict(check) for check in checks]})
     else:
-        print(table(("", "CHECK", "FOUND", "WHAT STATEHOLD DOES"), map(_row, checks)))
+        header = ("", "CHECK", "FOUND", "WHAT STATEHOLD DOES")
+        say(table(header, map(_row, checks), prose=header[-1]))
     return codes.YES if healthy else codes.NO
 
 
 def _row(check: Check) -> tuple[object, ...]:
-    mark = {True: "ok", False: "NO", None: "--"}[check.ok]
+    mark = {True: good("ok"), False: bad("NO"), None: weak("--")}[check.ok]
     return mark, check.name, check.value, check.means
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes
-from statehold.cli.output import emit, table
+from statehold.cli.output import emit, say, table
 from statehold.cli.places import run_at
 from statehold.reading.places import file_system
 from statehold.reading.sizes import Sizes, sizes, sizes_of_steps
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         return codes.YES
     rows = [(step, *_texts(found)) for step, found in steps.items()]
     header = ("STEP", "BYTES", "OWN", "SHARED")
-    print(table(header, [*rows, ("run", *_texts(whole))], right=" ".join(header)))
+    say(table(header, [*rows, ("run", *_texts(whole))], right=" ".join(header)))
     return codes.YES
 
 

@@ -10,7 +10,7 @@ import os
 
 from statehold.checkpoint.levels.forking import fork
 from statehold.cli import codes
-from statehold.cli.output import emit, note
+from statehold.cli.output import emit, note, say
 from statehold.errors import UsageError
 from statehold.reading.places import file_system, find
 from statehold.units import format_bytes
@@ -35,5 +35,5 @@ def run(args: argparse.Namespace) -> int:
     if forked.copied_bytes:
         copied = format_bytes(forked.copied_bytes)
         note(f"the file system gives no second name there, so {copied} were copied")
-    print(forked.path)
+    say(forked.path)
     return codes.YES

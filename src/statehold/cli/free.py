@@ -17,7 +17,7 @@ from statehold.checkpoint.levels.freeing import free, memory_of
 from statehold.checkpoint.store.lock import is_saved_into
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
-from statehold.cli.output import emit, plain, table
+from statehold.cli.output import emit, plain, say, table
 from statehold.cli.places import tree_bytes
 from statehold.errors import RunBusyError, UsageError
 from statehold.reading.places import NotFoundError, file_system
@@ -96,13 +96,13 @@ def _show(document: dict[str, Any]) -> None:
         for each in document["memory"]
     ]  # fmt: skip
     if not rows:
-        print("this run has no memory on this host")
+        say("this run has no memory on this host")
         return
-    print(table(("MEMORY", "STEPS", "BYTES", "IN USE"), rows, right="BYTES"))
+    say(table(("MEMORY", "STEPS", "BYTES", "IN USE"), rows, right="BYTES"))
     size = format_bytes(document["bytes"])
     if document["done"]:
-        print(f"{size} freed")
+        say(f"{size} freed")
         return
     if document["only_here"]:
-        print(f"nowhere else: {', '.join(map(str, document['only_here']))}")
-    print(f"{size}; nothing was changed; pass --yes to free it")
+        say(f"nowhere else: {', '.join(map(str, document['only_here']))}")
+    say(f"{size}; nothing was changed; pass --yes to free it")

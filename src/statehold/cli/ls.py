@@ -7,13 +7,26 @@ manifest is listed as such, and does not hide the others.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
-from statehold.cli.output import emit, plain, table
+from statehold.cli.output import (
+    age,
+    bad,
+    emit,
+    good,
+    is_window,
+    plain,
+    sections,
+    table,
+    to_the_second,
+    weak,
+)
 from statehold.cli.places import describe, leftovers_of, run_at
 from statehold.cli.said import in_words
+from statehold.cli.tables import Table
 from statehold.reading.places import file_system
 from statehold.units import format_bytes
 
@@ -51,56 +64,74 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(document: dict[str, Any]) -> None:
     steps = document["steps"]
-    if steps:
-        header = ("STEP", "STATE", "CREATED", "RANKS", "FILES", "BYTES", "WRITER", "SAYS")
-        shown = len(header) - (not any(map(_words, steps)))  # most runs say nothing
-        rows = ((*_row(step), _words(step))[:shown] for step in steps)
-        print(table(header[:shown], rows, right="STEP RANKS FILES BYTES"))
-    else:
-        print("no committed step")
+    parts = [_steps_table(steps) if steps else "no committed step"]
     if "levels" in document:
-        _show_levels(document)
+        parts += _levels_parts(document)
     if document["other"]:
         rows = (
             (each["name"], format_bytes(each["bytes"]), KINDS[each["kind"]])
             for each in document["other"]
         )
-        print(f"\n{table(('OTHER', 'BYTES', 'WHAT IT IS'), rows, right='BYTES')}")
+        header = ("OTHER", "BYTES", "WHAT IT IS")
+        parts.append(table(header, rows, right="BYTES", prose="WHAT IT IS"))
+    sections(*parts)
 
 
-def _show_levels(document: dict[str, Any]) -> None:
+def _steps_table(steps: list[dict[str, Any]]) -> Table:
+    """A column is a name and its cell for a step."""
+    columns: dict[str, Callable[[dict[str, Any]], object]] = {
+        "STEP": lambda step: step["step"],
+        "STATE": state_of,
+        **(_TIMES_IN_A_WINDOW if is_window() else _TIMES),
+        "RANKS": lambda step: step.get("world_size", "-"),
+        "FILES": lambda step: step["files"],
+        "BYTES": lambda step: format_bytes(step["bytes"]),
+        "WRITER": lambda step: step.get("writer", "-"),
+        **({"SAYS": _words} if any(map(_words, steps)) else {}),  # most runs say nothing
+    }
+    rows = ([cell(step) for cell in columns.values()] for step in steps)
+    fixed = ("STATE", *_TIMES_IN_A_WINDOW)
+    return table(list(columns), rows, right="STEP AGE RANKS FILES BYTES", fixed=fixed)
+
+
+_TIMES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "CREATED": lambda step: step.get("created", "-"),
+}
+_TIMES_IN_A_WINDOW: dict[str, Callable[[dict[str, Any]], object]] = {
+    "CREATED (UTC)": lambda step: to_the_second(step.get("created", "-")),
+    "AGE": lambda step: age(step.get("created", "")).removesuffix(" ago") or "-",
+}
+
+
+def _levels_parts(document: dict[str, Any]) -> Iterator[str | Table]:
     header = ("LEVEL", "KIND", "STATE", "STEPS", "NEWEST", "BYTES", "WHERE")
-    rows = map(_level_row, document["levels"])
-    print(f"\n{table(header, rows, right='STEPS NEWEST BYTES')}")
+    yield table(header, map(_level_row, document["levels"]), right="STEPS NEWEST BYTES")
     copies = [
-        (each["step"], each["level"], _state_of(each), format_bytes(each["bytes"]))
+        (each["step"], each["level"], state_of(each), format_bytes(each["bytes"]))
         for each in document["copies"]
     ]
     if copies:
-        print(f"\n{table(('STEP', 'LEVEL', 'STATE', 'BYTES'), copies, right='STEP BYTES')}")
+        yield table(("STEP", "LEVEL", "STATE", "BYTES"), copies, right="STEP BYTES")
     for level in document["levels"]:
         if level["error"]:
-            print(f"\nlevel {level['name']}: {plain(level['error'])}")
+            yield f"level {level['name']}: {plain(level['error'])}"
 
 
-def _state_of(copy: dict[str, Any]) -> str:
-    if copy["state"] != "part":
-        return str(copy["state"])
-    return f"part ({copy['ranks_here']} of {copy['world_size']} ranks here)"
+def state_of(step: dict[str, Any]) -> str:
+    """The state of a step or of a copy, in its colour."""
+    state = str(step["state"])
+    if state == "part":
+        return weak(f"part ({step['ranks_here']} of {step['world_size']} ranks here)")
+    return {"committed": good, "damaged": bad}.get(state, weak)(state)
 
 
 def _level_row(level: dict[str, Any]) -> tuple[object, ...]:
     steps = level["steps"]
     size = format_bytes(level["bytes"])
     newest = steps[-1] if steps else "-"
-    about = level["name"], level["kind"], level["state"]
+    colour = {"there": good, "unreadable": bad}.get(level["state"], weak)
+    about = level["name"], level["kind"], colour(level["state"])
     return *about, len(steps), newest, size, level["path"]
-
-
-def _row(step: dict[str, Any]) -> tuple[object, ...]:
-    size = format_bytes(step["bytes"])
-    known = [step.get(key, "-") for key in ("created", "world_size", "writer")]
-    return step["step"], step["state"], known[0], known[1], step["files"], size, known[2]
 
 
 def _words(step: dict[str, Any]) -> str:

@@ -1,8 +1,13 @@
-"""The output of commands: tables and JSON on stdout, progress on stderr.
+"""The output of commands: answers on stdout; notes, errors and progress on stderr.
+
+All commands print through this module, and nowhere else.
 
 Invariants: JSON output is one document, with NaN and infinities as strings, because JSON has no
-such numbers. Text from a step (names, values) cannot move the cursor or colour the terminal.
-Not here: the content (the commands).
+such numbers. Text from a step (names, values) cannot move the cursor or colour the terminal. Where
+stdout is not a terminal, the output depends on the answer alone: it has no ages, it is not fitted
+to a width, and it has colours only if they are asked for.
+Not here: the content (the commands), when there is colour (terminal), its codes (styled), widths
+(tables), progress (progress).
 """
 
 from __future__ import annotations
@@ -13,31 +18,64 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from functools import partial
 from typing import Any, TextIO
 
-from statehold.observe.progress import progress_text
+from statehold.cli import progress, terminal
+from statehold.cli.progress import Progress as Progress
+from statehold.cli.tables import Styled, Table
+from statehold.units import format_age
 
-_REDRAW_S = 0.2
-_CLEAR = "\r\x1b[K"
+# -- answers ---------------------------------------------------------------------------------------
 
-
-def emit(document: Any) -> None:
-    """Print one JSON document."""
-    print(json.dumps(_finite(document), indent=1, ensure_ascii=False, allow_nan=False))
-
-
-def note(text: str) -> None:
-    """Print a note that is not the answer, on stderr."""
-    print(f"statehold: {plain(text)}", file=sys.stderr)
+good = partial(Styled.of, "good")
+bad = partial(Styled.of, "bad")
+weak = partial(Styled.of, "weak")  # works, but less well; not known
+faint = partial(Styled.of, "faint")
+strong = partial(Styled.of, "strong")
 
 
-def error(text: object) -> None:
-    """Print why there is no answer, on stderr."""
-    with contextlib.suppress(OSError):  # a closed stderr does not change the exit code
-        print(f"statehold: {text}", file=sys.stderr)
-        return
-    _drop(sys.stderr)
+def emit(document: Any, *, indent: int | None = 1) -> None:
+    """Print one JSON document; with indent=None on one line."""
+    say(json.dumps(_finite(document), indent=indent, ensure_ascii=False, allow_nan=False))
+
+
+def say(*pieces: str | Table) -> None:
+    """Print pieces as one line; a table as its lines."""
+    progress.hide()
+    is_colored = terminal.wants_color(sys.stdout)
+    for line in _lines(pieces):
+        print("".join(map(_painted, line) if is_colored else line))
+
+
+def sections(*parts: str | Table) -> None:
+    """Print parts with an empty line between them; an empty part is left out."""
+    for index, part in enumerate(part for part in parts if part):
+        if index:
+            say()
+        say(part)
+
+
+def table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    right: str = "",
+    fixed: Sequence[str] = (),
+    prose: str = "",
+    foot: str = "",
+) -> Table:
+    """Aligned columns.
+
+    right: the columns with numbers, separated by spaces. fixed: others that are never shortened.
+    prose: the column with sentences, which may wrap in a narrow window. foot: a line below.
+    """
+    cells = [[_cell(each) for each in row] for row in rows]
+    is_right, is_fixed, is_prose = (
+        [name in names for name in header] for names in (right.split(), fixed, [prose])
+    )
+    return Table(header, cells, is_right, is_fixed, is_prose, foot)
 
 
 def flush() -> None:
@@ -49,11 +87,34 @@ def flush() -> None:
         raise
 
 
-def _drop(stream: TextIO) -> None:
-    """Let `stream` take no more, so that the interpreter's end does not fail on what it holds."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)
+# -- beside the answer -----------------------------------------------------------------------------
+
+
+def note(text: str) -> None:
+    """Print a note that is not the answer, on stderr."""
+    _print_beside(faint("statehold:"), f" {plain(text)}")
+
+
+def error(found: object) -> None:
+    """Print why there is no answer, on stderr."""
+    first, *rest = str(found).split("\n")
+    lines = [strong(first), *(f"\n{line}" for line in rest)]
+    with contextlib.suppress(OSError):  # a closed stderr does not change the exit code
+        _print_beside(bad("statehold:"), " ", *lines)
+        return
+    _drop(sys.stderr)
+
+
+busy = progress.busy
+
+
+def _print_beside(*pieces: str) -> None:
+    progress.hide()
+    is_colored = terminal.wants_color(sys.stderr)
+    print("".join(map(_painted, pieces) if is_colored else pieces), file=sys.stderr)
+
+
+# -- the forms of things ---------------------------------------------------------------------------
 
 
 def plain(text: str) -> str:
@@ -66,46 +127,59 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]], right: str = "") -> str:
-    """Aligned columns. `right` names the columns with numbers, separated by spaces."""
-    lines = [list(header), *([plain(str(cell)) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    to_right = [name in right.split() for name in header]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if is_right else cell.ljust(width)
-            for cell, width, is_right in zip(line, widths, to_right, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+def is_window() -> bool:
+    """Whether a person reads stdout in a window."""
+    return terminal.is_terminal(sys.stdout)
 
 
-class Progress:
-    """Bytes done of `total_bytes`, drawn on stderr if that is a terminal."""
+def when(iso: str) -> str:
+    """A time of a manifest; in a window to the second."""
+    return f"{to_the_second(iso)} UTC" if is_window() else iso
 
-    def __init__(self, label: str, total_bytes: int) -> None:
-        self._label = label
-        self._total_bytes = total_bytes
-        self._done_bytes = 0
-        self._begin_s = self._drawn_s = time.monotonic()
-        self._is_drawn = sys.stderr.isatty()
 
-    def advance(self, nbytes: int) -> None:
-        """Count more bytes as done; 0 only redraws."""
-        self._done_bytes += nbytes
-        now_s = time.monotonic()
-        if self._is_drawn and now_s - self._drawn_s >= _REDRAW_S:
-            self._drawn_s = now_s
-            print(f"{_CLEAR}{self._line(now_s)}", end="", file=sys.stderr, flush=True)
+def to_the_second(iso: str) -> str:
+    """ "2026-11-21 07:30:00", of a time of a manifest, which is in UTC."""
+    return iso[:19].replace("T", " ")
 
-    def close(self) -> None:
-        """Remove the line."""
-        if self._is_drawn:
-            print(_CLEAR, end="", file=sys.stderr, flush=True)
 
-    def _line(self, now_s: float) -> str:
-        text = progress_text(self._done_bytes, self._total_bytes, now_s - self._begin_s)
-        return f"{self._label}  {text}"
+def age(iso: str) -> str:
+    """How long ago a time of a manifest was; "" where stdout is not a terminal."""
+    if not is_window():
+        return ""
+    try:
+        moment = datetime.fromisoformat(iso.replace("Z", "+00:00"))  # Python 3.10 knows no Z
+    except ValueError:
+        return ""
+    return format_age(time.time() - moment.timestamp())
+
+
+def _lines(pieces: Sequence[str | Table]) -> Iterator[Iterable[str]]:
+    """The pieces of each line."""
+    window = terminal.width() if is_window() else None
+    tables = [each for each in pieces if isinstance(each, Table)]
+    for each in tables:
+        yield from each.lines(window)
+    if not tables:
+        yield [each for each in pieces if isinstance(each, str)]
+
+
+def _cell(value: object) -> str:
+    return value.like(plain(value)) if isinstance(value, Styled) else plain(str(value))
+
+
+def _painted(piece: str) -> str:
+    if not isinstance(piece, Styled):
+        return piece
+    from statehold.cli.styled import painted
+
+    return painted(piece, piece.kind)
+
+
+def _drop(stream: TextIO) -> None:
+    """Let `stream` take no more, so that the interpreter's end does not fail on what it holds."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def _escaped(char: str) -> str:

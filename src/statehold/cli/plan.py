@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from statehold.cli import codes
-from statehold.cli.output import emit, table
+from statehold.cli.output import emit, sections, table
+from statehold.cli.tables import Table
 from statehold.errors import UsageError
 from statehold.io import profile
 from statehold.planners import interleaving, updates
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     size = None if args.subgroup is None else parse_bytes(args.subgroup)
     found = updates.plan(work, parse_bytes(args.memory), paths, _device(args), size)
     document = _document(work, paths, found)
-    emit(document) if args.json else print(_text(args, work, paths, found, document))
+    emit(document) if args.json else sections(*_parts(args, work, paths, found, document))
     return codes.YES
 
 
@@ -107,32 +109,32 @@ def _use(paths: list[updates.PathRates], found: updates.Update) -> str:
     return f"tiers=[{', '.join(tiers)}], subgroup_bytes={found.subgroup_bytes}{every}"
 
 
-def _text(
+def _parts(
     args: argparse.Namespace,
     work: updates.Work,
     paths: list[updates.PathRates],
     found: updates.Update,
     document: dict[str, Any],
-) -> str:
-    parts = [
+) -> Iterator[str | Table]:
+    yield (
         f"{work.parameters / 1e9:.3g} billion parameters in {args.dtype}: "
         f"{format_bytes(work.state_bytes)} of state, {format_bytes(found.gradients_bytes)} of "
         "gradients in host memory"
-    ]
+    )
     if paths:
-        parts.append(_path_table(paths, found))
-    parts += [_times(work, found, document), f"Use: {document['use']}"]
-    return "\n\n".join(parts)
+        yield _path_table(paths, found)
+    yield _times(work, found, document)
+    yield f"Use: {document['use']}"
 
 
-def _path_table(paths: list[updates.PathRates], found: updates.Update) -> str:
+def _path_table(paths: list[updates.PathRates], found: updates.Update) -> Table:
     rows = [
         (path.name, *(f"{rate / 1e9:.2f}" for rate in (path.read, path.write, path.bandwidth)),
          count, format_bytes(count * found.subgroup_bytes))
         for path, count in zip(paths, found.counts, strict=True)
     ]  # fmt: skip
     header = ("PATH", "READ", "WRITE", "BOTH", "SUBGROUPS", "STATE")
-    return table(header, rows, right="READ WRITE BOTH SUBGROUPS STATE") + "\n(GB/s)"
+    return table(header, rows, right=" ".join(header[1:]), foot="(GB/s)")
 
 
 def _times(work: updates.Work, found: updates.Update, document: dict[str, Any]) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from statehold.cli import codes
-from statehold.cli.output import emit, table
+from statehold.cli.output import emit, sections, table
+from statehold.cli.tables import Table
 from statehold.errors import UsageError
 from statehold.planners import resilience, traces
 from statehold.planners.policies import Job
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         _draw(found, Path(args.plot))
     document = _document(job, rates, found)
-    emit(document) if args.json else print(_text(job, rates, found))
+    emit(document) if args.json else sections(*_parts(job, rates, found))
     return codes.YES
 
 
@@ -117,21 +118,21 @@ def _best(found: Sequence[Choice]) -> str | None:
     return resilience.best(exact).chosen.policy if exact else None
 
 
-def _text(job: Job, rates: Rates, found: Sequence[Choice]) -> str:
+def _parts(job: Job, rates: Rates, found: Sequence[Choice]) -> Iterator[str | Table]:
     rows = [_row(each) for each in found]
     header = ("POLICY", "REDUNDANCY", "INTERVAL", "SPARES", "TIME", "GOODPUT", "UP", "RESTARTS",
               "LOST", "AGAIN")  # fmt: skip
     best = _best(found)
-    return "\n\n".join(
-        [
-            f"{job.replicas} replicas, {job.steps} steps of {format_seconds(job.step_s)}, "
-            f"a failure every {format_seconds(rates.mtbf_s)}",
-            table(header, rows, right=" ".join(header[1:]))
-            + "\nTIME: of the ideal time. GOODPUT: useful time of all machines, with spares. "
-            "LOST, AGAIN: batches that are never trained, or computed twice.",
-            f"Use: {best}" if best else "No policy finishes the job with every sample.",
-        ]
+    yield (
+        f"{job.replicas} replicas, {job.steps} steps of {format_seconds(job.step_s)}, "
+        f"a failure every {format_seconds(rates.mtbf_s)}"
     )
+    foot = (
+        "TIME: of the ideal time. GOODPUT: useful time of all machines, with spares. "
+        "LOST, AGAIN: batches that are never trained, or computed twice."
+    )
+    yield table(header, rows, right=" ".join(header[1:]), foot=foot)
+    yield f"Use: {best}" if best else "No policy finishes the job with every sample."
 
 
 def _row(each: Choice) -> tuple[object, ...]:

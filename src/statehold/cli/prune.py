@@ -16,7 +16,7 @@ from typing import Any
 from statehold.checkpoint.store.lock import RunLock
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes
-from statehold.cli.output import emit, plain, table
+from statehold.cli.output import emit, plain, say, table
 from statehold.cli.places import leftovers_of, run_at
 from statehold.errors import UsageError
 from statehold.options.keep import Keep
@@ -80,8 +80,8 @@ def _show(document: dict[str, Any]) -> None:
     rows = [(f"step {each['step']}", format_bytes(each["bytes"])) for each in document["retire"]]
     rows += [(plain(each["name"]), format_bytes(each["bytes"])) for each in document["leftovers"]]
     if rows:
-        print(table(("GOES" if not document["done"] else "GONE", "BYTES"), rows, right="BYTES"))
+        say(table(("GOES" if not document["done"] else "GONE", "BYTES"), rows, right="BYTES"))
     stay = ", ".join(map(str, document["keep"])) or "none"
-    print(f"{format_bytes(document['bytes'])} in all; steps that stay: {stay}")
+    say(f"{format_bytes(document['bytes'])} in all; steps that stay: {stay}")
     if rows and not document["done"]:
-        print("nothing was changed; pass --yes to delete them")
+        say("nothing was changed; pass --yes to delete them")

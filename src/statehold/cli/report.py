@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from statehold._version import __version__
 from statehold.cli import codes, show
 from statehold.cli.levels import Level, copies_of, far_options, levels_of, steps_of
-from statehold.cli.output import emit
+from statehold.cli.output import emit, say
 from statehold.cli.page import page_of
 from statehold.cli.places import leftovers_of, run_at
 from statehold.cli.traces import Traces, read_traces
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         emit(document)
     else:
-        print(args.output)
+        say(args.output)
     return codes.NO if any(step["state"] == "damaged" for step in document["steps"]) else codes.YES
 
 

@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from statehold.cli import codes, numbers
 from statehold.cli.content import Content
-from statehold.cli.output import Progress, counted, emit, plain, table
+from statehold.cli.output import (
+    Progress,
+    age,
+    counted,
+    emit,
+    faint,
+    plain,
+    say,
+    sections,
+    strong,
+    table,
+    when,
+)
 from statehold.cli.places import tree_bytes
 from statehold.cli.said import in_words, said
 from statehold.cli.values import leaves_of
@@ -116,26 +128,28 @@ def _by_dtype(tensors: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def _show_step(document: Mapping[str, Any]) -> None:
-    print(f"step {document['step']} in {plain(document['path'])}")
+    say(strong(f"step {document['step']}"), f" in {plain(document['path'])}")
     ranks = counted(document["world_size"], "rank")
-    print(f"saved {document['created']} by {document['writer']}, {ranks}, "
-          f"format {document['version']}")  # fmt: skip
+    ago = age(document["created"])
+    say(f"saved {when(document['created'])}", faint(f" ({ago})" if ago else ""),
+        f" by {document['writer']}, {ranks}, format {document['version']}")  # fmt: skip
     if words := in_words(document["metrics"], document["tags"]):
-        print(words)
+        say(words)
     dtypes = ", ".join(
         f"{group['tensors']} {dtype} ({format_bytes(group['bytes'])})"
         for dtype, group in document["dtypes"].items()
     )
     tensors = counted(len(document["tensors"]), "tensor")
-    print(f"{tensors}, {format_bytes(document['tensor_bytes'])}: {dtypes or 'none'}")
-    print(f"{counted(document['files'], 'file')}, {format_bytes(document['bytes'])}")
+    say(f"{tensors}, {format_bytes(document['tensor_bytes'])}: {dtypes or 'none'}")
+    say(f"{counted(document['files'], 'file')}, {format_bytes(document['bytes'])}")
     if document["tensors"]:
         rows = map(_row, document["tensors"])
-        header = ("TENSOR", "DTYPE", "SHAPE", "BYTES", "LAYOUT", "RANKS")
-        print(f"\n{table(header, rows, right='BYTES')}")
+        say()
+        say(table(("TENSOR", "DTYPE", "SHAPE", "BYTES", "LAYOUT", "RANKS"), rows, right="BYTES"))
     if document.get("values"):
-        rows2 = ((name, _shortened(value)) for name, value in document["values"].items())
-        print(f"\n{table(('VALUE', 'IS'), rows2)}")
+        values = ((name, _shortened(value)) for name, value in document["values"].items())
+        say()
+        say(table(("VALUE", "IS"), values))
 
 
 def _row(tensor: Mapping[str, Any]) -> tuple[object, ...]:
@@ -204,19 +218,22 @@ def _statistics(content: Content, name: str, nbytes: int) -> dict[str, Any] | No
 
 
 def _show_tensor(document: Mapping[str, Any]) -> None:
-    print(f"{plain(document['name'])}  {document['dtype']} {document['shape']}  "
-          f"{format_bytes(document['bytes'])}  {document['layout']}, ranks {document['ranks']}",
-          end="\n\n")  # fmt: skip
+    head = (
+        f"{plain(document['name'])}  {document['dtype']} {document['shape']}  "
+        f"{format_bytes(document['bytes'])}  {document['layout']}, ranks {document['ranks']}"
+    )
     rows = [
         (each["offsets"], each["shape"], each["file"], f"[{each['begin']}, {each['end']})")
         for each in document["chunks"]
     ]
-    print(table(("OFFSETS", "SHAPE", "FILE", "BYTES"), rows))
+    chunks = table(("OFFSETS", "SHAPE", "FILE", "BYTES"), rows)
     found = document["statistics"]
     if found is None:
-        print(f"\nno statistics: {document['dtype']} is not unpacked here; its bytes are intact")
+        about = f"no statistics: {document['dtype']} is not unpacked here; its bytes are intact"
+        sections(head, chunks, about)
         return
-    print(f"\n{table(('STATISTIC', 'IS'), ((key, _number(found[key])) for key in found))}")
+    statistics = ((key, _number(found[key])) for key in found)
+    sections(head, chunks, table(("STATISTIC", "IS"), statistics))
 
 
 def _number(value: float | None) -> str:

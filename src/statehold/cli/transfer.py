@@ -10,7 +10,7 @@ import warnings
 from typing import Any
 
 from statehold.cli import codes
-from statehold.cli.output import Progress, emit, note
+from statehold.cli.output import Progress, emit, note, say
 from statehold.integrations.formats.convert import export_step, import_step
 
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         return codes.YES
     for name in document.get("left_out", ()):
         note(f"{document['to']} does not hold this as it was: {name}")
-    print(document["path"])
+    say(document["path"])
     return codes.YES
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from statehold.cli import codes
-from statehold.cli.output import emit, plain, table
+from statehold.cli.output import bad, emit, plain, say, table
 from statehold.cli.said import in_words
 from statehold.errors import UsageError
 from statehold.lineage.family import Member, family
@@ -28,9 +28,9 @@ def run(args: argparse.Namespace) -> int:
         base = os.path.abspath(args.directory)
         rows = [_row(line, member) for line, member in _drawn(members, base)]
         header = ("RUN", "FROM", "STEPS", "NEWEST", "OWN", "SHARED", "SAYS")
-        print(table(header, rows, right="STEPS NEWEST OWN SHARED"))
+        say(table(header, rows, right="STEPS NEWEST OWN SHARED"))
     else:
-        print("no run")
+        say("no run")
     return codes.NO if any(each.problem for each in members) else codes.YES
 
 
@@ -60,7 +60,7 @@ def _row(line: str, member: Member) -> tuple[object, ...]:
     newest = member.steps[-1] if member.steps else "-"
     words = in_words(member.metrics, member.tags)
     own, shared = member.sizes.own_bytes, member.sizes.shared_bytes
-    about = f"unreadable: {plain(member.problem)}" if member.problem else words
+    about = bad(f"unreadable: {plain(member.problem)}") if member.problem else words
     return (
         line, _origin(member), len(member.steps), newest, format_bytes(own), format_bytes(shared),
         about,

@@ -17,7 +17,7 @@ from statehold.checkpoint.store.replacing import LOOKS_MAX, REPLACED, directory_
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
 from statehold.cli.checking import Finding, Report, check_step
-from statehold.cli.output import Progress, counted, emit, plain, table
+from statehold.cli.output import Progress, bad, counted, emit, good, plain, say, table, weak
 from statehold.cli.places import run_at, tree_bytes
 from statehold.cli.scanning import SpanReader
 from statehold.errors import StepNotFoundError, storage_error
@@ -146,19 +146,20 @@ def document_of(report: Report, seconds: float) -> dict[str, Any]:
 def _show(report: Report, seconds: float, level: str | None = None) -> None:
     where = f" at level {level}" if level else ""
     speed = format_bytes(int(report.bytes / max(seconds, 1e-9)))
-    state = "intact" if report.is_intact else "DAMAGED"
+    state = good("intact") if report.is_intact else bad("DAMAGED")
+    part = ""
     if report.elsewhere:
         here = report.world_size - len(report.elsewhere)
-        state += f", part ({here} of {report.world_size} ranks here)"
+        part = weak(f", part ({here} of {report.world_size} ranks here)")
     counts = ((report.files, "file"), (len(report.names), "tensor"), (report.pieces, "piece"))
     held = ", ".join(counted(*each) for each in counts)
-    print(f"step {report.place.step}{where}: {state}; {held}, "
-          f"{format_bytes(report.bytes)} in {format_seconds(seconds)} ({speed}/s)")  # fmt: skip
+    say(f"step {report.place.step}{where}: ", state, part, f"; {held}, "
+        f"{format_bytes(report.bytes)} in {format_seconds(seconds)} ({speed}/s)")  # fmt: skip
     if report.findings:
         header = ("DAMAGE", "TENSOR", "RANK", "FILE", "BYTES", "PIECES", "DETAIL")
-        print(table(header, map(_row, report.findings), right="RANK PIECES"))
+        say(table(header, map(_row, report.findings), right="RANK BYTES PIECES", prose="DETAIL"))
     for name in report.foreign:
-        print(f"not part of the step: {plain(name)}")
+        say(f"not part of the step: {plain(name)}")
 
 
 def _row(finding: Finding) -> tuple[object, ...]:
