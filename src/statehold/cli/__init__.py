@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from statehold._version import __version__
 from statehold.cli import codes, output, terminal
+from statehold.cli.helping import Parser, epilog
 from statehold.errors import StateholdError, UsageError
 
 __all__ = ["main"]
@@ -25,6 +27,15 @@ _STEP_HELP = (
     "RUN, RUN@STEP (a number or 'newest', the default), RUN@best:METRIC, RUN@tag:TAG, or the "
     "directory of a step"
 )
+_INTENTS = {
+    "look at runs": "ls show tree du report",
+    "check and compare": "verify diff doctor",
+    "change runs": "prune fork copy free",
+    "exchange with other libraries": "export import",
+    "measure and plan": "bench plan",
+    "train with replicas": "coordinate",
+    "set up the shell": "completions",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of a command."""
-    return _parser().parse_args(argv)
+    words, parser = sys.argv[1:] if argv is None else argv, _parser()
+    if not words:
+        parser.print_help()
+        raise SystemExit(codes.USAGE)
+    args: argparse.Namespace
+    args, left_over = parser.parse_known_args(words)
+    if left_over:
+        args.parser.refuse_left_over(left_over)
+    return args
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -62,21 +81,44 @@ def _run(args: argparse.Namespace) -> int:
         return codes.code_of(error)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="statehold",
-        description="Look at checkpoints, verify, compare and prune them.",
+        description="Look at checkpoints, verify, compare, move and prune them.",
         epilog=codes.TEXT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        intents=_INTENTS,
     )
     parser.add_argument("--version", action="version", version=f"statehold {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_color(parser, "auto")
+    commands = parser.add_commands()
+    _add_looking(commands)
+    _add_checking(commands)
+    _add_report(commands)
+    _add_prune(commands)
+    _add_families(commands)
+    _add_copies(commands)
+    _add_free(commands)
+    _add_transfers(commands)
+    _add_bench(commands)
+    _add_plan(commands)
+    _add_coordinate(commands)
+    _add_completions(parser, commands)
+    return parser
 
-    ls = _command(commands, "ls", "list the steps of a run and its other files")
+
+def _add_looking(commands: Any) -> None:
+    ls = _command(
+        commands, "ls", "list the steps of a run and its other files",
+        "statehold ls runs/llama", "statehold ls runs/llama --levels --json",
+    )  # fmt: skip
     ls.add_argument("run", metavar="RUN", help="a run directory")
     _add_levels(ls, "also list the other levels of the run, including object stores")
 
-    show = _command(commands, "show", "show the contents of a step, or one tensor")
+    show = _command(
+        commands, "show", "show the contents of a step, or one tensor",
+        "statehold show runs/llama@1000", "statehold show runs/llama model.embed.weight",
+        "statehold show runs/llama --values --rank 3",
+    )  # fmt: skip
     show.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
     show.add_argument(
         "tensor", metavar="TENSOR", nargs="?", help="also show statistics (needs NumPy)"
@@ -84,16 +126,41 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--values", action="store_true", help="also show the plain values")
     _add_rank(show)
 
-    verify = _command(commands, "verify", "read every byte of a step and check it")
+
+def _add_checking(commands: Any) -> None:
+    verify = _command(
+        commands, "verify", "read every byte of a step and check it",
+        "statehold verify runs/llama@1000", "statehold verify runs/llama --all --levels",
+    )  # fmt: skip
     verify.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
     verify.add_argument("--all", action="store_true", help="verify all steps of the run")
     _add_levels(
         verify, "verify every copy at all levels of the run; this downloads those in object stores"
     )
 
-    report = _command(
-        commands, "report", "write a page about a run: steps, saves over time, integrity"
+    diff = _command(
+        commands, "diff", "show which tensors and values of two steps differ, and by how much",
+        "statehold diff runs/llama@1000 @2000", "statehold diff runs/a runs/b",
+    )  # fmt: skip
+    diff.add_argument("a", metavar="A", help=_STEP_HELP)
+    diff.add_argument("b", metavar="B", help="the same, or @STEP for a step of the run of A")
+    _add_rank(diff)
+
+    doctor = _command(
+        commands, "doctor", "show what statehold can do on this machine",
+        "statehold doctor /nvme/runs",
+    )  # fmt: skip
+    doctor.add_argument(
+        "path", metavar="PATH", nargs="?", default=".", help="the directory for runs"
     )
+
+
+def _add_report(commands: Any) -> None:
+    report = _command(
+        commands, "report", "write a page about a run: steps, saves over time, integrity",
+        "statehold report runs/llama -o report.html",
+        "statehold report runs/llama -o report.html --trace trace-*.json --verify",
+    )  # fmt: skip
     report.add_argument("run", metavar="RUN", help="a run directory")
     report.add_argument(
         "-o", "--output", metavar="FILE", help="the file of the page; required without --json"
@@ -106,30 +173,12 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--verify", action="store_true", help="read and check every step")
     _add_levels(report, "also read object stores; other levels are always read")
 
-    diff = _command(
-        commands, "diff", "show which tensors and values of two steps differ, and by how much"
-    )
-    diff.add_argument("a", metavar="A", help=_STEP_HELP)
-    diff.add_argument("b", metavar="B", help="the same, or @STEP for a step of the run of A")
-    _add_rank(diff)
-
-    _add_prune(commands)
-    doctor = _command(commands, "doctor", "show what statehold can do on this machine")
-    doctor.add_argument(
-        "path", metavar="PATH", nargs="?", default=".", help="the directory for runs"
-    )
-    _add_families(commands)
-    _add_copies(commands)
-    _add_free(commands)
-    _add_transfers(commands)
-    _add_bench(commands)
-    _add_plan(commands)
-    _add_coordinate(commands)
-    return parser
-
 
 def _add_prune(commands: Any) -> None:
-    prune = _command(commands, "prune", "delete old steps; without --yes, only list them")
+    prune = _command(
+        commands, "prune", "delete old steps; without --yes, only list them",
+        "statehold prune runs/llama --keep 3", "statehold prune runs/llama --keep 3 --yes",
+    )  # fmt: skip
     prune.add_argument("run", metavar="RUN", help="a run directory that no job saves into")
     prune.add_argument(
         "--keep", metavar="N", type=int, required=True, help="keep the newest N steps"
@@ -149,19 +198,31 @@ def _add_prune(commands: Any) -> None:
 
 
 def _add_families(commands: Any) -> None:
-    fork = _command(commands, "fork", "begin a new run from a step of another, without a copy")
+    fork = _command(
+        commands, "fork", "begin a new run from a step of another, without a copy",
+        "statehold fork runs/base@1000 runs/child",
+    )  # fmt: skip
     fork.add_argument("step", metavar="BASE[@STEP]", help=_STEP_HELP)
     fork.add_argument("child", metavar="CHILD", help="the directory of the new run")
-    tree = _command(commands, "tree", "draw which runs began from which, and what they share")
+    tree = _command(
+        commands, "tree", "draw which runs began from which, and what they share",
+        "statehold tree runs",
+    )  # fmt: skip
     tree.add_argument(
         "directory", metavar="DIR", nargs="?", default=".", help="runs below it are drawn"
     )
-    du = _command(commands, "du", "show what steps take on storage, and what they share")
+    du = _command(
+        commands, "du", "show what steps take on storage, and what they share",
+        "statehold du runs/llama",
+    )  # fmt: skip
     du.add_argument("run", metavar="RUN", help="a run directory")
 
 
 def _add_copies(commands: Any) -> None:
-    copy = _command(commands, "copy", "copy a step into another directory, verified")
+    copy = _command(
+        commands, "copy", "copy a step into another directory, verified",
+        "statehold copy runs/llama@1000 /archive/llama",
+    )  # fmt: skip
     copy.set_defaults(module="copying")
     copy.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
     copy.add_argument("destination", metavar="DST", help="a run, or a directory that is to be one")
@@ -170,7 +231,10 @@ def _add_copies(commands: Any) -> None:
 
 
 def _add_free(commands: Any) -> None:
-    free = _command(commands, "free", "free the memory levels of a run; without --yes, only show")
+    free = _command(
+        commands, "free", "free the memory levels of a run; without --yes, only show",
+        "statehold free runs/llama", "statehold free runs/llama --yes",
+    )  # fmt: skip
     free.add_argument("run", metavar="RUN", help="a run directory, even if it is gone")
     free.add_argument("--yes", action="store_true", help="do it")
     free.add_argument("--force", action="store_true", help="also take it from an agent, and delete "
@@ -179,7 +243,11 @@ def _add_free(commands: Any) -> None:
 
 
 def _add_transfers(commands: Any) -> None:
-    out = _command(commands, "export", "write a step as a checkpoint of another library")
+    out = _command(
+        commands, "export", "write a step as a checkpoint of another library",
+        "statehold export runs/llama@1000 model --to hf",
+        "statehold export runs/llama checkpoint --to dcp",
+    )  # fmt: skip
     out.set_defaults(module="transfer", is_export=True)
     out.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
     out.add_argument("destination", metavar="DST", help="a path that does not exist")
@@ -187,7 +255,10 @@ def _add_transfers(commands: Any) -> None:
                      help="hf, torch, dcp or deepspeed-universal")  # fmt: skip
     out.add_argument("--name", metavar="NAME",
                      help="the part of the state, such as model (hf: model; else all)")  # fmt: skip
-    into = _command(commands, "import", "make a checkpoint of another library a step of a run")
+    into = _command(
+        commands, "import", "make a checkpoint of another library a step of a run",
+        "statehold import pytorch_model.bin runs/llama@0 --name model",
+    )  # fmt: skip
     into.set_defaults(module="transfer", is_export=False)
     into.add_argument("source", metavar="SRC", help="a file or a directory")
     into.add_argument("step", metavar="RUN@STEP", help="the new step, with a number")
@@ -197,8 +268,11 @@ def _add_transfers(commands: Any) -> None:
 
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure what this storage can do")
-    group = bench.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    io = _command(group, "io", "find the fastest settings for a storage and write its profile")
+    group = bench.add_commands()
+    io = _command(
+        group, "io", "find the fastest settings for a storage and write its profile",
+        "statehold bench io /nvme/runs", "statehold bench io /nvme/runs --size 8GiB --seconds 300",
+    )  # fmt: skip
     io.set_defaults(module="bench")
     io.add_argument("path", metavar="PATH", help="a directory on the storage of the runs")
     io.add_argument("--size", metavar="BYTES", default="1GiB", help="the size of the state (1GiB)")
@@ -218,10 +292,11 @@ def _add_bench(commands: Any) -> None:
 
 def _add_plan(commands: Any) -> None:
     plan = commands.add_parser("plan", help="compute what a design costs, without running it")
-    group = plan.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    group = plan.add_commands()
     offload = _command(
-        group, "offload", "predict the time of an update of offloaded optimizer state"
-    )
+        group, "offload", "predict the time of an update of offloaded optimizer state",
+        "statehold plan offload --parameters 7e9 --memory 64GiB --path /nvme0=6.5GB,4GB",
+    )  # fmt: skip
     offload.set_defaults(module="plan")
     offload.add_argument("--parameters", metavar="N", required=True,
                          help="of one rank, such as 7e9")  # fmt: skip
@@ -244,7 +319,10 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_plan_resilience(group: Any) -> None:
-    found = _command(group, "resilience", "choose redundancy, interval and spares under failures")
+    found = _command(
+        group, "resilience", "choose redundancy, interval and spares under failures",
+        "statehold plan resilience --replicas 64 --mtbf 3600 --save-seconds 5",
+    )  # fmt: skip
     found.set_defaults(module="plan_resilience")
     add = found.add_argument
     add("--replicas", metavar="N", type=int, required=True, help="of the job")
@@ -272,8 +350,9 @@ def _add_plan_resilience(group: Any) -> None:
 
 def _add_coordinate(commands: Any) -> None:
     coordinate = _command(
-        commands, "coordinate", "be the place where the replicas of a job meet (docs/resilience.md)"
-    )
+        commands, "coordinate", "be the place where the replicas of a job meet",
+        "statehold coordinate --port 29400 --replicas 8",
+    )  # fmt: skip
     coordinate.add_argument("--port", metavar="PORT", type=int, required=True,
                             help="listen here; 0 takes a free port and prints it")  # fmt: skip
     coordinate.add_argument("--host", metavar="HOST", default="",
@@ -284,21 +363,33 @@ def _add_coordinate(commands: Any) -> None:
                             help="begin with fewer when none has come for so long (5)")  # fmt: skip
 
 
-def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    formatter = argparse.RawDescriptionHelpFormatter
-    command: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=text.capitalize() + ".", epilog=codes.TEXT,
-        formatter_class=formatter,
+def _add_completions(parser: Parser, commands: Any) -> None:
+    found = _command(
+        commands, "completions", "print what makes a shell complete commands and options",
+        'eval "$(statehold completions bash)"',
+        "statehold completions zsh > ~/.zfunc/_statehold",
+        "statehold completions fish > ~/.config/fish/completions/statehold.fish",
     )  # fmt: skip
+    found.add_argument("shell", metavar="SHELL", help="bash, zsh or fish")
+    found.set_defaults(whole=parser)
+
+
+def _command(commands: Any, name: str, text: str, *examples: str) -> Parser:
+    command: Parser = commands.add_parser(
+        name, help=text, description=text[:1].upper() + text[1:] + ".", epilog=epilog(examples)
+    )
     command.add_argument("--json", action="store_true", help="print one JSON document on stdout")
-    command.add_argument("--color", choices=terminal.CHOICES, default="auto",
-                         help="colour the output (auto: on a terminal, or as NO_COLOR and "
-                         "FORCE_COLOR say)")  # fmt: skip
-    command.set_defaults(module=name)
+    _add_color(command, argparse.SUPPRESS)
+    command.set_defaults(module=name, parser=command)
     return command
 
 
-def _add_levels(command: argparse.ArgumentParser, text: str) -> None:
+def _add_color(parser: Parser, default: str) -> None:
+    parser.add_argument("--color", metavar="WHEN", choices=terminal.CHOICES, default=default,
+                        help="auto, always or never: colour the output")  # fmt: skip
+
+
+def _add_levels(command: Parser, text: str) -> None:
     command.add_argument("--levels", action="store_true", help=text)
     command.add_argument("--option", metavar="KEY=VALUE", action="append", default=[],
                          help="an option of the object stores, such as "
@@ -306,6 +397,6 @@ def _add_levels(command: argparse.ArgumentParser, text: str) -> None:
                          "environment")  # fmt: skip
 
 
-def _add_rank(command: argparse.ArgumentParser) -> None:
+def _add_rank(command: Parser) -> None:
     text = "show the tensors and values that this rank saved for itself"
     command.add_argument("--rank", metavar="R", type=int, help=text)
