@@ -11,6 +11,7 @@ from observe.browser import Browser, browser, installed
 from observe.conftest import Seen
 from observe.hostile import HOSTILE, hostile_run, hostile_trace
 from statehold.cli import main
+from support.runs import arrays_of, write_step
 
 BROWSER = installed()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs a browser: apt install chromium")
@@ -35,7 +36,8 @@ def test_it_loads_itself_and_nothing_else(view: Browser, page: Path) -> None:
     view.open(page)
     assert view.complaints == []
     assert view.requests == [page.as_uri()]
-    assert view.ask("document.querySelector('h1').textContent").endswith("/run")
+    assert view.ask("document.querySelector('h1').textContent") == "run"
+    assert view.ask("document.title") == "run - statehold report"
 
 
 def test_the_timeline_can_be_looked_at_closely(view: Browser, page: Path) -> None:
@@ -77,6 +79,19 @@ def test_nothing_runs_over_the_edge(view: Browser, page: Path, width: int) -> No
     inside = view.ask("document.documentElement.scrollWidth")
     view.call("Emulation.clearDeviceMetricsOverride")
     assert inside <= width
+
+
+def test_folded_rows_open_without_the_script(view: Browser, tmp_path: Path) -> None:
+    for step in range(1, 31):
+        write_step(tmp_path / "run", step, arrays_of())
+    page = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "run"), "-o", str(page)]) == 0
+    view.open(page)
+    height = "document.documentElement.scrollHeight"
+    before = view.ask(height)
+    view.ask("document.querySelector('summary').click()")
+    assert view.ask(height) > before + 300
+    assert view.complaints == []
 
 
 @pytest.mark.parametrize("width", [360, 1400])

@@ -10,12 +10,14 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from observe.conftest import Asked, Seen
 from observe.hostile import HOSTILE, hostile_run, hostile_trace
 from statehold.cli import main
+from statehold.cli.costs import costs_of, percentile
 from statehold.cli.markup import Markup, tag
 from statehold.cli.traces import MARKS_MAX, read_traces
 from statehold.io import profile as profiles
@@ -23,6 +25,7 @@ from statehold.io.mounts import mount_of
 from statehold.io.profile import Profile, Rates
 from statehold.options.io import Moving
 from statehold.units import MiB
+from support.runs import arrays_of, write_step
 
 VOID = {"meta", "rect", "line"}
 
@@ -66,11 +69,22 @@ def page_of(tmp_path: Path, *words: object, code: int = 0) -> tuple[str, Strict]
 
 def test_the_page_says_what_the_run_holds(seen: Seen, tmp_path: Path) -> None:
     _, page = page_of(tmp_path, seen.run, "--trace", seen.trace)
-    assert page.texts[0] == f"statehold: {seen.run}"
-    for text in ("Steps", "Timeline", "Saves", "Restores", "Levels", "In step 3", "not verified"):
+    assert page.texts[0] == "run - statehold report"
+    assert {"statehold", "run"} <= set(page.texts)
+    assert any(text.startswith(f"{seen.run}, on ") for text in page.texts)
+    for text in (
+        "Steps",
+        "What saving cost",
+        "Timeline",
+        "Saves",
+        "Restores",
+        "Levels",
+        "In step 3",
+        "not verified",
+    ):
         assert text in page.texts, text
     assert "model.embed.weight" in page.texts
-    assert "Damage" not in page.texts
+    assert not {"Damage", "Failures"} & set(page.texts)
 
 
 def test_verify_says_intact_and_where_not(
@@ -110,6 +124,90 @@ def test_the_data_as_json(seen: Seen, ask: Asked) -> None:
     assert (level["steps"], level["path"]) == ([2, 3], str(seen.run))
     assert level["bytes"] == sum(step["bytes"] for step in told["steps"])
     assert told["left_out_events"] == 0
+
+
+def save_of(step: int, begin_s: float, **facts: Any) -> dict[str, Any]:
+    """A save as a report has it."""
+    known = {"blocked_s": 0.01, "gate_s": 0.0, "committed_s": 1.0, "failed": False}
+    return {"step": step, "begin_us": int(begin_s * 1e6), **known, **facts}
+
+
+def test_what_saving_cost() -> None:
+    saves = [save_of(step, 10.0 * step, blocked_s=0.1, gate_s=0.4) for step in range(5)]
+    saves[1] |= {"failed": True, "committed_s": None}
+    found = costs_of(saves)
+    assert found is not None
+    assert (found["saves"], found["failed"], found["window_s"]) == (5, 1, 40.0)
+    assert found["blocked_share"] == pytest.approx(4 * 0.5 / 40)
+    assert found["gate_s"] == {"median": 0.4, "p99": 0.4, "max": 0.4}
+    assert costs_of([]) is None
+    alone = costs_of(saves[1:2])
+    assert alone is not None
+    assert (alone["blocked_share"], alone["committed_s"]) == (None, None)
+    at_once = costs_of([save_of(1, 5.0), save_of(2, 5.0)])
+    assert at_once is not None
+    assert at_once["blocked_share"] is None
+    always = costs_of([save_of(1, 5.0, blocked_s=9.0), save_of(2, 6.0)])
+    assert always is not None
+    assert always["blocked_share"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(1, 1), (2, 2), (99, 99), (100, 99), (101, 100), (1000, 990)]
+)
+def test_a_percentile_is_one_of_the_values(count: int, expected: int) -> None:
+    assert percentile(list(range(count, 0, -1)), 0.99) == expected
+
+
+def test_the_page_says_what_saving_cost(seen: Seen, tmp_path: Path, ask: Asked) -> None:
+    _, told = ask("report", seen.run, "--trace", seen.trace)
+    assert told["costs"]["saves"] == 3
+    blocked = sum(save["blocked_s"] + save["gate_s"] for save in told["saves"][:-1])
+    assert told["costs"]["blocked_share"] == pytest.approx(blocked / told["costs"]["window_s"])
+    _, page = page_of(tmp_path, seen.run, "--trace", seen.trace)
+    share = f"{told['costs']['blocked_share']:.2%}"
+    assert {"training blocked", share, "durable after", "99th percentile"} <= set(page.texts)
+    _, page = page_of(tmp_path, seen.run)
+    assert "training blocked" not in page.texts
+    assert ask("report", seen.run)[1]["costs"] is None
+
+
+def failing(seen: Seen, tmp_path: Path) -> Path:
+    """The trace of `seen`, but the save of step 2 has failed."""
+    document = json.loads(seen.trace.read_text())
+    for event in document["traceEvents"]:
+        if event["name"] == "save" and event["id"] == "save 2":
+            event["name"] = "failed save"
+            if event["ph"] == "b":
+                event["args"] |= {"event": "failed save", "committed_s": None}
+    path = tmp_path / "failing.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_failures_come_first(run: Path, seen: Seen, tmp_path: Path) -> None:
+    (run / "step-000000000002" / "manifest.json").write_text("{")
+    _, page = page_of(tmp_path, run, "--trace", failing(seen, tmp_path), code=1)
+    titles = [text for text in page.texts if text in SECTIONS]
+    assert titles == SECTIONS
+    assert {"save failed", "1 failed", "1 damaged"} <= set(page.texts)
+
+
+SECTIONS = ["Failures", "Damage", "What saving cost", "Steps", "Timeline", "Saves", "Levels"]
+
+
+def test_long_tables_are_folded(tmp_path: Path) -> None:
+    for step in range(1, 41):
+        write_step(tmp_path / "run", step, arrays_of())
+    _, page = page_of(tmp_path, tmp_path / "run")
+    names = [name for name, _ in page.elements]
+    assert names.count("details") == names.count("summary") == 1
+    assert "28 older steps" in page.texts
+    first, others = (page.texts.index(text) for text in ("Steps", "28 older steps"))
+    shown = [int(text) for text in page.texts[first:others] if text in map(str, range(13, 41))]
+    assert shown[0] == 40
+    assert set(shown) >= set(range(29, 41))
+    assert "1" in page.texts[others:]
 
 
 def test_ranks_of_a_save_are_one_row(seen: Seen, tmp_path: Path, ask: Asked) -> None:
@@ -193,7 +291,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     events = {a for _, attributes in page.elements for a in attributes if a.startswith("on")}
     assert events == set()
     assert not any("\u202e" in text or "\x1b" in text for text in page.texts)
-    assert f"statehold: {run}" in page.texts
+    assert any(text.startswith(f"{run}, on ") for text in page.texts)
 
 
 def test_text_cannot_become_markup() -> None:

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from statehold.cli.blocks import badge, bar, look, note, rate, seconds, section, table, tile
+from statehold.cli.failures import failures
 from statehold.cli.ls import KINDS
 from statehold.cli.markup import Markup, Piece, join, tag
-from statehold.cli.output import counted
+from statehold.cli.output import counted, to_the_second
 from statehold.cli.said import in_words
 from statehold.cli.timeline import timeline
 from statehold.cli.traces import Traces
 from statehold.units import format_bytes, format_seconds
 
 _HERE = Path(__file__).parent
-_NUMBERS = "num"
-DAMAGE_SHOWN = 100
 SAVES_SHOWN = 200
 
 Document = Mapping[str, Any]
@@ -38,7 +38,7 @@ def page_of(document: Document, traces: Traces) -> str:
         Markup('<meta charset="utf-8">'),
         Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
-        tag("title", f"statehold: {document['run']}"),
+        tag("title", f"{_name_of(document)} - statehold report"),
         tag("style", style),
     ]
     body = [tag("main", *_sections(document, traces)), tag("script", script)]
@@ -53,120 +53,143 @@ def _hashed(content: str) -> str:
 
 
 def _sections(document: Document, traces: Traces) -> Iterable[Markup]:
+    """Failures first; then what people look at most."""
     yield _header(document)
-    yield _section("Steps", _steps(document))
+    yield from failures(document)
+    if document["costs"] is not None:
+        yield section("What saving cost", _costs(document["costs"]))
+    yield section("Steps", _steps(document))
     if len(document["levels"]) > 1 and document["steps"]:
-        yield _section("Where steps are", _where(document))
-    copies = [copy for step in document["steps"] for copy in step["copies"]]
-    if damage := [each for copy in copies for each in _damage(copy)]:
-        yield _section("Damage", _damage_table(damage))
+        yield section("Where steps are", _where(document))
     if any(lane.marks for lane in traces.lanes):
-        yield _section("Timeline", timeline(traces), _left_out(document))
+        yield section("Timeline", timeline(traces), _left_out(document))
     if document["saves"]:
-        yield _section("Saves", _saves(document))
+        yield section("Saves", _saves(document))
     if document["restores"]:
-        yield _section("Restores", _restores(document))
+        yield section("Restores", _restores(document))
     if document["copies"]:
-        yield _section("Copies to other levels", _copies(document))
+        yield section("Copies to other levels", _copies(document))
     if not document["saves"] and not document["restores"]:
         hint = (
             "No trace was given: Checkpointer(..., trace=FILE) records one, --trace FILE reads it."
         )
-        yield _section("Saves and restores", tag("p", hint, class_="note"))
-    yield _section("Levels", _levels(document))
+        yield section("Saves and restores", note(hint))
+    yield section("Levels", _levels(document))
     if document["newest"] is not None:
-        yield _section(f"In step {document['newest']['step']}", _newest(document["newest"]))
+        yield section(f"In step {document['newest']['step']}", _newest(document["newest"]))
     if document["other"]:
-        yield _section("Also in the run directory", _other(document["other"]))
+        yield section("Also in the run directory", _other(document["other"]))
 
 
-def _section(title: str, *content: Piece) -> Markup:
-    return tag("section", tag("h2", title), *content)
+# What a time of a save means for people.
+_COSTS = {
+    "blocked_s": "save() took",
+    "gate_s": "optimizers waited",
+    "committed_s": "durable after",
+}
 
 
 # -- the top -------------------------------------------------------------------------------
 
 
 def _header(document: Document) -> Markup:
-    steps = document["steps"]
-    made = f"{_when(document['created'])}, {document['writer']}"
-    figures = [
-        ("newest step", str(steps[-1]["step"]) if steps else "none"),
-        ("steps kept", str(len(steps))),
-        (
-            "at all levels" if len(document["levels"]) > 1 else "on disk",
-            format_bytes(sum(level["bytes"] for level in document["levels"])),
-        ),
-        ("ranks", str(steps[-1].get("world_size", "unknown")) if steps else "none"),
-        ("integrity", _overall(document)),
-    ]
-    tiles = [tag("div", tag("dt", name), tag("dd", value)) for name, value in figures]
+    made = f"{document['run']}, on {to_the_second(document['created'])} UTC by {document['writer']}"
     return tag(
         "header",
-        tag("h1", document["run"]),
-        tag("p", made, class_="note"),
-        tag("dl", *tiles, class_="tiles"),
+        tag("p", "statehold", class_="brand"),
+        tag("h1", _name_of(document)),
+        note(made),
+        tag("dl", *_tiles(document), class_="tiles"),
     )
+
+
+def _name_of(document: Document) -> str:
+    """The last part of the path of the run."""
+    return str(document["run"]).rstrip("/").rpartition("/")[2] or str(document["run"])
+
+
+def _tiles(document: Document) -> Iterator[Markup]:
+    steps, levels, costs = document["steps"], document["levels"], document["costs"]
+    yield tile("integrity", _overall(document))
+    if steps:
+        created = steps[-1].get("created")
+        about = to_the_second(created)[:16] if created else ""  # to the minute
+        yield tile("newest step", str(steps[-1]["step"]), about)
+    else:
+        yield tile("newest step", "none")
+    if costs is not None:
+        yield from _cost_tiles(costs)
+    size = format_bytes(sum(level["bytes"] for level in levels))
+    places = counted(len(levels), "level") if len(levels) > 1 else "on disk"
+    yield tile("size", size, f"{counted(len(steps), 'step')}, {places}")
+    ranks = str(steps[-1].get("world_size", "unknown")) if steps else "none"
+    yield tile("ranks", ranks)
+
+
+def _cost_tiles(costs: Document) -> Iterator[Markup]:
+    share, durable = costs["blocked_share"], costs["committed_s"]
+    if share is not None:
+        yield tile("training blocked", f"{share:.2%}", f"of {format_seconds(costs['window_s'])}")
+    if durable is not None:
+        about = f"99 %: {format_seconds(durable['p99'])}"
+        yield tile("durable after", format_seconds(durable["median"]), about)
+    failed = costs["failed"]
+    value = badge("bad", f"{failed} failed") if failed else "0 failed"
+    yield tile("saves", value, f"of {costs['saves']}")
 
 
 def _overall(document: Document) -> Markup:
     steps = document["steps"]
     damaged = sum(step["state"] == "damaged" for step in steps)
     if damaged:
-        return _badge("bad", f"{damaged} damaged")
+        return badge("bad", f"{damaged} damaged")
     if not document["verified"] or not steps:
-        return _badge("unknown", "not verified")
+        return badge("unknown", "not verified")
     parts = sum(step["state"] == "part" for step in steps)
     if parts:
-        return _badge("unknown", f"{counted(parts, 'step')} here in part")
-    return _badge("good", f"{counted(len(steps), 'step')} intact")
-
-
-def _badge(kind: str, text: str) -> Markup:
-    return tag("span", text, class_=f"badge {kind}")
+        return badge("unknown", f"{counted(parts, 'step')} here in part")
+    return badge("good", f"{counted(len(steps), 'step')} intact")
 
 
 # -- tables --------------------------------------------------------------------------------
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[Piece]], right: str = "") -> Markup:
-    """`right`: the columns with numbers."""
-    kinds = [_NUMBERS if name in right.split() else None for name in header]
-    # "_" stands for a space in the names of columns.
-    head = [
-        tag("th", name.replace("_", " "), scope="col", class_=kind)
-        for name, kind in zip(header, kinds, strict=True)
+def _costs(costs: Document) -> Markup:
+    """A row for each time that training or a step waits for."""
+    whole = max([costs[name]["max"] for name in _COSTS if costs[name]] + [1e-9])
+    rows = [
+        (
+            title,
+            *(format_seconds(costs[name][key]) for key in ("median", "p99", "max")),
+            bar(costs[name]["median"] / whole, costs[name]["p99"] / whole, "mark"),
+        )
+        for name, title in _COSTS.items()
+        if costs[name] is not None
     ]
-    body = [
-        tag("tr", *[tag("td", c, class_=k) for c, k in zip(row, kinds, strict=True)])
-        for row in rows
-    ]
-    inner = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *body))
-    return tag("div", inner, class_="wide", tabindex=0)
-
-
-def _bar(share: float, mark: float | None = None) -> Markup:
-    """A share of the width, and where a limit is."""
-    drawn = [tag("rect", class_="track", width="100%", height=8, rx=2),
-             tag("rect", class_="bar", width=f"{min(share, 1):.2%}", height=8, rx=2)]  # fmt: skip
-    if mark is not None:
-        drawn.append(tag("line", class_="limit", x1=f"{mark:.2%}", x2=f"{mark:.2%}", y1=0, y2=8))
-    return tag("svg", *drawn, width=96, height=8, aria_hidden="true")
+    header = ("", "median", "99th_percentile", "longest", "")
+    text = "Each save counts with its slowest rank."
+    if costs["blocked_share"] is not None:
+        text = (
+            f"Training was blocked for {costs['blocked_share']:.2%} of the "
+            f"{format_seconds(costs['window_s'])} from the first save to the last: in save(), and "
+            f"while optimizers waited for copies. {text}"
+        )
+    return join([table(header, rows, right=" ".join(header[1:4])), note(text)])
 
 
 def _steps(document: Document) -> Markup:
     steps = document["steps"]
     if not steps:
-        return tag("p", "No step is committed in this run.", class_="note")
+        return note("No step is committed in this run.")
     largest = max(max(step["bytes"] for step in steps), 1)
     rows = [
         (
             step["step"],
-            _when(step["created"]) if "created" in step else "-",
+            f"{to_the_second(step['created'])} UTC" if "created" in step else "-",
             step.get("world_size", "-"),
             step["files"],
             format_bytes(step["bytes"]),
-            _bar(step["bytes"] / largest),
+            bar(step["bytes"] / largest),
             step.get("writer", "-"),
             in_words(step.get("metrics", {}), step.get("tags", ())),
             _integrity(step),
@@ -174,46 +197,24 @@ def _steps(document: Document) -> Markup:
         for step in reversed(steps)
     ]
     header = ("step", "committed", "ranks", "files", "bytes", "", "written_by", "says", "integrity")
-    return _table(header, rows, right="step ranks files bytes")
+    return table(header, rows, right="step ranks files bytes", more="older steps")
 
 
 def _integrity(step: Document) -> Piece:
     if step["state"] == "damaged":
-        return _badge("bad", "damaged")
+        return badge("bad", "damaged")
     if step["state"] != "committed":
-        return _badge("unknown", step["state"])
+        return badge("unknown", step["state"])
     found = step.get("integrity")
     if found is None:
-        return _badge("unknown", "not verified")
-    return _badge("good", f"intact: {counted(found['pieces'], 'piece')}")
-
-
-def _damage(step: Document) -> Iterable[tuple[Piece, ...]]:
-    found = step.get("integrity", {}).get("damage", [])
-    if "error" in step and not found:
-        about = step["step"], step["level"]
-        yield *about, "manifest", "-", "-", "-", step["error"].split("\n")[0]
-    for each in found:
-        compared = (
-            "" if each["expected"] is None else f" expected {each['expected']}, got {each['got']}"
-        )
-        where = "-" if each["begin"] is None else f"[{each['begin']}, {each['end']})"
-        file, tensor = each["file"] or "-", each["tensor"] or "-"
-        detail = f"{each['detail']}{compared}".strip()
-        yield step["step"], step["level"], each["what"], tensor, file, where, detail
-
-
-def _damage_table(damage: Sequence[Sequence[Piece]]) -> Markup:
-    header = ("step", "level", "what", "tensor", "file", "bytes", "detail")
-    more = len(damage) - DAMAGE_SHOWN
-    note = tag("p", f"{more} more: statehold verify lists all.", class_="note") if more > 0 else ""
-    return join([_table(header, damage[:DAMAGE_SHOWN], right="step"), note])
+        return badge("unknown", "not verified")
+    return badge("good", f"intact: {counted(found['pieces'], 'piece')}")
 
 
 def _left_out(document: Document) -> Piece:
     count = document["left_out_events"]
     text = f"{counted(count, 'event')} not drawn: older than the newest, or not well-formed."
-    return tag("p", text, class_="note") if count else ""
+    return note(text) if count else ""
 
 
 def _saves(document: Document) -> Markup:
@@ -223,33 +224,32 @@ def _saves(document: Document) -> Markup:
     longest = max([save["committed_s"] or save["written_s"] for save in saves]) or 1.0
     rows = [
         (
-            _look(save),
+            look(save["step"], save["begin_us"], save["end_us"]),
             _course(save, longest),
             save["ranks"],
             format_bytes(save["written_bytes"]),
-            _seconds(save["blocked_s"]),
-            _seconds(save["gate_s"]),
-            _seconds(save["staged_s"]),
-            _seconds(save["written_s"]),
-            _badge("bad", "failed") if save["failed"] else _seconds(save["committed_s"]),
-            "-" if save["bytes_per_s"] is None else f"{format_bytes(int(save['bytes_per_s']))}/s",
-            _bar((save["bytes_per_s"] or 0) / whole, limit / whole if limit else None),
+            seconds(save["blocked_s"]),
+            seconds(save["gate_s"]),
+            seconds(save["staged_s"]),
+            seconds(save["written_s"]),
+            badge("bad", "failed") if save["failed"] else seconds(save["committed_s"]),
+            rate(save["bytes_per_s"]),
+            bar((save["bytes_per_s"] or 0) / whole, limit / whole if limit else None),
             *([f"{(save['bytes_per_s'] or 0) / limit:.0%}"] if limit else []),
         )
         for save in reversed(saves[-SAVES_SHOWN:])
     ]
     numbers = "step ranks bytes blocked gate staged written committed rate of_limit"
     header = ("step", "course", *numbers.split()[1:9], "", *(["of_limit"] if limit else []))
-    note = (
+    text = (
         "Times since the call of save(), of several ranks the slowest; the rate is to the commit. "
         "Course, on one scale: until staged, written, committed; above it, how long save() took."
     )
     if limit:
-        note += f" The line is the limit of the storage, {format_bytes(int(limit))}/s."
+        text += f" The line is the limit of the storage, {format_bytes(int(limit))}/s."
     if len(saves) > SAVES_SHOWN:
-        note += f" The newest {SAVES_SHOWN} of {len(saves)}."
-    table = _table(header, rows, right=numbers)
-    return join([table, tag("p", note, class_="note")])
+        text += f" The newest {SAVES_SHOWN} of {len(saves)}."
+    return join([table(header, rows, right=numbers, more="earlier saves"), note(text)])
 
 
 def _course(save: Document, longest: float) -> Markup:
@@ -270,11 +270,11 @@ def _restores(document: Document) -> Markup:
     limit = levels[0]["read_limit_bytes_per_s"] if len(levels) == 1 else None
     rows = [
         (
-            _look(each),
+            look(each["step"], each["begin_us"], each["end_us"]),
             each["rank"],
             format_bytes(each["read_bytes"]),
-            _seconds(each["seconds"]),
-            _rate(each),
+            seconds(each["seconds"]),
+            rate(each["bytes_per_s"]),
             *([_of(each, limit)] if limit else []),
             each["passed_over"] or "-",
         )
@@ -282,7 +282,7 @@ def _restores(document: Document) -> Markup:
     ]
     of_limit = ["of_limit"] if limit else []
     header = ("step", "rank", "bytes", "took", "rate", *of_limit, "damaged,_passed_over")
-    return _table(header, rows, right=" ".join(header))
+    return table(header, rows, right=" ".join(header), more="earlier restores")
 
 
 def _copies(document: Document) -> Markup:
@@ -290,38 +290,29 @@ def _copies(document: Document) -> Markup:
     limits = {name: limit for name, limit in known.items() if limit}
     rows = [
         (
-            _look(each),
+            look(each["step"], each["begin_us"], each["end_us"]),
             each["level"],
             each["rank"],
-            _badge("bad", "failed") if each["failed"] else format_bytes(each["bytes"]),
-            _seconds(each["seconds"]),
-            _rate(each),
+            badge("bad", "failed") if each["failed"] else format_bytes(each["bytes"]),
+            seconds(each["seconds"]),
+            rate(each["bytes_per_s"]),
             *([_of(each, limits.get(each["level"]))] if limits else []),
-            _seconds(each["read_s"]),
-            _seconds(each["limited_s"]),
+            seconds(each["read_s"]),
+            seconds(each["limited_s"]),
         )
         for each in reversed(document["copies"][-SAVES_SHOWN:])
     ]
     of_limit = ["of_limit"] if limits else []
     rest = ("reading", "waiting_for_its_turn")
     header = ("step", "to", "rank", "bytes", "took", "rate", *of_limit, *rest)
-    return _table(header, rows, right=" ".join(header).replace(" to ", " "))
+    numbers = " ".join(header).replace(" to ", " ")
+    return table(header, rows, right=numbers, more="earlier copies")
 
 
 def _of(each: Document, limit: int | None) -> str:
     """The rate as a share of the level's limit."""
-    rate = each["bytes_per_s"]
-    return f"{rate / limit:.0%}" if rate and limit else "-"
-
-
-def _rate(each: Document) -> str:
-    return "-" if each["bytes_per_s"] is None else f"{format_bytes(int(each['bytes_per_s']))}/s"
-
-
-def _look(about: Document) -> Markup:
-    """A step's number, which the script links to its place on the timeline."""
-    return tag("button", about["step"], type="button", class_="look",
-               data_begin=about["begin_us"], data_end=about["end_us"], disabled="")  # fmt: skip
+    reached = each["bytes_per_s"]
+    return f"{reached / limit:.0%}" if reached and limit else "-"
 
 
 def _levels(document: Document) -> Markup:
@@ -343,18 +334,17 @@ def _levels(document: Document) -> Markup:
     ]
     numbers = "steps newest bytes free limit"
     header = ("level", "kind", "where", "file_system", "", *numbers.split())
-    notes = [tag("p", f"{level['name']}: {level['error']}", class_="note")
-             for level in levels if level["error"]]  # fmt: skip
+    notes = [note(f"{level['name']}: {level['error']}") for level in levels if level["error"]]
     asked = "statehold report --levels asks object stores, too."
     if any(level["state"] == "not asked" for level in levels):
-        notes.append(tag("p", asked, class_="note"))
-    return join([_table(header, rows, right=numbers), *notes])
+        notes.append(note(asked))
+    return join([table(header, rows, right=numbers), *notes])
 
 
 def _level_state(state: str) -> Piece:
     if state == "there":
         return ""
-    return _badge("bad" if state == "unreadable" else "unknown", state)
+    return badge("bad" if state == "unreadable" else "unknown", state)
 
 
 def _limits(level: Document) -> str:
@@ -373,7 +363,7 @@ def _where(document: Document) -> Markup:
         copies = {copy["level"]: copy for copy in step["copies"]}
         cells = [_integrity(copies[name]) if name in copies else "-" for name in names]
         rows.append((step["step"], *cells))
-    return _table(("step", *names), rows, right="step")
+    return table(("step", *names), rows, right="step", more="older steps")
 
 
 def _newest(newest: Document) -> Markup:
@@ -391,24 +381,15 @@ def _newest(newest: Document) -> Markup:
             tensor["dtype"],
             " x ".join(map(str, tensor["shape"])) or "scalar",
             format_bytes(tensor["bytes"]),
-            _bar(tensor["bytes"] / largest),
+            bar(tensor["bytes"] / largest),
             tensor["layout"],
         )
         for tensor in shown
     ]
-    table = _table(("tensor", "dtype", "shape", "bytes", "", "layout"), rows, right="bytes")
-    return join([tag("p", text), table])
+    header = ("tensor", "dtype", "shape", "bytes", "", "layout")
+    return join([tag("p", text), table(header, rows, right="bytes", more="smaller tensors")])
 
 
 def _other(found: Iterable[Document]) -> Markup:
     rows = [(each["name"], format_bytes(each["bytes"]), KINDS[each["kind"]]) for each in found]
-    return _table(("name", "bytes", "what_it_is"), rows, right="bytes")
-
-
-def _seconds(seconds: float | None) -> str:
-    return format_seconds(seconds) if seconds else "-"
-
-
-def _when(iso: str) -> str:
-    """A time as a manifest records it, for people: to the second."""
-    return f"{iso[:19].replace('T', ' ')} UTC"
+    return table(("name", "bytes", "what_it_is"), rows, right="bytes", more="others")

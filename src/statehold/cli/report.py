@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from statehold._version import __version__
 from statehold.cli import codes, show
+from statehold.cli.costs import costs_of
 from statehold.cli.levels import Level, copies_of, far_options, levels_of, steps_of
 from statehold.cli.output import emit, say
 from statehold.cli.page import page_of
@@ -59,6 +60,7 @@ def _document(fs: Fs, path: str, traces: Traces, args: argparse.Namespace) -> di
         _verify(fs, looked)
     steps = [_step(looked, step) for step in steps_of(looked)]
     levels = [level.document() for level in looked]
+    saves = _saves(traces.saves)
     limit = levels[0]["limit_bytes_per_s"] if args.limit is None else parse_bytes(args.limit)
     return {
         "run": path,
@@ -70,7 +72,8 @@ def _document(fs: Fs, path: str, traces: Traces, args: argparse.Namespace) -> di
         "levels": levels,
         "newest": _newest(fs, looked),
         "limit_bytes_per_s": limit,
-        "saves": _saves(traces.saves),
+        "costs": costs_of(saves),
+        "saves": saves,
         "restores": [_restore(each) for each in traces.restores],
         "copies": [_copy(each) for each in sorted(traces.copies, key=lambda each: each["begin"])],
         "left_out_events": traces.left_out,

@@ -1,0 +1,84 @@
+"""The blocks that a page is built of: sections, tables that fold, bars, badges, tiles.
+
+Invariants: a table shows its first ROWS_SHOWN rows; the others are one click away, also without
+scripts. Text is escaped by markup.
+Not here: which sections a page has (page).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from statehold.cli.markup import Markup, Piece, join, tag
+from statehold.units import format_bytes, format_seconds
+
+ROWS_SHOWN = 12
+_NUMBERS = "num"
+
+
+def section(title: str, *content: Piece) -> Markup:
+    return tag("section", tag("h2", title), *content)
+
+
+def note(text: str) -> Markup:
+    """A remark in small print."""
+    return tag("p", text, class_="note")
+
+
+def badge(kind: str, text: str) -> Markup:
+    """kind: "good", "bad" or "unknown"."""
+    return tag("span", text, class_=f"badge {kind}")
+
+
+def tile(name: str, value: Piece, about: str = "") -> Markup:
+    """A figure at the top of the page."""
+    more = [tag("dd", about, class_="about")] if about else []
+    return tag("div", tag("dt", name), tag("dd", value), *more)
+
+
+def table(
+    header: Sequence[str], rows: Iterable[Sequence[Piece]], right: str = "", more: str = "rows"
+) -> Markup:
+    """`right`: the columns with numbers. `more`: what the rows are that are folded away."""
+    kinds = [_NUMBERS if name in right.split() else None for name in header]
+    # "_" stands for a space in the names of columns.
+    head = tag("thead", tag("tr", *[
+        tag("th", name.replace("_", " "), scope="col", class_=kind)
+        for name, kind in zip(header, kinds, strict=True)
+    ]))  # fmt: skip
+    body = [
+        tag("tr", *[tag("td", c, class_=k) for c, k in zip(row, kinds, strict=True)])
+        for row in rows
+    ]
+    if len(body) <= ROWS_SHOWN + 3:  # folding a few rows hides more than it saves
+        return _wide(head, body)
+    shown, folded = body[:ROWS_SHOWN], body[ROWS_SHOWN:]
+    label = tag("summary", f"{len(folded)} {more}")
+    return join([_wide(head, shown), tag("details", label, _wide(head, folded))])
+
+
+def _wide(head: Markup, body: Sequence[Markup]) -> Markup:
+    return tag("div", tag("table", head, tag("tbody", *body)), class_="wide", tabindex=0)
+
+
+def bar(share: float, mark: float | None = None, kind: str = "limit") -> Markup:
+    """A share of the width, and a line at another one: a "limit", or only a "mark"."""
+    drawn = [tag("rect", class_="track", width="100%", height=8, rx=2),
+             tag("rect", class_="bar", width=f"{min(share, 1):.2%}", height=8, rx=2)]  # fmt: skip
+    if mark is not None:
+        drawn.append(tag("line", class_=kind, x1=f"{mark:.2%}", x2=f"{mark:.2%}", y1=0, y2=8))
+    return tag("svg", *drawn, width=96, height=8, aria_hidden="true")
+
+
+def seconds(value: float | None) -> str:
+    return format_seconds(value) if value else "-"
+
+
+def rate(bytes_per_s: float | None) -> str:
+    return "-" if bytes_per_s is None else f"{format_bytes(int(bytes_per_s))}/s"
+
+
+def look(step: int, begin_us: int, end_us: int) -> Markup:
+    """A step's number, which the script links to its place on the timeline."""
+    return tag("button", step, type="button", class_="look",
+               data_begin=begin_us, data_end=end_us, disabled="")  # fmt: skip
