@@ -74,6 +74,20 @@ def test_examples_are_commands_that_parse(name: str, ended: Ended) -> None:
         assert arguments(words).module
 
 
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_documents_have_every_option(name: str) -> None:
+    page = (DOCS / "cli.md").read_text("utf-8")
+    synopsis = page.partition("\n## ")[0]
+    assert re.search(rf"^    statehold {name}( |$)", synopsis, re.MULTILINE)
+    known = page + (DOCS / "planning.md").read_text("utf-8")
+    for action in COMMANDS[name]._actions:
+        names = action.option_strings
+        assert not names or any(each in known for each in names), names
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -53,6 +53,19 @@ def test_a_step_where_a_run_is_expected(run: Path, say: Say, words: str) -> None
     assert "a run, not a step" in text
 
 
+@pytest.mark.parametrize("command", ["tree", "doctor", "bench io", "ls", "du"])
+def test_a_directory_that_is_not_there(tmp_path: Path, say: Say, command: str) -> None:
+    code, text = say(*command.split(), tmp_path / "nowhere")
+    assert code == 3
+    assert "no such" in text
+
+
+def test_a_file_that_is_not_there(run: Path, say: Say) -> None:
+    code, text = say("report", run, "--json", "--trace", run / "none.json")
+    assert code == 4
+    assert text == "statehold: TMP/run/none.json: No such file or directory\n"
+
+
 RUN_COMMANDS = ["ls", "du", "report --json", "prune --keep 1", "verify --all"]
 
 

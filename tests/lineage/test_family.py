@@ -140,7 +140,7 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_there_is_something_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tree", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "no run\n"
-    assert main(["tree", str(tmp_path / "nowhere")]) == 2
+    assert main(["tree", str(tmp_path / "nowhere")]) == 3
 
 
 def test_a_run_trains_on_from_its_fork(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         return codes.CLOSED_PIPE
     except OSError as error:
-        output.error(error)
+        where = f"{error.filename}: " if error.filename else ""
+        output.error(f"{where}{error.strerror or error}")
         return codes.FAILED
     except KeyboardInterrupt:
         output.error("interrupted")

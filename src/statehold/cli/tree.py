@@ -13,14 +13,14 @@ from typing import Any
 from statehold.cli import codes
 from statehold.cli.output import bad, emit, plain, say, table
 from statehold.cli.said import in_words
-from statehold.errors import UsageError
 from statehold.lineage.family import Member, family
+from statehold.reading.places import NotFoundError
 from statehold.units import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:
     if not os.path.isdir(args.directory):
-        raise UsageError("no such directory", facts={"directory": args.directory})
+        raise NotFoundError("no such directory", facts={"directory": args.directory})
     members = family(args.directory)
     if args.json:
         emit({"runs": [_document(each) for each in members]})
