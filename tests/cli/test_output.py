@@ -273,6 +273,7 @@ def test_progress_is_for_terminals(has_rich: bool, monkeypatch: pytest.MonkeyPat
 def test_short_work_shows_no_progress(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Window()
     monkeypatch.setattr(progress, "FIRST_S", 3600)
+    monkeypatch.setattr(progress, "REDRAW_S", 0)
     monkeypatch.setattr(sys, "stderr", stream)
     main(["verify", str(run)])
     assert stream.getvalue() == ""
