@@ -62,6 +62,21 @@ def test_errors_that_nobody_reads(tmp_path: Path) -> None:
     assert code == codes.NOT_FOUND
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_streams_that_the_shell_closed(run: Path, closed: str) -> None:
+    """Python has no stream there at all."""
+    command = f"{sys.executable} -m statehold verify {run} {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("intact" in done.stdout) is (closed == "2>&-")
+
+
+def test_an_error_without_a_stream(run: Path) -> None:
+    command = f"{sys.executable} -m statehold ls {run / 'none'} 2>&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (codes.NOT_FOUND, "")
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_output_that_has_no_room(run: Path) -> None:
     with open("/dev/full", "w") as full:

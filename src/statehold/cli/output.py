@@ -81,7 +81,8 @@ def table(
 def flush() -> None:
     """Hand over all that was printed. Raises OSError if stdout is closed or full."""
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:  # the shell closed it: >&-
+            sys.stdout.flush()
     except OSError:
         _drop(sys.stdout)
         raise
@@ -109,6 +110,8 @@ busy = progress.busy
 
 
 def _print_beside(*pieces: str) -> None:
+    if sys.stderr is None:  # print() would take stdout
+        return
     progress.hide()
     is_colored = terminal.wants_color(sys.stderr)
     print("".join(map(_painted, pieces) if is_colored else pieces), file=sys.stderr)

@@ -34,10 +34,10 @@ def has_rich() -> bool:
     return importlib.util.find_spec("rich") is not None
 
 
-def is_terminal(stream: TextIO) -> bool:
-    """Whether a person sees the stream at once. False for a stream that is closed."""
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a person sees the stream at once. False for a stream that is closed, or None."""
     try:
-        return stream.isatty()
+        return stream is not None and stream.isatty()
     except ValueError:
         return False
 
@@ -47,12 +47,12 @@ def width() -> int:
     return shutil.get_terminal_size().columns
 
 
-def wants_color(stream: TextIO) -> bool:
+def wants_color(stream: TextIO | None) -> bool:
     """Whether `stream` gets colour."""
     return has_rich() and _is_wanted(stream)
 
 
-def _is_wanted(stream: TextIO) -> bool:
+def _is_wanted(stream: TextIO | None) -> bool:
     if _chosen != "auto":
         return _chosen == "always"
     if os.environ.get("NO_COLOR"):
