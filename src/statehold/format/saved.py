@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeGuard, TypeVar
 
 from statehold.encoding.strictjson import show
@@ -30,6 +29,7 @@ from statehold.format.record import Record
 from statehold.format.trees import Differs, members_of, merge, tensors_of
 from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Ranks
 from statehold.layout.share import Held
+from statehold.process.cached import cached
 
 MANIFEST_NAME = "manifest.json"
 
@@ -192,7 +192,7 @@ class _WholeStep(SavedStep):
         self.world_size = manifest.world_size
         self.block_bytes = manifest.block_bytes
 
-    @cached_property
+    @cached
     def tensors(self) -> Mapping[str, SavedTensor]:
         entries, used = self._manifest.tensors.items(), set(tensors_of(self._manifest.state))
         return {
@@ -306,7 +306,7 @@ class _SharedStep(SavedStep):
 
     # -- what was saved ----------------------------------------------------------------------
 
-    @cached_property
+    @cached
     def _groups(self) -> dict[str, list[tuple[Ranks, int]]]:
         """For each name at the top of the state: groups of ranks, and the rank whose record is
         read."""
@@ -319,7 +319,7 @@ class _SharedStep(SavedStep):
                     groups.setdefault(key, []).append((ranks, ranks.lowest))
         return groups
 
-    @cached_property
+    @cached
     def _looked_at(self) -> dict[str, list[tuple[Ranks, int]]]:
         """The groups whose records are read: of groups with only their own values, one."""
         return {key: self._sampled(key, groups) for key, groups in self._groups.items()}
@@ -339,7 +339,7 @@ class _SharedStep(SavedStep):
             raise _record_error(path, f"a state with {key!r}", f"one with {show(list(members))}")
         return members[key]
 
-    @cached_property
+    @cached
     def state(self) -> Any:
         nodes, keys = {}, {}
         for key, groups in self._looked_at.items():
@@ -354,7 +354,7 @@ class _SharedStep(SavedStep):
             return nodes
         return {"$dict": [[keys[name], node] for name, node in nodes.items()]}
 
-    @cached_property
+    @cached
     def _versions(self) -> dict[str, list[_Version]]:
         """The entries under each name, in the records that are read."""
         found: dict[str, dict[tuple[Held, int], list[Ranks]]] = {}
@@ -369,7 +369,7 @@ class _SharedStep(SavedStep):
             for name, same in found.items()
         }
 
-    @cached_property
+    @cached
     def tensors(self) -> Mapping[str, SavedTensor]:
         """For a name under which ranks saved different tensors, this rank's, else the first."""
         found = {}
@@ -432,7 +432,7 @@ class _SharedStep(SavedStep):
             for shared in self._shared.get(name, ())
         )
 
-    @cached_property
+    @cached
     def _shared(self) -> dict[str, list[Ranks]]:
         found: dict[str, list[Ranks]] = {}
         for shared in self._commit.shared:
