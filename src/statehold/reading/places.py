@@ -101,8 +101,8 @@ def _check_no_step(text: str) -> None:
     """Raises UsageError for RUN@WORD if RUN is a directory: WORD is then not the name of a step."""
     run, at, step = text.rpartition("@")
     if at and os.path.isdir(run) and not os.path.exists(text):
-        facts = {"run": run, "expected": "a number of up to 12 digits, newest, best:METRIC, or tag:NAME",
-                 "got": step or "nothing"}  # fmt: skip
+        expected = "a number of up to 12 digits, newest, best:METRIC, or tag:NAME"
+        facts = {"run": run, "expected": expected, "got": step or "nothing"}
         hint = f"the steps of this run: statehold ls {run}"
         raise UsageError("this is not the name of a step", facts=facts, hint=hint)
 
