@@ -143,14 +143,14 @@ class Job:
         self._counted: dict[int, tuple[int, int]] = {}
         self.processes: list[Any] = []
 
-    def start(self, doom: tuple[int, str] | None = None) -> list[Any]:
-        """Start the ranks of one replica; only the last one is doomed."""
+    def start(self, doom: tuple[int, str] | None = None, **order: Any) -> list[Any]:
+        """Start the ranks of one replica; only the last one is doomed. order: other than others."""
         width, number = self._order.width, len(self._logs) // self._order.width
         for place in range(width):
             log = self._folder / f"replica{number}.{place}"
             fate = doom if place == width - 1 else None
-            order = replace(self._order, log=log, doom=fate, place=place)
-            process = forked().Process(target=train, args=(order,))
+            mine = replace(self._order, log=log, doom=fate, place=place, **order)
+            process = forked().Process(target=train, args=(mine,))
             process.start()
             self._logs.append(log)
             self.processes.append(process)

@@ -23,10 +23,15 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
-from statehold import Checkpointer
+from statehold import Checkpointer, Directory, Memory
 from statehold.errors import StateholdError
-from statehold.resilience import Replicas
+from statehold.resilience import Microbatch, Replicas
 from statehold.resilience.data.checksums import checksum
 from statehold.resilience.driver import Driver
 from statehold.resilience.protocol import actions
@@ -54,10 +59,12 @@ class Order:
 
     doom: (step, moment): it dies then. Moments are "backward", before the gradients of a
     microbatch; "sum", in the middle of the reduction; the name of an action of rounds, and "after"
-    that. place, width: which rank of the replica it is, and of how many. They shard the model
-    (FSDP2), and each takes its part of the samples. pause_s: of each microbatch. run: the directory
-    of its checkpoints. is_impure: what it draws depends on the process. hold: (step, file): in that
-    step it goes on when the file exists. options: for Replicas.
+    that. place, width: which rank of the replica it is, and of how many. They shard the model by
+    "fsdp", and each takes its part of the samples, or by "tp" (tensor parallelism). pause_s: of
+    each microbatch. run: the directory of its checkpoints. memory: of a level in memory before it;
+    then only every fourth step goes to `run`. is_impure: what it draws depends on the process.
+    workers: of the loader that draws; 0 takes none. hold: (step, file): in that step it goes on
+    when the file exists. options: for Replicas.
     """
 
     coordinator: str
@@ -66,9 +73,12 @@ class Order:
     doom: tuple[int, str] | None = None
     place: int = 0
     width: int = 1
+    shards: str = "fsdp"
     pause_s: float = 0.0
     run: Path | None = None
+    memory: Path | None = None
     is_impure: bool = False
+    workers: int = 0
     hold: tuple[int, Path] | None = None
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -89,13 +99,13 @@ def train(order: Order) -> None:
     torch.set_num_threads(1)
     stacks = order.log.with_suffix(".stacks").open("w")
     faulthandler.register(signal.SIGUSR1, stacks)  # where it stands
-    model, samples = sharded(model_of(), order), data()
+    model = sharded(model_of(), order)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with (
         order.log.open("w", buffering=1) as log,
         doomed(order.doom),
         contextlib.ExitStack() as listening,
-        checkpoints(order.run) as checkpointer,
+        checkpoints(order) as checkpointer,
         Replicas(
             model,
             optimizer,
@@ -112,14 +122,14 @@ def train(order: Order) -> None:
         def say(**line: Any) -> None:
             log.write(json.dumps(line) + "\n")
 
+        draw = drawing(replicas, order)
         begin = time.monotonic()
         votes = listening.enter_context(told(say))
         for step in replicas.steps(order.until):
             for microbatch in step:
                 held(order.hold, microbatch.step)
-                x = samples[microbatch.samples[order.place :: order.width]]
                 with said(say):
-                    microbatch.drew((x, os.getpid()) if order.is_impure else x)
+                    x = draw(microbatch)
                 time.sleep(order.pause_s)
                 microbatch.backward(nn.functional.mse_loss(model(x), x))
                 say(computed=[microbatch.step, microbatch.index, microbatch.samples])
@@ -132,6 +142,21 @@ def train(order: Order) -> None:
             say(**done, **vote, state=weights(model), norm=norm, seconds=now - begin, at=now)
             begin = now
         say(weights=weights(model))
+
+
+def drawing(replicas: Replicas, order: Order) -> Callable[[Microbatch], torch.Tensor]:
+    """What draws the samples of this rank, and says what was drawn."""
+    samples = data()
+    if order.workers:
+        return replicas.loader(samples, workers=order.workers).batch
+    place, width = (order.place, order.width) if order.shards == "fsdp" else (0, 1)
+
+    def draw(microbatch: Microbatch) -> torch.Tensor:
+        x = samples[microbatch.samples[place::width]]
+        microbatch.drew((x, os.getpid()) if order.is_impure else x)
+        return x
+
+    return draw
 
 
 def weights(model: nn.Module) -> int:
@@ -182,15 +207,18 @@ def sharded(model: nn.Module, order: Order) -> nn.Module:
         "gloo", f"file://{meeting}", rank=order.place, world_size=order.width
     )
     mesh = init_device_mesh("cpu", (order.width,))
+    if order.shards == "tp":
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "3": RowwiseParallel()})
     return fully_shard(model, mesh=mesh)
 
 
 @contextlib.contextmanager
-def checkpoints(run: Path | None) -> Iterator[Checkpointer | None]:
-    if run is None:
+def checkpoints(order: Order) -> Iterator[Checkpointer | None]:
+    if order.run is None:
         yield None
         return
-    with Checkpointer(run) as checkpointer:
+    levels = [Memory(path=order.memory), Directory(every=4)] if order.memory else None
+    with Checkpointer(order.run, levels=levels) as checkpointer:
         yield checkpointer
 
 

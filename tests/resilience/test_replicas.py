@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,9 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from resilience.control import peers
 from resilience.jobs import Job, Log, coordinated, step_indices, undisturbed
-from resilience.replica import BATCH, MAX_NORM, MICROBATCHES, SAMPLES, SEED, data, model_of
+from resilience.replica import (
+    BATCH,
+    FEATURES,
+    MAX_NORM,
+    MICROBATCHES,
+    SAMPLES,
+    SEED,
+    data,
+    model_of,
+)
 from statehold.errors import ReplicaRefusedError, UsageError, WaitTimeout
 from statehold.resilience import Replicas
 
@@ -65,6 +78,39 @@ def test_replicas_that_die_at_every_moment_of_a_step(tmp_path: Path, alone: Log)
         assert sum(map(len, shares)) == len(step_indices(step)) or lost
 
 
+def test_a_loader_draws_what_lost_replicas_leave(tmp_path: Path, alone: Log) -> None:
+    """Its worker has drawn ahead for the share that the replica had before."""
+    with coordinated(3) as meeting, Job(tmp_path, meeting, UNTIL, workers=1) as job:
+        job.start((3, "backward"))
+        job.start((6, "Vote"))
+        job.start()
+        logs = job.wait()
+    assert [each.exitcode for each in job.processes] == [-signal.SIGKILL] * 2 + [0]
+    for log in logs:
+        assert_like(log, alone)
+    assert_counted_once(logs)
+    assert logs[-1].weights == alone.weights
+
+
+def test_a_microbatch_that_hangs_costs_its_replica_the_lease(tmp_path: Path, alone: Log) -> None:
+    """When it goes on, nothing of it counts, and the replica joins again."""
+    go, back = tmp_path / "go", tmp_path / "back"
+    with coordinated(2) as meeting, Job(tmp_path, meeting, UNTIL) as job:
+        job.start(hold=(3, go), options=(("stuck_s", 0.5), ("lease_s", 2.0)))
+        job.start(hold=(UNTIL - 4, back))
+        meeting.wait_for("the lease of its rank 0 has ended")
+        go.touch()
+        meeting.wait_for("has connected", times=3)
+        back.touch()
+        logs = job.wait()
+    assert [each.exitcode for each in job.processes] == [0, 0]
+    for log in logs:
+        assert_like(log, alone)
+    assert_counted_once(logs)
+    assert 3 not in logs[0].losses
+    assert logs[0].shares[UNTIL - 1]
+
+
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 def test_redundant_replicas_compute_nothing_again(
     tmp_path: Path, alone: Log, reduction: str
@@ -106,22 +152,56 @@ def test_a_run_goes_on_with_another_number_of_replicas(tmp_path: Path, alone: Lo
     assert logs[-1].weights == alone.weights
 
 
-def test_a_replica_of_two_ranks_is_lost_with_one_of_them(tmp_path: Path) -> None:
-    whole = undisturbed(tmp_path / "whole", UNTIL, width=2)
+def test_when_all_are_lost_the_newest_step_comes_from_memory(
+    tmp_path: Path, memory: Path, alone: Log
+) -> None:
+    """Its only copy is there: the one on the disk is removed."""
+    run, again = tmp_path / "run", tmp_path / "again"
+    order: dict[str, Any] = {"run": run, "memory": memory}
+    with coordinated(2) as meeting, Job(tmp_path, meeting, 7, **order) as job:
+        job.start((6, "sum"))
+        job.start((6, "sum"))
+        logs = job.wait()
+    assert [each.exitcode for each in job.processes] == [-signal.SIGKILL] * 2
+    peers.until(lambda: (run / "step-000000000006").exists())  # what outlives the trainer copies it
+    for step in run.glob("step-*"):
+        shutil.rmtree(step)
+    again.mkdir()
+    with coordinated(1) as meeting, Job(again, meeting, UNTIL, **order) as job:
+        job.start()
+        logs += job.wait()
+    for log in logs:
+        assert_like(log, alone)
+    assert min(logs[-1].losses) == 6
+    assert logs[-1].weights == alone.weights
+
+
+@pytest.mark.parametrize("shards", ["fsdp", "tp"])
+def test_a_replica_of_two_ranks_is_lost_with_one_of_them(tmp_path: Path, shards: str) -> None:
+    """Two replicas are; a new one joins, and the last one goes on."""
+    whole = undisturbed(tmp_path / "whole", UNTIL, width=2, shards=shards)
+    hold = UNTIL - 4, tmp_path / "all are here"
     assert whole[0].norms == whole[1].norms  # of the gradients that both hold together
     assert min(whole[0].norms.values()) > MAX_NORM
-    with coordinated(3) as meeting, Job(tmp_path, meeting, UNTIL, width=2) as job:
+    order: dict[str, Any] = {"width": 2, "shards": shards, "hold": hold}
+    with coordinated(3) as meeting, Job(tmp_path, meeting, UNTIL, **order) as job:
         job.start((3, "sum"))
         job.start((6, "after Vote"))
         job.start()
+        for process in job.processes[:4]:
+            process.join()
+        job.start()
+        meeting.wait_for("has connected", times=8)
+        hold[1].touch()
         logs = job.wait()
     codes = [each.exitcode for each in job.processes]
     assert codes[1] == codes[3] == -signal.SIGKILL
     assert codes[0] == codes[2] == 1  # nothing to go on with
-    assert codes[4:] == [0, 0]
+    assert codes[4:] == [0, 0, 0, 0]
     for number, log in enumerate(logs):
         assert_like(log, whole[number % 2])
-    assert [log.weights for log in logs[4:]] == [log.weights for log in whole]
+    assert [log.weights for log in logs[4:]] == [log.weights for log in [*whole, *whole]]
+    assert logs[6].shares[UNTIL - 1] == logs[7].shares[UNTIL - 1] != []
 
 
 def test_a_replica_that_comes_later_takes_part_in_the_next_steps(tmp_path: Path) -> None:
@@ -155,24 +235,40 @@ def test_a_replica_that_draws_other_samples_than_a_lost_one_stops(tmp_path: Path
     assert [log.errors for log in logs] == [[], ["ImpureSamplesError"]]
 
 
-def replica(address: str | None, **options: object) -> Replicas:
-    model = model_of()
+def replica(address: str | None, model: nn.Module | None = None, **options: object) -> Replicas:
+    model = model or model_of()
     facts: dict[str, Any] = {
         "microbatches": MICROBATCHES, "samples": SAMPLES, "batch": BATCH, "seed": SEED, **options
     }  # fmt: skip
     return Replicas(model, torch.optim.AdamW(model.parameters()), coordinator=address, **facts)
 
 
-def test_a_replica_that_differs_is_refused_by_name(tmp_path: Path) -> None:
-    with coordinated(3) as meeting, Job(tmp_path, meeting, 1 << 30) as job:
+def refusal(other: Replicas) -> dict[str, Any]:
+    with other, pytest.raises(ReplicaRefusedError) as refused:
+        next(other.steps(1))
+    return refused.value.facts
+
+
+def test_a_replica_that_differs_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with coordinated(9) as meeting, Job(tmp_path, meeting, 1 << 30) as job:
         job.start()
         meeting.wait_for("has connected")
-        with (
-            replica(meeting.address, seed=SEED + 1) as other,
-            pytest.raises(ReplicaRefusedError) as refused,
-        ):
-            next(other.steps(1))
-    assert refused.value.facts == {"what": "seed", "expected": str(SEED), "got": str(SEED + 1)}
+        seed, more = SEED + 1, MICROBATCHES + 1
+        facts = refusal(replica(meeting.address, seed=seed))
+        assert facts == {"what": "seed", "expected": str(SEED), "got": str(seed)}
+        facts = refusal(replica(meeting.address, microbatches=more))
+        assert facts == {"what": "microbatches", "expected": str(MICROBATCHES), "got": str(more)}
+        assert refusal(replica(meeting.address, samples=7))["what"] == "samples"
+        assert refusal(replica(meeting.address, batch=BATCH + 1))["what"] == "batch"
+        assert refusal(replica(meeting.address, reduction="fast"))["what"] == "reduction"
+        other = nn.Linear(FEATURES, FEATURES)
+        assert refusal(replica(meeting.address, model=other))["what"] == "parameters"
+        script = tmp_path / "another.py"
+        script.write_text("pass")
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+        assert refusal(replica(meeting.address))["what"] == "code"
 
 
 def test_a_replica_that_stays_alone_says_what_it_waits_for() -> None:
