@@ -69,6 +69,7 @@ def gang() -> Iterator[Gang]:
 
 
 def test_a_stopped_rank_holds_nobody_and_cannot_come_back(gang: Gang) -> None:
+    """R9, R10."""
     gang.fill(4)
     gang.build()
     gang.check()

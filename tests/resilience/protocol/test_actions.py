@@ -106,6 +106,7 @@ def test_a_view_before_any_epoch_is_that_of_the_hello() -> None:
 
 
 def test_a_promise_excludes_the_commit() -> None:
+    """R4, R6."""
     found = member("a", "b")
     assert found.vote(1)
     promise = found.receive(Prepare(2))
@@ -125,6 +126,7 @@ def test_an_older_promise_is_not_given() -> None:
 
 
 def test_a_member_that_is_behind_catches_up() -> None:
+    """R8."""
     found = member("a", "b")
     found.vote(1)
     views = {"a": found.view, "b": View(1, False, (1, 3), member=True)}
@@ -235,6 +237,7 @@ def test_the_run_is_over_at_its_last_step() -> None:
 
 @pytest.mark.parametrize("kind", [Gather, Reduce, Vote])
 def test_a_failure_leads_to_the_next_epoch_and_repeats_no_microbatch(kind: type) -> None:
+    """R1, R2, R9."""
     found = member("a", "b")
     play = playing(found)
     computed = []
@@ -318,6 +321,7 @@ def joining() -> tuple[Member, Playing]:
 
 
 def test_a_joiner_fetches_and_reduces_without_a_share() -> None:
+    """R11."""
     found, play = joining()
     assert play.send(None) == Gather(4)
     assert play.send(None) == Fetch(4, ("b",))
@@ -359,6 +363,7 @@ def test_one_that_waits_is_told_in_the_vote() -> None:
 
 @pytest.mark.parametrize("wrong", [{"count": 1}, {"marks": 7}, {"step": 1}, {"epoch": 2}], ids=str)
 def test_ballots_that_do_not_fit_stop_the_commit(wrong: dict[str, int]) -> None:
+    """R3."""
     found = member("a", "b")
     play = playing(found)
     vote = until_vote(play)

@@ -110,6 +110,7 @@ def test_all_ranks_of_a_refused_replica_are_refused() -> None:
 
 
 def test_the_others_go_on_without_a_lost_member() -> None:
+    """R6, R7."""
     hall, conns = running("a", "b", "c")
     hall.lose(conns["b"])
     assert (hall.epoch, hall.names) == (2, ["a", "c"])
@@ -125,6 +126,7 @@ def test_a_lost_rank_takes_its_replica_with_it() -> None:
 
 
 def test_a_lease_that_ends_is_a_loss() -> None:
+    """R5."""
     hall, conns = running("a", "b")
     hall.deaf.add(conns["b"])
     hall.wait(0.9)
@@ -146,6 +148,7 @@ def test_a_coordinator_that_stood_still_expels_nobody() -> None:
 
 
 def test_a_name_that_was_fenced_never_comes_back() -> None:
+    """R10."""
     hall, conns = running("a", "b")
     hall.lose(conns["b"])
     conn = hall.connect(hall.members[conns["b"]])
@@ -166,6 +169,7 @@ def test_a_second_connection_under_a_name_is_a_loss() -> None:
 
 
 def test_a_loss_during_the_preparation_does_not_hold_it_up() -> None:
+    """R7."""
     hall, conns = running("a", "b", "c")
     hall.deaf.add(conns["c"])
     hall.lose(conns["b"])
@@ -266,6 +270,7 @@ def test_failures_with_progress_between_them_expel_nobody() -> None:
 
 
 def test_a_joiner_waits_for_the_end_of_the_step() -> None:
+    """R11."""
     hall, conns = running("a", "b")
     newcomer = hall.connect(hello("c"))
     assert hall.epoch == 1
@@ -309,6 +314,7 @@ def reconnected(hall: Hall, names: dict[str, int]) -> dict[str, int]:
 
 
 def test_after_a_restart_all_members_go_on_in_their_epoch() -> None:
+    """R12."""
     hall, conns = running("a", "b", "c")
     hall.restart()
     conns = reconnected(hall, conns)

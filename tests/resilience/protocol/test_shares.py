@@ -37,6 +37,7 @@ def test_fresh_shares_are_equal(count: int, names: list[str]) -> None:
 def test_losses_leave_survivors_what_they_have(
     count: int, names: list[str], data: st.DataObject
 ) -> None:
+    """R8."""
     shares: Mapping[str, tuple[int, ...]] = fresh(count, names)
     alive = list(names)
     while len(alive) > 1:

@@ -180,7 +180,7 @@ def test_the_error_is_bounded(dtype: torch.dtype, octaves: int) -> None:
 
 
 def test_a_failed_reduction_costs_nothing() -> None:
-    """Every operation fails once. Then fewer members, who have counted more, reduce again."""
+    """R2. Every operation fails once. Then fewer members, who have counted more, reduce again."""
     of = gradient(octaves=12)
     expected = train(dealt(1, 0), of)[0][0]
     fails_at = 0
