@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import sys
@@ -28,6 +29,7 @@ from resilience.replica import (
 )
 from statehold.errors import ReplicaRefusedError, UsageError, WaitTimeout
 from statehold.resilience import Replicas
+from statehold.resilience.driver import Driver
 
 UNTIL = 12
 
@@ -330,6 +332,26 @@ def test_gradients_are_clipped_by_their_norm_over_all_parameters() -> None:
         norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()]).item()
         assert step.clip_grad_norm(norm / 2) == pytest.approx(norm)
         assert step.clip_grad_norm(norm) == pytest.approx(norm / 2)
+
+
+def test_a_run_that_has_ended_without_this_replica_leaves_it_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop of the documents runs once more, and must not take the loss of an older step."""
+    with coordinated(1) as meeting, replica(meeting.address) as replicas:
+        steps = replicas.steps(2)
+        for microbatch in (first := next(steps)):
+            microbatch.backward(replicas.state["model"](data()[:1]).sum())
+        assert (first.is_over, math.isnan(first.loss)) == (False, False)
+        replicas.state["model"].zero_grad()
+        monkeypatch.setattr(Driver, "step", lambda *_: iter(()))
+        last = next(steps)
+        assert not list(last)
+        assert last.is_over
+        assert math.isnan(last.loss)
+        assert last.losses == last.share == []
+        assert last.clip_grad_norm(1.0) == 0
+        assert not list(steps)
 
 
 def test_a_second_loop_goes_on_where_the_first_one_has_ended() -> None:

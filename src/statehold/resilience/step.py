@@ -10,6 +10,7 @@ Not here: which microbatches this replica has (protocol), the sums (sums).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,8 @@ class Step:
     """A step: iterate it once, to the end. `number` is final after the loop.
 
     The number of the step changes during the loop if this replica was taken for dead: it then joins
-    again at the step that the others are in.
+    again at the step that the others are in. is_over: meanwhile the others have come to the end of
+    the run. There is no such step then: it has no losses, no share and no gradients.
     """
 
     def __init__(self, work: Work, until: int) -> None:
@@ -121,13 +123,13 @@ class Step:
     def losses(self) -> list[float]:
         """The losses of the step's microbatches on all replicas, by index."""
         self.check()
-        return list(self._work.sums.losses)
+        return [] if self.is_over else list(self._work.sums.losses)
 
     @property
     def loss(self) -> float:
-        """Their mean: the same bits on every replica."""
+        """Their mean: the same bits on every replica. NaN if there is no such step."""
         self.check()
-        return self._work.sums.mean_loss
+        return math.nan if self.is_over else self._work.sums.mean_loss
 
     @property
     def share(self) -> list[int]:
@@ -136,7 +138,7 @@ class Step:
         A replica that has joined in this step has contributed none.
         """
         self.check()
-        return list(self._share)
+        return [] if self.is_over else list(self._share)
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale the gradients so that their norm over all parameters is at most `max_norm`.
