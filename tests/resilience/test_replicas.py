@@ -219,6 +219,7 @@ def test_a_replica_that_comes_later_takes_part_in_the_next_steps(tmp_path: Path)
         job.start()
         meeting.wait_for("has 3 replicas", times=2)
         late = job.logged(3, steps=2)
+        job.progress(3, steps=1)  # so the others have written down these steps, too
         logs = job.stop()
     first, last = min(late.losses), max(late.losses)
     assert first > min(logs[1].losses)
