@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import statehold
+from statehold.tensors import step_hook
 from support.faults import DEADLINE_S, SMALL
 
 TOLD = "is saved while gradients wait for optimizer.step()"
@@ -78,7 +79,17 @@ def clipping(loop: Loop) -> None:
     loop.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("loop", [before, after, in_place, accumulating, clipping])
+def closing(loop: Loop) -> None:
+    def closure() -> float:
+        loop.optimizer.zero_grad()
+        loop.backward()
+        return 0.0
+
+    loop.optimizer.step(closure)
+    loop.save()
+
+
+@pytest.mark.parametrize("loop", [before, after, in_place, accumulating, clipping, closing])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_loops_without_a_warning(
     run, loop: Callable[[Loop], None], kind, caplog: pytest.LogCaptureFixture
@@ -122,3 +133,30 @@ def test_an_accumulation_is_told_of_once(run, caplog: pytest.LogCaptureFixture) 
             loop.save()
     assert caplog.text.count(TOLD) == 1
     assert "step 3 is saved while" in caplog.text
+
+
+def test_a_closure_runs_before_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward are in it, and they may overlap with copies."""
+    order: list[str] = []
+    monkeypatch.setattr(step_hook._hook, "action", None)
+    monkeypatch.setattr(step_hook._hook, "handle", None)
+    step_hook.put_on(lambda _: order.append("gate"))
+
+    def closure() -> torch.Tensor:
+        order.append("closure")
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    try:
+        for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS, Before):
+            weight = nn.Parameter(torch.ones(2))
+            order.clear()
+            kind([weight], lr=0.1).step(closure)
+            assert order[:2] == (["gate", "closure"] if kind is Before else ["closure", "gate"])
+    finally:
+        step_hook.take_off()
+
+
+class Before(torch.optim.SGD):
+    """May change anything before it calls the closure, as SAM does."""

@@ -8,6 +8,10 @@ Under fullgraph=True no break is possible, and so no action can run in such a st
 this while the step is traced. It calls the action once, then and there, and from then on
 `runs_blind()` is true: steps may come that no action sees.
 
+A closure is called before the action, for forward and backward happen in it: those of Lightning do.
+That is so for the optimizers of torch.optim, which call it before they change anything. Another
+class may change parameters first, so there the action comes before step() begins.
+
 Invariants: there is one hook a process, whatever its action does for how many. After a step was
 compiled with it in one graph, the hook stays: to take it off and put it on would compile that step
 anew.
@@ -16,6 +20,7 @@ anew.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,10 +71,24 @@ def runs_blind() -> bool:
     return _hook.has_blind_steps
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if torch.compiler.is_dynamo_compiling() and _is_traced_in_one_graph():
-        return
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if torch.compiler.is_dynamo_compiling():
+        if not _is_traced_in_one_graph():
+            _run(optimizer)
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) == 2 else None)
+    if closure is None or not type(optimizer).__module__.startswith("torch.optim."):
+        _run(optimizer)
+        return None
+    return args[:1], {**kwargs, "closure": partial(_closed, closure, optimizer)}
+
+
+def _closed(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Any:
+    result = closure()
     _run(optimizer)
+    return result
 
 
 # Not torch.compiler.disable: that imports the compiler, which takes a second, and this waits until
