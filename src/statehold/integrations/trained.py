@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["trained_part"]
+__all__ = ["persistent_buffers", "trained_part"]
 
 
 def trained_part(
@@ -22,7 +22,7 @@ def trained_part(
     if not _is_peft(bare):
         return bare if wrapped is None else wrapped
     kept = {name: each for name, each in bare.named_parameters() if each.requires_grad}
-    return {**kept, **_persistent_buffers(bare)}
+    return {**kept, **persistent_buffers(bare)}
 
 
 def _is_peft(model: nn.Module) -> bool:
@@ -31,7 +31,7 @@ def _is_peft(model: nn.Module) -> bool:
                for each in type(model).__mro__)  # fmt: skip
 
 
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():

@@ -20,6 +20,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from statehold.integrations.second_names import give_second_names, step_name
+
 STATE = "trainer_state.json"
 STOCK = ("optimizer.pt", "optimizer.bin", "optimizer_0", "scheduler.pt")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -97,21 +99,15 @@ class Folders:
 
     def holds(self, step: int) -> bool:
         """Whether the folder has the files of the step, so that it is a run of one step."""
-        return os.path.isdir(f"{self.path(step)}/{_name(step)}")
+        return os.path.isdir(f"{self.path(step)}/{step_name(step)}")
 
     def hold(self, step: int) -> None:
         """Give the files of a committed step second names in its folder."""
-        source = self._run / _name(step)
+        source = self._run / step_name(step)
         if self.holds(step) or not source.is_dir():
             return
         with self.beside(step) as new:
-            (new / _name(step)).mkdir()
-            for path in source.iterdir():
-                target = new / _name(step) / path.name
-                try:
-                    os.link(path, target)
-                except OSError:  # a file system without second names
-                    shutil.copyfile(path, target)
+            give_second_names(source, new / step_name(step))
 
     @contextlib.contextmanager
     def beside(self, step: int) -> Iterator[Path]:
@@ -125,7 +121,3 @@ class Folders:
                 os.replace(path, folder / path.name)
         finally:
             shutil.rmtree(new, ignore_errors=True)
-
-
-def _name(step: int) -> str:
-    return f"step-{step:012d}"

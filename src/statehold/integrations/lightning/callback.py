@@ -1,0 +1,81 @@
+"""StateholdCallback: what a script adds to a Trainer of Lightning.
+
+The callback puts its layer over the strategy (strategy), opens the run when the training begins,
+and saves once more if the process has to leave.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+
+from statehold.checkpoint.checkpointer import Checkpointer
+from statehold.integrations.lightning.strategy import KEEP, Layer
+
+__all__ = ["StateholdCallback"]
+
+EVALUATING = ("teardown", "load_checkpoint")
+FITTING = (
+    *EVALUATING, "setup", "process_dataloader", "on_train_start", "on_train_batch_start",
+    "load_optimizer_state_dict", "save_checkpoint", "remove_checkpoint",
+    "lightning_module_state_dict", "optimizer_state",
+)  # fmt: skip
+
+
+class StateholdCallback(Callback):
+    """Makes the checkpoints of a Trainer steps of statehold. ModelCheckpoint works as ever.
+
+        trainer = Trainer(callbacks=[StateholdCallback(), ModelCheckpoint("out", save_last=True)])
+
+    run: the directory for the newest steps. None: that of the first ModelCheckpoint.
+    leave_within_s: after SIGTERM or SIGUSR1, all ranks save once more, as last.ckpt, and exit with
+        code 75 within so many seconds; None leaves the signals to Lightning.
+    """
+
+    def __init__(
+        self, run: str | os.PathLike[str] | None = None, *, leave_within_s: float | None = 25.0
+    ) -> None:
+        self.run = run
+        self.leave_within_s = leave_within_s
+        self.layer: Layer | None = None
+        self._seen = -1
+
+    def checkpointer(self, run: str, keep: int) -> Checkpointer:
+        """Open the run. Override it for more levels or other options; pass `keep` on. The first
+        level has to be Directory()."""
+        return Checkpointer(run, keep=keep)
+
+    # -- what the Trainer calls ------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.layer = Layer(trainer, self._opened)
+        self.layer.install(FITTING if stage == "fit" else EVALUATING)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.layer is None or trainer.fast_dev_run:
+            return
+        first = getattr(trainer.checkpoint_callback, "dirpath", None)
+        run = self.run or first or os.path.join(trainer.default_root_dir, "checkpoints")
+        self.layer.open(os.fspath(run))
+        self._seen = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        layer, step = self.layer, trainer.global_step
+        if layer is None or layer.ckpt is None or step == self._seen:
+            return  # no update: the batch accumulates
+        self._seen = step
+        if layer.ckpt.is_last(step):
+            layer.leave()
+
+    def _opened(self, run: str) -> Checkpointer:
+        ckpt = self.checkpointer(run, KEEP)
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self.leave_within_s is not None:
+            ckpt.leave_on(signal.SIGTERM, signal.SIGUSR1, within_s=self.leave_within_s)
+        return ckpt

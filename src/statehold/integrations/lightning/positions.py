@@ -1,0 +1,85 @@
+"""Where a loader of the training goes on, and what its iterators draw until the first batch.
+
+A step inside an epoch has the iterator of that epoch behind it: `loaders.load` makes one that draws
+nothing. After the last batch of an epoch, the next iterator is that of the next epoch, and draws.
+Lightning then makes one or two iterators before the first batch. So each of them begins from
+the position and the generators of the step, and the last one is as in the run that was killed.
+
+Owns: `_get_iterator` of such a loader until the first batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import SequentialSampler
+
+from statehold.tensors import first_iterator, loaders
+
+__all__ = ["NextEpoch", "Place", "goes_on", "shuffle_once"]
+
+_MAKER = "_get_iterator"
+
+
+class Place(NamedTuple):
+    """Where a step was saved. put_back: sets the generators to those of the step."""
+
+    epoch: int
+    is_epoch_over: bool
+    put_back: Callable[[], None]
+
+
+def goes_on(loader: Any, position: Any, place: Place) -> NextEpoch | None:
+    """Give a loader its position. Returns what has to end() at the first batch, if anything."""
+    if place.is_epoch_over and first_iterator.is_supported(loader):
+        return NextEpoch(loader, position, place)
+    _set_epoch(loader, place.epoch)
+    loaders.load(loader, position)
+    return None
+
+
+class NextEpoch:
+    """Stands for `_get_iterator` of a loader whose epoch is over."""
+
+    def __init__(self, loader: Any, position: Any, place: Place) -> None:
+        self._loader = loader
+        self._position = position
+        self._place = place
+        vars(loader)[_MAKER] = self
+
+    def __call__(self) -> Any:
+        loader = self._loader
+        self.end()
+        _set_epoch(loader, self._place.epoch)
+        loaders.load(loader, self._position)
+        loader._get_iterator()  # that of the epoch which is over
+        _set_epoch(loader, self._place.epoch + 1)
+        self._place.put_back()
+        iterator = loader._get_iterator()
+        vars(loader)[_MAKER] = self
+        return iterator
+
+    def end(self) -> None:
+        vars(self._loader).pop(_MAKER, None)
+
+
+def shuffle_once(loader: Any) -> None:
+    """Let the order of an epoch depend on the seed and the epoch alone, on several ranks.
+
+    Lightning puts a shuffling DistributedSampler around the sampler of a StatefulDataLoader. That
+    one shuffles, too, and its generator is then in no state, and may differ between ranks.
+    """
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    inner = sampler.dataset if isinstance(sampler, DistributedSamplerWrapper) else None
+    # torchdata's, which need not be installed
+    if inner is not None and sampler.shuffle and type(inner._sampler).__name__ == "RandomSampler":
+        inner._sampler = SequentialSampler(inner._sampler)
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Lightning does this only after it has made the iterator."""
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(epoch)
