@@ -148,6 +148,8 @@ PREAMBLES: dict[tuple[str, str], Callable[[int], AbstractContextManager[dict[str
     ("integrations.md", "TRL, and trainers of your own"): frameworks.trainer,
     ("integrations.md", "Adapters"): frameworks.adapters,
     ("integrations.md", "Accelerate"): frameworks.accelerated,
+    ("integrations.md", "The Trainer of Lightning"): frameworks.lit,
+    ("integrations.md", "Lightning Fabric"): frameworks.lit,
     ("in_and_out.md", "Load tensors of one step"): opened,
     ("in_and_out.md", "Look at steps"): opened,
     ("migrating.md", "From torch.save"): stock,

@@ -11,6 +11,7 @@ Prints a JSON list of the exit codes of the first ranks; what the ranks say is i
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -29,6 +30,9 @@ import torch.distributed
 from transformers import LlamaForCausalLM, Trainer  # noqa: F401
 
 from statehold.checkpoint.store import store
+
+with contextlib.suppress(ImportError):  # make integrations has it
+    importlib.import_module("lightning.pytorch")
 
 DEADLINE_S, LEFT = 120, 75
 

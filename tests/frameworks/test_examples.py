@@ -6,6 +6,7 @@ Trainers on two ranks need `STATEHOLD_INTEGRATIONS=1`, which `make integrations`
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -27,6 +28,8 @@ EXAMPLES = HERE.parents[1] / "examples"
 ALL = os.environ.get("STATEHOLD_INTEGRATIONS") == "1"
 KILL = 4
 NAMES = ("trainer", "adapters", "accelerated")
+if importlib.util.find_spec("lightning") is not None:
+    NAMES = (*NAMES, "lightning_trainer")
 
 
 def ran(jobs: list[dict[str, Any]]) -> list[int]:
@@ -59,8 +62,11 @@ def check(folder: Path, codes: list[int]) -> None:
     manifest = json.loads((max(whole.glob("step-*")) / "manifest.json").read_text())
     for rank in range(manifest["world_size"]):
         one, other = (statehold.load(run, rank=rank) for run in (whole, cut))
-        assert one.pop("trainer", None) is not None or "accelerator" in one  # its log has times
-        other.pop("trainer", None)
+        names = {"trainer", "accelerator", "lightning"}
+        assert names & one.keys()
+        for name in ("trainer", "lightning"):  # a log with times, and paths
+            one.pop(name, None)
+            other.pop(name, None)
         assert same(one, other)
 
 
@@ -94,6 +100,28 @@ def test_an_example_goes_on_bit_for_bit(
 ) -> None:
     folder, codes = examples
     check(folder / name, codes[3 * number : 3 * number + 3])
+
+
+@pytest.mark.skipif(not ALL, reason="two ranks take seconds: make integrations")
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_ranks_of_lightning_go_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    check(tmp_path, ran(three(HERE / "ranked_lightning.py", tmp_path, kind, ranks=2)))
+
+
+@pytest.mark.skipif(not ALL, reason="several jobs of ranks take seconds: make integrations")
+def test_a_warned_rank_of_lightning_leaves_with_all_and_they_go_on(tmp_path: Path) -> None:
+    whole, left, again = three(HERE / "ranked_lightning.py", tmp_path, "ddp", ranks=2)
+    codes = ran([whole, {**left, "kill": 0, "leave": 2}, again])
+    assert codes == [0, 75, 0]
+    check(tmp_path, [0, -signal.SIGKILL, 0])
+
+
+@pytest.mark.skipif(not ALL, reason="several jobs of ranks take seconds: make integrations")
+def test_another_number_of_ranks_of_lightning_resumes(tmp_path: Path) -> None:
+    out, script = tmp_path / "out", HERE / "ranked_lightning.py"
+    codes = ran([job(script, "fsdp2", out, ranks=2, kill=KILL), job(script, "fsdp2", out)])
+    assert codes == [-signal.SIGKILL, 0], (tmp_path / "out.rank-0.log").read_text()
+    assert (out / "losses.txt").exists()
 
 
 def test_examples_are_short() -> None:

@@ -71,3 +71,25 @@ def accelerated(seed: int) -> Iterator[dict[str, Any]]:
             "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
             "loader": stateful.StatefulDataLoader(rows, batch_size=4, shuffle=True),
         }  # fmt: skip
+
+
+@contextlib.contextmanager
+def lit(seed: int) -> Iterator[dict[str, Any]]:
+    """A LightningModule and its data, and the same not yet set up by Fabric."""
+    lightning = pytest.importorskip("lightning")
+    with accelerated(seed) as names, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+
+        class Module(lightning.LightningModule):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = torch.nn.Linear(8, 8)
+
+            def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+                return self.net(batch).pow(2).mean()
+
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return torch.optim.AdamW(self.parameters())
+
+        dataset = torch.randn(16, 8, generator=torch.Generator().manual_seed(7))
+        yield {**names, "module": Module(), "dataset": dataset}

@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import SequentialSampler
 
 from statehold.tensors import first_iterator, loaders
 
-__all__ = ["NextEpoch", "Place", "goes_on", "shuffle_once"]
+__all__ = ["NextEpoch", "Place", "doubts", "goes_on", "shuffle_once"]
 
 _MAKER = "_get_iterator"
 
@@ -63,6 +65,33 @@ class NextEpoch:
 
     def end(self) -> None:
         vars(self._loader).pop(_MAKER, None)
+
+
+def doubts(loader: Any) -> str | None:
+    """Why a training does not go on with the same batches after all, and what to do; or None."""
+    if not hasattr(loader, "load_state_dict"):
+        return _FORGETS
+    if not hasattr(loader, "__len__") or sized_len(loader) is None:
+        return _AHEAD
+    generator = getattr(loader, "generator", None)
+    is_own = generator is not None and generator is not torch.default_generator
+    if is_own or getattr(loader, "persistent_workers", False):
+        return _NEXT_EPOCH
+    return None
+
+
+_FORGETS = (
+    "it does not know its position, so a checkpoint inside an epoch resumes with other batches. "
+    "Pass StatefulDataLoader of torchdata, or save at the end of epochs"
+)
+_AHEAD = (
+    "it has no length, so Lightning fetches a batch ahead, and a checkpoint inside an epoch loses "
+    "that batch. Give the dataset a __len__"
+)
+_NEXT_EPOCH = (
+    "it has a generator of its own or persistent workers, so the epochs after a resume may have "
+    "another order. Leave out generator= and persistent_workers=; seed_everything() is enough"
+)
 
 
 def shuffle_once(loader: Any) -> None:

@@ -22,13 +22,20 @@ from typing import Any, NamedTuple
 import lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from torch.utils._pytree import tree_leaves
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.checkpoint.save.handle import Save
 from statehold.errors import StepNotFoundError, UsageError
 from statehold.integrations.lightning.checkpoints import Checkpoint, Found, settle
 from statehold.integrations.lightning.finishing import Finisher
-from statehold.integrations.lightning.positions import NextEpoch, Place, goes_on, shuffle_once
+from statehold.integrations.lightning.positions import (
+    NextEpoch,
+    Place,
+    doubts,
+    goes_on,
+    shuffle_once,
+)
 from statehold.integrations.lightning.state import (
     LiveOptimizers,
     optimizers_of,
@@ -140,11 +147,12 @@ class Layer:
 
     def open(self, run: str) -> None:
         """Open the run directory for saves; all ranks call this, when the training begins."""
-        self._run, step = run, self._trainer.global_step
+        self._run, step = _local(run), self._trainer.global_step
         if self._trainer.is_global_zero:
+            self._warn()
             settle(run)
-        ckpt = self._opener(run)
-        newer = [each for each in ckpt.steps() if each > step]
+        self.ckpt = self._opener(run)
+        newer = [each for each in self.ckpt.steps() if each > step]
         if newer and not self._trainer.ckpt_path:
             raise UsageError(
                 "the directory of the checkpoints has steps already",
@@ -153,8 +161,12 @@ class Layer:
             )
         if newer:
             log.warning("step %d is resumed, and %d newer steps are discarded", step, len(newer))
-            ckpt.rewind(step)
-        self.ckpt = ckpt
+            self.ckpt.rewind(step)
+
+    def _warn(self) -> None:
+        for each in tree_leaves(self._trainer.train_dataloader):
+            if (doubt := doubts(each)) is not None:
+                log.warning("%s: %s", type(each).__name__, doubt)
 
     def leave(self) -> None:
         """Save the step that is the last, as the last checkpoint; raises SystemExit."""
@@ -225,7 +237,7 @@ class Layer:
     def _copy_of(self, path: str, checkpoint: dict[str, Any]) -> str | None:
         """The ModelCheckpoint that has just saved this state and saves it once more, as its last.
 
-        Such a path gets the same step, for Lightning defines it as a copy.
+        The path gets the same step, because Lightning defines it as a copy.
         """
         saved = self._saved
         if saved is None or saved.step != checkpoint["global_step"]:
@@ -345,7 +357,7 @@ def _last_path(callback: ModelCheckpoint) -> str:
     return callback.last_model_path or os.path.join(str(callback.dirpath), name)
 
 
-def _local(path: str, storage_options: Any) -> str:
+def _local(path: str, storage_options: Any = None) -> str:
     if "://" in path or storage_options is not None:
         raise UsageError(
             "statehold saves into a local or shared file system",

@@ -1,0 +1,376 @@
+"""StateholdCallback: a Trainer of Lightning goes on bit for bit, and keeps what it would keep.
+
+Where Lightning has its own behaviour, the test runs both with the same seeds and compares.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+lightning = pytest.importorskip("lightning")
+stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+from lightning.pytorch.callbacks import (  # noqa: E402
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    WeightAveraging,
+)
+
+import statehold  # noqa: E402
+from statehold.errors import StepNotFoundError, UnsupportedValueError, UsageError  # noqa: E402
+from statehold.integrations.lightning import StateholdCallback  # noqa: E402
+
+DATA = torch.randn(16, 8, generator=torch.Generator().manual_seed(7))
+EVERY = {"every_n_train_steps": 1, "save_last": True}
+QUIET = {
+    "accelerator": "cpu", "logger": False, "enable_progress_bar": False,
+    "enable_model_summary": False,
+}  # fmt: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Net(lightning.LightningModule):  # type: ignore[misc]
+    def __init__(self, width: int = 8, lr: float = 1e-2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        layers = nn.Linear(8, width), nn.Dropout(0.3), nn.BatchNorm1d(width), nn.Linear(width, 8)
+        self.net = nn.Sequential(*layers)
+        self.seen: list[tuple[int, int, float]] = []
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.net(batch), batch)
+        self.seen.append((self.current_epoch, self.global_step, loss.item()))
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, _: int) -> None:
+        self.log("val", nn.functional.mse_loss(self.net(batch), batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Two(Net):
+    """Two optimizers, which it steps by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, _: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(self.net(batch), batch)
+            self.manual_backward(loss)
+            optimizer.step()
+        self.seen.append((self.current_epoch, self.global_step, loss.item()))
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(self.net[0].parameters(), lr=1e-2),
+                torch.optim.SGD(self.net[3].parameters(), lr=1e-2, momentum=0.9)]  # fmt: skip
+
+
+class Hooked(Net):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"count": len(self.seen), "tensor": torch.ones(2)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["mine"]
+
+
+class Stop(Exception):
+    pass
+
+
+class StopAt(Callback):  # type: ignore[misc]
+    """Ends the training with an error, before the batch after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            raise Stop
+
+
+def loader() -> Any:
+    return stateful.StatefulDataLoader(DATA, batch_size=4, shuffle=True)
+
+
+def fit(
+    out: Any,
+    path: Any = None,
+    *,
+    saves: dict[str, Any] = EVERY,
+    more: Callable[[], list[Any]] = list,
+    make: Callable[[], Any] = Net,
+    data: Callable[[], Any] = loader,
+    ours: bool = True,
+    seed: int = 0,
+    **options: Any,
+) -> tuple[Any, Any, Any]:
+    """The model, the trainer and the ModelCheckpoint after two epochs of four batches."""
+    lightning.seed_everything(seed, verbose=False)
+    model, mine = make(), [StateholdCallback()] if ours else []
+    checkpoint = ModelCheckpoint(out, **saves)
+    trainer = lightning.Trainer(
+        callbacks=[*mine, checkpoint, *more()], **{"max_epochs": 2, **QUIET, **options}
+    )
+    validation = stateful.StatefulDataLoader(DATA[:8], batch_size=4)
+    trainer.fit(model, data(), validation, ckpt_path=path)
+    return model, trainer, checkpoint
+
+
+def stopped(out: Path, step: int, more: Callable[[], list[Any]] = list, **options: Any) -> None:
+    with pytest.raises(Stop):
+        fit(out, more=lambda: [*more(), StopAt(step)], **options)
+
+
+def same_weights(one: Any, other: Any) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+def check_goes_on(whole: Any, again: Any) -> None:
+    assert again.seen
+    assert again.seen == whole.seen[-len(again.seen) :]
+    assert same_weights(whole, again)
+
+
+# -- resuming --------------------------------------------------------------------------------------
+
+MOMENTS: dict[str, dict[str, Any]] = {
+    "every batch": {"saves": {**EVERY, "save_top_k": -1, "filename": "{step}"}},
+    "validation inside an epoch": {
+        "saves": {"save_top_k": -1, "filename": "{step}", "save_on_train_epoch_end": False},
+        "val_check_interval": 2,
+    },
+    "end of an epoch": {
+        "saves": {"save_top_k": -1, "filename": "{step}", "save_on_train_epoch_end": True},
+        "max_epochs": 3,
+    },
+    "steps": {
+        "saves": {"save_top_k": -1, "filename": "{step}", "save_on_train_epoch_end": False},
+        "max_epochs": None,
+        "max_steps": 7,
+    },
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_each_checkpoint_goes_on_bit_for_bit(tmp_path: Path, moment: str) -> None:
+    whole, trainer, _ = fit(tmp_path / "whole", **MOMENTS[moment])
+    paths = sorted((tmp_path / "whole").glob("step=*.ckpt"))
+    assert paths
+    for path in paths:
+        step = int(path.stem.removeprefix("step="))
+        again, other, _ = fit(tmp_path / path.stem, path, seed=99, **MOMENTS[moment])
+        assert same_weights(whole, again), path
+        assert again.seen == whole.seen[step:]
+        assert other.global_step == trainer.global_step
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"make": Two, "saves": {**EVERY, "every_n_train_steps": 2}}, {"make": Hooked},
+     {"accumulate_grad_batches": 3}],
+    ids=["two optimizers", "hooks", "accumulation"],
+)  # fmt: skip
+def test_last_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    whole, _, _ = fit(tmp_path / "whole", **options)
+    stopped(tmp_path / "cut", 2, **options)
+    again, _, _ = fit(tmp_path / "cut", "last", seed=99, **options)
+    check_goes_on(whole, again)
+    if options.get("make") is Hooked:
+        assert again.loaded["count"] == 2
+        assert torch.equal(again.loaded["tensor"], torch.ones(2))
+
+
+def test_averaged_weights_that_a_callback_saves_go_on(tmp_path: Path) -> None:
+    def more() -> list[Any]:
+        average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        return [WeightAveraging(multi_avg_fn=average)]
+
+    whole, _, _ = fit(tmp_path / "whole", more=more)
+    stopped(tmp_path / "cut", 3, more)
+    again, _, _ = fit(tmp_path / "cut", "last", more=more, seed=99)
+    check_goes_on(whole, again)
+
+
+def test_callbacks_go_on(tmp_path: Path) -> None:
+    saves = {"monitor": "val", "save_top_k": 2, "save_last": True, "filename": "{step}"}
+    options = {"saves": saves, "val_check_interval": 2, "more": lambda: [EarlyStopping("val")]}
+    _, whole, one = fit(tmp_path / "run", **options)
+    os.rename(tmp_path / "run", tmp_path / "whole")
+    stopped(tmp_path / "run", 3, **options)
+    _, again, other = fit(tmp_path / "run", "last", seed=99, **options)
+    assert str(one.state_dict()) == str(other.state_dict())
+    states = [next(each.state_dict() for each in trainer.callbacks if type(each) is EarlyStopping)
+              for trainer in (whole, again)]  # fmt: skip
+    assert str(states[0]) == str(states[1])
+
+
+def test_a_checkpoint_of_lightning_itself_resumes(tmp_path: Path) -> None:
+    saves = {"every_n_epochs": 1, "save_last": True}
+    fit(tmp_path / "run", ours=False, max_epochs=1, saves=saves)
+    again, _, checkpoint = fit(tmp_path / "run", "last", saves=saves)
+    assert [step for _, step, _ in again.seen] == [4, 5, 6, 7]
+    assert (tmp_path / "run/step-000000000008").is_dir()
+    assert fit(tmp_path / "run", checkpoint.last_model_path, saves=saves)[0].seen == []
+
+
+def test_what_was_not_committed_does_not_count(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "last.ckpt.steps").mkdir()
+    (out / "last.ckpt").write_text("a placeholder")
+    again, _, _ = fit(out, "last")  # the first save was killed
+    assert len(again.seen) == 8
+    (out / "other.ckpt.steps").mkdir()
+    with pytest.raises(StepNotFoundError, match="no committed step"):
+        fit(out, out / "other.ckpt")
+
+
+def test_used_directories_are_not_overwritten(tmp_path: Path) -> None:
+    fit(tmp_path / "run", max_epochs=1)
+    with pytest.raises(UsageError, match="has steps already"):
+        fit(tmp_path / "run")
+    fit(tmp_path / "run", "last")  # everything was given back
+
+
+# -- which checkpoints stay ------------------------------------------------------------------------
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "best": {"monitor": "val", "save_top_k": 2, "save_last": True, "filename": "{step}-{val:.3f}"},
+    "worst": {"monitor": "val", "mode": "max", "filename": "worst"},
+    "link": {"save_last": "link"},
+    "steps": {"every_n_train_steps": 3, "save_last": True},
+    "one name": {"every_n_train_steps": 2, "filename": "x"},
+    "versions": {"monitor": "val", "save_top_k": 3, "filename": "v"},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_mean_the_same(tmp_path: Path, policy: str) -> None:
+    found = []
+    for name in ("stock", "ours"):
+        model, trainer, checkpoint = fit(
+            tmp_path / name, saves=POLICIES[policy], ours=name == "ours", val_check_interval=2
+        )
+        files = sorted(path.name for path in (tmp_path / name).glob("*.ckpt"))
+        best = {Path(path).name: score.item() for path, score in checkpoint.best_k_models.items()}
+        last = Path(checkpoint.last_model_path).name
+        best_model = Net.load_from_checkpoint(checkpoint.best_model_path)
+        found.append((files, best, last, Path(checkpoint.best_model_path).name))
+        validation = stateful.StatefulDataLoader(DATA[:8], batch_size=4)
+        scores = trainer.validate(model, validation, ckpt_path="best", verbose=False)
+        found[-1] += (scores, [each.tolist() for each in best_model.parameters()])
+    assert found[0] == found[1]
+    held = {path.name.removesuffix(".steps") for path in (tmp_path / "ours").glob("*.steps")}
+    assert held == {name for name in files if not (tmp_path / "ours" / name).is_symlink()}
+
+
+def test_a_removed_checkpoint_gives_its_space_back(tmp_path: Path) -> None:
+    fit(tmp_path / "run", saves={"every_n_train_steps": 1, "filename": "{step}"})
+    (file,) = (tmp_path / "run").glob("step-000000000008/*.safetensors")
+    assert file.stat().st_nlink == 2  # in the run, and of the one path that stays
+    (file,) = (tmp_path / "run").glob("step-000000000007/*.safetensors")
+    assert file.stat().st_nlink == 1
+
+
+def test_weights_alone_are_saved_beside_a_full_checkpoint(tmp_path: Path) -> None:
+    def more() -> list[Any]:
+        return [ModelCheckpoint(tmp_path / "weights", every_n_train_steps=2, save_top_k=-1,
+                                filename="{step}", save_weights_only=True)]  # fmt: skip
+
+    whole, _, _ = fit(tmp_path / "run", more=more)
+    assert same_weights(Net.load_from_checkpoint(tmp_path / "weights/step=8.ckpt"), whole)
+    assert "optimizer" in statehold.load(tmp_path / "run/last.ckpt.steps")
+    with pytest.raises(KeyError, match="contains only the model"):
+        fit(tmp_path / "other", tmp_path / "weights/step=4.ckpt")
+
+
+def test_an_exception_is_a_reason_to_save(tmp_path: Path) -> None:
+    saves = {"every_n_epochs": 9, "save_on_exception": True, "save_last": True}
+    stopped(tmp_path / "run", 3, saves=saves)
+    again, _, _ = fit(tmp_path / "run", "last", saves=saves)
+    assert again.seen[0][1] == 3
+
+
+def test_after_the_training_everything_is_lightnings_own(tmp_path: Path) -> None:
+    model, trainer, _ = fit(tmp_path / "run")
+    trainer.save_checkpoint(tmp_path / "final.ckpt")
+    assert not (tmp_path / "final.ckpt.steps").exists()
+    assert same_weights(Net.load_from_checkpoint(tmp_path / "final.ckpt"), model)
+    assert Net.load_from_checkpoint(tmp_path / "run/last.ckpt").hparams == model.hparams
+
+
+# -- refusals and warnings -------------------------------------------------------------------------
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return iter(DATA)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (lambda: DataLoader(DATA, batch_size=4, shuffle=True), "does not know its position"),
+        (lambda: stateful.StatefulDataLoader(Stream(), batch_size=4), "fetches a batch ahead"),
+        (
+            lambda: stateful.StatefulDataLoader(DATA, batch_size=4, generator=torch.Generator()),
+            "a generator of its own",
+        ),
+        (loader, None),
+    ],
+)
+def test_loaders_that_are_not_exact_are_named(
+    tmp_path: Path, data: Any, told: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "statehold"):
+        fit(tmp_path / "run", data=data, max_epochs=1)
+    texts = [each.getMessage() for each in caplog.records if each.name == "statehold"]
+    assert len(texts) == (told is not None), texts
+    assert told is None or told in texts[0]
+
+
+def test_other_strategies_and_places_are_refused() -> None:
+    with pytest.raises(UsageError, match="for this strategy"):
+        StateholdCallback().setup(SimpleNamespace(strategy=object()), None, "fit")
+    with pytest.raises(UsageError, match="local or shared file system"):
+        fit("memory://bucket")
+
+
+def test_a_value_that_no_step_can_hold_is_named(tmp_path: Path) -> None:
+    class Odd(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["odd"] = {"path": tmp_path}
+
+    with pytest.raises(UnsupportedValueError, match=r"odd\.path"):
+        fit(tmp_path / "run", make=Odd)
+
+
+def test_levels_are_a_method(tmp_path: Path) -> None:
+    class Levels(StateholdCallback):
+        def checkpointer(self, run: str, keep: int) -> Any:
+            far = statehold.Directory(name="far", path=tmp_path / "far")
+            return statehold.Checkpointer(run, levels=[statehold.Directory(keep=keep), far])
+
+    fit(tmp_path / "run", more=lambda: [Levels()], ours=False)
+    assert (tmp_path / "far").is_dir()
+    again, _, _ = fit(tmp_path / "run", "last", more=lambda: [Levels()], ours=False)
+    assert again.seen == []
