@@ -100,7 +100,7 @@ def shuffle_once(loader: Any) -> None:
     Lightning puts a shuffling DistributedSampler around the sampler of a StatefulDataLoader. That
     one shuffles, too, and its generator is then in no state, and may differ between ranks.
     """
-    sampler = getattr(loader.batch_sampler, "sampler", None)
+    sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     inner = sampler.dataset if isinstance(sampler, DistributedSamplerWrapper) else None
     # torchdata's, which need not be installed
     if inner is not None and sampler.shuffle and type(inner._sampler).__name__ == "RandomSampler":
@@ -109,6 +109,7 @@ def shuffle_once(loader: Any) -> None:
 
 def _set_epoch(loader: Any, epoch: int) -> None:
     """Lightning does this only after it has made the iterator."""
-    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if callable(getattr(sampler, "set_epoch", None)):
+    batches: Any = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), getattr(batches, "sampler", None)):
+        if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
