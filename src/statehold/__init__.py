@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from statehold.reading.copying import copy_step as copy_step
     from statehold.reading.load import load as load
     from statehold.reading.runs import open as open
+    from statehold.subscription.subscribe import Subscription as Subscription
+    from statehold.subscription.subscribe import subscribe as subscribe
+    from statehold.subscription.update import Update as Update
     from statehold.tensors.marks import Gated as Gated
     from statehold.tensors.marks import Volatile as Volatile
     from statehold.tensors.rng import Rng as Rng
@@ -54,6 +57,8 @@ __all__ = [
     "Save",
     "SaveStats",
     "StateholdError",
+    "Subscription",
+    "Update",
     "Volatile",
     "__version__",
     "allow_tensor_class",
@@ -65,6 +70,7 @@ __all__ = [
     "metrics",
     "offload",
     "open",
+    "subscribe",
 ]
 
 _HOMES = {
@@ -79,6 +85,8 @@ _HOMES = {
     "Save": "statehold.checkpoint.save.handle",
     "SaveStats": "statehold.checkpoint.telemetry.save_stats",
     "StateholdError": "statehold.errors",
+    "Subscription": "statehold.subscription.subscribe",
+    "Update": "statehold.subscription.update",
     "Volatile": "statehold.tensors.marks",
     "allow_tensor_class": "statehold.tensors.subclasses",
     "copy_step": "statehold.reading.copying",
@@ -88,6 +96,7 @@ _HOMES = {
     "metrics": "statehold.metrics",
     "offload": "statehold.offload",
     "open": "statehold.reading.runs",
+    "subscribe": "statehold.subscription.subscribe",
 }
 
 

@@ -140,7 +140,7 @@ class StepOrderError(UsageError):
 
 
 class ClosedError(UsageError):
-    """The Checkpointer was closed."""
+    """The Checkpointer, or the subscription, was closed."""
 
 
 class RunBusyError(UsageError):

@@ -47,6 +47,7 @@ UNITS = [
     "checkpoint.restore",
     "checkpoint",
     "reading",
+    "subscription",
     "lineage",
     "resilience",
     "metrics",
@@ -65,12 +66,21 @@ CORE_USERS = {
     "checkpoint.agent",
     "checkpoint",
     "reading",
+    "subscription",
     "resilience",
     "testing",
     "integrations",
     "cli",
 }
-TORCH_USERS = {"tensors", "offload", "reading", "resilience", "testing", "integrations"}
+TORCH_USERS = {
+    "tensors",
+    "offload",
+    "reading",
+    "subscription",
+    "resilience",
+    "testing",
+    "integrations",
+}
 # Units that may not even name torch in annotations: they make sense without it.
 PURE = {
     "errors",

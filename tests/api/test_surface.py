@@ -25,6 +25,8 @@ PUBLIC = [
     "Save",
     "SaveStats",
     "StateholdError",
+    "Subscription",
+    "Update",
     "Volatile",
     "__version__",
     "allow_tensor_class",
@@ -36,6 +38,7 @@ PUBLIC = [
     "metrics",
     "offload",
     "open",
+    "subscribe",
 ]
 
 SIGNATURES = {
@@ -67,6 +70,11 @@ SIGNATURES = {
         "(run, name='', *, step=None, mapped=False, verify=True, device='cpu', rank=None)"
     ),
     statehold.open: "(run)",
+    statehold.subscribe: "(run, state)",
+    statehold.Subscription.wait: "(self, timeout=None)",
+    statehold.Subscription.close: "(self)",
+    statehold.Update.apply: "(self)",
+    statehold.Update.skip: "(self)",
     statehold.Save.wait: "(self, event='committed', timeout=None)",
     statehold.Save.done: "(self, event='committed')",
     statehold.allow_tensor_class: "(cls, *, rowwise=(), shared=())",

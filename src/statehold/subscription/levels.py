@@ -1,0 +1,106 @@
+"""The levels of a run that a process beside its job can read, the nearest first.
+
+Invariants: nothing is created, changed or locked. A level counts if it is a directory that exists
+now: the run directory, another directory, or the memory of this host. A level of several hosts, of
+which each has a part, and an object store do not count.
+Not here: which levels a run has (checkpoint/levels/remembered), which copy is read
+(checkpoint/levels/nearest).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Site
+from statehold.checkpoint.levels.remembered import Remembered, itself, recall
+from statehold.checkpoint.store.replacing import directory_id
+from statehold.checkpoint.store.store import Store
+from statehold.errors import CorruptionError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from statehold._core import Fs
+
+_COPY_BYTES = 1 << 20  # of an engine that is never opened, because nothing is copied here
+
+
+class ReadPlace(DirectoryPlace):
+    """A level, read only. read_bytes: of its documents. could_not_list: whether steps() failed."""
+
+    def __init__(self, fs: Fs, entry: Remembered) -> None:
+        store = Store(fs, os.path.realpath(entry.where))
+        engine = CopyEngine(fs, _COPY_BYTES)
+        super().__init__(Site(entry.name, store, entry.where, fs, engine, yields=False))
+        self.read_bytes = 0
+        self.could_not_list = False
+
+    def steps(self) -> list[int]:
+        try:
+            return super().steps()
+        except StorageError:
+            self.could_not_list = True
+            raise
+
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
+        raw = super().read(step, name, max_bytes)
+        self.read_bytes += len(raw)
+        return raw
+
+    def stamp(self, step: int) -> Hashable | None:
+        """Tells the save of a step here from other saves; None if there is none."""
+        return directory_id(self.store.where(step))
+
+    def committed_s(self, step: int) -> float | None:
+        """When the directory of a step got its name, in seconds since 1970."""
+        try:
+            return os.stat(self.store.where(step)).st_ctime
+        except OSError:
+            return None
+
+
+def levels_of(run: str) -> list[Remembered]:
+    """The levels that may be read here, whether they exist or not; the run directory at least."""
+    try:
+        noted = recall(run)
+    except CorruptionError:  # the note is only a note
+        noted = ()
+    here = [entry for entry in noted if _is_here(entry)]
+    if not any(os.path.realpath(entry.where) == os.path.realpath(run) for entry in here):
+        here.append(itself(run))
+    return here
+
+
+class Places(list[ReadPlace]):
+    """The levels that exist, for one look. has_all: whether all of them do."""
+
+    def __init__(self, fs: Fs, levels: list[Remembered]) -> None:
+        super().__init__(ReadPlace(fs, entry) for entry in levels if os.path.isdir(entry.where))
+        self.has_all = len(self) == len(levels)
+
+    @property
+    def were_listed(self) -> bool:
+        """After their steps were asked for: whether no step can be at a level that was not seen."""
+        return self.has_all and not any(place.could_not_list for place in self)
+
+    @property
+    def read_bytes(self) -> int:
+        """How many bytes of documents were read."""
+        return sum(place.read_bytes for place in self)
+
+    def stamps(self, step: int) -> Hashable:
+        """Tells the save of a step at all levels from other saves."""
+        return tuple(place.stamp(step) for place in self)
+
+    def committed_s(self, step: int) -> float:
+        """When the step was committed at the nearest level, in seconds since 1970."""
+        known = (place.committed_s(step) for place in self)
+        return next((each for each in known if each is not None), time.time())
+
+
+def _is_here(entry: Remembered) -> bool:
+    is_near = entry.kind != "objects" and not entry.per_host
+    return is_near and entry.host in ("", socket.gethostname())

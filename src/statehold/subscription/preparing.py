@@ -1,0 +1,146 @@
+"""Matches a step with the tensors of a consumer: which pieces differ, and where each belongs.
+
+Owns: which kinds of state a consumer may have; what is known to be in each tensor.
+Invariants: nothing live changes here. A piece is left out only if the tensor still is the memory
+that got the same bytes from the step in place, and its version counter has not moved since. So a
+tensor that was replaced, or changed in place, is read as a whole.
+Not here: the comparison of checksums (changes), the bytes (spare), when they are put into place
+(update).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from statehold.errors import ManifestError, UsageError
+from statehold.format.selection import Selection
+from statehold.layout.layout import Box
+from statehold.subscription.changes import Known, Piece, changed_pieces
+from statehold.tensors import dtypes, optimizers
+from statehold.tensors.devices.placing import Place
+from statehold.tensors.parts import is_stateful
+from statehold.tensors.restore import check_takes_values, prepare
+from statehold.tensors.storable import is_dtensor, memory_of, version_of
+
+if TYPE_CHECKING:
+    from statehold.format.saved import SavedStep
+    from statehold.tensors.destinations import Destination
+    from statehold.tensors.restoration import Restoration
+
+
+class Move(NamedTuple):
+    """A piece that differs, and its place: there it begins at byte `low` of the chunk."""
+
+    piece: Piece
+    place: Place
+    low: int
+    name: str
+
+
+class Filled(NamedTuple):
+    """What a tensor has of a step. tensor: keeps its memory, so no other tensor gets it."""
+
+    tensor: torch.Tensor
+    version: int
+    known: Known
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """A step that fits the live tensors. known: what each has, once the moves are done."""
+
+    moves: list[Move]
+    restoration: Restoration
+    known: dict[str, tuple[torch.Tensor, Known]]
+
+    @property
+    def changed_bytes(self) -> int:
+        return sum(move.piece.end - move.piece.begin for move in self.moves)
+
+    def filled(self) -> dict[str, Filled]:
+        """What the tensors have, after the moves."""
+        return {
+            name: Filled(tensor, version_of(tensor), known)
+            for name, (tensor, known) in self.known.items()
+        }
+
+
+def match(state: Mapping[str, Any], saved: SavedStep, in_place: Mapping[str, Filled]) -> Matched:
+    """Match the state of a consumer with a step. in_place: what its tensors have now.
+
+    Raises StateMismatchError if they differ, ManifestError for a step that contradicts itself.
+    """
+    restoration = prepare(state, saved, selection=Selection(only=list(map(str, state))))
+    moves: list[Move] = []
+    known: dict[str, tuple[torch.Tensor, Known]] = {}
+    for destination in restoration.destinations:
+        chunks = saved.chunks(destination.name, destination.box)
+        before = _still_known(in_place.get(_key(destination)), destination.tensor)
+        for chunk in chunks:
+            pieces = list(changed_pieces(chunk, saved.block_bytes, before))
+            if pieces:
+                place = _place(destination, chunk.box, chunk.begin)
+                moves += [Move(p, place, p.begin - chunk.begin, destination.name) for p in pieces]
+        known[_key(destination)] = destination.tensor, Known.of(chunks, saved.block_bytes)
+    return Matched(moves, restoration, known)
+
+
+def _key(destination: Destination) -> str:
+    """Tensors of the consumer that are not one, but have one name in the step, differ in memory."""
+    return f"{destination.tensor.data_ptr()} {destination.name}"
+
+
+def _still_known(filled: Filled | None, tensor: torch.Tensor) -> Known | None:
+    if filled is None or memory_of(filled.tensor) != memory_of(tensor):
+        return None
+    return filled.known if filled.version == version_of(tensor) else None
+
+
+def _place(destination: Destination, box: Box, begin: int) -> Place:
+    dtype = destination.tensor.dtype
+    shape = dtypes.torch_box(dtype, box).shape
+    place = Place.of(destination.part(box), dtype, shape, Box.whole(shape))
+    if not place.is_aligned(begin):
+        raise ManifestError(
+            "a tensor of a step does not begin at a multiple of its element's size",
+            facts={"tensor": destination.name, "expected": dtype.itemsize, "got": begin},
+        )
+    return place
+
+
+# -- what a consumer may have ------------------------------------------------------------------
+
+
+def check_state(state: object) -> Mapping[str, Any]:
+    """The state of a consumer: modules and tensors. Raises UsageError for anything else."""
+    for path, live in _leaves(check_takes_values(state), ""):
+        if optimizers.behind(live) is not None or is_stateful(live):
+            raise UsageError(
+                "a subscription updates modules and tensors",
+                facts={"path": path, "got": f"a {type(live).__name__}"},
+                hint="leave it out; Checkpointer.restore() restores everything",
+            )
+        if isinstance(live, torch.Tensor) and is_dtensor(live):
+            raise UsageError(
+                "a subscription has whole tensors: ranks that share one would change to a step at "
+                "different times",
+                facts={"path": path, "got": "a DTensor"},
+                hint="subscribe with whole tensors on one rank, and distribute them from there",
+            )
+    return check_takes_values(state)
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, torch.nn.Module):
+        tensors = (*value.named_parameters(), *value.named_buffers())
+        yield from ((f"{path}.{name}", tensor) for name, tensor in tensors)
+    elif isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value

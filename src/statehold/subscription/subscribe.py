@@ -1,0 +1,286 @@
+"""subscribe(): each new step of a run, in another process, as tensors in place.
+
+    look      the newest committed step of all levels, if it is another one than that in place
+    match     which pieces of which tensors differ from the step in place (preparing)
+    read      these pieces into spare memory, from the nearest level, and verify them (spare)
+    apply     the consumer's call: copy them into the tensors (update, copying)
+
+Invariants: nothing is changed on storage, and no lock is taken, so the job of the run need not
+know. The tensors have one whole step at any time but during apply(). A step that is retired, saved
+again or damaged meanwhile changes nothing in them. The newest step counts: steps that came in
+between are skipped. If the run goes back, because it was rewound, so do the tensors.
+Not here: which copy of a file is read (checkpoint/levels/nearest), who tells that something has
+changed (watching).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statehold.checkpoint.levels.nearest import Nearest, Next
+from statehold.errors import ClosedError, CorruptionError, StateholdError, StorageError, UsageError
+from statehold.options.paths import check_path
+from statehold.reading.places import file_system
+from statehold.subscription.copying import copy_all, devices_of
+from statehold.subscription.levels import Places, levels_of
+from statehold.subscription.preparing import Filled, Matched, check_state, match
+from statehold.subscription.spare import Spare
+from statehold.subscription.update import Update
+from statehold.subscription.watching import Watching
+
+if TYPE_CHECKING:
+    from statehold.format.saved import SavedStep
+
+logger = logging.getLogger("statehold")
+
+# A writer that saves one step again and again must not keep a reader for ever.
+LOOKS_MAX = 100
+AGAIN_S = 1.0  # until storage that has failed is asked again
+
+
+def subscribe(run: str | os.PathLike[str], state: Mapping[str, Any]) -> Subscription:
+    """Follow a run from another process: each new step comes as an update of tensors in place.
+
+        with statehold.subscribe("runs/llama", {"model": model}) as updates:
+            for update in updates:
+                update.apply()
+                evaluate(model)
+
+    Args:
+        run: the run directory. It need not exist yet.
+        state: modules and whole tensors, by the names that they have in the state that is saved.
+            The step may have more names. As in Checkpointer.restore(), dicts may be empty.
+
+    Raises:
+        UsageError: an argument is not valid.
+    """
+    check_path(run, "the run directory")
+    return Subscription(os.path.abspath(os.fspath(run)), check_state(state))
+
+
+class _Changed(Exception):
+    """The step is another save by now, or gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InPlace:
+    """The step that the tensors have. save: which one of that number. stamps: of the directories
+    that have it."""
+
+    step: int
+    save: str
+    stamps: Hashable
+    filled: dict[str, Filled]
+
+
+class Subscription:
+    """The updates of one consumer. Use one thread at a time; any thread may call close()."""
+
+    def __init__(self, run: str, state: Mapping[str, Any]) -> None:
+        """Called by subscribe()."""
+        self._run = run
+        self._state = state
+        self._in_place: _InPlace | None = None
+        self._pending: Update | None = None
+        self._damaged: dict[int, Hashable] = {}  # step -> the stamps of the save that is damaged
+        self._fails = False
+        self._guard = threading.RLock()
+        self._is_busy = self._is_closing = False
+        with contextlib.ExitStack() as owned:
+            self._fs = file_system()
+            owned.callback(self._fs.close)
+            self._spare = Spare()
+            owned.callback(self._spare.close)
+            self._watching = Watching()
+            owned.callback(self._watching.close)
+            self._owned = owned.pop_all()
+
+    def __repr__(self) -> str:
+        return f"<Subscription to {self._run}: step {self.step} is in place>"
+
+    @property
+    def step(self) -> int | None:
+        """The step in place; None before the first update was applied."""
+        return self._in_place.step if self._in_place else None
+
+    # -- for the consumer ------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> Update | None:
+        """The next update, as soon as a newer step is committed, read and verified.
+
+        timeout: seconds to wait for a step, or None. An update that is being read is finished.
+        Returns None if there was none in time, or if close() was called meanwhile.
+
+        Raises StateMismatchError if a new step does not fit the tensors, UsageError if the last
+        update was neither applied nor skipped.
+        """
+        until_s = None if timeout is None else time.monotonic() + timeout
+        with self._busy():
+            self._check_no_update_waits()
+            while not self._is_closing:
+                levels = levels_of(self._run)
+                self._watching.watch([self._run, *(each.where for each in levels)])
+                self._pending = self._look(Places(self._fs, levels))
+                left_s = None if until_s is None else until_s - time.monotonic()
+                if self._pending is not None or (left_s is not None and left_s <= 0):
+                    return self._pending
+                if self._fails:
+                    left_s = AGAIN_S if left_s is None else min(left_s, AGAIN_S)
+                self._watching.wait(left_s)
+        return None
+
+    def __iter__(self) -> Subscription:
+        return self
+
+    def __next__(self) -> Update:
+        """The next update; ends after close()."""
+        update = None if self._is_closing else self.wait()
+        if update is None:
+            raise StopIteration
+        return update
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the wait under way, and the loop over updates. The tensors stay as they are."""
+        with self._guard:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            if self._is_busy:
+                self._watching.wake()  # the busy thread releases everything
+            else:
+                self._owned.close()
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Inside, close() releases nothing. Raises ClosedError after it."""
+        with self._guard:
+            if self._is_closing:
+                raise ClosedError("this subscription is closed", facts={"run": self._run})
+            if self._is_busy:
+                raise UsageError("a thread uses this subscription already")
+            self._is_busy = True
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._is_busy = False
+                if self._is_closing:
+                    self._owned.close()
+
+    def _check_no_update_waits(self) -> None:
+        if self._pending is not None and not self._pending.is_over:
+            raise UsageError(
+                "the last update was neither applied nor skipped",
+                facts={"step": self._pending.step},
+                hint="call update.apply() when nobody uses the tensors, or update.skip()",
+            )
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def _look(self, places: Places) -> Update | None:
+        """An update to the newest intact step; None if that is in place, or if there is none."""
+        self._fails = False
+        for _ in range(LOOKS_MAX):
+            try:
+                return self._newest(places)
+            except _Changed:
+                continue
+            except StorageError as error:
+                self._fails = True
+                logger.warning("cannot read steps of %s; trying again\n%s", self._run, error)
+                return None
+        return None
+
+    def _newest(self, places: Places) -> Update | None:
+        nearest = Nearest(places, self._run)
+        found = nearest.steps()
+        self._damaged = {step: self._damaged[step] for step in found if step in self._damaged}
+        for step in self._candidates(found, places):
+            stamps = places.stamps(step)
+            if self._damaged.get(step) == stamps:
+                continue
+            if self._in_place and (step, stamps) == (self._in_place.step, self._in_place.stamps):
+                return None
+            try:
+                return self._from_any_copy(nearest, places, step, stamps)
+            except CorruptionError as error:
+                self._damaged[step] = stamps
+                logger.warning(
+                    "step %d of %s is damaged and is skipped\n%s", step, self._run, error
+                )
+        return None
+
+    def _candidates(self, found: list[int], places: Places) -> list[int]:
+        """The steps to try, the best first."""
+        newest = [*reversed(found)]
+        if self._in_place is None or not newest:
+            return newest
+        if newest[0] >= self._in_place.step:
+            return [step for step in newest if step >= self._in_place.step]
+        # It seems that the run went back. A level that was not seen may have the newer steps.
+        return newest if places.were_listed else []
+
+    def _from_any_copy(
+        self, nearest: Nearest, places: Places, step: int, stamps: Hashable
+    ) -> Update | None:
+        while True:
+            try:
+                return self._prepared(nearest, places, step, stamps)
+            except StateholdError as error:
+                following = nearest.after(step, error)
+                if following is Next.AGAIN:
+                    raise _Changed from error
+                if following is Next.GIVE_UP:
+                    raise
+                if following is Next.OTHER_SAVE:
+                    nearest.give_up_save(step)
+
+    # -- reading and applying --------------------------------------------------------------
+
+    def _prepared(
+        self, nearest: Nearest, places: Places, step: int, stamps: Hashable
+    ) -> Update | None:
+        """The update, read and verified; None if the save is in place."""
+        begun_s = time.perf_counter()
+        committed_s, before = places.committed_s(step), places.read_bytes
+        saved = nearest.open(step)
+        save = nearest.saves.opened(step)
+        if self._in_place is not None and save == self._in_place.save:
+            self._in_place = _InPlace(step, save, stamps, self._in_place.filled)
+            return None
+        matched = self._matched(saved)
+        device = next(iter(devices_of(matched.moves)), None)
+        at = self._spare.read(matched.moves, partial(nearest.locate, step), device)
+        read_bytes = matched.changed_bytes + places.read_bytes - before
+        put = partial(self._put, matched, at, partial(_InPlace, step, save, stamps))
+        read_s = time.perf_counter() - begun_s
+        return Update(step, matched.changed_bytes, read_bytes, read_s, committed_s, put)
+
+    def _matched(self, saved: SavedStep) -> Matched:
+        with torch.no_grad():
+            return match(self._state, saved, self._in_place.filled if self._in_place else {})
+
+    def _put(self, matched: Matched, at: list[int], in_place: partial[_InPlace]) -> None:
+        with self._busy():
+            is_first, self._in_place = self._in_place is None, None  # unknown, if this fails
+            copy_all(matched.moves, at, self._spare.memory)
+            matched.restoration.finish()
+            self._in_place = in_place(matched.filled())
+            if is_first:  # it had everything, and most updates have less
+                self._spare.drop()

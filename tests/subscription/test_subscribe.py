@@ -1,0 +1,540 @@
+"""subscribe(): whole steps in place, only what changed is read, and what goes wrong meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import statehold
+from statehold.checkpoint.levels.nearest import Nearest
+from statehold.errors import ClosedError, StateMismatchError, UsageError
+from statehold.subscription import copying, subscribe, watching
+from statehold.subscription.spare import Spare
+from support.faults import DEADLINE_S, SMALL
+from support.published import NAMES, PIECE, content, flip, whole
+
+DOCUMENTS_BYTES_MAX = 64 << 10
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def ckpt(run: Path) -> Iterator[statehold.Checkpointer]:
+    with statehold.Checkpointer(run, keep=2, **SMALL) as ckpt:
+        yield ckpt
+
+
+@pytest.fixture
+def live() -> dict[str, Any]:
+    return {name: torch.zeros_like(tensor) for name, tensor in content(0).items()}
+
+
+@pytest.fixture
+def updates(run: Path, live: dict[str, Any]) -> Iterator[statehold.Subscription]:
+    with statehold.subscribe(run, {"model": live}) as updates:
+        yield updates
+
+
+def save(ckpt: statehold.Checkpointer, step: int, state: dict[str, Any] | None = None) -> None:
+    model = content(step) if state is None else state
+    ckpt.save(step, {"model": model, "more": torch.ones(3)}).wait("committed", DEADLINE_S)
+
+
+def applied(updates: statehold.Subscription) -> statehold.Update:
+    update = updates.wait(DEADLINE_S)
+    assert update is not None
+    update.apply()
+    return update
+
+
+def data_files(run: Path, step: int) -> list[Path]:
+    return sorted((run / f"step-{step:012d}").glob("*.safetensors"))
+
+
+# -- what an update is --------------------------------------------------------------------------
+
+
+def test_a_step_is_in_place_after_apply_and_not_before(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
+) -> None:
+    save(ckpt, 1)
+    update = updates.wait(DEADLINE_S)
+    assert update is not None
+    assert (update.step, updates.step) == (1, None)
+    assert not any(tensor.any() for tensor in live.values())
+    update.apply()
+    assert whole(live) == 1
+    assert (updates.step, update.is_over) == (1, True)
+    assert update.apply_s is not None
+    assert update.lag_s >= update.apply_s > 0
+
+
+def test_only_pieces_that_differ_are_read(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
+) -> None:
+    whole_bytes = sum(tensor.nbytes for tensor in live.values())
+    state = content(0)
+    save(ckpt, 1, state)
+    assert applied(updates).changed_bytes == whole_bytes
+    state["c"][-1] = 99  # in the last piece of this tensor, or where it meets the next one
+    save(ckpt, 2, state)
+    update = applied(updates)
+    assert 0 < update.changed_bytes <= 2 * PIECE
+    assert update.read_bytes - update.changed_bytes < DOCUMENTS_BYTES_MAX
+    assert all(torch.equal(live[name], state[name]) for name in state)
+    save(ckpt, 3, state)
+    assert applied(updates).changed_bytes == 0
+
+
+def test_files_that_steps_share_cost_nothing(run: Path) -> None:
+    def made() -> torch.nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Linear(2048, 1536), torch.nn.Linear(1536, 64))
+
+    model, served = made(), made()
+    model[0].requires_grad_(False)
+    with (
+        statehold.Checkpointer(run, **SMALL) as ckpt,
+        statehold.subscribe(run, {"model": served}) as updates,
+    ):
+        ckpt.save(1, {"model": model}).wait()
+        applied(updates)
+        with torch.no_grad():
+            model[1].weight.add_(1)
+        stats = ckpt.save(2, {"model": model})
+        stats.wait()
+        assert stats.stats.linked_bytes > 0
+        update = applied(updates)
+    assert update.changed_bytes <= model[1].weight.nbytes + model[1].bias.nbytes
+    assert all(map(torch.equal, model.state_dict().values(), served.state_dict().values()))
+
+
+def test_the_newest_step_counts(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
+) -> None:
+    for step in range(1, 6):
+        save(ckpt, step)
+    assert applied(updates).step == 5
+    assert updates.wait(0) is None
+    assert whole(live) == 5
+
+
+def test_a_skipped_update_is_in_the_next_one(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
+) -> None:
+    save(ckpt, 1)
+    applied(updates)
+    save(ckpt, 2)
+    skipped = updates.wait(DEADLINE_S)
+    assert skipped is not None
+    with pytest.raises(UsageError, match="neither applied nor skipped"):
+        updates.wait(0)
+    skipped.skip()
+    with pytest.raises(UsageError, match="already"):
+        skipped.apply()
+    assert whole(live) == 1
+    save(ckpt, 3)
+    applied(updates)
+    assert whole(live) == 3
+
+
+def test_a_consumer_may_begin_with_empty_dicts_and_modules_with_ties(run: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    strided = torch.arange(48.0).view(6, 8)
+    state = {"model": model, "other": {"strided": strided, "conj": torch.ones(4) * (1 + 2j)}}
+    served = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    served[1].weight = served[0].weight
+    into = {"strided": torch.empty(8, 6).t(), "conj": torch.zeros(4, dtype=torch.cfloat).conj()}
+    empty: dict[str, Any] = {}
+    with (
+        statehold.Checkpointer(run, **SMALL) as ckpt,
+        statehold.subscribe(run, {"model": served, "other": into}) as updates,
+        statehold.subscribe(run, {"model": empty}) as others,
+    ):
+        for step in (1, 2):
+            with torch.no_grad():
+                model[0].weight.add_(1)
+            strided.add_(1)
+            ckpt.save(step, state).wait()
+            applied(updates)
+            applied(others)
+            assert torch.equal(into["strided"], strided)
+            assert torch.equal(into["conj"], state["other"]["conj"])
+            for found in (served.state_dict(), empty):
+                assert all(map(torch.equal, model.state_dict().values(), found.values()))
+
+
+def test_a_loop_ends_with_close_from_another_thread(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription
+) -> None:
+    save(ckpt, 1)
+    seen = []
+    closing = threading.Thread(target=updates.close)
+    for update in updates:
+        update.apply()
+        seen.append(update.step)
+        closing.start()
+    closing.join()
+    assert seen == [1]
+    with pytest.raises(ClosedError):
+        updates.wait(0)
+
+
+def test_a_consumer_may_come_first(run: Path, updates: statehold.Subscription) -> None:
+    assert updates.wait(0) is None
+    assert not run.exists()
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        save(ckpt, 1)
+    assert applied(updates).step == 1
+
+
+def test_without_inotify_the_run_is_looked_at_now_and_then(
+    run: Path, ckpt: statehold.Checkpointer, monkeypatch: pytest.MonkeyPatch, live: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(watching.Watching, "_opened", lambda self: -1)
+    save(ckpt, 1)
+    with statehold.subscribe(run, {"model": live}) as updates:
+        applied(updates)
+        saving = threading.Thread(target=save, args=(ckpt, 2))
+        saving.start()
+        assert applied(updates).step == 2
+        saving.join()
+
+
+def test_a_commit_ends_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "TOLD_POLL_S", DEADLINE_S)
+    monkeypatch.setattr(
+        watching, "_LOCAL", {*watching._LOCAL, watching.mount_of(str(tmp_path)).kind}
+    )
+    watch = watching.Watching()
+    try:
+        watch.watch([str(tmp_path)])
+        (tmp_path / "step.partial").mkdir()
+        (tmp_path / "step.partial").rename(tmp_path / "step")
+        assert watch._poll.poll(DEADLINE_S * 1000)
+        watch.wait(None)  # without the event it would not return in time
+        assert not watch._poll.poll(0)
+        watch.watch([str(tmp_path), str(tmp_path / "missing")])
+        assert not watch._is_told
+    finally:
+        watch.close()
+
+
+# -- the run changes ----------------------------------------------------------------------------
+
+
+def test_a_step_that_is_saved_again_is_an_update(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
+) -> None:
+    save(ckpt, 4, content(1))
+    applied(updates)
+    save(ckpt, 4, content(2))
+    assert applied(updates).step == 4
+    assert whole(live) == 2
+
+
+def test_the_tensors_go_back_with_the_run(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
+) -> None:
+    save(ckpt, 1)
+    save(ckpt, 2)
+    applied(updates)
+    ckpt.rewind(1)
+    assert applied(updates).step == 1
+    assert whole(live) == 1
+
+
+def test_a_level_that_cannot_be_listed_is_no_way_back(
+    run: Path,
+    memory: Path,
+    live: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    levels = [statehold.Memory(path=memory, agent=False), statehold.Directory(every=2)]
+    with (
+        statehold.Checkpointer(run, levels=levels, **SMALL) as ckpt,
+        statehold.subscribe(run, {"model": live}) as updates,
+    ):
+        for step in (1, 2, 3):
+            save(ckpt, step)
+        assert applied(updates).step == 3
+        (place, _) = subscribe.Places(updates._fs, subscribe.levels_of(str(run)))
+        assert place.store.root == str(memory)
+        asked = []
+
+        def fails(store: Any) -> list[int]:
+            asked.append(store.root)
+            if store.root == str(memory):
+                raise statehold.errors.storage_error("list", 5, store.root)
+            return [2]
+
+        monkeypatch.setattr("statehold.checkpoint.store.store.Store.steps", fails)
+        assert updates.wait(0) is None
+        assert str(memory) in asked
+    assert whole(live) == 3
+
+
+def test_a_run_that_descends_from_another_begins_with_its_step(
+    tmp_path: Path, ckpt: statehold.Checkpointer, run: Path, live: dict[str, Any]
+) -> None:
+    save(ckpt, 1)
+    child = tmp_path / "child"
+    with (
+        statehold.Checkpointer(child, parent=f"{run}@1", **SMALL) as other,
+        statehold.subscribe(child, {"model": live}) as updates,
+    ):
+        state = {"model": content(0), "more": torch.ones(3)}
+        assert other.restore(state) == 1
+        assert applied(updates).step == 1
+        save(other, 2)
+        update = applied(updates)
+    assert whole(live) == 2
+    assert update.changed_bytes < sum(tensor.nbytes for tensor in live.values())
+
+
+def test_the_nearest_level_is_read(run: Path, memory: Path, live: dict[str, Any]) -> None:
+    levels = [statehold.Memory(path=memory, agent=False), statehold.Directory(every=1000)]
+    with (
+        statehold.Checkpointer(run, levels=levels, **SMALL) as ckpt,
+        statehold.subscribe(run, {"model": live}) as updates,
+    ):
+        save(ckpt, 1)
+        save(ckpt, 2)
+        assert not data_files(run, 2)
+        applied(updates)
+        assert whole(live) == 2
+        shutil.rmtree(memory)  # the disk has an older step
+        assert updates.wait(0) is None
+        assert updates.step == 2
+
+
+# -- faults -------------------------------------------------------------------------------------
+
+
+def test_a_damaged_step_leaves_the_tensors_at_the_old_one(
+    run: Path,
+    ckpt: statehold.Checkpointer,
+    updates: statehold.Subscription,
+    live: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    save(ckpt, 1)
+    applied(updates)
+    save(ckpt, 2)
+    (file,) = data_files(run, 2)
+    for at in range(PIECE // 2, file.stat().st_size, PIECE):  # a piece that differs among them
+        flip(file, at)
+    with caplog.at_level(logging.WARNING, "statehold"):
+        assert updates.wait(0) is None
+        assert updates.wait(0) is None
+    told = [each.getMessage() for each in caplog.records]
+    assert sum("step 2" in text and "is damaged" in text for text in told) == 1
+    assert (whole(live), updates.step) == (1, 1)
+    save(ckpt, 3)
+    applied(updates)
+    assert whole(live) == 3
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000-of-00001.safetensors"])
+def test_a_file_that_is_gone_is_damage(
+    name: str,
+    run: Path,
+    ckpt: statehold.Checkpointer,
+    updates: statehold.Subscription,
+    live: dict[str, Any],
+) -> None:
+    save(ckpt, 1)
+    applied(updates)
+    save(ckpt, 2)
+    (run / "step-000000000002" / name).unlink()
+    assert updates.wait(0) is None
+    assert whole(live) == 1
+
+
+def test_damage_after_the_bytes_were_verified_reaches_nothing(
+    run: Path,
+    ckpt: statehold.Checkpointer,
+    updates: statehold.Subscription,
+    live: dict[str, Any],
+) -> None:
+    save(ckpt, 1)
+    update = updates.wait(DEADLINE_S)
+    assert update is not None
+    (file,) = data_files(run, 1)
+    for at in range(4096, file.stat().st_size, PIECE // 2):
+        flip(file, at)
+    update.apply()
+    assert whole(live) == 1
+
+
+def test_another_level_replaces_a_damaged_copy(
+    run: Path, memory: Path, live: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    levels = [statehold.Memory(path=memory, agent=False), statehold.Directory()]
+    with (
+        statehold.Checkpointer(run, levels=levels, **SMALL) as ckpt,
+        statehold.subscribe(run, {"model": live}) as updates,
+    ):
+        save(ckpt, 1)
+        ckpt.flush()
+        (file,) = data_files(memory, 1)
+        flip(file, file.stat().st_size // 2)
+        with caplog.at_level(logging.WARNING, "statehold"):
+            applied(updates)
+    assert whole(live) == 1
+    assert any("not intact at level memory" in each.getMessage() for each in caplog.records)
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], name: str) -> list[str]:
+    """Call `act` once, before the first call of a method of Nearest; the list says whether."""
+    fired: list[str] = []
+    method = getattr(Nearest, name)
+
+    def called(nearest: Nearest, *arguments: Any) -> Any:
+        if not fired:
+            fired.append(name)
+            act()
+        return method(nearest, *arguments)
+
+    monkeypatch.setattr(Nearest, name, called)
+    return fired
+
+
+@pytest.mark.parametrize("name", ["open", "locate"])
+@pytest.mark.parametrize("again", [1, 2])
+def test_a_step_that_is_retired_or_saved_again_meanwhile_is_replaced_by_the_newest(
+    name: str,
+    again: int,
+    run: Path,
+    live: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        statehold.Checkpointer(run, keep=1, **SMALL) as ckpt,
+        statehold.subscribe(run, {"model": live}) as updates,
+    ):
+        save(ckpt, 1, content(1))
+
+        def act() -> None:
+            for value in (2, 3, 4):  # the files of the first are overwritten
+                save(ckpt, value if again == 1 else 1, content(value))
+
+        fired = meanwhile(monkeypatch, act, name)
+        applied(updates)
+        assert fired
+    assert whole(live) == 4
+
+
+def test_files_that_are_read_are_not_overwritten(
+    run: Path, live: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once its files are open, a step stays whole, however often others are saved."""
+    with (
+        statehold.Checkpointer(run, keep=1, **SMALL) as ckpt,
+        statehold.subscribe(run, {"model": live}) as updates,
+    ):
+        save(ckpt, 1)
+        open_engine, fired = Spare._open_engine, []
+
+        def late(spare: Spare) -> Any:
+            if not fired:
+                fired.append(True)
+                for step in (2, 3, 4):
+                    save(ckpt, step)
+            return open_engine(spare)
+
+        monkeypatch.setattr(Spare, "_open_engine", late)
+        assert applied(updates).step == 1
+        assert fired
+        assert whole(live) == 1
+        assert applied(updates).step == 4
+    assert whole(live) == 4
+
+
+def test_after_an_update_that_failed_everything_is_read_again(
+    ckpt: statehold.Checkpointer,
+    updates: statehold.Subscription,
+    live: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save(ckpt, 1)
+    applied(updates)
+    save(ckpt, 2)
+    update = updates.wait(DEADLINE_S)
+    assert update is not None
+    with monkeypatch.context() as patch:
+
+        def fails(*_: object) -> None:
+            raise torch.OutOfMemoryError("injected")
+
+        patch.setattr(copying, "_put", fails)
+        with pytest.raises(torch.OutOfMemoryError, match="injected"):
+            update.apply()
+    assert updates.step is None
+    update = applied(updates)
+    assert update.changed_bytes == sum(tensor.nbytes for tensor in live.values())
+    assert whole(live) == 2
+
+
+# -- the consumer's tensors ---------------------------------------------------------------------
+
+
+def test_a_tensor_that_the_consumer_changes_or_replaces_is_read_as_a_whole(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
+) -> None:
+    save(ckpt, 1)
+    applied(updates)
+    live["a"].zero_()
+    live["b"] = torch.zeros_like(live["b"])
+    save(ckpt, 2)
+    applied(updates)
+    assert whole(live) == 2
+
+
+def test_a_step_that_does_not_fit_changes_nothing(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
+) -> None:
+    save(ckpt, 1)
+    applied(updates)
+    save(ckpt, 2, {**content(2), "a": torch.zeros(3)})
+    with pytest.raises(StateMismatchError, match=r"model\.a"):
+        updates.wait(0)
+    assert whole(live) == 1
+    save(ckpt, 3)
+    applied(updates)
+    assert whole(live) == 3
+
+
+def test_what_a_consumer_may_not_have_is_refused(run: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    for state in ({"optimizer": torch.optim.SGD(model.parameters())}, {"rng": statehold.Rng()}):
+        with pytest.raises(UsageError, match="modules and tensors"):
+            statehold.subscribe(run, state)
+    with pytest.raises(UsageError, match="mutable mapping"):
+        statehold.subscribe(run, model)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="URL"):
+        statehold.subscribe("s3://bucket/run", {"model": model})
+
+
+def test_nothing_is_changed_on_disk(
+    run: Path, ckpt: statehold.Checkpointer, updates: statehold.Subscription
+) -> None:
+    save(ckpt, 1)
+    before = {path: os.stat(path) for path in run.rglob("*")}
+    applied(updates)
+    after = {path: os.stat(path) for path in run.rglob("*")}
+    assert {p: (s.st_mtime_ns, s.st_ino, s.st_size) for p, s in before.items()} == {
+        p: (s.st_mtime_ns, s.st_ino, s.st_size) for p, s in after.items()
+    }
+    assert set(NAMES) < set(content(1))
