@@ -222,7 +222,8 @@ class Saver:
                 ordered = self.order.ordered(work.plan, captured.tensors)
             self._make_room(work)
             work.save._moving()
-            file = self.ready_file(work.plan.save, work.tree)
+            # With new shared files, the commit thread makes all files, at a level that has room.
+            file = None if work.shared.fresh else self.ready_file(work.plan.save, work.tree)
             work.is_attached = file is not None
             work.save._record(reused=work.is_attached)
             with uncollected():

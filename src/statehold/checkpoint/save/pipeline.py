@@ -271,6 +271,7 @@ class Pipeline:
 
     def _write(self, work: Work) -> None:
         if work.is_attached:
+            work.shared.open(work.place.store, work.attempt)  # for links that are not proven
             self._write_out(work)
             return
         with work.save._stage("open"):
