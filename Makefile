@@ -45,6 +45,7 @@ campaigns: export STATEHOLD_SIM_SEEDS = 50
 campaigns: export STATEHOLD_SIM_REPLAYS = 200
 campaigns: export STATEHOLD_REPLICATED_SEEDS = 5000
 campaigns: export STATEHOLD_AGENT_KILLS = 100
+campaigns: export STATEHOLD_UPDATES = 2000
 campaigns: export STATEHOLD_LEAVES = 1000
 campaigns: export STATEHOLD_READERS = 5000
 campaigns: export STATEHOLD_FLIPS = all

@@ -96,6 +96,22 @@ def opened(seed: int) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
+def subscribed(seed: int) -> Iterator[dict[str, Any]]:
+    """A run that has a step, and an evaluation that ends the loop over updates."""
+    with opened(seed) as names:
+        real = statehold.subscribe
+
+        def subscribe(*arguments: Any) -> statehold.Subscription:
+            updates = real(*arguments)
+            names["evaluate"] = lambda model: updates.close()
+            return updates
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(statehold, "subscribe", subscribe)
+            yield names
+
+
+@contextlib.contextmanager
 def qlora(seed: int) -> Iterator[dict[str, Any]]:
     """A frozen 4-bit layer below a trained one."""
     torch.manual_seed(seed)
@@ -152,6 +168,7 @@ PREAMBLES: dict[tuple[str, str], Callable[[int], AbstractContextManager[dict[str
     ("integrations.md", "Lightning Fabric"): frameworks.lit,
     ("in_and_out.md", "Load tensors of one step"): opened,
     ("in_and_out.md", "Look at steps"): opened,
+    ("incremental.md", "Publish steps to another process"): subscribed,
     ("migrating.md", "From torch.save"): stock,
     ("tutorial.md", "Use the weights"): opened,
     ("resilience.md", "Resilience: training steps that survive the loss of ranks"): coordinated,

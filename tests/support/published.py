@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 PIECE = 1 << 20  # of a checksum
 NUMEL = 5 * PIECE // 8  # 2.5 MiB of int32
-NAMES = "abcdef"
+NAMES = "abcd"
 CHANCE = 5  # a part changes in one of so many steps
 
 
 def content(value: int) -> dict[str, torch.Tensor]:
-    """Six tensors of a few parts; each part changes in every fifth step."""
+    """Four tensors of a few parts; each part changes in every fifth step."""
     made = {name: torch.empty(NUMEL, dtype=torch.int32) for name in NAMES}
     for number, tensor in enumerate(made.values()):
         for part, memory in enumerate(tensor.split(NUMEL // 4)):
@@ -35,7 +35,13 @@ def whole(found: dict[str, Any]) -> int:
 def flip(path: Path, at: int) -> None:
     """Damage one byte of a file."""
     with open(path, "r+b") as file:
-        file.seek(at)
-        found = file.read(1)
-        file.seek(at)
-        file.write(bytes([found[0] ^ 1]))
+        flip_in(file, at)
+
+
+def flip_in(file: BinaryIO, at: int) -> None:
+    """The same in an open file, whatever its name is by now. Twice undoes it."""
+    file.seek(at)
+    found = file.read(1)
+    file.seek(at)
+    file.write(bytes([found[0] ^ 1]))
+    file.flush()

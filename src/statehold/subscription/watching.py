@@ -50,7 +50,7 @@ class Watching:
         return int(self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
 
     def watch(self, directories: Iterable[str]) -> None:
-        """Wait for changes of these directories from now on. One that is missing is looked for."""
+        """Wait for changes of these directories from now on. Missing ones are looked for."""
         told = [self._add(each) for each in directories]  # all of them, whatever the first one is
         self._is_told = all(told)
 
