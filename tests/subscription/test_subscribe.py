@@ -523,6 +523,8 @@ def test_what_a_consumer_may_not_have_is_refused(run: Path) -> None:
             statehold.subscribe(run, state)
     with pytest.raises(UsageError, match="mutable mapping"):
         statehold.subscribe(run, model)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="nothing to update"):
+        statehold.subscribe(run, {})
     with pytest.raises(UsageError, match="URL"):
         statehold.subscribe("s3://bucket/run", {"model": model})
 

@@ -8,6 +8,7 @@ Not here: the bytes (spare), when this happens (update).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -73,8 +74,11 @@ def _beside(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def _put(move: Move, source: torch.Tensor) -> None:
-    if move.place.is_plain:
-        target = move.place.bytes_at(move.low, source.numel())
-        target.copy_(source, non_blocking=True)
+    target = move.place.target
+    if move.place.is_plain and not is_external(target):
+        # copy_() waits for the threads of torch, which may not get a processor for long.
+        ctypes.memmove(target.data_ptr() + move.low, source.data_ptr(), source.numel())
+    elif move.place.is_plain:
+        move.place.bytes_at(move.low, source.numel()).copy_(source, non_blocking=True)
     else:
         move.place.take(source, move.low)

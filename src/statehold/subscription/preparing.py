@@ -115,9 +115,11 @@ def _place(destination: Destination, box: Box, begin: int) -> Place:
 # -- what a consumer may have ------------------------------------------------------------------
 
 
-def check_state(state: object) -> Mapping[str, Any]:
+def check_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state of a consumer: modules and tensors. Raises UsageError for anything else."""
-    for path, live in _leaves(check_takes_values(state), ""):
+    if not check_takes_values(state):
+        raise UsageError("the state is empty: there is nothing to update")
+    for path, live in _leaves(state, ""):
         if optimizers.behind(live) is not None or is_stateful(live):
             raise UsageError(
                 "a subscription updates modules and tensors",
@@ -131,7 +133,7 @@ def check_state(state: object) -> Mapping[str, Any]:
                 facts={"path": path, "got": "a DTensor"},
                 hint="subscribe with whole tensors on one rank, and distribute them from there",
             )
-    return check_takes_values(state)
+    return state
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -84,7 +84,10 @@ class _InPlace:
 
 
 class Subscription:
-    """The updates of one consumer. Use one thread at a time; any thread may call close()."""
+    """The updates of one consumer, from subscribe(): a loop over them, or wait().
+
+    Use it on one thread at a time. Any thread may call close().
+    """
 
     def __init__(self, run: str, state: Mapping[str, Any]) -> None:
         """Called by subscribe()."""
@@ -118,11 +121,15 @@ class Subscription:
     def wait(self, timeout: float | None = None) -> Update | None:
         """The next update, as soon as a newer step is committed, read and verified.
 
-        timeout: seconds to wait for a step, or None. An update that is being read is finished.
-        Returns None if there was none in time, or if close() was called meanwhile.
+        Args:
+            timeout: seconds to wait for a step; None waits for ever. An update that is being read
+                is finished. Returns None if there was none in time, or if close() was called.
 
-        Raises StateMismatchError if a new step does not fit the tensors, UsageError if the last
-        update was neither applied nor skipped.
+        Raises:
+            StateMismatchError: a new step does not fit the tensors, which stay as they are.
+            FormatVersionError: a new step needs a newer statehold.
+            UsageError: the last update was neither applied nor skipped.
+            ClosedError: the subscription was closed before.
         """
         until_s = None if timeout is None else time.monotonic() + timeout
         with self._busy():

@@ -17,10 +17,14 @@ from statehold.errors import UsageError
 class Update:
     """A newer step of a run, read and verified, that is not in place yet.
 
-    step: its number. changed_bytes: of the tensors, how many bytes differ, in whole pieces.
-    read_bytes: how many bytes were read to get them, documents included. read_s: how many seconds
-    that took. apply_s: how many seconds apply() took. committed_s: when the step was committed, in
-    seconds since 1970, by the clock of its file system.
+    Attributes:
+        step: its number.
+        changed_bytes: of the tensors, in whole pieces: how many bytes differ.
+        read_bytes: how many bytes were read to get them, documents included.
+        read_s: how many seconds it took to read and verify them.
+        committed_s: when the step was committed, in seconds since 1970, by the clock of its file
+            system.
+        apply_s: how many seconds apply() took; None before.
     """
 
     step: int
@@ -48,8 +52,12 @@ class Update:
         """Change the tensors, in place: before, they have one whole step, and after it this one.
 
         Call it on the thread that uses the tensors, or while nobody uses them. Only memory is
-        copied. If it raises, the tensors may be of both steps until the next update, which then
-        reads everything.
+        copied. If copying raises, the tensors may be of both steps. The next update then reads
+        everything.
+
+        Raises:
+            UsageError: this update was applied or skipped already.
+            ClosedError: the subscription was closed.
         """
         self._end()
         begun_s = time.perf_counter()
