@@ -8,8 +8,9 @@ same model, of 500 MB, and gets each step by statehold.subscribe(). Two kinds of
 
 "read" lasts from the moment when the consumer sees the step until its pieces are verified in spare
 memory. "apply" is the time in which the model stands still. "lag" lasts from the commit to the last
-byte in place. "memcpy" copies what changed, a range at a time, on one thread, from memory that was
-just written, in the same process after each update.
+byte in place. "processor" is what an update takes of all processors. "memcpy" copies what changed,
+a range at a time, on one thread, from memory that was just written, in the same process after each
+update.
 
 Then the trainer runs a loop of steps, each with a save, in turns with the consumer and without it.
 
@@ -122,12 +123,15 @@ def consume(options: argparse.Namespace) -> None:
         print("ready", flush=True)
         while orders.now != "end":
             orders.wait_while_paused()
+            computed = time.process_time()
             update = updates.wait(IDLE_S)
             if update is None:
                 continue
             update.apply()
+            computed = time.process_time() - computed
             found: Record = {"step": update.step, "lag_s": update.lag_s, "read_s": update.read_s,
                              "apply_s": update.apply_s, "changed_bytes": update.changed_bytes,
+                             "processor_s": computed,
                              "read_bytes": update.read_bytes}  # fmt: skip
             if orders.now == "measure":
                 found["difference"] = model.difference(update.step)
@@ -242,7 +246,7 @@ def row(record: Record) -> Record:
     found: Record = {"kind": record["kind"], "loop": record["loop"]["ratio"]}
     found["changed_mb"] = record["changed_bytes"] / 1e6
     found["read_mb"] = harness.median([each["read_bytes"] / 1e6 for each in updates])
-    for name in ("memcpy", "apply", "read", "lag"):
+    for name in ("memcpy", "apply", "read", "lag", "processor"):
         found[name] = harness.spread(1000 * each[f"{name}_s"] for each in updates)
     found["ratio"] = harness.spread(each["apply_s"] / each["memcpy_s"] for each in updates)
     found["whole"] = harness.spread(
@@ -261,6 +265,7 @@ COLUMNS: list[Column] = [
     ("read ms", lambda r: spread_text(r["read"], 1)),
     ("read and apply x memcpy", lambda r: spread_text(r["whole"])),
     ("lag ms", lambda r: spread_text(r["lag"], 1)),
+    ("processor ms", lambda r: spread_text(r["processor"], 1)),
     ("steps with / without", lambda r: f"{r['loop']:.3f}"),
 ]
 

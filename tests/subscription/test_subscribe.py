@@ -175,6 +175,34 @@ def test_a_consumer_may_begin_with_empty_dicts_and_modules_with_ties(run: Path) 
                 assert all(map(torch.equal, model.state_dict().values(), found.values()))
 
 
+class Scaled(torch.nn.Linear):
+    """A layer that keeps a number beside its tensors."""
+
+    scale = 1.0
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+
+def test_extra_state_of_modules_comes_along(run: Path) -> None:
+    model, served = Scaled(4, 4), Scaled(4, 4)
+    with (
+        statehold.Checkpointer(run, **SMALL) as ckpt,
+        statehold.subscribe(run, {"model": served}) as updates,
+    ):
+        for step in (1, 2):
+            model.scale = step / 4
+            ckpt.save(step, {"model": model}).wait()
+            update = updates.wait(DEADLINE_S)
+            assert update is not None
+            before = served.scale
+            update.apply()
+            assert (before, served.scale) == ((step - 1) / 4 or 1.0, step / 4)
+
+
 def test_a_loop_ends_with_close_from_another_thread(
     ckpt: statehold.Checkpointer, updates: statehold.Subscription
 ) -> None:

@@ -287,7 +287,8 @@ class Subscription:
         with self._busy():
             is_first, self._in_place = self._in_place is None, None  # unknown, if this fails
             copy_all(matched.moves, at, self._spare.memory)
-            matched.restoration.finish()
+            # Only what modules get from set_extra_state() runs code of others.
+            matched.restoration.finish(draws=bool(matched.restoration.objects))
             self._in_place = in_place(matched.filled())
             if is_first:  # it had everything, and most updates have less
                 self._spare.drop()

@@ -9,6 +9,7 @@ Not here: the comparison (restore).
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -79,10 +80,13 @@ class Restoration:
             for doubt in loaders.doubts(live, has_rng=bool(self.generators)):
                 yield f'step {self.step} is restored; "{path}" may continue differently: {doubt}'
 
-    def finish(self) -> None:
-        """Apply everything that is not tensor bytes."""
+    def finish(self, *, draws: bool = True) -> None:
+        """Apply everything that is not tensor bytes.
+
+        draws: whether an act may draw random numbers. To undo that takes longer than a few acts.
+        """
         with torch.no_grad():
-            with unchanged():
+            with unchanged() if draws else contextlib.nullcontext():
                 for act in (*self.containers, *self.objects):
                     act()
             for act in self.generators:
