@@ -557,6 +557,24 @@ def test_what_a_consumer_may_not_have_is_refused(run: Path) -> None:
         statehold.subscribe("s3://bucket/run", {"model": model})
 
 
+def test_a_dtensor_is_refused(run: Path) -> None:
+    """Also in a module: its ranks would change to a step at different times."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        module = distribute_module(torch.nn.Linear(4, 4), mesh)
+        for state in ({"a": {"b": [sharded]}}, {"a": module}):
+            with pytest.raises(UsageError, match="whole tensors"):
+                statehold.subscribe(run, state)
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_nothing_is_changed_on_disk(
     run: Path, ckpt: statehold.Checkpointer, updates: statehold.Subscription
 ) -> None:
