@@ -93,7 +93,12 @@ class Keep:
         return None if self.every or has_tags else self.last + self.best + len(self.pinned)
 
     def pins(self, step: int, tags: Sequence[str]) -> bool:
-        """Whether a step with these tags stays because it is pinned."""
+        """Whether a step stays because it is pinned.
+
+        Args:
+            step: its number.
+            tags: the tags that save() got for it.
+        """
         return step in self.pinned or not set(tags).isdisjoint(self.pinned)
 
     def of(self, steps: Sequence[int], ask: Ask) -> set[int]:

@@ -30,7 +30,7 @@ __all__ = ["Checkpoint", "Found", "settle"]
 
 STEPS, MANIFEST = ".steps", "manifest.json"
 # What stands in a file until its weights are written. No reader takes it for a checkpoint.
-PLACEHOLDER = (
+WEIGHTS_FOLLOW = (
     b"statehold: the weights of this checkpoint follow; its step is beside it, in .steps\n"
 )
 
@@ -69,7 +69,7 @@ class Checkpoint:
         if self.path.is_dir() and not self.path.is_symlink():
             shutil.rmtree(self.path)  # a sharded checkpoint of Lightning
         if self.path.is_symlink() or not self.path.exists():
-            _write(self.path, PLACEHOLDER)
+            _write(self.path, WEIGHTS_FOLLOW)
         os.utime(self.path)  # ckpt_path="last" takes the path with the newest time
 
     def hold(self, step: int) -> bool:
@@ -85,13 +85,13 @@ class Checkpoint:
         os.replace(new / held.name, held)
         self._drop_older(held.name)
         if self.has_weights():
-            _write(self.path, PLACEHOLDER)
+            _write(self.path, WEIGHTS_FOLLOW)
         return True
 
     def has_weights(self) -> bool:
-        """Whether the file is complete, and not the placeholder."""
+        """Whether the file is complete, and not what stands there until then."""
         with contextlib.suppress(FileNotFoundError):
-            return self.path.stat().st_size != len(PLACEHOLDER)
+            return self.path.stat().st_size != len(WEIGHTS_FOLLOW)
         return False
 
     def write(self, values: dict[str, Any]) -> None:
