@@ -21,6 +21,7 @@ from statehold import errors as errors
 from statehold._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from statehold import lineage as lineage
     from statehold import metrics as metrics
     from statehold import offload as offload
     from statehold.checkpoint.checkpointer import Checkpointer as Checkpointer
@@ -66,6 +67,7 @@ __all__ = [
     "errors",
     "export_step",
     "import_step",
+    "lineage",
     "load",
     "metrics",
     "offload",
@@ -92,6 +94,7 @@ _HOMES = {
     "copy_step": "statehold.reading.copying",
     "export_step": "statehold.integrations.formats.convert",
     "import_step": "statehold.integrations.formats.convert",
+    "lineage": "statehold.lineage",
     "load": "statehold.reading.load",
     "metrics": "statehold.metrics",
     "offload": "statehold.offload",

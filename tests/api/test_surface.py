@@ -34,6 +34,7 @@ PUBLIC = [
     "errors",
     "export_step",
     "import_step",
+    "lineage",
     "load",
     "metrics",
     "offload",
@@ -49,7 +50,8 @@ SIGNATURES = {
     ),
     statehold.Checkpointer.save: "(self, step, state, *, metrics=None, tags=(), force=False)",
     statehold.Checkpointer.restore: (
-        "(self, state, step=None, *, best=None, mode=None, tag=None, only=None, skip=None, "
+        "(self, state, step=None, *, best=None, mode=None, tag=None, source=None, prefix=False, "
+        "only=None, skip=None, "
         "rename=None, strict=True)"
     ),
     statehold.Checkpointer.gate: "(self, timeout=None)",

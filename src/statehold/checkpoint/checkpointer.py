@@ -28,6 +28,7 @@ from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.levels.specs import Level, levels_of
 from statehold.checkpoint.opening import Borrowed, Opening, open_session
 from statehold.checkpoint.restore.choice import Choice
+from statehold.checkpoint.restore.request import requested
 from statehold.checkpoint.save.handle import Save
 from statehold.checkpoint.save.labels import labels
 from statehold.checkpoint.save.trainer import Trainer
@@ -247,6 +248,8 @@ class Checkpointer:
         best: str | None = None,
         mode: Mode | None = None,
         tag: str | None = None,
+        source: str | os.PathLike[str] | None = None,
+        prefix: bool = False,
         only: Iterable[str] | None = None,
         skip: Iterable[str] | None = None,
         rename: Mapping[str, str] | None = None,
@@ -265,22 +268,27 @@ class Checkpointer:
             step with this tag. Both skip a damaged step like the newest one, and then take the next
             best, or an older one with the tag. Both raise StepNotFoundError if there is no such
             step.
+        source: another run or a step of it, such as "runs/base@1000", to read instead of this run.
+        It is only read. If this run has no step yet, its steps will say that it began from there.
+        prefix: load only the layers of the model that it shares with that of the step, from the
+        first one on (lineage.Graph), and nothing else; `restored` lists what was kept.
         only, skip: names or patterns of what to restore ("model", "*.bias"). rename: saved prefixes
         and the live prefixes that replace them. strict: False accepts missing or unexpected
         entries; `restored` then lists them.
 
         Raises before anything changes: StateMismatchError if names, shapes or dtypes differ, or if
-        nothing would be loaded; UsageError for a pattern that matches nothing on any rank.
+        nothing would be loaded; UsageError for a pattern that matches nothing on any rank;
+        StepNotFoundError if the source has no such step.
         Raises CorruptionError if `step`, or every step, is damaged, and PeerLostError or
         PeerFailedError because of another rank. The state may then be partly overwritten: restore
         another step before you continue to train.
         """
         refuse_in_capture("restore()")
         choice = Choice(step, best, tag, mode or self._mode_of(best))
-        selection = Selection(only, skip, rename, strict)
+        request = requested(choice, source, prefix, Selection(only, skip, rename, strict))
         session = self._begun_anew()
         try:
-            return session.restore(state, choice, selection)
+            return session.restore(state, request)
         finally:
             self.restored = session.restored
 

@@ -22,11 +22,11 @@ from statehold.checkpoint.flushing import Countdown, flush
 from statehold.checkpoint.keeper import make_way, others_of
 from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.parts import Parts
-from statehold.checkpoint.restore.choice import Choice
+from statehold.checkpoint.restore.request import Request
 from statehold.checkpoint.save.handle import Save, forked
 from statehold.errors import StateholdError
 from statehold.format.about import About
-from statehold.format.selection import RestoreReport, Selection
+from statehold.format.selection import RestoreReport
 from statehold.observe.background_log import logger
 from statehold.ranks.preemption import Preemption
 from statehold.ranks.rounds import everyone, together
@@ -105,9 +105,9 @@ class Session:
 
     # -- restoring -------------------------------------------------------------------------
 
-    def restore(self, state: Mapping[str, Any], choice: Choice, selection: Selection) -> int | None:
-        """Load the step that is meant; returns its number, or None if the run has none."""
-        return self._restores.restore(state, choice, selection)
+    def restore(self, state: Mapping[str, Any], request: Request) -> int | None:
+        """Load the step that is asked for; returns its number, or None if the run has none."""
+        return self._restores.restore(state, request)
 
     @property
     def restored(self) -> RestoreReport | None:

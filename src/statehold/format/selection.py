@@ -34,6 +34,7 @@ class RestoreReport:
     missing: entries that the step does not have.
     unexpected: entries of the step that the state does not have.
     kept: entries left unchanged, because they were not selected or because every rank has its own.
+    source: the run that restore(source=...) has read; None for the run of the Checkpointer.
     """
 
     step: int
@@ -41,9 +42,11 @@ class RestoreReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    source: str | None = None
 
     def __str__(self) -> str:
-        lines = [f"step {self.step}: {len(self.loaded)} loaded"]
+        run = f" of {self.source}" if self.source else ""
+        lines = [f"step {self.step}{run}: {len(self.loaded)} loaded"]
         for what in ("missing", "unexpected", "kept"):
             names: tuple[str, ...] = getattr(self, what)
             if names:

@@ -58,6 +58,15 @@ def check_run(run: str | os.PathLike[str]) -> str:
     return path
 
 
+def check_source(source: str | os.PathLike[str]) -> tuple[str, int | None]:
+    """The run, absolute, and the step of RUN or RUN@STEP; None: the newest."""
+    text = check_path(source, "the source")
+    found = None if os.path.isdir(text) else AT_STEP.fullmatch(text)
+    if found is None:
+        return check_run(text), None
+    return check_run(found["run"]), None if found["step"] == "newest" else int(found["step"])
+
+
 def check_parent(parent: str | os.PathLike[str]) -> tuple[str, int | None]:
     """The run, absolute, and the step of RUN@STEP; None: the newest."""
     found = AT_STEP.fullmatch(check_path(parent, "the parent"))

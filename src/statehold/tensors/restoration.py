@@ -71,8 +71,13 @@ class Restoration:
 
     @property
     def report(self) -> RestoreReport:
-        names = self.loaded, self.missing, self.unexpected, self.kept
-        return RestoreReport(self.step, *map(tuple, names))
+        return RestoreReport(
+            self.step,
+            loaded=tuple(self.loaded),
+            missing=tuple(self.missing),
+            unexpected=tuple(self.unexpected),
+            kept=tuple(self.kept),
+        )
 
     def doubts(self) -> Iterator[str]:
         """After finish(): what may not go on as it was, and what the user can do."""

@@ -24,13 +24,17 @@ from statehold.checkpoint.levels.promoting import LevelStatus, Promotions
 from statehold.checkpoint.levels.run_notes import RunNotes
 from statehold.checkpoint.store.store import Store
 from statehold.errors import RunBusyError, StorageError
+from statehold.format.about import Origin
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import Round
 
 
 @dataclass(eq=False)
 class Levels:
-    """The levels of the run directory `run`. peers: None for a process that is alone."""
+    """The levels of the run directory `run`. peers: None for a process that is alone.
+
+    began_from: the step of another run that this job has restored into a run without steps.
+    """
 
     run: str
     places: Sequence[Place]
@@ -39,6 +43,7 @@ class Levels:
     promotions: Promotions
     notes: RunNotes
     peers: Peers | None
+    began_from: Origin | None = None
 
     @property
     def store(self) -> Store:

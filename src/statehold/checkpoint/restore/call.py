@@ -2,9 +2,11 @@
 
     ready?     no rank has an error to raise, and all have the same levels
     gate       no save still copies a byte of the state
-    nearest    the steps of all levels; a run that has none begins with that of its parent
+    nearest    the steps of all levels; a run that has none begins with that of its parent. Or the
+               steps of another run (source), which is only read
     restore    the requested step, or the newest intact one
-    after      the levels and the cadence continue from that step; damaged steps are set aside
+    after      the levels and the cadence continue from that step; damaged steps are set aside. A
+               step of another run changes nothing but where a run without steps began
 
 Not here: how one step gets into the state (restoring).
 """
@@ -12,9 +14,9 @@ Not here: how one step gets into the state (restoring).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.alike import check_same, described
@@ -24,15 +26,23 @@ from statehold.checkpoint.levels.nearest import Nearest
 from statehold.checkpoint.levels.specs import Level
 from statehold.checkpoint.restore.choice import Choice
 from statehold.checkpoint.restore.quarantine import set_aside
+from statehold.checkpoint.restore.request import Request
 from statehold.checkpoint.restore.restoring import Restorer
+from statehold.checkpoint.restore.source import check_source, steps_of
 from statehold.checkpoint.save.trainer import Trainer
 from statehold.checkpoint.telemetry.watch import Watch
-from statehold.errors import CorruptionError
+from statehold.errors import CorruptionError, StepNotFoundError
+from statehold.format.about import Origin
+from statehold.format.saved import SavedStep
 from statehold.format.selection import RestoreReport, Selection
 from statehold.io.runtime import Runtime
+from statehold.process.warn import warn_caller
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import led, together
 from statehold.tensors.restore import check_takes_values
+from statehold.tensors.transfer import transfer_into
+
+Choose: TypeAlias = Callable[[SavedStep], Selection]
 
 
 @dataclass(eq=False)
@@ -57,13 +67,15 @@ class RestoreCalls:
     parent: tuple[str, int | None] | None = None
     report: RestoreReport | None = None
 
-    def restore(self, state: Mapping[str, Any], choice: Choice, selection: Selection) -> int | None:
-        """Load the step that is meant; returns its number, or None if the run has none."""
-        self._wait_ready(state)
+    def restore(self, state: Mapping[str, Any], request: Request) -> int | None:
+        """Load the step that is asked for; returns its number, or None if the run has none."""
+        choose = self._wait_ready(state, request)
+        if request.source is not None:
+            return self._restore_from(request.source, state, request.choice, choose)
         nearest = self.levels.nearest(self.drain)
         if self.parent is not None and led(self.peers, partial(self._begin, nearest)):
             nearest = self.levels.nearest(self.drain)
-        confirmed, failed = self._load(nearest, state, choice, selection)
+        confirmed, failed = self._load(nearest, state, request.choice, choose, self.claim)
         if self.report is None:
             together(self.peers, self.levels.check_there)
             return None
@@ -74,6 +86,22 @@ class RestoreCalls:
             set_aside(self.levels, failed, confirmed, restored)
         return restored
 
+    def _restore_from(
+        self, run: str, state: Mapping[str, Any], choice: Choice, choose: Choose
+    ) -> int:
+        """Load a step of another run, of which nothing is claimed or set aside."""
+        nearest = steps_of(self.runtime.fs, run)
+        _, failed = self._load(nearest, state, choice, choose, lambda _: False)
+        if self.report is None:
+            raise StepNotFoundError("no step is committed in this run", facts={"run": run})
+        restored = self.report.step
+        self.report = replace(self.report, source=run)
+        self.levels.began_from = Origin(nearest.run, restored, nearest.saves.opened(restored))
+        for damaged, error in failed.items():
+            text = f"step {damaged} of {run} is damaged; step {restored} was restored instead"
+            warn_caller(f"{text}.\n{error}")
+        return restored
+
     def _begin(self, nearest: Nearest) -> bool:
         """Rank 0: begin the run with the step of its parent, unless it has steps or saves one."""
         if self.parent is None or self.levels.near[0].is_prepared or nearest.steps():
@@ -81,20 +109,31 @@ class RestoreCalls:
         fork_into(self.levels, *self.parent)
         return True
 
-    def _wait_ready(self, state: Mapping[str, Any]) -> None:
+    def _wait_ready(self, state: Mapping[str, Any], request: Request) -> Choose:
+        """Returns what of a step is restored, once it is open."""
         of_rank_0 = led(self.peers, lambda: described(self.specs))
 
-        def check() -> None:
+        def check() -> Choose:
             self.trainer.raise_failures()
             check_takes_values(state)
             check_same(self.specs, of_rank_0)
+            check_source(request.source, self.levels)
+            if request.selection is None:
+                return transfer_into(state, alone=self.peers is None)
+            return partial(_chosen, request.selection)
 
-        together(self.peers, check)
+        choose = together(self.peers, check)
         self.trainer.gate.wait()
         self.trainer.gate.join_streams()
+        return choose
 
     def _load(
-        self, nearest: Nearest, state: Mapping[str, Any], choice: Choice, selection: Selection
+        self,
+        nearest: Nearest,
+        state: Mapping[str, Any],
+        choice: Choice,
+        choose: Choose,
+        claim: Callable[[int], bool],
     ) -> tuple[set[int], dict[int, CorruptionError]]:
         """The steps that are certainly damaged, and the steps that were skipped."""
         runtime = self.runtime
@@ -105,10 +144,15 @@ class RestoreCalls:
                 runtime.devices,
                 self.peers,
                 state,
-                selection,
+                choose,
                 watch,
-                self.claim,
+                claim,
             )
             self.report, failed = restorer.chosen(choice)
             watch.end(self.report, failed)
         return restorer.confirmed, failed
+
+
+def _chosen(selection: Selection, _: SavedStep) -> Selection:
+    """What is chosen before any step is open."""
+    return selection

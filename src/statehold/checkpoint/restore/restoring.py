@@ -48,7 +48,13 @@ from statehold.errors import (
     storage_error,
 )
 from statehold.format.about import About
-from statehold.format.selection import Answer, RestoreReport, Selection, check_answers
+from statehold.format.selection import (
+    EVERYTHING,
+    Answer,
+    RestoreReport,
+    Selection,
+    check_answers,
+)
 from statehold.process.warn import warn_caller
 from statehold.ranks.rounds import USUAL, MismatchElsewhere, everyone, led, pooled, together
 from statehold.tensors.destinations import Destination
@@ -88,6 +94,7 @@ class Matched:
 class Restorer:
     """One restore into one live state.
 
+    choose: what of a step is restored.
     claim: locks every directory that has a step, if this rank leads; False if another job has a
         lock. After chosen(), `confirmed` are the steps that were found damaged under the lock.
         `beginnings` counts how often a step was read again because it had changed.
@@ -100,7 +107,7 @@ class Restorer:
         devices: Devices,
         peers: Peers | None,
         state: Mapping[str, Any],
-        selection: Selection,
+        choose: Callable[[SavedStep], Selection],
         watch: RestoreWatch,
         claim: Callable[[int], bool],
     ) -> None:
@@ -115,7 +122,8 @@ class Restorer:
         self._rank = peers.rank if peers else 0
         self._ranks = peers.world_size if peers else 1
         self._state = state
-        self._selection = selection
+        self._choose = choose
+        self._selection = EVERYTHING  # until a step is open
         self._watch = watch
 
     def chosen(self, choice: Choice) -> tuple[RestoreReport | None, dict[int, CorruptionError]]:
@@ -288,6 +296,7 @@ class Restorer:
         return matched, [Answer(*answer) for _, answer in answers]
 
     def _matched(self, saved: SavedStep) -> Matched:
+        self._selection = self._choose(saved)
         alone = self._peers is None or saved.is_narrow
         restoration = prepare(
             self._state,

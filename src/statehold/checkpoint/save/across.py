@@ -35,7 +35,7 @@ def publisher_of(
     peers: Peers | None, levels: Levels, claims: Claims, schedule: Schedule, log: BackgroundLog
 ) -> Publisher:
     """The publisher for the saves of this process."""
-    descent = Descent(levels.near)
+    descent = Descent(levels.near, lambda: levels.began_from)
     if peers is None:
         return Alone(descent, levels.promotions, schedule, log)
     kind = Across if levels.hosts.are_asked else Together

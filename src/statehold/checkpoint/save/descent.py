@@ -5,13 +5,13 @@ A run keeps its newest steps only, so the first one cannot be the only one that 
 Invariants: asked once, by the rank that commits, before its first commit. Levels that are not
 directories are not asked, because a save would wait for them. A manifest that cannot be read is no
 reason to fail a save: an older step knows the same.
-Not here: how a run begins from a step (checkpoint/levels/forking).
+Not here: how a run begins from a step (checkpoint/levels/forking, checkpoint/restore/call).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from statehold.errors import StateholdError
@@ -25,10 +25,14 @@ if TYPE_CHECKING:
 
 
 class Descent:
-    """near: the levels of the run that are directories, the nearest first."""
+    """near: the levels of the run that are directories, the nearest first. restored: the step that
+    a run without steps began from by restore(source=...), if any."""
 
-    def __init__(self, near: Sequence[DirectoryPlace]) -> None:
+    def __init__(
+        self, near: Sequence[DirectoryPlace], restored: Callable[[], Origin | None]
+    ) -> None:
         self._near = near
+        self._restored = restored
         self._parent: Origin | None = None
         self._is_known = False
 
@@ -36,7 +40,8 @@ class Descent:
     def parent(self) -> Origin | None:
         """None if the run began with nothing."""
         if not self._is_known:
-            self._parent = next((about.parent for about in self._said()), None)
+            said = next(self._said(), None)
+            self._parent = self._restored() if said is None else said.parent
             self._is_known = True
         return self._parent
 

@@ -1,0 +1,47 @@
+"""What one call of restore() asks for, checked.
+
+Not here: how it is done (call), which step is meant (choice), what patterns mean
+(format/selection), what a prefix is (tensors/transfer).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from statehold.checkpoint.restore.choice import Choice
+from statehold.errors import UsageError
+from statehold.format.selection import Selection
+from statehold.options.paths import check_source
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """selection: None is the prefix that the model shares with the step. source: another run, whose
+    step is read; None is the run itself."""
+
+    choice: Choice
+    selection: Selection | None
+    source: str | None = None
+
+
+def requested(
+    choice: Choice, source: str | os.PathLike[str] | None, prefix: bool, selection: Selection
+) -> Request:
+    """The arguments of Checkpointer.restore() as one value. Raises UsageError."""
+    run, step = (None, None) if source is None else check_source(source)
+    if step is not None and choice != Choice():
+        raise UsageError(
+            "a step is given twice",
+            facts={"source": os.fspath(source or ""), "also given": "step, best or tag"},
+            hint="leave one of them out",
+        )
+    if not isinstance(prefix, bool):
+        raise UsageError("prefix is True or False", facts={"got": repr(prefix)[:80]})
+    if prefix and (selection.has_patterns or not selection.strict):
+        raise UsageError(
+            "prefix=True chooses what is restored, so only, skip, rename and strict cannot",
+            hint="restore twice: once with prefix=True, and once with what else you need",
+        )
+    chosen = choice if step is None else replace(choice, step=step)
+    return Request(chosen, None if prefix else selection, run)

@@ -1,0 +1,248 @@
+"""Graph: the graph of a live model, as a part of a state.
+
+Owns: how a model is traced, what counts as a layer, and what the digest of a layer covers.
+Invariants: the model is not changed and not run: torch.fx traces a copy of its modules that shares
+their tensors. A model that cannot be traced has its modules in their order instead; `kind` and
+`reason` say so. Weights do not count, except for small tensors that no step holds.
+Not here: digests, the record in a step, and prefixes (format/graphs).
+
+The digest of a layer covers
+    its class, and its public attributes that are plain values (stride, eps, num_heads, ...)
+    its tensors: name below the layer, dtype, and shape; of a tensor that an earlier layer has, too,
+        that layer
+    the same of the modules in it
+    its inputs; of a function or a method also its name and its constants
+A trace is that of train mode. Neither devices nor requires_grad count.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.parameter import is_lazy
+
+from statehold.errors import UsageError
+from statehold.format.graphs import (
+    COMPOSED,
+    Digests,
+    Kind,
+    Layer,
+    LayerGraph,
+    graph_of_tensors,
+)
+from statehold.tensors import dtypes, modules
+from statehold.tensors.storable import local_of
+from statehold.tensors.subclasses import is_allowed
+
+# The content of a larger tensor that no step holds does not count.
+_CONSTANT_BYTES_MAX = 1 << 20
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_SHOWN = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+
+
+class Graph:
+    """The graph of a model, to be put into a state beside it.
+
+        state = {"model": model, "graph": Graph(model), "optimizer": optimizer}
+
+    Each saved step then records the graph, and lineage.nearest() and restore(prefix=True) compare
+    it with that of another model. A restore loads nothing into it. Make it after the model has all
+    its layers, and before the model is sharded.
+
+    kind: "traced" if torch.fx can trace the model, else "modules": the order of the modules.
+    reason: why the model could not be traced; None if it was.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            facts = {"expected": "a torch.nn.Module", "got": type(model).__name__}
+            raise UsageError("a graph is that of a model", facts=facts)
+        self.model = model
+        self.reason: str | None = None
+        try:
+            self.layers = _Traced(model).graph()
+        except Exception as error:  # the model's own code runs: it may raise anything
+            self.reason = f"{type(error).__name__}: {error}"[:500]
+            self.layers = _Modules(model).graph()
+        self.by_tensors = graph_of_tensors(_described(model))
+
+    @property
+    def kind(self) -> Kind:
+        return self.layers.kind
+
+    def like(self, other: LayerGraph) -> LayerGraph:
+        """The graph of this model that can have something in common with the other."""
+        return self.layers if self.layers.kind == other.kind else self.by_tensors
+
+    def state_dict(self) -> dict[str, str]:
+        return self.layers.record()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Does nothing: the graph is that of the live model."""
+
+    def __repr__(self) -> str:
+        return f"<Graph of {type(self.model).__name__}: {len(self.layers.layers)} layers>"
+
+
+def _described(model: nn.Module) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    for name, value in modules.entries(model).items():
+        if isinstance(value, torch.Tensor):
+            yield name, *_form(value)
+
+
+def _form(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    """The dtype and the shape, as a step has them."""
+    if is_lazy(tensor):
+        return "uninitialized", ()
+    if tensor.dtype is torch.complex128 or is_allowed(local_of(tensor)):
+        return COMPOSED
+    code = dtypes.code_of(tensor.dtype, "")
+    return code, dtypes.stored_shape(tensor.dtype, tuple(tensor.shape), "")
+
+
+class _Layers:
+    """The layers of one model, in the order in which they are found."""
+
+    kind: Kind
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = modules.unwrapped(model)
+        self.digests = Digests(self.kind)
+        self.found: list[Layer] = []
+        self._names = modules.names_in(modules.entries(model), "")
+        self._tied: dict[int, tuple[str, str]] = {}  # tensor: digest of its layer, name below it
+
+    def add(self, name: str, spec: Any, tensors: Mapping[str, torch.Tensor], inputs: Any) -> str:
+        """The digest of a layer; keeps it if it has tensors that no earlier layer has."""
+        described = [[below, *self._tensor(each)] for below, each in tensors.items()]
+        digest = self.digests.of([spec, described], inputs)
+        new = {below: each for below, each in tensors.items() if self._is_new(each)}
+        self._tied |= {id(each): (digest, below) for below, each in new.items()}
+        if new:
+            names = tuple(self._names[id(each)].removeprefix(".") for each in new.values())
+            self.found.append(Layer(name, digest, names))
+        return digest
+
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._names and id(tensor) not in self._tied
+
+    def _tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        if id(tensor) in self._tied:
+            return "tied", *self._tied[id(tensor)]
+        if id(tensor) in self._names:
+            return _form(tensor)
+        return "constant", *_form(tensor), _content(tensor)
+
+    def graph(self) -> LayerGraph:
+        raise NotImplementedError
+
+
+class _Modules(_Layers):
+    """The modules in their order: each module's input is the one before it."""
+
+    kind: Kind = "modules"
+
+    def graph(self) -> LayerGraph:
+        before = ""
+        for name, module in self.model.named_modules():
+            # The attributes of the whole, such as the number of its layers, would end every prefix.
+            spec = _class(module) if module is self.model else _spec(module)
+            before = self.add(name, spec, dict(_tensors(module, recurse=False)), before)
+        return LayerGraph("modules", tuple(self.found))
+
+
+class _Traced(_Layers):
+    """The calls that torch.fx finds in forward()."""
+
+    kind: Kind = "traced"
+
+    def graph(self) -> LayerGraph:
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        root = copy.deepcopy(self.model, {id(each): each for each in tensors}).train()
+        inputs: dict[fx.Node, str] = {}
+        for node in _Tracer().trace(root).nodes:
+            inputs[node] = self._node(root, node, inputs)
+        return LayerGraph("traced", tuple(self.found))
+
+    def _node(self, root: nn.Module, node: fx.Node, known: Mapping[fx.Node, str]) -> str:
+        given = [_plain(each, known.__getitem__) for each in (node.args, node.kwargs)]
+        if node.op == "call_module":
+            module = self.model.get_submodule(str(node.target))
+            spec = [_spec(each) for each in module.modules()]
+            return self.add(str(node.target), spec, dict(_tensors(module)), given)
+        if node.op == "get_attr":
+            value = self._attribute(root, operator.attrgetter(str(node.target)))
+            tensors = {"": value} if isinstance(value, torch.Tensor) else {}
+            return self.add(str(node.target), "attribute", tensors, given)
+        if node.op == "placeholder":  # the names of inputs are free
+            return self.digests.of("input")
+        return self.digests.of([node.op, _plain(node.target)], given)
+
+    def _attribute(self, root: nn.Module, get: Callable[[nn.Module], Any]) -> Any:
+        """Of the model itself, because forward() may have set that of the copy."""
+        try:
+            return get(self.model)
+        except AttributeError:  # a constant that the trace has put there
+            return get(root)
+
+
+class _Tracer(fx.Tracer):
+    # Otherwise operations on a buffer, such as counting calls, would be done, and not recorded.
+    proxy_buffer_attributes = True
+
+
+def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
+    yield from module.named_buffers(recurse=recurse, remove_duplicate=False)
+
+
+def _spec(module: nn.Module) -> list[Any]:
+    """The class of a module, and its settings."""
+    public = sorted(name for name in vars(module) if name[0] != "_" and name != "training")
+    settings = {name: _plain(vars(module)[name]) for name in public}
+    return [_class(module), {name: each for name, each in settings.items() if each != _OTHER}]
+
+
+def _class(module: nn.Module) -> str:
+    return _named(type(module))
+
+
+def _named(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+# A value of which nothing is known that stays the same in another process.
+_OTHER = ["other"]
+
+
+def _plain(value: Any, node: Callable[[fx.Node], str] | None = None) -> Any:
+    """A value as JSON can hold it. node: gives the digest of a result."""
+    if isinstance(value, fx.Node) and node is not None:
+        return ["result", node(value)]
+    if isinstance(value, _PLAIN):
+        return [type(value).__name__, repr(value)]
+    if isinstance(value, _SHOWN):
+        return [str(value)]
+    if isinstance(value, tuple | list):
+        return ["items", [_plain(each, node) for each in value]]
+    if isinstance(value, slice):
+        return ["slice", [_plain(each, node) for each in (value.start, value.stop, value.step)]]
+    if isinstance(value, Mapping):
+        return ["members", [[str(key), _plain(each, node)] for key, each in value.items()]]
+    if callable(value) and hasattr(value, "__qualname__"):
+        return ["named", f"{getattr(value, '__module__', None)}.{value.__qualname__}"]
+    return _OTHER
+
+
+def _content(tensor: torch.Tensor) -> str:
+    """A digest of the bytes of a small tensor that no step holds, such as a table of angles."""
+    if tensor.is_meta or tensor.nbytes > _CONSTANT_BYTES_MAX:
+        return ""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(bytes(flat.tolist()), digest_size=8).hexdigest()
