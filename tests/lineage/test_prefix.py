@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +24,7 @@ from statehold.lineage import Graph
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.levels import remove, step_path
+from support.networks import mlp
 from support.ranks import Ranks
 
 
@@ -33,11 +33,6 @@ def fs() -> Iterator[SimFs]:
     disk = SimFs(seed=1)
     yield disk
     disk.close()
-
-
-def mlp(*widths: int) -> nn.Sequential:
-    pairs = itertools.pairwise(widths)
-    return nn.Sequential(*(layer for a, b in pairs for layer in (nn.Linear(a, b), nn.ReLU())))
 
 
 def state_of(model: nn.Module, *, recorded: bool = True, lr: float = 0.1) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -11,15 +10,9 @@ from torch import nn
 
 from statehold.errors import UsageError
 from statehold.tensors.graph import Graph
+from support.networks import mlp
 
 Make = Callable[[], nn.Module]
-
-
-def mlp(*widths: int, act: Make = nn.ReLU) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for a, b in itertools.pairwise(widths):
-        layers += [nn.Linear(a, b), act()]
-    return nn.Sequential(*layers)
 
 
 class Branches(nn.Module):

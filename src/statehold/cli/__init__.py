@@ -28,7 +28,7 @@ _STEP_HELP = (
     "directory of a step"
 )
 _INTENTS = {
-    "look at runs": "ls show tree du report",
+    "look at runs": "ls show tree du catalog report",
     "check and compare": "verify diff doctor",
     "change runs": "prune fork copy free",
     "exchange with other libraries": "export import",
@@ -212,6 +212,13 @@ def _add_families(commands: Any) -> None:
     tree.add_argument(
         "directory", metavar="DIR", nargs="?", default=".", help="runs below it are drawn"
     )
+    catalog = _command(
+        commands, "catalog", "list the steps below a directory for nearest relatives",
+        "statehold catalog runs",
+    )  # fmt: skip
+    catalog.add_argument("directory", metavar="DIR", help="the runs below it are read")
+    catalog.add_argument("--file", metavar="FILE", help="the catalogue, if it is not in DIR")
+    catalog.add_argument("--rebuild", action="store_true", help="make it again from nothing")
     du = _command(
         commands, "du", "show what steps take on storage, and what they share",
         "statehold du runs/llama",

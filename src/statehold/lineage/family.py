@@ -53,12 +53,13 @@ class Member:
 def family(directory: str) -> list[Member]:
     """The runs below a directory, by path."""
     with contextlib.closing(file_system()) as fs:
-        found = [_member(Store(fs, run)) for run in _runs(os.path.abspath(directory))]
+        found = [_member(Store(fs, run)) for run in runs_below(os.path.abspath(directory))]
         by_path = {each.run: each for each in found}
         return [_with_base(fs, each, by_path) for each in found]
 
 
-def _runs(directory: str) -> Iterator[str]:
+def runs_below(directory: str) -> Iterator[str]:
+    """The run directories below a directory, by path."""
     for path, folders, _ in os.walk(directory):
         if any(map(_STEP.fullmatch, folders)):
             yield path
