@@ -21,7 +21,6 @@ from torch import nn
 import statehold
 from statehold.cli import main
 from statehold.errors import StepNotFoundError, UsageError
-from statehold.format.manifest import Manifest
 from statehold.lineage import Catalog, Graph, Relative, catalog, nearest, relatives
 from support.faults import DEADLINE_S, SMALL
 from support.networks import mlp
@@ -39,18 +38,7 @@ def save(
     if recorded:
         state["graph"] = Graph(model)
     with statehold.Checkpointer(run, **SMALL) as ckpt:
-        ckpt.save(step, state).wait("committed", DEADLINE_S)
-    if metrics is not None:
-        describe(run, step, metrics)
-
-
-def describe(run: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """Give a step metrics; its files stay as they are."""
-    path = run / f"step-{step:012d}" / "manifest.json"
-    manifest = Manifest.decode(path.read_bytes(), str(path))
-    about = replace(manifest.about, metrics=metrics)
-    path.with_suffix(".new").write_bytes(replace(manifest, about=about).encode())
-    path.with_suffix(".new").rename(path)
+        ckpt.save(step, state, metrics=metrics).wait("committed", DEADLINE_S)
 
 
 def found(model: nn.Module, directory: Path, **options: Any) -> str | None:

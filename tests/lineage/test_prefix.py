@@ -140,6 +140,21 @@ def test_a_whole_step_of_another_run(fs: SimFs) -> None:
     assert manifest_of(fs, CHILD, 1).about.parent == Origin(BASE, 3, sha256(raw))
 
 
+def test_the_best_step_of_another_run(fs: SimFs) -> None:
+    base = state_of(mlp(8, 16, 4))
+    with checkpointer_on(fs, BASE, **SMALL) as ckpt:
+        for step, loss in ((1, 2.0), (2, 0.5), (3, 1.0)):
+            ckpt.save(step, base, metrics={"loss": loss}, tags=[f"number {step}"])
+    live = state_of(mlp(8, 16, 4))
+    with checkpointer_on(fs, CHILD, **SMALL) as ckpt:
+        assert ckpt.restore(live, source=BASE, best="loss") == 2
+        assert ckpt.restore(live, source=BASE, tag="number 1", prefix=True) == 1
+        with pytest.raises(StepNotFoundError, match="this metric"):
+            ckpt.restore(live, source=BASE, best="accuracy")
+        with pytest.raises(UsageError, match="twice"):
+            ckpt.restore(live, source=f"{BASE}@1", best="loss")
+
+
 def test_a_run_with_steps_keeps_its_own_descent(fs: SimFs) -> None:
     save(fs, BASE, 3, state_of(mlp(8, 16, 4)))
     live = state_of(mlp(8, 16, 4))
