@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from statehold.checkpoint.agent.companion import Companion
 from statehold.checkpoint.cadence.schedule import Schedule
@@ -53,6 +54,10 @@ class Parts:
         """None for a process that is alone."""
         return self.peers.rank if self.peers else None
 
+    @cached_property
+    def sharing(self) -> Sharing:
+        return Sharing(self.levels.near[0], self.runtime, self.peers)
+
     def saver(self, prepare: Callable[[], None]) -> Saver:
         """The parts that a call of save() uses. prepare: makes the run directory ready."""
         return Saver(
@@ -67,7 +72,7 @@ class Parts:
             watch=self.watch,
             trainer=self.trainer,
             prepare=prepare,
-            sharing=Sharing(self.levels.near[0], self.runtime),
+            sharing=self.sharing,
         )
 
     def restores(self, claim: Callable[[int], bool]) -> RestoreCalls:
@@ -84,4 +89,5 @@ class Parts:
             drain=self.pipeline.drain,
             claim=claim,
             parent=self.runtime.options.origin,
+            goes_on=self.sharing.goes_on,
         )

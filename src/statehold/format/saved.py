@@ -165,12 +165,14 @@ class SavedStep:
         seen = {(chunk.file, chunk.begin) for chunk in asked}
         return [
             (name, chunk)
-            for name, chunks in self._own_chunks()
+            for name, chunks in self.own_chunks()
             for chunk in chunks
             if chunk.begin < chunk.end and (chunk.file, chunk.begin) not in seen
         ]
 
-    def _own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
+    def own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
+        """The chunks that this rank has written, by tensor: none if it is not at its place again,
+        and all of a step of one rank."""
         raise NotImplementedError
 
     @property
@@ -218,7 +220,7 @@ class _WholeStep(SavedStep):
         _check_inside(name, box, entry.shape)
         return _placed(self.files, _met(entry.chunks, box)) if box.numel else []
 
-    def _own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
+    def own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
         for name, entry in self._manifest.tensors.items():
             yield name, _placed(self.files, entry.chunks)
 
@@ -462,7 +464,7 @@ class _SharedStep(SavedStep):
             chunks = tuple(chunk for chunk in chunks if chunk.box in boxes)
         return _placed(record.files, chunks)
 
-    def _own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
+    def own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
         if self._own is not None:
             record = self._records[self._own]
             for name, chunks in record.chunks.items():

@@ -32,7 +32,7 @@ class Already:
     def __init__(self, store: Store, step: int, files: Sequence[DataFile]) -> None:
         self._store = store
         self._step = step
-        self._writers = {_writer(file) for file in files if is_shared(file)}
+        self._writers = {_writer(file) for file in files if is_shared(file.name)}
         self._paths: dict[Content, str] = {}
 
     @contextlib.contextmanager
@@ -58,7 +58,7 @@ class Already:
 
     def _look(self, where: str, source: Source) -> None:
         for file in part_of(source, where, self._share).files:
-            if is_shared(file):
+            if is_shared(file.name):
                 self._paths[content_of(file)] = f"{where}/{file.name}"
 
     def link(self, file: DataFile, attempt: str) -> bool:
@@ -79,9 +79,9 @@ def content_of(file: DataFile) -> Content:
     return file.bytes, file.block_bytes, file.spans
 
 
-def is_shared(file: DataFile) -> bool:
+def is_shared(name: str) -> bool:
     """Whether other steps may have the file, too: a rank writes its first one for each step."""
-    found = file_of(file.name)
+    found = file_of(name)
     return found is not None and found[2] > 0
 
 

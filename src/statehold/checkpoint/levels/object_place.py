@@ -100,7 +100,7 @@ class ObjectPlace(Shared):
             # Other ranks may already be copying a later save of this step.
             self._objects.clear(but_for=step)
         self._taken = step, attempt
-        shared = {file.name: _object_of(file) for file in copy.part.files if is_shared(file)}
+        shared = {file.name: _object_of(file) for file in copy.part.files if is_shared(file.name)}
         self._objects.refer(step, attempt, shared)
         for file in copy.part.files:
             if file.name in shared:

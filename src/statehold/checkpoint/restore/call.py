@@ -51,6 +51,7 @@ class RestoreCalls:
 
     drain: ends the saves under way. claim: locks every directory that has a step, if this rank
         leads.
+    goes_on: tells the saving side which step was restored.
     parent: the run and the step that a run without steps begins from.
     report: the report of the last call.
     """
@@ -64,6 +65,7 @@ class RestoreCalls:
     trainer: Trainer
     drain: Callable[[], None]
     claim: Callable[[int], bool]
+    goes_on: Callable[[int], None]
     parent: tuple[str, int | None] | None = None
     report: RestoreReport | None = None
 
@@ -82,6 +84,7 @@ class RestoreCalls:
         restored = self.report.step
         self.schedule.turns.goes_on_from(restored)
         self.levels.restored(restored, nearest.served(restored))
+        self.goes_on(restored)
         if failed:
             set_aside(self.levels, failed, confirmed, restored)
         return restored

@@ -6,6 +6,7 @@
     committed   what this step and the one before have alike, by their checksums: parts that stay
                 the same are written to a shared file with the next save
     ended       nobody links a file any more that was given up meanwhile: its name in the pool goes
+    goes_on     the job has restored a step: the next save links its shared files, if it can
 
 A part is expected to stay the same if it did so in the last saves, or at first if it is a parameter
 that needs no gradient. Whether it did is proven in each save (shared).
@@ -25,6 +26,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.save.proof import windows
+from statehold.checkpoint.save.resumed import Key, Known, known_files
 from statehold.checkpoint.save.shared import (
     Fresh,
     Link,
@@ -42,23 +44,26 @@ if TYPE_CHECKING:
     from statehold._core import Engine
     from statehold.checkpoint.levels.places import DirectoryPlace
     from statehold.io.runtime import Runtime
+    from statehold.ranks.peers import Peers
     from statehold.tensors.columns import Tensors
 
 logger = logging.getLogger("statehold")
-
-# Name, dtype, shape and offsets of the box that the rank writes.
-Key = tuple[str, str, tuple[int, ...], tuple[int, ...]]
 
 
 class Sharing:
     """The shared files of a rank in the store of `place`, the level that saves go to first.
 
-    Thread-safe: the training thread splits, and the commit thread reports.
+    peers: None for a process that is alone. Thread-safe: the training thread splits, and the commit
+    thread reports.
     """
 
-    def __init__(self, place: DirectoryPlace, runtime: Runtime) -> None:
+    def __init__(self, place: DirectoryPlace, runtime: Runtime, peers: Peers | None) -> None:
         self.runtime = runtime
         self._place = place
+        self._peers = peers
+        self._restored: int | None = None  # a step that nobody has looked at yet
+        self._resumed: list[Known] = []  # its files
+        self._is_new = False  # the structure of the state, or what was restored
         self._guard = threading.Lock()
         self._is_off = not runtime.options.io.share_files
         self._history: groups.History[Key] = groups.History()
@@ -78,6 +83,11 @@ class Sharing:
 
     # -- the thread that trains ----------------------------------------------------------------
 
+    def goes_on(self, step: int) -> None:
+        """The job has restored this step. Asks no storage: the next save looks at the step."""
+        with self._guard:
+            self._restored, self._is_new = step, True
+
     def split(
         self, plan: RankPlan, captured: Tensors, frozen: Callable[[], Set[int]]
     ) -> tuple[RankPlan, Shared]:
@@ -91,6 +101,10 @@ class Sharing:
                 return plan, shared
             if plan.share is not self._share:
                 self._look(plan.share, captured, frozen())
+                self._is_new = True
+            if self._is_new:
+                self._is_new = False
+                self._take_over(plan, captured)
             if not (self._files or self._history):
                 return plan, shared
             shared.links = self._links(captured)
@@ -118,6 +132,36 @@ class Sharing:
         self._history.predict(
             key for key, part in self._parts.items() if addresses[part.source] in frozen
         )
+
+    def _take_over(self, plan: RankPlan, captured: Tensors) -> None:
+        """Name the files of the restored step in the pool, if the state has exactly their parts.
+
+        In the first saves of a job, ranks may write other parts than later: the rest waits.
+        """
+        left = self._files_of_restored()
+        taken = self._making.union(*(keys_of(file.plan) for file in self._files))
+        self._resumed = [each for each in left if not self._parts.keys() >= set(each.keys)]
+        for known in left:
+            if known not in self._resumed and taken.isdisjoint(known.keys):
+                self._name(known, plan, captured)
+
+    def _files_of_restored(self) -> list[Known]:
+        step, self._restored = self._restored, None
+        if step is not None and not self._place.is_apart:
+            rank, world = (self._peers.rank, self._peers.world_size) if self._peers else (None, 1)
+            self._resumed = known_files(self._place.store, step, rank, world)
+        return self._resumed
+
+    def _name(self, known: Known, plan: RankPlan, captured: Tensors) -> None:
+        its = plan_of([self._parts[key] for key in known.keys], plan.save)
+        if (its.save.begins, its.save.file_bytes) != (known.begins, known.file_bytes):
+            return  # written with another header
+        store = self._place.store
+        token = None if self._peers is None else self._peers.token
+        path = store.pool.take(known.path, token)
+        if path is not None:
+            seen = captured.counts([part.source for part in its.share.parts])
+            self._files.append(SharedFile(store, path, its, known.sums, seen, steps=1))
 
     def _links(self, captured: Tensors) -> list[Link]:
         links = []

@@ -6,8 +6,9 @@ A step holds such a file as one of its own, by a second name. The next step gets
 one here, because the step before may be retired, by this rank or by another, while the next save
 needs the file. These names count for nothing in a restore.
 
-Invariants: a file here is written once, before any step names it. Each rank has its own files, and
-drops them. Names that a dead job has left are cleared with its other leftovers.
+Invariants: a file here is that of a committed step, or is written once, before any step names it.
+Each rank has its own files, and drops them. Names that a dead job has left are cleared with its
+other leftovers.
 Not here: which tensors such a file has (save/sharing), second names (second_names).
 """
 
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.store.directories import delete, unless
+from statehold.checkpoint.store.second_names import linked
 from statehold.errors import StateholdError, StorageError
 
 if TYPE_CHECKING:
@@ -49,14 +51,30 @@ class Pool:
 
     def open(self, file_bytes: int, attempt: str | None) -> tuple[str, File]:
         """A new file, and its path. attempt: of the save, if several ranks save."""
+        path = self._path(attempt)
+        file = self._fs.open_write(path, file_bytes, mapped=self._mapped)
+        self._names.add(path)
+        return path, file
+
+    def take(self, path: str, token: str | None) -> str | None:
+        """A name here for the file of a committed step; None if it cannot have one, or is gone.
+
+        token: of the job, if several ranks save.
+        """
+        with contextlib.suppress(StorageError):
+            target = self._path(token and f"{token}-0")
+            if linked(self._fs, path, target):
+                self._names.add(target)
+                return target
+        return None
+
+    def _path(self, attempt: str | None) -> str:
+        """The path of another file."""
         with unless(errno.EEXIST):  # another rank made it
             self._fs.mkdir(self._folder)
         self._made += 1
         name = f"{attempt or self._own}-rank-{self._rank:05d}-{self._made}.safetensors"
-        path = f"{self._folder}/{name}"
-        file = self._fs.open_write(path, file_bytes, mapped=self._mapped)
-        self._names.add(path)
-        return path, file
+        return f"{self._folder}/{name}"
 
     def drop(self, path: str) -> None:
         """No later save needs the file. Steps that hold it keep it."""
