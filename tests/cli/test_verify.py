@@ -283,7 +283,8 @@ def test_what_it_says(run: Path, say: Callable[..., tuple[int, str]]) -> None:
 def test_json(run: Path, ask: Callable[..., tuple[int, Any]]) -> None:
     code, document = ask("verify", run, "--all")
     assert code == 0
-    assert document.keys() == {"intact", "steps"}
+    assert document.keys() == {"intact", "shared_damage", "steps"}
+    assert document["shared_damage"] == []
     assert [step["step"] for step in document["steps"]] == [1, 2]
     assert document["steps"][0].keys() == {
         "step", "path", "intact", "world_size", "ranks_here", "files", "tensors", "pieces",

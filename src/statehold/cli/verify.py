@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import errno
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from statehold.cli.checking import Finding, Report, check_step
 from statehold.cli.output import Progress, bad, counted, emit, good, plain, say, table, weak
 from statehold.cli.places import run_at, tree_bytes
 from statehold.cli.scanning import SpanReader
+from statehold.cli.shared_damage import SharedDamage, SharedFile
 from statehold.errors import StepNotFoundError, storage_error
 from statehold.reading.places import Place, asked_of, file_system, find
 from statehold.units import format_bytes, format_seconds
@@ -30,16 +31,21 @@ if TYPE_CHECKING:
 
 def run(args: argparse.Namespace) -> int:
     fs = file_system()
-    documents = []
+    documents, shared = [], SharedDamage()
     for document, report, seconds in _checked(fs, args):
         documents.append(document)
+        known = shared.add(report)
         if not args.json:
-            _show(report, seconds, document.get("level"))
+            _show(report, seconds, document.get("level"), known)
     if not documents:
         raise StepNotFoundError("the step was retired while it was read")
     intact = all(document["intact"] for document in documents)
     if args.json:
-        emit({"intact": intact, "steps": documents})
+        files = [each.document() for each in shared.files.values()]
+        emit({"intact": intact, "steps": documents, "shared_damage": files})
+    else:
+        for each in shared.files.values():
+            say(_shown(each))
     return codes.YES if intact else codes.NO
 
 
@@ -143,7 +149,8 @@ def document_of(report: Report, seconds: float) -> dict[str, Any]:
     }
 
 
-def _show(report: Report, seconds: float, level: str | None = None) -> None:
+def _show(report: Report, seconds: float, level: str | None, known: Collection[str]) -> None:
+    """known: files whose damage was shown in another step."""
     where = f" at level {level}" if level else ""
     speed = format_bytes(int(report.bytes / max(seconds, 1e-9)))
     state = good("intact") if report.is_intact else bad("DAMAGED")
@@ -155,11 +162,20 @@ def _show(report: Report, seconds: float, level: str | None = None) -> None:
     held = ", ".join(counted(*each) for each in counts)
     say(f"step {report.place.step}{where}: ", state, part, f"; {held}, "
         f"{format_bytes(report.bytes)} in {format_seconds(seconds)} ({speed}/s)")  # fmt: skip
-    if report.findings:
+    findings = [each for each in report.findings if each.file not in known]
+    if findings:
         header = ("DAMAGE", "TENSOR", "RANK", "FILE", "BYTES", "PIECES", "DETAIL")
-        say(table(header, map(_row, report.findings), right="RANK BYTES PIECES", prose="DETAIL"))
+        say(table(header, map(_row, findings), right="RANK BYTES PIECES", prose="DETAIL"))
+    for name in sorted(known):
+        say(f"the same damaged file as in a step above: {plain(name)}")
     for name in report.foreign:
         say(f"not part of the step: {plain(name)}")
+
+
+def _shown(file: SharedFile) -> str:
+    steps = ", ".join(map(str, file.steps))
+    others = f", and {counted(file.elsewhere, 'name')} outside of the run" if file.elsewhere else ""
+    return f"one damaged file that steps share: {plain(file.file)}, in steps {steps}{others}"
 
 
 def _row(finding: Finding) -> tuple[object, ...]:
