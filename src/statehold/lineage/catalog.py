@@ -64,8 +64,14 @@ GROUP BY run, step
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """runs, steps, graphs: in the catalogue. read: manifests that were read. gone: steps that it
-    had, and that are not there any more. unreadable: steps that are left out."""
+    """What a scan has found.
+
+    Attributes:
+        runs, steps, graphs: how many the catalogue has.
+        read: how many manifests were read.
+        gone: how many steps it had that are not there any more.
+        unreadable: the steps that are left out, such as "runs/a@40".
+    """
 
     runs: int
     steps: int
@@ -88,11 +94,17 @@ class Candidate:
 
 
 class Catalog:
-    """The steps of the runs below `directory`, for lineage.nearest().
+    """The steps of the runs below a directory, for lineage.nearest().
 
-    file: where the catalogue is kept; None: below `directory`. It may be deleted at any time.
-    Any number of processes may use it at once. Raises UsageError if there is no such directory, and
-    OSError if the file cannot be written.
+    Any number of processes may use it at once.
+
+    Args:
+        directory: the runs below it are read.
+        file: where the catalogue is kept; it may be deleted at any time. None: in the directory.
+
+    Raises:
+        UsageError: there is no such directory.
+        OSError: the file cannot be written.
     """
 
     def __init__(

@@ -40,8 +40,12 @@ LOOKS_MAX = 10
 class Relative:
     """A step that shares layers with a model.
 
-    layers: how many layers with tensors it shares, of the `total` that the model has.
-    metrics: what was saved with the step.
+    Attributes:
+        run: the run directory.
+        step: the number of the step.
+        layers: how many layers with tensors it shares with the model.
+        total: how many layers with tensors the model has.
+        metrics: what was saved with the step.
     """
 
     run: str

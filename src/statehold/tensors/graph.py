@@ -55,8 +55,13 @@ class Graph:
     it with that of another model. A restore loads nothing into it. Make it after the model has all
     its layers, and before the model is sharded.
 
-    kind: "traced" if torch.fx can trace the model, else "modules": the order of the modules.
-    reason: why the model could not be traced; None if it was.
+    Attributes:
+        model: the model.
+        kind: "traced" if torch.fx can trace the model, else "modules": the order of the modules.
+        reason: why the model could not be traced; None if it was.
+
+    Raises:
+        UsageError: `model` is not a module.
     """
 
     def __init__(self, model: nn.Module) -> None:
