@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from statehold.errors import ReplicasDifferError
-from statehold.layout.layout import Layout, Mesh
+from statehold.layout.layout import ExplicitLayout, Layout, Mesh
 from statehold.layout.plan import TensorSpec
 from statehold.ranks.membership import Membership
 
@@ -131,7 +131,10 @@ class Claims:
                 joined.update({(claim.mesh, name): mesh for name in known.equal})
         if not joined:
             return Resolved(specs, tuple(comparisons))
-        found = [joined.get((self._mesh_of(spec), spec.name)) for spec in specs]
+        found = [
+            joined.get((held_on, spec.name)) if held_on is not None else None
+            for spec, held_on in zip(specs, map(self._mesh_of, specs), strict=True)
+        ]
         resolved = [
             replace(spec, layout=_layout_on(mesh, spec)) if mesh else spec
             for spec, mesh in zip(specs, found, strict=True)
@@ -141,12 +144,15 @@ class Claims:
     def _claims(self, specs: Sequence[TensorSpec]) -> list[Claim]:
         members: defaultdict[Mesh, list[TensorSpec]] = defaultdict(list)
         for spec in specs:
-            mesh = self._mesh_of(spec)
-            if len(mesh.ranks) < self._membership.world:
-                members[mesh].append(spec)
+            held_on = self._mesh_of(spec)
+            if held_on is not None and len(held_on.ranks) < self._membership.world:
+                members[held_on].append(spec)
         return [_claim(mesh, group) for mesh, group in members.items()]
 
-    def _mesh_of(self, spec: TensorSpec) -> Mesh:
+    def _mesh_of(self, spec: TensorSpec) -> Mesh | None:
+        """None for boxes that were listed: no rank claims more than is in the list."""
+        if isinstance(spec.layout, ExplicitLayout):
+            return None
         return spec.layout.mesh if spec.layout else Mesh((1,), (self._membership.rank,))
 
 
@@ -159,7 +165,7 @@ def _claim(mesh: Mesh, specs: Sequence[TensorSpec]) -> Claim:
 
 
 def _splits(spec: TensorSpec) -> tuple[tuple[int, int], ...]:
-    return spec.layout.splits if spec.layout else ()
+    return spec.layout.splits if isinstance(spec.layout, Layout) else ()
 
 
 def _joined(meshes: Sequence[Mesh]) -> Mesh:

@@ -194,6 +194,11 @@ class Layout:
     mesh: Mesh
     splits: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold a box."""
+        return self.mesh.ranks
+
     @cached_property
     def replica_axes(self) -> tuple[int, ...]:
         """The mesh axes along which all ranks hold the same box."""
@@ -280,9 +285,28 @@ class Layout:
 
 @dataclass(frozen=True)
 class ExplicitLayout:
-    """A tensor cut freely: each box, and the one rank that wrote it."""
+    """A tensor cut freely: each box, and the one rank that holds it."""
 
     placed: tuple[tuple[Box, int], ...]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold a box."""
+        return tuple(sorted({rank for _, rank in self.placed}))
+
+    @property
+    def replica_count(self) -> int:
+        """How many ranks hold each box."""
+        return 1
+
+    def replica_index(self, rank: int) -> int:
+        """The place of a rank among the ranks that hold its box."""
+        return 0
+
+    def box(self, shape: Sequence[int], rank: int) -> Box:
+        """The box of a rank that has one at most; an empty one for any other."""
+        found = self.boxes_of(rank)
+        return found[0] if found else Box((0,) * len(shape), (0,) * len(shape))
 
     def boxes(
         self, shape: Sequence[int], within: Box | None = None

@@ -20,7 +20,7 @@ from typing import Any
 
 from statehold.encoding import header
 from statehold.errors import InvariantError, UsageError
-from statehold.layout.layout import Layout
+from statehold.layout.layout import AnyLayout
 from statehold.units import MiB
 
 BLOCK_BYTES = 1 * MiB
@@ -48,7 +48,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     nbytes: int
     eager: bool = False
-    layout: Layout | None = None
+    layout: AnyLayout | None = None
     global_shape: tuple[int, ...] | None = None
     offsets: tuple[int, ...] | None = None
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from statehold.encoding import header
 from statehold.errors import InvariantError
-from statehold.layout.layout import AnyLayout, Box, Layout, Mesh
+from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Mesh
 from statehold.layout.plan import SavePlan, TensorSpec, plan_save
 from statehold.ranks.membership import ALONE, Membership
 from statehold.units import MiB
@@ -95,7 +95,7 @@ def global_shape(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def _part(
-    spec: TensorSpec, source: int, layout: Layout | None, writer: int, rank: int
+    spec: TensorSpec, source: int, layout: AnyLayout | None, writer: int, rank: int
 ) -> Part | None:
     if layout is None or spec.layout is None:
         return Part(spec, source, None)
@@ -104,7 +104,7 @@ def _part(
         return None
     box = own if layout is spec.layout else layout.box(global_shape(spec), rank)
     # On a mesh of one rank, only that rank can tell that an empty tensor exists.
-    if not box.numel and len(layout.mesh.ranks) > 1:
+    if not box.numel and (isinstance(layout, ExplicitLayout) or len(layout.ranks) > 1):
         return None
     if box == own:
         return Part(spec, source, None)
@@ -112,14 +112,15 @@ def _part(
     return Part(_spec_of(spec, box), source, (begin, begin + box.shape[0]))
 
 
-def _own_box(spec: TensorSpec, layout: Layout, rank: int) -> Box:
+def _own_box(spec: TensorSpec, layout: AnyLayout, rank: int) -> Box:
     offsets = (0,) * len(spec.shape) if spec.offsets is None else spec.offsets
     got = Box(offsets, spec.shape)
-    if rank in layout.mesh:
+    takes_part = isinstance(layout, ExplicitLayout) or rank in layout.mesh
+    if takes_part:
         expected = layout.box(global_shape(spec), rank)
         if got == expected:
             return expected
-    wanted = str(expected) if rank in layout.mesh else "nothing: it is not in the mesh"
+    wanted = str(expected) if takes_part else "nothing: it is not in the mesh"
     facts = {"tensor": spec.name, "rank": str(rank), "expected": wanted, "got": str(got)}
     raise InvariantError("a rank holds another box than its layout says", facts=facts)
 
@@ -171,7 +172,7 @@ def _replicated(specs: Sequence[TensorSpec]) -> Iterable[list[int]]:
         layout = spec.layout
         # Eager tensors stay with the first replica. DistributedDataParallel takes the buffers of
         # rank 0 for the true ones, even if the others have computed other values meanwhile.
-        if layout is not None and layout.replica_count > 1 and not spec.eager:
+        if isinstance(layout, Layout) and layout.replica_count > 1 and not spec.eager:
             groups[layout.mesh, layout.replica_axes].append(index)
     return groups.values()
 
@@ -179,7 +180,7 @@ def _replicated(specs: Sequence[TensorSpec]) -> Iterable[list[int]]:
 def _choose(specs: Sequence[TensorSpec]) -> list[tuple[Layout | None, int]]:
     """(written layout, writer) of each of `specs`, which have one mesh and the same replica
     axes."""
-    layouts = [spec.layout for spec in specs if spec.layout is not None]
+    layouts = [spec.layout for spec in specs if isinstance(spec.layout, Layout)]
     ladder = _ladder(layouts[0].mesh, layouts[0].replica_axes)
     items = [_item(spec, member, ladder) for member, spec in enumerate(specs)]
     chosen: list[tuple[Layout | None, int]] = [(None, 0)] * len(specs)
@@ -233,7 +234,7 @@ def _cut(mesh: Mesh, axes: Sequence[int], parts: int) -> _Cut:
 
 def _item(spec: TensorSpec, member: int, ladder: Sequence[_Cut]) -> _Item:
     """The finest cut that pays, by the nominal size, which is the size of the largest box."""
-    assert spec.layout is not None
+    assert isinstance(spec.layout, Layout)
     shape = spec.layout.largest_box(global_shape(spec)).shape
     nbytes = -(-header.DTYPE_BITS[spec.dtype] * math.prod(shape) // 8)
     if nbytes < SPLIT_BYTES or header.DTYPE_BITS[spec.dtype] * math.prod(shape[1:]) % 8:

@@ -4,7 +4,7 @@ Owns: which tensors a step holds, what they are called, and which must be copied
 and which may be copied until the next update (lazy):
     lazy    parameters of modules; parameters and state tensors of optimizers in the state, and
             tensors that share their storage; state tensors of optimizers that step through the
-            gate, wherever they are found; what is wrapped in Gated
+            gate, wherever they are found; pieces; what is wrapped in Gated
     eager   everything else: buffers, other tensors, tensors inside state_dict() of objects, tensors
             in param_groups; and whatever is wrapped in Volatile, which wins
 Random generators are read last of all: other objects may draw while they give their state, as a
@@ -55,6 +55,7 @@ from statehold.tensors.facts import layout_of, storage_addresses
 from statehold.tensors.found import Found, Kind
 from statehold.tensors.marks import Gated, Mark, Volatile
 from statehold.tensors.parts import is_stateful, parts
+from statehold.tensors.pieces import Piece
 from statehold.tensors.placements import OWN, Placed
 from statehold.tensors.recognition import Seen
 from statehold.tensors.rng import Rng
@@ -134,7 +135,6 @@ class _Capturer:
             (part for _, part in found if isinstance(part, nn.Module)), self._rank
         )
         self._stepping = stepping
-        self._known: Storages | None = None
         self.parameters: list[TensorSpec] = []  # plain tensors that are those of an optimizer
         self._mark: type[Mark[Any]] | None = None
         self._active: set[int] = set()
@@ -161,6 +161,8 @@ class _Capturer:
             return self._plain_tensor(value, path)
         if isinstance(value, Mark):
             return self._marked(value, path)
+        if isinstance(value, Piece):
+            return self._tensor(value.tensor, path, lazy=True, place=value.at(path, self._rank))
         if isinstance(value, nn.Module):
             return self._module(value, path)
         if isinstance(value, InFiles):
@@ -468,7 +470,7 @@ class _Capturer:
         gated = list(map(self._gated.__contains__, addresses))
         if all(gated):
             return Owners(gated, [], [])
-        known = self._stepped()
+        known = self._stepped
         parameters = [
             index
             for index, address in enumerate(addresses)
@@ -504,9 +506,8 @@ class _Capturer:
     def _is_gated(self, tensor: torch.Tensor) -> bool:
         if self._mark is Gated:
             return True
-        if not self.optimizers or not is_storable(tensor):
-            return False
-        return storage_of(local_of(tensor)) in self._gated
+        may_be = bool(self.optimizers) and is_storable(tensor)
+        return may_be and storage_of(local_of(tensor)) in self._gated
 
     @cached_property
     def _owned(self) -> list[torch.Tensor]:
@@ -522,11 +523,10 @@ class _Capturer:
         """The storages of these."""
         return storages(self._owned)
 
+    @cached_property
     def _stepped(self) -> Storages:
         """Those of the optimizers that have stepped."""
-        if self._known is None:
-            self._known = Storages.of(self._stepping)
-        return self._known
+        return Storages.of(self._stepping)
 
     def _plain_tensor(self, tensor: torch.Tensor, path: str) -> Any:
         """A tensor that comes without its module or optimizer, such as one of a state_dict().
@@ -538,7 +538,7 @@ class _Capturer:
             return self._tensor(tensor, path, lazy=True)
         if self._mark is Volatile or not is_storable(tensor):
             return self._tensor(tensor, path, lazy=False)
-        known, storage = self._stepped(), storage_of(local_of(tensor))
+        known, storage = self._stepped, storage_of(local_of(tensor))
         count = len(self.tensors)
         node = self._tensor(tensor, path, lazy=False, is_gated=storage in known.state)
         if storage in known.parameters:

@@ -19,6 +19,7 @@ from statehold.errors import InvariantError
 from statehold.format.saved import SavedStep, SavedTensor
 from statehold.layout.layout import Box, Layout
 from statehold.tensors import dtypes, placements
+from statehold.tensors.pieces import Piece
 from statehold.tensors.placements import Placed
 from statehold.tensors.storable import (
     Memory,
@@ -73,6 +74,10 @@ class Destinations:
     def place(self, live: torch.Tensor, path: str) -> Placed:
         """Where a live tensor lies. Raises UnsupportedValueError for what has no layout."""
         return placements.place_of(live, path, self._rank, self._replicas)
+
+    def place_of_piece(self, live: Piece, path: str) -> Placed:
+        """As place() of a piece. Raises UnsupportedValueError."""
+        return live.at(path, self._rank)
 
     def fits(self, live: torch.Tensor, name: str, place: Placed) -> bool:
         """Whether the saved tensor has the dtype and the global shape of a live one."""
@@ -165,7 +170,7 @@ class Destinations:
         # Ranks that hold a tensor of the same name without a layout may well read the same bytes.
         alone = place.layout is not None and place.layout.replica_count == 1
         shared = self._rank is not None and not alone
-        among = place.layout.mesh.ranks if place.layout else None
+        among = place.layout.ranks if place.layout else None
         return Destination(name, target, is_external(target), box, shared, among)
 
     def _same_bytes(self, name: str, other: str) -> bool:

@@ -19,15 +19,17 @@ from statehold.encoding import values
 from statehold.format.saved import SavedStep
 from statehold.format.selection import Selection
 from statehold.format.trees import tensors_of
-from statehold.tensors import foreign, modules, nodes, placements
+from statehold.tensors import dtypes, foreign, modules, nodes, placements
 from statehold.tensors.composed import Composed, is_composed
 from statehold.tensors.destinations import Destinations
 from statehold.tensors.parts import parts
+from statehold.tensors.pieces import Piece
 from statehold.tensors.placements import Placed
 from statehold.tensors.restoration import Restoration
 
 HOST = torch.device("cpu")
 ABSENT = object()
+_MADE_OF_TENSORS = ("$ndarray", "$complex128", "$subclass")
 
 
 class Matching:
@@ -100,6 +102,8 @@ class Matching:
         beside: the parameter whose state it is, which says how tensors that are made are sharded.
         """
         name = nodes.payload(node, "$tensor")
+        if isinstance(live, Piece):
+            return self._piece(live, name)
         if name is not None:
             if isinstance(live, torch.Tensor) and self._memory.usable(live, name):
                 return live
@@ -124,6 +128,28 @@ class Matching:
             ]
             return tuple(made) if is_tuple else made
         return values.decode(node, lambda tag, payload: self._leaf(tag, payload, device))
+
+    def _piece(self, live: Piece, name: str | None) -> Piece:
+        """The same, which takes the saved tensor `name`."""
+        path = name or "a piece"
+        place = self._memory.place_of_piece(live, path)
+        if name is None or not self._memory.usable(live.tensor, name, place):
+            expected = dtypes.described(live.tensor.dtype, live.shape)
+            got = "a plain value" if name is None else self._memory.described(name)
+            self.problem(path, expected, got)
+        self.restoration.live.append(live.tensor)
+        return live
+
+    def outlined(self, node: Any) -> Any:
+        """The value of a node with its tensors on the meta device, where they have no memory."""
+
+        def leaf(tag: str, payload: Any) -> Any:
+            if tag == "$tensor":
+                shape, dtype = self._memory.shape_of(payload), self._memory.dtype_of(payload)
+                return torch.empty(shape, dtype=dtype, device="meta")
+            return None if tag in _MADE_OF_TENSORS else foreign.value_of(tag, payload)
+
+        return values.decode(node, leaf)
 
     def _compose(
         self,

@@ -28,7 +28,7 @@ import torch
 from torch import distributed, nn
 
 from statehold.errors import UnsupportedValueError
-from statehold.layout.layout import Box, Layout, Mesh
+from statehold.layout.layout import AnyLayout, Box, Layout, Mesh
 from statehold.tensors import modules
 from statehold.tensors.storable import is_dtensor, local_of
 
@@ -43,7 +43,7 @@ _CACHED_MAX = 1 << 16
 class Placed:
     """What a tensor is of a global one, in elements of torch; all None for a rank's own tensor."""
 
-    layout: Layout | None = None
+    layout: AnyLayout | None = None
     shape: tuple[int, ...] | None = None
     box: Box | None = None
 
@@ -108,7 +108,7 @@ def of_group(group: Any) -> Layout | None:
 def beside(tensor: torch.Tensor, parameter: torch.Tensor, of_parameter: Placed) -> Placed:
     """Where a plain tensor in the optimizer state of a parameter lies, which itself lies there."""
     layout = of_parameter.layout
-    if layout is None:
+    if not isinstance(layout, Layout):
         return OWN
     shape = tuple(tensor.shape)
     if not shape or not layout.splits:

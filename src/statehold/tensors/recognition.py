@@ -17,7 +17,7 @@ import torch
 
 from statehold.encoding import values
 from statehold.errors import UnsupportedValueError
-from statehold.layout.layout import Layout
+from statehold.layout.layout import AnyLayout, Layout
 from statehold.layout.plan import TensorSpec
 from statehold.tensors import dtypes
 from statehold.tensors.columns import Form, Run, Structure, Tensors
@@ -171,6 +171,8 @@ def _spec(tensor: torch.Tensor, name: str, eager: bool, place: Placed) -> Tensor
     return TensorSpec(name, code, shape, nbytes, eager, place.layout, whole, offsets)
 
 
-def _packs_evenly(layout: Layout, shape: tuple[int, ...], packed: tuple[int, ...]) -> bool:
+def _packs_evenly(layout: AnyLayout, shape: tuple[int, ...], packed: tuple[int, ...]) -> bool:
     """Whether a layout cuts the packed shape where it cuts the other."""
+    if not isinstance(layout, Layout):
+        return False
     return layout.largest_box(packed).shape[-1] == 2 * layout.largest_box(shape).shape[-1]

@@ -37,6 +37,7 @@ from statehold.tensors.marks import Mark
 from statehold.tensors.matching import ABSENT, missing_of, replace_content
 from statehold.tensors.names import below, names_of
 from statehold.tensors.parts import is_stateful
+from statehold.tensors.pieces import Piece, Pieced
 from statehold.tensors.placements import Placed
 from statehold.tensors.restoration import Restoration, mismatch
 from statehold.tensors.restore_optimizers import OptimizerMatching
@@ -113,6 +114,9 @@ class _Matcher(OptimizerMatching):
             return self._marked(live, node, path)
         if isinstance(live, torch.Tensor):
             return self._tensor(live, node, path)
+        if isinstance(live, Piece):
+            self._tensor(live.tensor, node, path, self._memory.place_of_piece(live, path))
+            return live
         if isinstance(live, nn.Module):
             return self._module(live, node, path)
         if (optimizer := optimizers.behind(live)) is not None:
@@ -239,15 +243,24 @@ class _Matcher(OptimizerMatching):
             state = self.rebuild(ABSENT, node)
             self.restoration.generators.append(lambda: live.load_state_dict(state))
             return live
-        # A loader that is asked for its state makes an iterator, and starts its workers.
-        value = self.rebuild(ABSENT if loaders.found_in(live) else live.state_dict(), node)
+        value = self.rebuild(self._state_of(live, node), node)
         self.restoration.objects.append(partial(_load, live, value, path))
         self.restoration.stateful.append((path, live))
         return live
 
+    def _state_of(self, live: Any, node: Any) -> Any:
+        """The live state of an object, whose tensors are filled."""
+        if loaders.found_in(live):
+            return ABSENT  # its state_dict() would make an iterator, and start its workers
+        if isinstance(live, Pieced):
+            return live.state_to_fill(self.outlined(node))
+        return live.state_dict()
+
     # -- tensors ---------------------------------------------------------------------------
 
-    def _tensor(self, live: torch.Tensor, node: Any, path: str) -> torch.Tensor:
+    def _tensor(
+        self, live: torch.Tensor, node: Any, path: str, place: Placed | None = None
+    ) -> torch.Tensor:
         if not self._takes(path) or self._differs(node, path):
             return live
         name = nodes.payload(node, "$tensor")
@@ -258,7 +271,7 @@ class _Matcher(OptimizerMatching):
             self._materialize(live, node, path)
             return live
         refuse(live, path)
-        place = self._memory.place(live, path)
+        place = place or self._memory.place(live, path)
         if name is None or is_allowed(local_of(live)):
             self._compose_in_place(live, node, place, path)
         elif not self._memory.fits(live, name, place):
@@ -320,7 +333,7 @@ def holds_state(value: Any) -> bool:
     left = [value]
     while left:
         value = left.pop()
-        if isinstance(value, torch.Tensor | nn.Module | Mark) or is_stateful(value):
+        if isinstance(value, torch.Tensor | nn.Module | Mark | Piece) or is_stateful(value):
             return True
         if isinstance(value, dict | list | tuple) and id(value) not in seen:
             seen.add(id(value))

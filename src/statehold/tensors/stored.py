@@ -87,7 +87,7 @@ def role_of(place: Placed, rank: int | None, world: int) -> Role:
     if rank is None:
         return Role.WRITES
     layout = place.layout
-    if layout is None or len(layout.mesh.ranks) < world:
+    if layout is None or len(layout.ranks) < world:
         return Role.COMPARES
     return Role.NAMES if layout.replica_index(rank) else Role.WRITES
 

@@ -229,6 +229,8 @@ def places(form: Form, place: Placed) -> dict[str, Placed] | None:
     layout = place.layout
     if layout is None:
         return dict.fromkeys(form.tensors, OWN)
+    if not isinstance(layout, Layout):
+        return None
     rule, found = _rule_of(form.kind), {}
     for name, tensor in form.tensors.items():
         if not layout.splits or name in rule.shared:
@@ -248,6 +250,8 @@ def inner_place(kind: str, name: str, place: Placed, shape: tuple[int, ...]) -> 
     layout, rule = place.layout, _rule_of(kind)
     if layout is None:
         return OWN
+    if not isinstance(layout, Layout):
+        return None
     if not layout.splits or name in rule.shared:
         return placements.replicated(shape, layout)
     if name not in rule.rowwise or not shape or not place.shape or not place.box:
