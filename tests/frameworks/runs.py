@@ -34,7 +34,12 @@ from statehold.checkpoint.store import store
 with contextlib.suppress(ImportError):  # make integrations has it
     importlib.import_module("lightning.pytorch")
 
-DEADLINE_S, LEFT = 120, 75
+with contextlib.suppress(ImportError):
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__.clear()  # it would compile kernels of its own at a first use
+
+DEADLINE_S, LEFT = 240, 75
 
 
 def run(job: dict[str, Any]) -> int:

@@ -10,77 +10,21 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-import statehold
+from support.resumed import FRAMEWORKS as HERE
+from support.resumed import KILL, check, job, ran, three
 
 for needed in ("transformers", "accelerate", "peft", "torchdata"):
     pytest.importorskip(needed)
 
-HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 ALL = os.environ.get("STATEHOLD_INTEGRATIONS") == "1"
-KILL = 4
 NAMES = ("trainer", "adapters", "accelerated")
 if importlib.util.find_spec("lightning") is not None:
     NAMES = (*NAMES, "lightning_trainer")
-
-
-def ran(jobs: list[dict[str, Any]]) -> list[int]:
-    done = subprocess.run(
-        [sys.executable, HERE / "runs.py", json.dumps(jobs)],
-        capture_output=True, text=True, check=True, timeout=300,
-    )  # fmt: skip
-    found: list[int] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def job(script: Path, *words: Any, **more: Any) -> dict[str, Any]:
-    return {"script": str(script), "words": [str(word) for word in words], **more}
-
-
-def three(script: Path, folder: Path, *words: Any, **more: Any) -> list[dict[str, Any]]:
-    """A whole run, one that is killed, and the same once more."""
-    return [
-        job(script, *words, folder / "whole", **more),
-        job(script, *words, folder / "cut", kill=KILL, **more),
-        job(script, *words, folder / "cut", **more),
-    ]
-
-
-def check(folder: Path, codes: list[int]) -> None:
-    logs = "\n".join(log.read_text() for log in sorted(folder.glob("*.log")))
-    assert codes == [0, -signal.SIGKILL, 0], logs
-    whole, cut = folder / "whole", folder / "cut"
-    assert (whole / "losses.txt").read_text() == (cut / "losses.txt").read_text()
-    manifest = json.loads((max(whole.glob("step-*")) / "manifest.json").read_text())
-    for rank in range(manifest["world_size"]):
-        one, other = (statehold.load(run, rank=rank) for run in (whole, cut))
-        names = {"trainer", "accelerator", "lightning"}
-        assert names & one.keys()
-        for name in ("trainer", "lightning"):  # a log with times, and paths
-            one.pop(name, None)
-            other.pop(name, None)
-        assert same(one, other)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equal bits, types and keys."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
 
 
 @pytest.fixture(scope="module")

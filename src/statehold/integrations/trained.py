@@ -32,6 +32,7 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a model that its state_dict() has, by name."""
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():

@@ -9,7 +9,7 @@ Not here: DTensors (placements), the cutting of the framework (integrations).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -24,18 +24,29 @@ __all__ = ["Piece", "Pieced"]
 class Piece:
     """What rank `rank` has of a tensor of `shape`: the box that `layout` gives it.
 
+    memory: a tensor of the shape of that box; or what returns it, where it may move between saves.
     The memory is copied lazily, as that of an optimizer is: it may only change behind the gate. A
     piece in Volatile is copied before save() returns.
     """
 
-    __slots__ = ("box", "place", "shape", "tensor")
+    __slots__ = ("_memory", "box", "place", "shape")
 
     def __init__(
-        self, tensor: torch.Tensor, shape: tuple[int, ...], layout: AnyLayout, rank: int
+        self,
+        memory: torch.Tensor | Callable[[], torch.Tensor],
+        shape: tuple[int, ...],
+        layout: AnyLayout,
+        rank: int,
     ) -> None:
-        self.tensor, self.shape = tensor.detach(), shape
+        self._memory, self.shape = memory, shape
         self.box = layout.box(shape, rank)
         self.place = Placed(layout, shape, self.box)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The memory, as it lies now."""
+        memory = self._memory
+        return (memory if isinstance(memory, torch.Tensor) else memory()).detach()
 
     def at(self, path: str, rank: int | None) -> Placed:
         """Where it lies; OWN for a rank that is alone (None).

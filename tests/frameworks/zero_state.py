@@ -1,0 +1,192 @@
+"""Ranks of DeepSpeed with engine_state(): python zero_state.py save|load|gate STAGE RUN
+
+`save` trains, saves step 3 and tells in RUN/saved.pt what the engine has. `load` restores it, and
+tells the same in RUN/loaded-WORLD.pt. `gate` trains on while nothing of a save is staged.
+
+The model has what ZeRO cuts in odd ways: tied weights, a frozen layer, buffers, two groups.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+
+import statehold
+from statehold.checkpoint.save.gate import Gate
+from statehold.integrations.deepspeed import engine_state
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.faults import SMALL, Holdup
+from support.resumed import same
+
+KEYS = ("exp_avg", "exp_avg_sq")
+STEPS, WORDS = 3, 29
+
+
+class Counting(torch.optim.AdamW):
+    """Keeps one thing that is no tensor, as some optimizers count their steps."""
+
+    under_way: statehold.Save | None = None
+
+    def step(self, closure: Any = None) -> None:
+        assert self.under_way is None or self.under_way.done("staged")
+        super().step()
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each]["count"] = self.state[each].get("count", 0) + 1
+
+
+class Model(nn.Module):
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, 7)
+        self.frozen = nn.Linear(7, 7)
+        self.frozen.requires_grad_(False)
+        self.norm = nn.LayerNorm(7)
+        self.register_buffer("batches", torch.zeros(()))
+        self.first = nn.Linear(7, 11)
+        self.second = nn.Linear(11, 7)
+        self.out = nn.Linear(7, words, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.batches += 1
+        hidden = self.norm(self.frozen(self.embedding(tokens)))
+        return self.out(self.second(torch.relu(self.first(hidden))))
+
+
+def engine_of(stage: int, seed: int, words: int) -> Any:
+    torch.manual_seed(seed)
+    model = Model(words)
+    named = dict(model.named_parameters())
+    decayed = [each for each in named.values() if each.ndim > 1 and each.requires_grad]
+    rest = [each for each in named.values() if each.ndim == 1 and each.requires_grad]
+    groups = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}]
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {
+            "stage": stage,
+            "round_robin_gradients": stage < 3,
+            "sub_group_size": 60,
+            "stage3_param_persistence_threshold": 20,
+        },
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+    }
+    found = deepspeed.initialize(model=model, config=config, optimizer=Counting(groups, lr=1e-2))
+    return found[0]
+
+
+def train(engine: Any) -> None:
+    for _ in range(2):
+        tokens = torch.randint(WORDS, (8,))
+        loss = nn.functional.cross_entropy(engine(tokens).float(), tokens)
+        engine.backward(loss)
+        engine.step()
+
+
+def whole(engine: Any, parameter: torch.Tensor, key: str) -> torch.Tensor:
+    """A master weight or a moment of all ranks. In stages 1 and 2 DeepSpeed's own functions take
+    another parameter's with round_robin_gradients, so the flat buffers are gathered here."""
+    zero = engine.optimizer
+    if hasattr(zero, "fp16_groups"):
+        get = safe_get_full_fp32_param if key == "fp32" else safe_get_full_optimizer_state
+        return get(parameter, *[] if key == "fp32" else [key]).clone()
+    flats = zip(zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True)
+    for flat, master in flats:
+        at = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
+        if 0 <= at < flat.numel():
+            own = master if key == "fp32" else zero.optimizer.state[master][key]
+            parts = [torch.empty_like(own) for _ in range(engine.world_size)]
+            torch.distributed.all_gather(parts, own.detach())
+            return torch.cat(parts)[at : at + parameter.numel()].view(parameter.shape).detach()
+    raise AssertionError("the parameter is in no buffer")
+
+
+def told(engine: Any) -> dict[str, Any]:
+    """All that a step has to bring back, whole, on every rank."""
+    found: dict[str, Any] = {"buffers": {k: v.clone() for k, v in engine.module.named_buffers()}}
+    for name, each in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([each]):
+            fields = {"weight": each.detach().clone()}
+        if each.requires_grad:
+            fields |= {key: whole(engine, each, key) for key in ("fp32", *KEYS)}
+            assert torch.equal(fields["fp32"].bfloat16(), fields["weight"])
+        found[name] = fields
+    base = engine.optimizer.optimizer
+    found["counts"] = sorted({state["count"] for state in base.state.values()})
+    found["steps"] = sorted({float(state["step"]) for state in base.state.values()})
+    found["options"] = [{k: v for k, v in g.items() if k != "params"} for g in base.param_groups]
+    found["scheduler"] = engine.lr_scheduler.state_dict()
+    found["global_steps"] = engine.global_steps
+    return found
+
+
+def save(engine: Any, run: str) -> None:
+    for _ in range(STEPS):
+        train(engine)
+    with statehold.Checkpointer(run, staging_bytes="64MiB") as ckpt:
+        ckpt.save(STEPS, {**engine_state(engine), "mine": 7}).wait("committed")
+    tell(engine, f"{run}/saved.pt")
+
+
+def load(engine: Any, run: str) -> None:
+    with statehold.Checkpointer(run, staging_bytes="64MiB") as ckpt:
+        state = {**engine_state(engine), "mine": 0}
+        assert ckpt.restore(state) == STEPS
+        assert state["mine"] == 7
+    tell(engine, f"{run}/loaded-{engine.world_size}.pt")
+    train(engine)  # it can go on
+
+
+def tell(engine: Any, path: str) -> None:
+    found = told(engine)
+    if torch.distributed.get_rank() == 0:
+        torch.save(found, path)
+    torch.distributed.barrier()
+
+
+def gate(engine: Any, run: str) -> None:
+    """Nothing is staged until the update waits for it, and then the update comes after."""
+    train(engine)
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        holdup, wait = Holdup(ckpt), Gate.wait
+
+        def wait_and_release(self: Gate, timeout: float | None = None) -> None:
+            holdup.release()
+            wait(self, timeout)
+
+        state, had = engine_state(engine), told(engine)
+        Counting.under_way = ckpt.save(1, state)
+        assert not Counting.under_way.done("staged")
+        with mock.patch.object(Gate, "wait", wait_and_release):
+            train(engine)
+        assert Counting.under_way.done("staged")
+        Counting.under_way.wait("committed")
+        assert not same(told(engine), had)
+        assert ckpt.restore(state) == 1
+    assert same(told(engine), had)
+
+
+def main() -> None:
+    what, stage, run = sys.argv[1:]
+    if "WORLD_SIZE" not in os.environ:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # fmt: skip
+    Path(run).mkdir(exist_ok=True)
+    deepspeed.init_distributed("gloo")
+    engine = engine_of(int(stage), 5 if what == "load" else 0, 90_000 if what == "gate" else WORDS)
+    {"save": save, "load": load, "gate": gate}[what](engine, run)
+
+
+main()
