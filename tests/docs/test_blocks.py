@@ -166,6 +166,7 @@ PREAMBLES: dict[tuple[str, str], Callable[[int], AbstractContextManager[dict[str
     ("integrations.md", "Accelerate"): frameworks.accelerated,
     ("integrations.md", "The Trainer of Lightning"): frameworks.lit,
     ("integrations.md", "Lightning Fabric"): frameworks.lit,
+    ("integrations.md", "DeepSpeed"): frameworks.zero,
     ("in_and_out.md", "Load tensors of one step"): opened,
     ("in_and_out.md", "Look at steps"): opened,
     ("incremental.md", "Publish steps to another process"): subscribed,
