@@ -1,7 +1,6 @@
 """DeepSpeed with ZeRO, and a step of statehold after every update.
 
-Kill it at any moment, then run it again, on any number of ranks. On as many as before it goes on
-bit for bit.
+Kill it at any moment, then run it again: on as many ranks it goes on bit for bit.
 
 torchrun --nproc-per-node=2 examples/zero.py [STAGE] [RUN]
 """

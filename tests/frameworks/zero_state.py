@@ -1,7 +1,8 @@
-"""Ranks of DeepSpeed with engine_state(): python zero_state.py save|load|gate STAGE RUN
+"""Ranks of DeepSpeed with engine_state(): python zero_state.py save|load|gate|methods STAGE RUN
 
 `save` trains, saves step 3 and tells in RUN/saved.pt what the engine has. `load` restores it, and
 tells the same in RUN/loaded-WORLD.pt. `gate` trains on while nothing of a save is staged.
+`methods` uses save_checkpoint() and load_checkpoint() as a script of DeepSpeed does.
 
 The model has what ZeRO cuts in odd ways: tied weights, a frozen layer, buffers, two groups.
 """
@@ -15,13 +16,15 @@ from typing import Any
 from unittest import mock
 
 import deepspeed
+import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
 import statehold
 from statehold.checkpoint.save.gate import Gate
-from statehold.integrations.deepspeed import engine_state
+from statehold.errors import StepNotFoundError
+from statehold.integrations.deepspeed import engine_state, save_into_steps
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.faults import SMALL, Holdup
@@ -178,6 +181,34 @@ def gate(engine: Any, run: str) -> None:
     assert same(told(engine), had)
 
 
+def methods(engine: Any, run: str) -> None:
+    train(engine)
+    engine.save_checkpoint(f"{run}/stock", client_state={"mine": 1})
+    saved_by_deepspeed = told(engine)
+    save_into_steps(engine, staging_bytes="64MiB")
+    train(engine)
+    engine.load_checkpoint(f"{run}/stock")
+    assert same(told(engine), saved_by_deepspeed)
+
+    had = {}
+    for tag in ("first", None):
+        train(engine)
+        had[tag] = told(engine)
+        assert engine.save_checkpoint(run, tag, client_state={"mine": tag})
+    engine.save_checkpoint(run)  # the same step once more, and it waits for nothing
+    train(engine)
+    assert engine.load_checkpoint(run)[1] == {}
+    assert same(told(engine), had[None])
+    assert engine.load_checkpoint(run, "first")[1] == {"mine": "first"}
+    assert same(told(engine), had["first"])
+    train(engine)  # the same number as the newest step
+    engine.save_checkpoint(run, "other")
+    engine.load_checkpoint(run, "other")
+    assert not Path(run, "latest").exists()
+    with pytest.raises(StepNotFoundError):
+        engine.load_checkpoint(run, "missing")
+
+
 def main() -> None:
     what, stage, run = sys.argv[1:]
     if "WORLD_SIZE" not in os.environ:
@@ -186,7 +217,7 @@ def main() -> None:
     Path(run).mkdir(exist_ok=True)
     deepspeed.init_distributed("gloo")
     engine = engine_of(int(stage), 5 if what == "load" else 0, 90_000 if what == "gate" else WORDS)
-    {"save": save, "load": load, "gate": gate}[what](engine, run)
+    {"save": save, "load": load, "gate": gate, "methods": methods}[what](engine, run)
 
 
 main()

@@ -9,6 +9,7 @@ A step of ZeRO restores on any number of ranks as it is. See docs/integrations.m
 
 from __future__ import annotations
 
+from statehold.integrations.deepspeed.methods import save_into_steps
 from statehold.integrations.deepspeed.state import engine_state, load_weights
 
-__all__ = ["engine_state", "load_weights"]
+__all__ = ["engine_state", "load_weights", "save_into_steps"]
