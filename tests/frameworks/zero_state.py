@@ -9,6 +9,7 @@ The model has what ZeRO cuts in odd ways: tied weights, a frozen layer, buffers,
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -23,7 +24,8 @@ from torch import nn
 
 import statehold
 from statehold.checkpoint.save.gate import Gate
-from statehold.errors import StepNotFoundError
+from statehold.checkpoint.store import store
+from statehold.errors import StateholdError, StepNotFoundError, storage_error
 from statehold.integrations.deepspeed import engine_state, save_into_steps
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -207,6 +209,21 @@ def methods(engine: Any, run: str) -> None:
     assert not Path(run, "latest").exists()
     with pytest.raises(StepNotFoundError):
         engine.load_checkpoint(run, "missing")
+    fails_once(engine, run)
+
+
+def fails_once(engine: Any, run: str) -> None:
+    """A full disk costs one checkpoint. The script hears of it, and older ones are there."""
+    had = told(engine)
+    train(engine)
+    full = storage_error("write", errno.ENOSPC, run)
+    with mock.patch.object(store, "publish", mock.Mock(side_effect=full)) as publish:
+        engine.save_checkpoint(run)
+        with pytest.raises(StateholdError):
+            engine.load_checkpoint(run)
+    assert publish.called or torch.distributed.get_rank()
+    assert engine.load_checkpoint(run, "other")[0] == f"{run}/3"
+    assert same(told(engine), had)
 
 
 def main() -> None:

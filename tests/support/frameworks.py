@@ -99,22 +99,24 @@ def lit(seed: int) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def zero(seed: int) -> Iterator[dict[str, Any]]:
     """What deepspeed.initialize() takes, in a job of one rank; it trains three steps."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    deepspeed = pytest.importorskip("deepspeed")
-    deepspeed.ops.__compatible_ops__.clear()  # it would compile kernels of its own
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0,
-                                             world_size=1)  # fmt: skip
-    deepspeed.init_distributed("gloo")
-    torch.manual_seed(seed)
-    config = {
-        "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3},
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "bf16": {"enabled": True},
-    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
+        deepspeed = pytest.importorskip("deepspeed")
+        deepspeed.ops.__compatible_ops__.clear()  # it would compile kernels of its own
+        if not torch.distributed.is_initialized():  # it stays: DeepSpeed knows of one only
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        deepspeed.init_distributed("gloo")
+        torch.manual_seed(seed)
+        config = {
+            "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3},
+            "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+            "bf16": {"enabled": True},
+        }  # fmt: skip
 
-    def loss_of(engine: Any, step: int) -> torch.Tensor:
-        return engine(torch.randn(4, 8, dtype=torch.bfloat16)).float().pow(2).mean()
+        def loss_of(engine: Any, step: int) -> torch.Tensor:
+            return engine(torch.randn(4, 8, dtype=torch.bfloat16)).float().pow(2).mean()
 
-    yield {"deepspeed": deepspeed, "model": torch.nn.Linear(8, 8), "config": config, "steps": 3,
-           "loss_of": loss_of}  # fmt: skip
-    torch.distributed.destroy_process_group()
+        yield {"deepspeed": deepspeed, "model": torch.nn.Linear(8, 8), "config": config, "steps": 3,
+               "loss_of": loss_of}  # fmt: skip
