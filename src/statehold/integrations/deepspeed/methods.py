@@ -91,7 +91,7 @@ class _Methods:
         """As DeepSpeedEngine.load_checkpoint(). Without a tag: the newest intact step."""
         key = str(load_dir)
         ckpt = self._opened(key)
-        if (last := self._last.get(key)) is not None:
+        if (last := self._last.pop(key, None)) is not None:  # its error is raised once
             last.wait("committed")
         if not ckpt.steps():
             found: tuple[str | None, dict[str, Any] | None] = self._stock_load(
