@@ -155,12 +155,7 @@ class Checkpointer:
         """Begin to save `state` as `step`; returns in milliseconds with a handle.
 
         If the `every` of the first level says that the step is not due, this returns at once with a
-        handle that `is_skipped`. force: save the step in any case. A step with is_last() is always
-        saved.
-
-        metrics, tags: what the step says of itself, such as {"val_loss": 2.1} and
-            ["before-lr-drop"]. Keep(best=...) and restore(best=...) go by metrics. Of several ranks
-            those of rank 0 count. To save a step first and measure it later, save it again.
+        handle that `is_skipped`. A step with is_last() is always saved.
 
         The state may be used at once, but must not be updated before the save is "staged". torch
         optimizers wait for that by themselves; call gate() before other updates. Buffers, and
@@ -169,9 +164,20 @@ class Checkpointer:
 
         Blocks while two earlier saves are not committed. If is_last(step), waits until the step is
         committed, and raises SystemExit (see leave_on).
-        Raises the error of an earlier save that failed since the last call, StepOrderError for a
-        step older than the newest committed one, UnsupportedValueError for a value that no step
-        can hold.
+
+        Args:
+            step: its number, from 0. It may be that of the newest step, which it then replaces.
+            state: names and what belongs to them.
+            metrics: numbers that the step says of itself, such as {"val_loss": 2.1}.
+                Keep(best=...) and restore(best=...) go by them. Of several ranks those of rank 0
+                count. To save a step first and measure it later, save it again.
+            tags: words that the step says of itself, such as ["before-lr-drop"].
+            force: save the step also if it is not due.
+
+        Raises:
+            StateholdError: an earlier save has failed since the last call.
+            StepOrderError: the step is older than the newest committed one.
+            UnsupportedValueError: no step can hold a value; the error names it.
         """
         refuse_in_capture("save()")
         number = self._trainer.next_call()
@@ -198,14 +204,19 @@ class Checkpointer:
     # -- preemption ------------------------------------------------------------------------
 
     def leave_on(self, *signals: signal.Signals, within_s: float) -> None:
-        """Let the signals (by default SIGTERM and SIGUSR1) end this process in time.
+        """Let signals end this process in time.
 
         After a signal the next save() is the last. It waits until the step is committed and, while
         there is time, until all levels have it. Then it raises SystemExit(75). If you do not save
-        at every step, call is_last() at each step. The process ends `within_s` seconds after the
-        signal, whatever it does. Its exit code is 75 if the last save is known to be committed, and
-        76 otherwise; older steps are safe. This replaces the signals' handlers until close(). Call
-        it in the main thread, on each of several ranks. A signal to one rank is enough.
+        at every step, call is_last() at each step. This replaces the signals' handlers until
+        close(). Call it in the main thread, on each of several ranks. A signal to one rank is
+        enough.
+
+        Args:
+            signals: by default SIGTERM and SIGUSR1.
+            within_s: so many seconds after the signal the process ends, whatever it does. Its exit
+                code is 75 if the last save is known to be committed, and 76 otherwise; older steps
+                are safe.
         """
         preemption = Preemption(within_s, self._opened().peers)
         preemption.install(*(signals or (signal.SIGTERM, signal.SIGUSR1)))
@@ -258,30 +269,39 @@ class Checkpointer:
         """Load a committed step into `state` in place; returns its number.
 
         Does not wait for a save that is under way: Save.wait("committed") does. Without `step`,
-        loads the newest intact step, or returns None if the run has no step. Logs a
-        warning for a damaged step and sets it aside. Verifies every byte that it reads. Tensors
-        keep their storage. Any number of ranks may have saved the step, in any layout. All of
-        several ranks call this.
+        loads the newest intact step, or returns None if the run has no step. Logs a warning for a
+        damaged step and sets it aside. Verifies every byte that it reads. Tensors keep their
+        storage. Any number of ranks may have saved the step, in any layout. All of several ranks
+        call this.
 
-        best: load the step with the best value of this metric, such as "val_loss"; mode: "min" or
-            "max". None: the mode of a Keep that names the metric, else "min". tag: load the newest
-            step with this tag. Both skip a damaged step like the newest one, and then take the next
-            best, or an older one with the tag. Both raise StepNotFoundError if there is no such
-            step.
-        source: another run or a step of it, such as "runs/base@1000", to read instead of this run.
-        It is only read. If this run has no step yet, its steps will say that it began from there.
-        prefix: load only the layers of the model that it shares with that of the step, from the
-        first one on (lineage.Graph), and nothing else; `restored` lists what was kept.
-        only, skip: names or patterns of what to restore ("model", "*.bias"). rename: saved prefixes
-        and the live prefixes that replace them. strict: False accepts missing or unexpected
-        entries; `restored` then lists them.
+        If names, shapes or dtypes differ, this raises an error before anything changes. If bytes
+        are damaged, or another rank fails, the state may be partly overwritten: restore another
+        step before you continue to train.
 
-        Raises before anything changes: StateMismatchError if names, shapes or dtypes differ, or if
-        nothing would be loaded; UsageError for a pattern that matches nothing on any rank;
-        StepNotFoundError if the source has no such step.
-        Raises CorruptionError if `step`, or every step, is damaged, and PeerLostError or
-        PeerFailedError because of another rank. The state may then be partly overwritten: restore
-        another step before you continue to train.
+        Args:
+            state: what to fill, as for save().
+            step: its number. None: the newest one.
+            best: load the step with the best value of this metric, such as "val_loss". A damaged
+                step is skipped like the newest one, and then the next best is loaded.
+            mode: "min" or "max", for `best`. None: the mode of a Keep that names the metric, else
+                "min".
+            tag: load the newest step with this tag. A damaged one is skipped, too.
+            source: another run or a step of it, such as "runs/base@1000", to read instead of this
+                run. It is only read. If this run has no step yet, its steps will say that it began
+                from there.
+            prefix: load only the layers of the model that it shares with that of the step, from the
+                first one on (lineage.Graph), and nothing else; `restored` lists what was kept.
+            only: names or patterns of what to restore ("model", "*.bias"). None: all.
+            skip: names or patterns of what not to restore.
+            rename: saved prefixes and the live prefixes that replace them.
+            strict: False accepts missing or unexpected entries; `restored` then lists them.
+
+        Raises:
+            StateMismatchError: names, shapes or dtypes differ, or nothing would be loaded.
+            UsageError: a pattern matches nothing on any rank.
+            StepNotFoundError: no step has the metric or the tag, or the source has no such step.
+            CorruptionError: `step` is damaged, or every step is.
+            PeerLostError, PeerFailedError: another rank is the cause.
         """
         refuse_in_capture("restore()")
         choice = Choice(step, best, tag, mode or self._mode_of(best))

@@ -127,9 +127,11 @@ class Catalog:
         return self.scan()
 
     def sharing(self, kind: str, digests: Sequence[str]) -> list[Candidate]:
-        """The steps that share a layer with a model, of whose graphs these are the digests.
+        """The steps that share a layer with a model, as the last scan has found them.
 
-        kind: of the model's own graph. Says what the last scan has found.
+        Args:
+            kind: the kind of the model's own graph.
+            digests: the digests of the model's graphs.
         """
 
         def ask(tables: sqlite3.Connection) -> list[tuple[str, int, str, str, str, int]]:

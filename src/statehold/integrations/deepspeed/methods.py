@@ -32,10 +32,15 @@ _USUAL_TAG = re.compile(r"global_step(\d+)")
 def save_into_steps(engine: Any, **options: Any) -> Any:
     """Let engine.save_checkpoint() and load_checkpoint() use steps; returns the engine.
 
-    options: those of the Checkpointer of each directory, such as keep=3. The number of a step is
-    engine.global_steps. Saves return at once; the error of one is raised by the next. A save after
-    the load of an older step discards the newer ones. Raises UsageError for an engine that
-    engine_state() refuses.
+    The number of a step is engine.global_steps. Saves return at once; the error of one is raised by
+    the next. A save after the load of an older step discards the newer ones.
+
+    Args:
+        engine: what deepspeed.initialize() returns.
+        options: those of the Checkpointer of each directory, such as keep=3.
+
+    Raises:
+        UsageError: engine_state() refuses the engine.
     """
     methods = _Methods(engine, options)
     engine.save_checkpoint, engine.load_checkpoint = methods.save, methods.load

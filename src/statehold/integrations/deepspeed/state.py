@@ -51,8 +51,13 @@ def engine_state(engine: Any) -> dict[str, Any]:
 
     Save it after an update. It does not hold the position in the data: put your loader into the
     state, or count batches. Add what else you save: {**engine_state(engine), "data": loader}.
-    Raises UsageError for an engine without ZeRO 1 to 3, and for those whose state does not lie in
-    the memory of data-parallel ranks alone: pipeline and tensor parallelism, experts, NVMe.
+
+    Args:
+        engine: what deepspeed.initialize() returns, with ZeRO 1, 2 or 3.
+
+    Raises:
+        UsageError: the engine has no ZeRO, or a part of its state does not lie in the memory of
+            data-parallel ranks alone: pipeline and tensor parallelism, experts, NVMe.
     """
     _check_supported(engine)
     zero, module = engine.optimizer, engine.module
