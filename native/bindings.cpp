@@ -254,8 +254,9 @@ void new_engine(PyEngine* self, PyFs& fs, uint64_t staging_bytes, uint64_t buffe
 PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_bytes,
                         nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
                         nb::dict strided, nb::bytes header, nb::object owner, PyFile* file,
-                        uint32_t client, uint32_t path) {
+                        nb::bytes expected, uint32_t client, uint32_t path) {
   WriteRequest request;
+  request.expected = sums_from(expected);
   request.client = client;
   request.path = path;
   if (file != nullptr) request.file = file->opened();

@@ -299,7 +299,7 @@ void new_engine(PyEngine* self, PyFs& fs, uint64_t staging_bytes, uint64_t buffe
 PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_bytes,
                         nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
                         nb::dict strided, nb::bytes header, nb::object owner, PyFile* file,
-                        uint32_t client, uint32_t path);
+                        nb::bytes expected, uint32_t client, uint32_t path);
 PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
                       std::vector<uint64_t> file_bytes, uint64_t block_bytes, nb::handle file_index,
                       nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,

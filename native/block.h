@@ -5,7 +5,8 @@
 //   state     who has the block                           buffer
 //   free      a queue: nothing has been done yet          no
 //   working   a worker copies, hashes or looks at it      perhaps
-//   cold      a queue: it waits for a buffer              no
+//   cold      a queue: it waits for a buffer, or to be    no
+//             left as it is
 //   offered   a queue: it waits for Python                yes
 //   lent      Python                                      yes
 //   filled    a queue: Python has filled it               yes
@@ -52,7 +53,7 @@ inline constexpr std::array<uint16_t, 11> kFollows = {
     set(Stage::working, Stage::dropped),                            // free
     set(Stage::cold, Stage::offered, Stage::copied, Stage::moving,  // working
         Stage::done, Stage::dropped),                               //
-    set(Stage::working, Stage::dropped),                            // cold
+    set(Stage::working, Stage::done, Stage::dropped),               // cold
     set(Stage::lent, Stage::dropped),                               // offered
     set(Stage::filled, Stage::done, Stage::dropped),                // lent
     set(Stage::working, Stage::dropped),                            // filled

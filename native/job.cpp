@@ -169,12 +169,14 @@ void Job::cancel() {
 
 void Job::move(BlockState& block, Stage to) {
   CHECK(follows(block.stage, to));
-  if (is_over(to) && block.buffered()) {
-    CHECK(held_ > 0);
-    shared_->release(std::exchange(block.lease, {}));
-    --held_;
-  }
+  if (is_over(to) && block.buffered()) give_back(block);
   block.stage = to;
+}
+
+void Job::give_back(BlockState& block) {
+  CHECK(held_ > 0);
+  shared_->release(std::exchange(block.lease, {}));
+  --held_;
 }
 
 void Job::drop_if_queued(BlockState& block) {

@@ -142,6 +142,8 @@ class Job : public std::enable_shared_from_this<Job> {
   void drop_if_queued(BlockState& block) REQUIRES(engine_mutex);
   // A block that goes no further: the job has failed, or it fails now with this status.
   void drop(BlockState& block, const Status& status = {}) REQUIRES(engine_mutex);
+  // The buffer of a block that goes on without one.
+  void give_back(BlockState& block) REQUIRES(engine_mutex);
   // A buffer for a block, if there is one that this job may take.
   bool borrow(BlockState& block) REQUIRES(engine_mutex);
 

@@ -25,7 +25,8 @@
 // Why every job of every client then ends, whatever the other clients do. The claims are at most
 // `count` at any time: only taking a buffer raises a claim, and rule 2 checks it there. A new job
 // is the youngest, so it makes a claim of at most one, which is reserved; and what a job may need
-// never grows. Now take the oldest job of a client that has not ended.
+// never grows: one that compares (write_job.h) counts what it may copy or read again. Now take the
+// oldest job of a client that has not ended.
 // - Nothing that it waits for in Python depends on a job that has not ended, so its own buffers
 //   come back.
 // - If it is needy and holds no buffer, its client's claim has room for one: the younger jobs hold

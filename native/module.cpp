@@ -224,12 +224,20 @@ void declare_write_job(nb::module_& m) {
                          nb::type_slots(owner_slots<PyWriteJob>()))
       .def(
           "attach",
-          [](PyWriteJob& self, PyFile& file) {
+          [](PyWriteJob& self, PyFile& file, PyFile* before) {
             std::shared_ptr<File> shared = file.opened();
+            std::shared_ptr<File> has_same = before == nullptr ? nullptr : before->opened();
             const GilReleased gil_released;
-            self->attach(std::move(shared));
+            self->attach(std::move(shared), std::move(has_same));
           },
-          "file"_a)
+          "file"_a, "before"_a.none() = nb::none())
+      .def(
+          "wait_compared",
+          [](PyWriteJob& self, Timeout timeout) {
+            return wait(timeout, [&](Deadline d) { return self->wait_compared(d); });
+          },
+          "timeout"_a.none())
+      .def_prop_ro("is_refuted", [](PyWriteJob& self) { return self->refuted(); })
       .def(
           "wait_eager",
           [](PyWriteJob& self, Timeout timeout) {
@@ -362,7 +370,8 @@ void declare_engine(nb::module_& m) {
       .def_prop_ro("buffer_count", [](PyEngine& self) { return self->memory()->count(); })
       .def("write", &engine_write, nb::kw_only(), "file_bytes"_a, "block_bytes"_a, "begins"_a,
            "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "header"_a, "owner"_a.none(),
-           "file"_a.none() = nb::none(), "client"_a = 0, "path"_a = 0)
+           "file"_a.none() = nb::none(), "expected"_a = nb::bytes("", 0), "client"_a = 0,
+           "path"_a = 0)
       .def("read", &engine_read, nb::kw_only(), "files"_a, "file_bytes"_a, "block_bytes"_a,
            "file_index"_a, "begins"_a, "sizes"_a, "addresses"_a, "flags"_a, "strided"_a, "sums"_a,
            "owner"_a.none(), "boxes"_a = nb::dict(), "first_segment"_a = 0, "client"_a = 0,

@@ -14,7 +14,8 @@ WriteJob::WriteJob(std::shared_ptr<Shared> shared, WriteRequest request)
       buffer_bytes_(shared_->memory->buffer_bytes()),
       path_(request.path),
       start_(std::chrono::steady_clock::now()),
-      header_(std::move(request.header)) {
+      header_(std::move(request.header)),
+      expected_(std::move(request.expected)) {
   Segment header;
   header.end = header_.size();
   header.place.address = reinterpret_cast<std::byte*>(header_.data());
@@ -28,6 +29,9 @@ WriteJob::WriteJob(std::shared_ptr<Shared> shared, WriteRequest request)
     sum_count += piece_count(segment, block_bytes_);
   }
   sums_.resize(sum_count);
+  if (!expected_.empty() && (expected_.size() != sum_count || request.file != nullptr)) {
+    throw std::invalid_argument("expected is for all pieces, of a job without a file");
+  }
   make_blocks();
   if (request.file) adopt(request.file);
 }
@@ -76,11 +80,14 @@ uint64_t WriteJob::elapsed_ns() const {
   return static_cast<uint64_t>(std::chrono::nanoseconds(elapsed).count());
 }
 
-void WriteJob::attach(std::shared_ptr<File> file) {
+void WriteJob::attach(std::shared_ptr<File> file, std::shared_ptr<File> before) {
   const Lock lock(shared_->mutex());
   if (failed()) return;  // the next wait says why
   CHECK(!finished_);
+  CHECK(expected_.empty() == (before == nullptr));
+  CHECK(before == nullptr || !before->direct());
   adopt(file);
+  before_ = std::move(before);
   wake_all();
 }
 
@@ -102,6 +109,15 @@ bool WriteJob::wait_eager(Deadline deadline) {
 
 bool WriteJob::wait_copied(Deadline deadline) {
   return wait(deadline, [this]() REQUIRES(engine_mutex) { return copies_left_ == 0; });
+}
+
+bool WriteJob::wait_compared(Deadline deadline) {
+  return wait(deadline, [this]() REQUIRES(engine_mutex) { return refuted_ || copies_left_ == 0; });
+}
+
+bool WriteJob::refuted() {
+  const Lock lock(shared_->mutex());
+  return refuted_;
 }
 
 bool WriteJob::wait_written(Deadline deadline) {
@@ -187,7 +203,7 @@ bool WriteJob::take(Priority priority, Work& work) {
     case Priority::eager:
       return take_fill(eager_queue_, work);
     case Priority::fill:
-      return take_fill(fill_queue_, work);
+      return take_fill(fill_queue_, work) || take_again(work);
     case Priority::read:
       return false;
   }
@@ -215,6 +231,14 @@ bool WriteJob::take_fill(std::deque<uint64_t>& queue, Work& work) {
   return take_queued(queue, kFill, work);
 }
 
+bool WriteJob::take_again(Work& work) {
+  if (!refuted_ || before_ == nullptr || same_queue_.empty()) return false;
+  Block& block = blocks_[same_queue_.front()];
+  if (!borrow(block)) return false;
+  block.to = shared_->address(block.lease);
+  return take_queued(same_queue_, kReadAgain, work);
+}
+
 void WriteJob::run(const Work& work) {
   switch (static_cast<Kind>(work.kind)) {
     case kFill:
@@ -223,6 +247,8 @@ void WriteJob::run(const Work& work) {
       return seal(work.block);
     case kWrite:
       return write(work.block);
+    case kReadAgain:
+      return read_again(work.block);
   }
   CHECK(false);  // no such kind
 }
@@ -272,10 +298,68 @@ void WriteJob::seal(uint64_t index) {
   copied(index);
 }
 
+// Blocks until the bytes are there, as no other work does: a rare case, and most often they are in
+// the page cache.
+void WriteJob::read_again(uint64_t index) {
+  const Block& block = blocks_[index];
+  const uint64_t bytes = block_end(index) - block_begin(index);
+  Status status = before_->read(block.to, bytes, block_begin(index));
+  if (status.ok()) status = check_again(block, index);
+  std::memset(block.to + bytes, 0, align_up(bytes, kPageBytes) - bytes);
+  const Lock lock(shared_->mutex());
+  charge(bytes);
+  if (failed() || !status.ok()) return drop(blocks_[index], status);
+  move(blocks_[index], Stage::copied);
+  write_queue_.push_back(index);
+  wake_all();
+}
+
+Status WriteJob::check_again(const Block& block, uint64_t index) {
+  const uint64_t base = block_begin(index);
+  for (uint64_t s = block.first_segment; s < block.last_segment; ++s) {
+    Status status;
+    for_each_piece(segments_[s], base, block_end(index), block_bytes_,
+                   [&](uint64_t sum, uint64_t begin, uint64_t end) {
+                     const uint64_t got = xxh3_64(block.to + (begin - base), end - begin);
+                     if (got == expected_[sum] || !status.ok()) return;
+                     const uint64_t piece = sum - segments_[s].first_sum;
+                     status = Status::mismatched(before_->path(),
+                                                 {s, piece, begin, end, expected_[sum], got});
+                   });
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+bool WriteJob::is_as_expected(uint64_t index) const {
+  const Block& block = blocks_[index];
+  bool same = true;
+  for (uint64_t s = block.first_segment; s < block.last_segment; ++s) {
+    for_each_piece(segments_[s], block_begin(index), block_end(index), block_bytes_,
+                   [&](uint64_t sum, uint64_t, uint64_t) { same &= sums_[sum] == expected_[sum]; });
+  }
+  return same;
+}
+
+// Nobody needs the bytes of the block, unless another block has others than expected.
+void WriteJob::set_aside(uint64_t index) {
+  same_queue_.push_back(index);
+  give_back(blocks_[index]);
+  move(blocks_[index], Stage::cold);
+  if (copies_left_ > 0) return;
+  for (const uint64_t same : same_queue_) written(blocks_[same]);
+  same_queue_.clear();
+}
+
 void WriteJob::copied(uint64_t index) {
   Block& block = blocks_[index];
   CHECK(copies_left_ > 0);
   if (--copies_left_ == 0) stats_.copy_ns = elapsed_ns();
+  if (is_comparing() && is_as_expected(index)) {
+    set_aside(index);
+    return wake_all();
+  }
+  refuted_ = !expected_.empty();
   if (block.buffered() && !block.is_there) {
     move(block, Stage::copied);
     write_queue_.push_back(index);
@@ -332,7 +416,8 @@ void WriteJob::transferred(uint64_t index, Status status) {
 
 void WriteJob::drop_queued() {
   for (Block& block : blocks_) drop_if_queued(block);
-  for (auto* queue : {&eager_queue_, &fill_queue_, &offer_queue_, &seal_queue_, &write_queue_}) {
+  for (auto* queue :
+       {&eager_queue_, &fill_queue_, &offer_queue_, &seal_queue_, &write_queue_, &same_queue_}) {
     queue->clear();
   }
 }
@@ -341,11 +426,23 @@ void WriteJob::drop_queued() {
 // which may have more to do with it.
 void WriteJob::drop_files() {
   std::shared_ptr<File> file;
+  std::shared_ptr<File> before;
   const Lock lock(shared_->mutex());
+  before = std::move(before_);
   if (failed() && memory_ == nullptr) file = std::move(file_);
 }
 
+// While it compares, every block may need a buffer once more. So the number never grows.
 uint64_t WriteJob::buffers_left() const {
+  return (is_comparing() ? copies_left_ : uncopied()) + same_queue_.size();
+}
+
+uint64_t WriteJob::buffers_wanted() const {
+  return uncopied() + (is_comparing() ? 0 : same_queue_.size());
+}
+
+// Blocks that get a buffer to be copied.
+uint64_t WriteJob::uncopied() const {
   return memory_ != nullptr ? externals_queued_ : eager_queue_.size() + fill_queue_.size();
 }
 

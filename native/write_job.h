@@ -4,6 +4,16 @@
 //   free -> copied into a buffer and hashed -> (external parts filled by Python -> hashed)
 //        -> written -> done (block.h)
 // A block that Python finds in the file (a copy that goes on where one has ended) is not written.
+//
+// A request may say which checksums the bytes are expected to have: those of a file that is there
+// already. As long as no block has others, the buffer of a block is given back once it is hashed.
+// If all blocks have them, the job is complete without a file. With the first block that has
+// others, it becomes a write like any other: that block and all later ones are written, and those
+// before are read again from the file that is there, whose bytes they are. So memory is read once,
+// and no more buffers are held than for any write. Per block:
+//   free -> copied and hashed -> cold -> done
+//                                     -> read again and hashed -> written -> done
+//
 // Blocks with eager segments are copied first. Copying starts at once, writing when a file is
 // attached. Checksums are of the bytes in the buffers, which are the bytes written.
 //
@@ -26,8 +36,9 @@ struct WriteRequest {
   uint64_t file_bytes = 0;
   uint64_t block_bytes = 0;
   std::string header;
-  std::vector<Segment> segments;  // after the header: in file order, without gaps; begin/end/place
-  std::shared_ptr<File> file;     // attached before the first copy, or null
+  std::vector<Segment> segments;   // after the header: in file order, without gaps; begin/end/place
+  std::shared_ptr<File> file;      // attached before the first copy, or null
+  std::vector<uint64_t> expected;  // of all pieces, the header's first; none: all is written
   uint32_t client = 0;
   uint32_t path = 0;  // of the file, for limits (path_limits.h)
 };
@@ -49,11 +60,16 @@ struct WriteStats {
 
 class WriteJob final : public Job {
  public:
-  // Throws std::invalid_argument when the segments do not tile the file, and as attach.
+  // Throws std::invalid_argument when the segments do not tile the file, when not as many checksums
+  // are expected as there are pieces, or with a file; and as attach.
   WriteJob(std::shared_ptr<Shared> shared, WriteRequest request);
 
-  // Throws Failure when a file that is memory has another size.
-  void attach(std::shared_ptr<File> file);
+  // `before`: the file that has the expected bytes, open for reading and not direct; null if none
+  // are expected. Throws Failure when a file that is memory has another size.
+  void attach(std::shared_ptr<File> file, std::shared_ptr<File> before = nullptr);
+  // It is known whether all blocks have the expected bytes: one has others, or all are copied.
+  bool wait_compared(Deadline deadline);
+  bool refuted();  // a block has others
   // Every eager byte that the engine itself copies is copied; not those that Python fills in.
   bool wait_eager(Deadline deadline);
   bool wait_copied(Deadline deadline);
@@ -74,7 +90,7 @@ class WriteJob final : public Job {
   void run(const Work& work) override;
 
  private:
-  enum Kind : uint8_t { kFill, kSeal, kWrite };
+  enum Kind : uint8_t { kFill, kSeal, kWrite, kReadAgain };
 
   struct Block : BlockState {    // without a buffer, it goes straight into the file
     uint64_t first_segment = 0;  // of those that overlap the block
@@ -93,13 +109,19 @@ class WriteJob final : public Job {
   uint64_t block_end(uint64_t block) const;
   bool take_fill(std::deque<uint64_t>& queue, Work& work) REQUIRES(engine_mutex);
   bool take_queued(std::deque<uint64_t>& queue, int kind, Work& work) REQUIRES(engine_mutex);
+  bool take_again(Work& work) REQUIRES(engine_mutex);
   void fill(uint64_t index);
   void seal(uint64_t index);
+  void read_again(uint64_t index);
+  Status check_again(const Block& block, uint64_t index);
   void write(uint64_t index);
   Status store(uint64_t index, const std::byte* buffer);  // into a file that is memory
   // Copies (or, for external ones, only hashes) the pieces of a block; false when stopped.
   bool move_pieces(const Block& block, uint64_t index, bool external);
   void copied(uint64_t index) REQUIRES(engine_mutex);
+  bool is_comparing() const REQUIRES(engine_mutex) { return !expected_.empty() && !refuted_; }
+  bool is_as_expected(uint64_t index) const;
+  void set_aside(uint64_t index) REQUIRES(engine_mutex);
   void written(Block& block) REQUIRES(engine_mutex);
   std::vector<BufferPiece> external_pieces(const Block& block, uint64_t index) const;
   uint64_t elapsed_ns() const;
@@ -107,7 +129,8 @@ class WriteJob final : public Job {
   bool complete() const override REQUIRES(engine_mutex) { return writes_left_ == 0; }
   void drop_queued() override REQUIRES(engine_mutex);
   uint64_t buffers_left() const override REQUIRES(engine_mutex);
-  uint64_t buffers_wanted() const override REQUIRES(engine_mutex) { return buffers_left(); }
+  uint64_t buffers_wanted() const override REQUIRES(engine_mutex);
+  uint64_t uncopied() const REQUIRES(engine_mutex);
   void drop_files() override;
   void transferred(uint64_t block, Status status) override REQUIRES(engine_mutex);
   BlockState& block_state(uint64_t block) override { return blocks_[block]; }
@@ -119,15 +142,19 @@ class WriteJob final : public Job {
   std::string header_;
   std::vector<Segment> segments_;  // the header is the first
   std::vector<uint64_t> sums_;     // each written by one worker, before its block counts as copied
-  std::vector<Block> blocks_;      // each is of who its state says (block.h)
+  const std::vector<uint64_t> expected_;
+  std::vector<Block> blocks_;  // each is of who its state says (block.h)
 
-  std::shared_ptr<File> file_;   // set with the mutex, before a block needs it
-  std::byte* memory_ = nullptr;  // of the file, when it is memory
+  std::shared_ptr<File> file_;    // set with the mutex, before a block needs it
+  std::shared_ptr<File> before_;  // the same
+  std::byte* memory_ = nullptr;   // of the file, when it is memory
   std::deque<uint64_t> eager_queue_ GUARDED_BY(engine_mutex);  // to copy
   std::deque<uint64_t> fill_queue_ GUARDED_BY(engine_mutex);   // to copy
   std::deque<uint64_t> offer_queue_ GUARDED_BY(engine_mutex);  // for next_fill
   std::deque<uint64_t> seal_queue_ GUARDED_BY(engine_mutex);   // filled by Python, to hash
   std::deque<uint64_t> write_queue_ GUARDED_BY(engine_mutex);  // to write, once attached
+  std::deque<uint64_t> same_queue_ GUARDED_BY(engine_mutex);   // to read again, once refuted
+  bool refuted_ GUARDED_BY(engine_mutex) = false;
   uint64_t eager_left_ GUARDED_BY(engine_mutex) = 0;
   uint64_t copies_left_ GUARDED_BY(engine_mutex) = 0;
   uint64_t writes_left_ GUARDED_BY(engine_mutex) = 0;

@@ -59,6 +59,45 @@ void round_trips(Engine& engine, Fs& fs, const std::string& folder, uint64_t see
   }
 }
 
+// One trainer that saves a state again: unchanged, and then changed at random places. The second
+// file is opened where the bytes are not the expected ones, and only there.
+void comparisons(Engine& engine, Fs& fs, const std::string& folder, uint64_t seed, int rounds) {
+  std::mt19937_64 random(seed);
+  for (int round = 0; round < rounds; ++round) {
+    State state(seed * 1000 + static_cast<uint64_t>(round), round % 2 == 1);
+    const std::string path = folder + "/" + std::to_string(seed) + "-" + std::to_string(round);
+    const std::vector<uint64_t> sums = save(engine, fs, path, state);
+    bool changed = false;
+    for (auto& array : state.arrays) {
+      if (round % 3 == 0 || array.empty() || random() % 2 == 0) continue;
+      array[random() % array.size()] ^= std::byte{1};
+      changed = true;
+    }
+    const auto original = state.arrays;
+    WriteRequest request = state.write_request(kBlockBytes);
+    request.expected = sums;
+    const auto job = engine.write(std::move(request));
+    std::thread filler([&] { guarded([&] { fill_all(engine, *job, state); }).ok(); });
+    EXPECT(job->wait_compared(std::nullopt));
+    EXPECT(job->refuted() == changed);
+    if (changed) {
+      job->attach(must(fs.open_write(path + "-2", state.bytes(), false)),
+                  must(fs.open_read(path, false)));
+    }
+    EXPECT(job->wait_written(std::nullopt));
+    filler.join();
+    EXPECT(job->checksums() == state.checksums(kBlockBytes));
+    if (changed) {
+      job->finish();
+      for (auto& array : state.arrays) std::ranges::fill(array, std::byte{0xee});
+      restore(engine, path + "-2", job->checksums(), state);
+      EXPECT(state.arrays == original);
+      must(fs.unlink(path + "-2"));
+    }
+    must(fs.unlink(path));
+  }
+}
+
 // Of every array, as one chunk: half of its elements in reverse order, all from the page cache.
 void box_round_trips(Engine& engine, Fs& fs, const std::string& folder, uint64_t seed, int rounds) {
   for (int round = 0; round < rounds; ++round) {
@@ -141,6 +180,14 @@ void cancellations(Engine& engine, Fs& fs, const std::string& folder, int rounds
   }
 }
 
+// A state of so many buffers, all of it one array.
+State state_of(uint64_t buffers) {
+  State state(1, false);
+  state.header.clear();
+  state.set_arrays({std::vector<std::byte>(buffers * kBufferBytes)});
+  return state;
+}
+
 void run_together(std::vector<std::function<void()>> bodies) {
   std::vector<std::thread> threads;
   std::vector<Status> results(bodies.size());
@@ -158,6 +205,7 @@ void stress(const std::shared_ptr<Fs>& fs, const std::string& folder, int rounds
       [&] { round_trips(engine, *fs, folder, 2, rounds); },
       [&] { box_round_trips(engine, *fs, folder, 3, 2 * rounds); },
       [&] { cancellations(engine, *fs, folder, 20 * rounds); },
+      [&] { comparisons(engine, *fs, folder, 4, 2 * rounds); },
   });
   engine.close();
 }
@@ -238,6 +286,56 @@ TEST(a_mapped_file_has_the_size_of_the_job) {
   EXPECT_THROWS(Failure, job->finish());
 }
 
+// With more blocks than there are buffers: nothing waits for a file until one block has changed.
+TEST(what_is_as_expected_takes_no_buffer_for_long) {
+  const auto fs = sim({.seed = 7});
+  Engine engine(fs, {kBufferCount * kBufferBytes, kBufferBytes, 2});
+  State state = state_of(5 * kBufferCount);
+  const std::vector<uint64_t> sums = save(engine, *fs, "run/a", state);
+  for (const uint64_t place : {uint64_t{0}, state.bytes() / 2, state.bytes() - 1}) {
+    WriteRequest same = state.write_request(kBlockBytes);
+    same.expected = sums;
+    const auto unchanged = engine.write(std::move(same));
+    EXPECT(unchanged->wait_written(std::nullopt));
+    EXPECT(!unchanged->refuted());
+    state.arrays[0][place] ^= std::byte{1};
+    WriteRequest other = state.write_request(kBlockBytes);
+    other.expected = sums;
+    const auto changed = engine.write(std::move(other));
+    EXPECT(changed->wait_compared(std::nullopt));
+    EXPECT(changed->refuted());
+    changed->attach(must(fs->open_write("run/b", state.bytes(), false)),
+                    must(fs->open_read("run/a", false)));
+    EXPECT(changed->wait_written(std::nullopt));
+    changed->finish();
+    EXPECT(must(fs->read_file("run/b", state.bytes())) == state.image());
+    must(fs->unlink("run/b"));
+    state.arrays[0][place] ^= std::byte{1};
+  }
+}
+
+// The bytes that were as expected come from a file that has others by now.
+TEST(damage_in_the_file_before_is_found) {
+  const auto fs = sim({.seed = 8});
+  Engine engine(fs, {kBufferCount * kBufferBytes, kBufferBytes, 2});
+  State state = state_of(2 * kBufferCount);
+  WriteRequest request = state.write_request(kBlockBytes);
+  request.expected = save(engine, *fs, "run/a", state);
+  must(static_cast<SimFs&>(*fs).disk().corrupt("run/a", 5, 1));
+  state.arrays[0].back() ^= std::byte{1};
+  const auto job = engine.write(std::move(request));
+  EXPECT(job->wait_compared(std::nullopt));
+  job->attach(must(fs->open_write("run/b", state.bytes(), false)),
+              must(fs->open_read("run/a", false)));
+  try {
+    job->wait_written(std::nullopt);
+    EXPECT(false);
+  } catch (const Failure& failure) {
+    EXPECT(code_of(failure) == Code::mismatch);
+    EXPECT(failure.status.path == "run/a");
+  }
+}
+
 TEST(failures_stay_in_their_job) {
   const auto fs = sim({.seed = 3, .eio = 0.02});
   Engine engine(fs, {kBufferCount * kBufferBytes, kBufferBytes, 2});
@@ -277,14 +375,6 @@ namespace {
 uint64_t populated(Engine& engine) {
   const Lock lock(engine.shared()->mutex());
   return engine.shared()->pool.free_count() + engine.shared()->pool.lent_count();
-}
-
-// A state of so many buffers, all of it one array.
-State state_of(uint64_t buffers) {
-  State state(1, false);
-  state.header.clear();
-  state.set_arrays({std::vector<std::byte>(buffers * kBufferBytes)});
-  return state;
 }
 
 }  // namespace

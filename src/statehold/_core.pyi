@@ -162,6 +162,7 @@ class Engine:
         header: bytes,
         owner: object,
         file: File | None = None,
+        expected: bytes = b"",
         client: int = 0,
         path: int = 0,
     ) -> WriteJob:
@@ -171,6 +172,8 @@ class Engine:
         job holds a reference to it while it may copy. None: the memory outlives the job anyway.
         `file` is attached from the start: into one that is mapped everything but external
         segments is copied directly, without a buffer.
+        `expected` are the checksums of a file that is there, as checksums() returns them. If all
+        bytes have them, the job is complete without a file. Otherwise it needs one (attach).
         """
     def read(
         self,
@@ -253,7 +256,14 @@ class WriteJob:
     the owner when they return True or raise the job's error; cancel() lets go of it, too.
     """
 
-    def attach(self, file: File) -> None: ...
+    def attach(self, file: File, before: File | None = None) -> None:
+        """`before`: the file with the expected bytes, open for reading and not direct. It gives the
+        bytes that were as expected."""
+    def wait_compared(self, timeout: float | None) -> bool:
+        """Return once it is known whether all bytes are as expected."""
+    @property
+    def is_refuted(self) -> bool:
+        """Whether some bytes are not as expected."""
     def wait_eager(self, timeout: float | None) -> bool:
         """Not for the external segments in the same blocks: Python knows about those."""
     def wait_copied(self, timeout: float | None) -> bool: ...
