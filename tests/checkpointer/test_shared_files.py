@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from statehold import Checkpointer
+from statehold import Checkpointer, Directory, Memory
 from statehold.errors import StateholdError, StorageError
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, small
@@ -31,18 +32,22 @@ def opened(fs: SimFs, **options: Any) -> Checkpointer:
 
 
 class Run:
-    """Saves a model step by step, and remembers what each step has to be."""
+    """Saves a model step by step, and remembers what each step has to be.
 
-    def __init__(self, fs: SimFs, model: Tuned, **options: Any) -> None:
+    is_loose: as a state_dict, which is copied before save() returns.
+    """
+
+    def __init__(self, fs: SimFs, model: Tuned, *, is_loose: bool = False, **options: Any) -> None:
         self.ckpt = opened(fs, **options)
-        self.model = model
+        self.model, self.is_loose = model, is_loose
         self.expected: dict[int, dict[str, torch.Tensor]] = {}
 
     def save(self, step: int, wait: bool = True) -> Any:
         self.ckpt.gate()
         self.model.train_once()
         self.expected[step] = self.model.bits()
-        save = self.ckpt.save(step, {"model": self.model})
+        state = self.model.state_dict() if self.is_loose else self.model
+        save = self.ckpt.save(step, {"model": state})
         if wait:
             save.wait("committed", DEADLINE_S)
             inside(self.ckpt).pipeline.drain(DEADLINE_S)
@@ -54,7 +59,8 @@ class Run:
         assert reader.steps()
         for step in reader.steps():
             model = Tuned(len(self.model.base))
-            assert reader.restore({"model": model}, step) == step
+            state = model.state_dict() if self.is_loose else model
+            assert reader.restore({"model": state}, step) == step
             assert same(model.bits(), self.expected[step]), step
         reader._close()
 
@@ -91,6 +97,30 @@ def test_what_stays_the_same_is_shared_whatever_it_is(fs: SimFs) -> None:
     run.check(fs)
 
 
+def test_so_is_what_a_state_dict_has(fs: SimFs) -> None:
+    run = Run(fs, Tuned(), is_loose=True)
+    linked = [run.save(step).stats.linked_bytes for step in range(1, 6)]
+    assert linked[:3] == [0, 0, 0]
+    assert all(each > run.model.base_bytes for each in linked[3:])
+    run.ckpt._close()
+    run.check(fs)
+
+
+@pytest.mark.parametrize("layers", [4, 200])  # 64 KiB, or 3 MiB: more than all staging memory
+def test_a_state_dict_may_change_as_soon_as_save_has_returned(fs: SimFs, layers: int) -> None:
+    run = Run(fs, Tuned(layers), is_loose=True, keep=2)
+    linked = []
+    for step in range(1, 20):
+        linked.append(run.save(step, wait=False))
+        if step % 6 == 0:
+            with torch.no_grad():
+                for each in run.model.base[:: step // 6]:
+                    each.add_(1.0)
+    run.ckpt._close()
+    assert sum(save.stats.linked_bytes > 0 for save in linked) > 3
+    run.check(fs)
+
+
 @pytest.mark.parametrize("keep", [None, 1, 2])
 def test_steps_are_whole_when_the_base_changes_after_all(fs: SimFs, keep: int | None) -> None:
     run = Run(fs, Tuned(), keep=keep)
@@ -117,6 +147,28 @@ def test_a_change_that_nothing_counts_is_found(fs: SimFs) -> None:
         run.save(step)
     run.ckpt._close()
     run.check(fs)
+
+
+def test_a_level_in_memory_shares_files(memory: Path, tmp_path: Path) -> None:
+    """Its files are there before a save asks for them, but for those that are shared."""
+    model = Tuned()
+    levels: list[Any] = [Memory(path=memory, keep=2), Directory(every=4)]
+    expected, linked = {}, []
+    with Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
+        for step in range(1, 17):
+            if step in (6, 11):
+                model.base[step % 4].detach().numpy()[5, 5] += 1.0
+            model.train_once()
+            expected[step] = model.bits()
+            save = ckpt.save(step, {"model": model}).wait("committed", DEADLINE_S)
+            inside(ckpt).pipeline.drain(DEADLINE_S)
+            linked.append(save.stats.linked_bytes)
+        for step in ckpt.steps():
+            found = Tuned()
+            ckpt.restore({"model": found}, step)
+            assert same(found.bits(), expected[step])
+    assert 0 < linked[5] < linked[4]
+    assert linked[-1] >= linked[4]
 
 
 def test_it_can_be_switched_off(fs: SimFs) -> None:

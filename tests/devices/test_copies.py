@@ -16,6 +16,7 @@ from devices.conftest import bits_on, restored_on, trained_on, training_on
 from statehold.errors import ChecksumError, DeviceError, StateholdError, TornSnapshot
 from statehold.tensors.devices import Devices
 from statehold.tensors.devices.copying import DeviceCopies
+from statehold.tensors.devices.jobs import Source
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.inside import inside
@@ -281,7 +282,7 @@ def test_buffers_go_back_after_their_copies(
     source = torch.arange(12, dtype=torch.uint8)
     captured = statehold.tensors.capture.capture({"t": statehold.Gated(machine.put(source))})
     job = OneBuffer(fails_at)
-    copies = Devices().copies(job, captured, captured.tensors)
+    copies = Devices().copies([Source(job, captured.tensors)], captured)
     assert copies is not None
     if fails_at is None:
         copies.run()
@@ -309,7 +310,7 @@ def test_all_copies_are_enqueued_before_a_device_is_waited_for(machine: Machine)
     source = machine.put(torch.arange(12, dtype=torch.uint8))
     captured = statehold.tensors.capture.capture({"t": statehold.Gated(source)})
     job = LateBuffer()
-    copies = Devices().copies(job, captured, captured.tensors)
+    copies = Devices().copies([Source(job, captured.tensors)], captured)
     assert copies is not None
     machine.timeline.may_finish.clear()
     thread = threading.Thread(target=copies.run)
@@ -324,7 +325,7 @@ def test_a_failing_copy_gives_its_buffer_back(machine: Machine) -> None:
     source = machine.put(torch.arange(12, dtype=torch.uint8))
     captured = statehold.tensors.capture.capture({"t": source})
     job = OneBuffer()
-    copies = Devices().copies(job, captured, captured.tensors)
+    copies = Devices().copies([Source(job, captured.tensors)], captured)
     assert copies is not None
     machine.fails_at = lambda operation: operation == "a launch"
     with pytest.raises(DeviceError, match="illegal memory access"):

@@ -24,12 +24,13 @@ def small_files() -> Iterator[None]:
 
 
 class Tuned(torch.nn.Module):
-    """A base that needs no gradient, in layers of 16 KiB, and a head that trains."""
+    """A base that needs no gradient, in layers of `width` x `width`, and a head that trains."""
 
-    def __init__(self, layers: int = 4) -> None:
+    def __init__(self, layers: int = 4, width: int = 64) -> None:
         super().__init__()
         self.base = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.randn(64, 64), requires_grad=False) for _ in range(layers)
+            torch.nn.Parameter(torch.randn(width, width), requires_grad=False)
+            for _ in range(layers)
         )
         self.head = torch.nn.Parameter(torch.randn(64, 64))
 

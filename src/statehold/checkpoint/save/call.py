@@ -30,7 +30,9 @@ from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.plan import step_of
 from statehold.process.garbage import uncollected
 from statehold.tensors import fingerprints, memory_moves
+from statehold.tensors.devices.jobs import Source
 from statehold.tensors.gradients import frozen_in
+from statehold.units import GiB
 
 if TYPE_CHECKING:
     from statehold._core import File
@@ -46,6 +48,10 @@ if TYPE_CHECKING:
     from statehold.layout.plan import SavePlan
     from statehold.layout.share import PlanCache
     from statehold.tensors.captured import Capture, CapturedTensor
+
+# Of files that are linked, so much is in staging memory at once. Copies of that size keep a device
+# busy for longer than a program takes to hand it the update that comes after them.
+COMPARED_AT_ONCE = 1 * GiB
 
 
 @dataclass(eq=False)
@@ -227,11 +233,11 @@ class Saver:
             work.is_attached = file is not None
             work.save._record(reused=work.is_attached)
             with uncollected():
+                work.shared.start_first()
                 work.job = start_write(self.runtime.engine, work.plan.save, ordered, file)
                 work.shared.start()
-                work.copies = self.runtime.devices.copies(
-                    work.job, captured, ordered.tensors, compared
-                )
+                sources = work.shared.sources(Source(work.job, ordered.tensors))
+                work.copies = self.runtime.devices.copies(sources, captured, compared)
             held.passing = work.copies.passing if work.copies else None
             self.pipeline.submit(work)
         except BaseException as error:
@@ -241,7 +247,9 @@ class Saver:
     def _make_room(self, work: Work) -> None:
         """Make sure that there is staging memory. A save into memory needs little."""
         if not self.levels.store.is_mapped:
-            nbytes = work.plan.save.file_bytes + work.shared.fresh_bytes
+            shared = work.shared
+            compared = min(shared.compared_bytes, COMPARED_AT_ONCE)
+            nbytes = work.plan.save.file_bytes + shared.fresh_bytes + compared
             self.runtime.fit(nbytes, self.pipeline.drain)
 
     def ready_file(self, plan: SavePlan, tree: Any) -> File | None:

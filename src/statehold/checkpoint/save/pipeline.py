@@ -24,6 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
+from statehold._core import Mismatch
 from statehold.checkpoint.levels.commit_rounds import HALF_PUBLISHED
 from statehold.checkpoint.save.aftermath import after_commit
 from statehold.checkpoint.save.handle import Save
@@ -31,6 +32,7 @@ from statehold.checkpoint.save.stalls import Stalls
 from statehold.checkpoint.save.taking import take_in
 from statehold.errors import (
     PUBLISHED,
+    ChecksumError,
     StateholdError,
     TornSnapshot,
     WaitTimeout,
@@ -111,6 +113,7 @@ class Pipeline:
         try:
             if work.copies is not None:
                 work.copies.wait_eager()
+            work.shared.wait_eager()
             work.job.wait_eager(None)
             _check_unmoved(captured.settle(eager=True))
         except StateholdError as error:
@@ -290,6 +293,7 @@ class Pipeline:
     def _write_out(self, work: Work) -> None:
         work.save._record(files=1)
         with work.save._stage("write"):
+            work.shared.finish_first()
             work.job.wait_written(None)
             work.job.finish()  # D2
             work.shared.finish()
@@ -311,7 +315,7 @@ class Pipeline:
     def _stop(self, work: Work, error: BaseException) -> None:
         """Stop the native job. The other thread then fails, too; the first error counts."""
         with self._guard:
-            work.error = work.error or named(error, f"while saving step {work.save.step}")
+            work.error = work.error or _named(error, work.save.step)
         work.cancel()
         work.let_go()
 
@@ -347,6 +351,24 @@ class Pipeline:
         if PUBLISHED in cause.facts:
             steps = [step for step in steps if step != work.save.step]
         return f"step {steps[-1]} and older" if steps else "no step yet"
+
+
+def _named(error: BaseException, step: int) -> StateholdError:
+    if not isinstance(error, Mismatch):
+        return named(error, f"while saving step {step}")
+    damaged = ChecksumError(
+        "a file that earlier steps share is damaged: it has bytes that this step shares with them, "
+        "and they do not match their checksum",
+        facts={
+            "file": error.path,
+            "bytes": f"[{error.begin}, {error.end})",
+            "xxh3-64": f"expected {error.expected:016x}, got {error.got:016x}",
+        },
+        hint="the next save writes the whole state. statehold verify --all names the steps that "
+        "hold the file",
+    )
+    damaged.__cause__ = error
+    return damaged
 
 
 def _check_unmoved(moved: str | None) -> None:

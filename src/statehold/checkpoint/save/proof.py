@@ -1,4 +1,4 @@
-"""The proof that tensors have the bytes of a file: reads memory, and no storage.
+"""The proof that tensors have the bytes of a file, where they lie: reads memory, and no storage.
 
 Version counters say what has probably not changed, and never that it has not: an extension, NumPy
 or `.data` may write without counting. So the bytes are hashed, piece by piece as those of the file
@@ -6,6 +6,8 @@ were, and compared with its checksums (decision S2).
 
 Invariants: the bytes of the header are not compared; nobody but the file has them. The threads are
 those of one proof, and leave the processor to training.
+Not here: bytes that are copied first, from a device or before save() returns. The engine compares
+these on their way (native/write_job.h).
 """
 
 from __future__ import annotations
@@ -66,6 +68,12 @@ def refuted(claims: Sequence[Claim], runtime: Runtime) -> list[set[int]]:
             for piece in chain.from_iterable(threads.map(compare, range(count))):
                 differing[piece.file].add(piece.tensor)
     return differing
+
+
+def differing(plan: SavePlan, sums: bytes, others: bytes) -> set[int]:
+    """The indices of tensors with other checksums in one file of this plan than in another."""
+    places = enumerate(windows(plan))
+    return {index for index, (low, high) in places if sums[low:high] != others[low:high]}
 
 
 def windows(plan: SavePlan) -> list[tuple[int, int]]:

@@ -1,15 +1,25 @@
 """The shared files of one save: those that it links, and those that it writes for later saves.
 
-    training thread   start       the engine begins to copy the parts of new files
-    stage thread      prove       linked files: does memory still have their bytes? If it does not,
-                                  those parts are written, too, before the state may change
+    training thread   start_first, start   the engine begins to copy the parts of new files, and
+                                           those of linked files that it compares on their way
+    stage thread      prove                other linked files: does memory still have their bytes?
+                                           If it does not, those parts are copied, too, before the
+                                           state may change
                       wait_copied
-    commit thread     open        D1 of new files, with the rank's own file: room for all, or none
-                      finish      D2 of them
-                      files       the files of the step other than the rank's own
+    commit thread     open                 D1 of new files, with the rank's own file: room for all,
+                                           or none
+                      finish_first, finish D2 of them, and of files instead of refuted ones
+                      files                the files of the step other than the rank's own
+
+A linked file is compared where the bytes lie, if that is host memory that stays as it is until the
+next update. Bytes of a device, and those that are copied before save() returns, are copied to
+staging memory as for a write. There they are hashed, and the buffer is given back. If some are not
+as in the file, they stay in their buffer, and the rest comes from the file (native/write_job.h).
 
 Invariants: a file is linked only if its bytes were proven to be those in memory, in this save. If
-anything fails, the save fails, and no tensor is in two files of it or in none.
+anything fails, the save fails, and no tensor is in two files of it or in none. Jobs get their files
+in the order in which they were started (native/lending.h). What is copied before save() returns is
+started first: nothing there waits for a write that could be later.
 Not here: which parts go where (sharing), second names (taking), the files' names (store/pool).
 """
 
@@ -20,11 +30,12 @@ from dataclasses import dataclass, field, replace
 from threading import Event
 from typing import TYPE_CHECKING, Protocol
 
-from statehold.checkpoint.save.proof import Claim, refuted
+from statehold.checkpoint.save.proof import Claim, differing, refuted
 from statehold.checkpoint.save.writes import FileOrder, Ordered, start_write
 from statehold.layout.plan import SavePlan, plan_save
 from statehold.layout.share import Part, RankPlan, Share
 from statehold.layout.stored import StoredFile
+from statehold.tensors.devices.jobs import Source
 
 if TYPE_CHECKING:
     from statehold._core import Engine, File, WriteJob
@@ -75,11 +86,15 @@ class Register(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """A shared file that a save links, and what the state has now for it."""
+    """A shared file that a save links, and what the state has now for it.
+
+    job: compares it, unless it is compared in place. changed: of its parts.
+    """
 
     file: SharedFile
     ordered: Ordered | None
-    changed: set[int] = field(default_factory=set)  # of its parts
+    changed: set[int] = field(default_factory=set)
+    job: WriteJob | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -106,6 +121,8 @@ class Shared:
     written: list[SharedFile] = field(default_factory=list)
     _proven: Event = field(default_factory=lambda: Event())
     _replacing: list[Fresh] = field(default_factory=list)
+    _first: list[Fresh | Link] = field(default_factory=list)  # whose jobs were started, in order
+    _later: list[Fresh | Link] = field(default_factory=list)
     _store: Store | None = None
     _attempt: str | None = None
 
@@ -115,28 +132,58 @@ class Shared:
         return sum(each.plan.save.file_bytes for each in self.fresh)
 
     @property
+    def compared_bytes(self) -> int:
+        """What linked files take that are compared on their way through buffers."""
+        links = (link for link in self.links if not _ordered(link).segments.can_be_read_in_place)
+        return sum(link.file.plan.save.file_bytes for link in links)
+
+    @property
     def written_bytes(self) -> int:
         """What the save has written to shared files."""
         return sum(file.plan.save.file_bytes for file in self.written)
 
+    @property
+    def _planned(self) -> list[Fresh | Link]:
+        return [*self.fresh, *self.links]
+
     # -- the thread that trains, and the stage thread -------------------------------------------
 
+    def start_first(self) -> None:
+        """Begin to copy what is copied before save() returns. Before the rank's own file."""
+        self._start_all(self._first, are_eager=True)
+
     def start(self) -> None:
-        """Begin to copy the parts of new files."""
-        for each in self.fresh:
-            self._start(each, self._register.runtime.engine)
+        """Begin to copy the rest. After the rank's own file."""
+        self._start_all(self._later, are_eager=False)
+
+    def _start_all(self, started: list[Fresh | Link], *, are_eager: bool) -> None:
+        for each in self._planned:
+            if _ordered(each).segments.are_eager is are_eager:
+                self._start(each, self._register.runtime.engine)
+                if each.job is not None:
+                    started.append(each)
+
+    def sources(self, own: Source) -> list[Source]:
+        """All jobs of the save, in the order in which they were started."""
+        return [*map(_source, self._first), own, *map(_source, self._later)]
+
+    def wait_eager(self) -> None:
+        """Return once the engine has copied what it copies before save() returns."""
+        for each in self._first:
+            _job(each).wait_eager(None)
 
     def prove(self) -> None:
-        """Compare the linked files with memory. Begins to write those that differ."""
+        """Compare linked files in place. Begins to write those that differ."""
         try:
-            if self.links:
-                self._compare()
+            links = [link for link in self.links if link.job is None]
+            if links:
+                self._compare(links)
         finally:
             self._proven.set()
 
-    def _compare(self) -> None:
-        found = refuted([_claim(link) for link in self.links], self._register.runtime)
-        for link, changed in zip(self.links, found, strict=True):
+    def _compare(self, links: Sequence[Link]) -> None:
+        found = refuted([_claim(link) for link in links], self._register.runtime)
+        for link, changed in zip(links, found, strict=True):
             link.changed = changed
             if changed:
                 self._replacing.append(_replacement(link))
@@ -144,16 +191,13 @@ class Shared:
                 self._start(self._replacing[-1], self._register.spare_engine)
 
     def wait_copied(self) -> None:
-        """Return once all bytes of files that are written have been copied."""
-        for each in (*self.fresh, *self._replacing):
-            assert each.job is not None
-            each.job.wait_copied(None)
+        """Return once all bytes have been copied, or compared."""
+        for each in (*self._first, *self._later, *self._replacing):
+            _job(each).wait_copied(None)
         self._let_go()
 
     def _let_go(self) -> None:
-        for link in self.links:
-            link.ordered = None
-        for each in (*self.fresh, *self._replacing):
+        for each in (*self._planned, *self._replacing):
             each.ordered = None
 
     # -- the commit thread -------------------------------------------------------------------
@@ -180,14 +224,39 @@ class Shared:
         for each in self.fresh:
             self._attach(each)
 
+    def finish_first(self) -> None:
+        """D2 of what was started before the rank's own file. Before D2 of that one."""
+        self._finish_all(self._first)
+
     def finish(self) -> None:
-        """D2 of new files, once the stage thread has proven the others."""
+        """D2 of the others, once the stage thread has compared those that are compared in place."""
+        self._finish_all(self._later)
         self._proven.wait()
         for each in self._replacing:
-            self._open(each)
-            self._attach(each)
-        for each in (*self.fresh, *self._replacing):
-            self._finish(each)
+            if not each.is_durable:
+                self._open(each)
+                self._attach(each)
+        for each in self._replacing:
+            if not each.is_durable:
+                self._finish(each)
+
+    def _finish_all(self, started: Sequence[Fresh | Link]) -> None:
+        for each in started:
+            if isinstance(each, Fresh):
+                self._finish(each)
+            else:
+                self._settle(each)
+
+    def _settle(self, link: Link) -> None:
+        """Wait for the comparison, and write the file that the step has if some bytes differ."""
+        job = _job(link)
+        job.wait_compared(None)
+        if job.is_refuted:
+            instead = Fresh(link.file.plan, None, link.file.seen, replaces=link, job=job)
+            self._replacing.append(instead)
+            self._open(instead)
+            self._attach(instead)
+            self._finish(instead)
 
     @property
     def used(self) -> list[SharedFile]:
@@ -212,7 +281,7 @@ class Shared:
     def cancel(self) -> None:
         """Stop the jobs."""
         self._proven.set()
-        for each in (*self.fresh, *self._replacing):
+        for each in (*self._planned, *self._replacing):
             if each.job is not None:
                 each.job.cancel()
         self._let_go()
@@ -226,12 +295,17 @@ class Shared:
         if self.register is not None:
             self.register.ended(self, failed=failed)
         self.links, self.fresh, self._replacing, self.written = [], [], [], []
+        self._first, self._later = [], []
 
     # -- one file ----------------------------------------------------------------------------
 
-    def _start(self, fresh: Fresh, engine: Engine) -> None:
-        assert fresh.ordered is not None
-        fresh.job = start_write(engine, fresh.plan.save, fresh.ordered)
+    def _start(self, each: Fresh | Link, engine: Engine) -> None:
+        ordered = _ordered(each)
+        if isinstance(each, Fresh):
+            each.job = start_write(engine, each.plan.save, ordered)
+        elif not ordered.segments.can_be_read_in_place:
+            file = each.file
+            each.job = start_write(engine, file.plan.save, ordered, expected=file.sums)
 
     @property
     def _register(self) -> Register:
@@ -244,25 +318,43 @@ class Shared:
         fresh.path, fresh.file = self._store.pool.open(nbytes, self._attempt)
 
     def _attach(self, fresh: Fresh) -> None:
-        assert fresh.job is not None
         assert fresh.file is not None
-        fresh.job.attach(fresh.file)
+        link = fresh.replaces
+        before = None
+        if link is not None and link.job is not None:
+            before = link.file.store.fs.open_read(link.file.path)
+        _job(fresh).attach(fresh.file, before)
 
     def _finish(self, fresh: Fresh) -> None:
-        assert fresh.job is not None
-        fresh.job.wait_written(None)
-        fresh.job.finish()
+        job, link = _job(fresh), fresh.replaces
+        job.wait_written(None)
+        job.finish()
         fresh.file, fresh.is_durable = None, True
         assert self._store is not None
-        sums = fresh.job.checksums()
+        sums = job.checksums()
+        if link is not None:
+            link.changed = differing(fresh.plan.save, sums, link.file.sums)
         file = SharedFile(self._store, fresh.path, fresh.plan, sums, fresh.seen)
         self.written.append(file)
-        self._register.made(file, fresh.replaces)
+        self._register.made(file, link)
+
+
+def _ordered(each: Fresh | Link) -> Ordered:
+    assert each.ordered is not None
+    return each.ordered
+
+
+def _job(each: Fresh | Link) -> WriteJob:
+    assert each.job is not None
+    return each.job
+
+
+def _source(each: Fresh | Link) -> Source:
+    return Source(_job(each), _ordered(each).tensors)
 
 
 def _claim(link: Link) -> Claim:
-    assert link.ordered is not None
-    return Claim(link.file.plan.save, link.ordered.tensors, link.file.sums)
+    return Claim(link.file.plan.save, _ordered(link).tensors, link.file.sums)
 
 
 def _replacement(link: Link) -> Fresh:

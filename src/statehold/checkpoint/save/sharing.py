@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Set
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -116,16 +117,11 @@ class Sharing:
 
     def _look(self, share: Share, captured: Tensors, frozen: Set[int]) -> None:
         """The state has another structure, or this rank another share of it."""
-        structure = captured.structure
         self._share, self._own = share, None
         self._parts = {
             key_of(part.spec): part
             for part in share.parts
             if part.spec.nbytes >= groups.PART_BYTES_MIN
-            and not part.spec.eager
-            and not structure.external[part.source]
-            and not structure.owned[part.source]
-            and structure.strided[part.source] is None
         }
         self._history.keep(self._parts)
         addresses = captured.addresses
@@ -180,7 +176,7 @@ class Sharing:
         if any(key not in self._parts for key in keys):
             return None
         parts = tuple([self._parts[key] for key in keys])
-        seen = captured.counts([part.source for part in parts])
+        seen = _counts(captured, parts)
         pairs = zip(keys, file.seen, seen, strict=True)
         changed = [key for key, then, now in pairs if then[0] == now[0] and then != now]
         if changed:
@@ -200,10 +196,11 @@ class Sharing:
             if key not in taken and self._history.is_quiet(key)
         ]
         found = []
-        for run in groups.grouped([part.spec.nbytes for part in wanted]):
-            its = plan_of(wanted[run.start : run.stop], plan.save)
-            seen = captured.counts([part.source for part in its.share.parts])
-            found.append(Fresh(its, FileOrder().ordered(its, captured), seen))
+        for some in _alike(wanted, captured):
+            for run in groups.grouped([part.spec.nbytes for part in some]):
+                its = plan_of(some[run.start : run.stop], plan.save)
+                seen = _counts(captured, its.share.parts)
+                found.append(Fresh(its, FileOrder().ordered(its, captured), seen))
         return found
 
     def _rest(self, plan: RankPlan, away: set[int]) -> RankPlan:
@@ -294,6 +291,26 @@ def keys_of(plan: RankPlan) -> list[Key]:
 def key_of(spec: TensorSpec) -> Key:
     """What tells a part from the others of its rank."""
     return spec.name, spec.dtype, spec.shape, spec.offsets or (0,) * len(spec.shape)
+
+
+def _alike(parts: Sequence[Part], captured: Tensors) -> Iterable[list[Part]]:
+    """These parts by when they are copied, and from where. So all bytes of a file are compared in
+    one way."""
+    structure = captured.structure
+    eager = set(structure.eager)
+    found: defaultdict[tuple[bool, bool], list[Part]] = defaultdict(list)
+    for part in parts:
+        found[part.source in eager, structure.external[part.source]].append(part)
+    return found.values()
+
+
+def _counts(captured: Tensors, parts: Sequence[Part]) -> list[tuple[int, int, int]]:
+    """What tells whether these have changed (Tensors.counts). A copy, which is another one in each
+    save, tells nothing."""
+    owned = captured.structure.owned
+    sources = [part.source for part in parts]
+    counts = zip(sources, captured.counts(sources), strict=True)
+    return [(0, 0, 0) if owned[source] else count for source, count in counts]
 
 
 def _with_parts(plan: RankPlan, parts: tuple[Part, ...]) -> RankPlan:

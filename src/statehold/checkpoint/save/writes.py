@@ -55,6 +55,16 @@ class Segments:
             strided={i: each for i, (each, away) in enumerate(strides) if each and not away},
         )
 
+    @property
+    def are_eager(self) -> bool:
+        """Whether some of the bytes are copied before save() returns."""
+        return any(flag & _core.SEGMENT_EAGER for flag in self.flags)
+
+    @property
+    def can_be_read_in_place(self) -> bool:
+        """Whether all bytes lie in host memory as they do in the file, until the next update."""
+        return not any(self.flags) and not self.strided
+
 
 class Ordered(NamedTuple):
     """Tensors as they lie in a file."""
@@ -108,11 +118,16 @@ def _rows(captured: CapturedTensor, begin: int, end: int) -> CapturedTensor:
 
 
 def start_write(
-    engine: Engine, plan: SavePlan, ordered: Ordered, file: File | None = None
+    engine: Engine,
+    plan: SavePlan,
+    ordered: Ordered,
+    file: File | None = None,
+    expected: bytes = b"",
 ) -> WriteJob:
     """Begin to stage the tensors, in file order, as `plan` lays them out.
 
-    file: if it exists already. The job keeps the memory alive until it is copied.
+    file: if it exists already. expected: the checksums of another file, if it may have the same
+    bytes. The job keeps the memory alive until it is copied.
     """
     tensors, segments = ordered
     return engine.write(
@@ -126,6 +141,7 @@ def start_write(
         header=plan.header,
         owner=tuple(compress(tensors.storages, tensors.structure.on_host)),
         file=file,
+        expected=expected,
         client=Client.SAVE,
     )
 

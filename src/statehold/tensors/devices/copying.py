@@ -10,17 +10,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any
 
 import torch
 
 from statehold.errors import StateholdError
 from statehold.tensors.captured import Capture
-from statehold.tensors.columns import CapturedTensor, Tensors
+from statehold.tensors.columns import CapturedTensor
 from statehold.tensors.devices.backends import Event
 from statehold.tensors.devices.fingerprinting import Fingerprinting
 from statehold.tensors.devices.gathering import gatherer
-from statehold.tensors.devices.jobs import FillJob, Lent
+from statehold.tensors.devices.jobs import Fills, Lent, Source
 from statehold.tensors.devices.mover import Mover
 from statehold.tensors.devices.relay import named_failures, relay
 
@@ -32,19 +31,21 @@ class DeviceCopies:
 
     def __init__(
         self,
-        job: FillJob[Any],
+        sources: Sequence[Source],
         captured: Capture,
-        ordered: Tensors,
         compared: Sequence[CapturedTensor],
         mover: Mover,
     ) -> None:
-        """Segment i + 1 of the job is ordered[i]."""
-        structure = ordered.structure
-        eager = [index for index in structure.eager if structure.external[index]]
-        self._job = job
-        self._ordered: Tensors | None = ordered
-        self._eager = {index + 1 for index in eager}
-        self._eager_bytes_left = sum(ordered.live[index].nbytes for index in eager)
+        """sources: of the jobs of a save, in the order in which they were started."""
+        self._job = Fills(sources)
+        self._numbered = list(self._job.numbered(sources))
+        self._eager = set[int]()
+        self._eager_bytes_left = 0
+        for first, tensors in self._numbered:
+            structure = tensors.structure
+            eager = [index for index in structure.eager if structure.external[index]]
+            self._eager.update(first + index for index in eager)
+            self._eager_bytes_left += sum(tensors.live[index].nbytes for index in eager)
         self._eager_under_way = threading.Event()
         self._after_eager: list[Event] = []
         self._compared = compared
@@ -81,7 +82,7 @@ class DeviceCopies:
 
     def let_go(self) -> None:
         """Keep no tensor alive: all are copied, or the save has failed. From any thread."""
-        self._ordered, self._compared, self._captured = None, [], None
+        self._numbered, self._compared, self._captured = [], [], None
         self._eager_under_way.set()  # nobody need wait for what has failed
         self._enqueued.set()
 
@@ -104,7 +105,7 @@ class DeviceCopies:
                 self._streams_suffice and self._enqueued.wait(timeout) and self._job.wait_eager(0)
             ):
                 return False
-        except StateholdError:
+        except (StateholdError, ValueError):  # ValueError: a checksum of the engine
             return False  # the save has failed, and its handle is about to say so
         captured = self._captured
         if captured is None or captured.settle() is not None:
@@ -117,12 +118,12 @@ class DeviceCopies:
 
     def _external(self) -> dict[int, torch.Tensor]:
         """The tensors of devices as they were at capture, by segment."""
-        ordered = self._ordered
-        if ordered is None:
-            return {}  # the save has failed
-        indices = list(compress(range(len(ordered)), ordered.structure.external))
-        segments = [index + 1 for index in indices]
-        return dict(zip(segments, ordered.aliases(indices), strict=True))
+        found: dict[int, torch.Tensor] = {}
+        for first, tensors in self._numbered:  # none if the save has failed
+            indices = list(compress(range(len(tensors)), tensors.structure.external))
+            segments = [first + index for index in indices]
+            found |= zip(segments, tensors.aliases(indices), strict=True)
+        return found
 
     def _note_eager(self, lent: Lent | None, compared: Sequence[CapturedTensor]) -> None:
         """Let save() go on if this was the last of eager tensors."""

@@ -8,11 +8,11 @@ from itertools import compress
 import torch
 
 from statehold.tensors.captured import Capture
-from statehold.tensors.columns import CapturedTensor, Structure, Tensors
+from statehold.tensors.columns import CapturedTensor, Structure
 from statehold.tensors.devices.backends import BlockingBackend, StreamBackend
 from statehold.tensors.devices.copying import DeviceCopies
 from statehold.tensors.devices.cuda import CudaBackend
-from statehold.tensors.devices.jobs import FillJob, LentT, ReadyJob
+from statehold.tensors.devices.jobs import Fills, LentT, ReadyJob, Source
 from statehold.tensors.devices.loading import load
 from statehold.tensors.devices.mover import Mover
 from statehold.tensors.devices.pinning import Pinning
@@ -41,27 +41,26 @@ class Devices:
     def __init__(self) -> None:
         self._backend: StreamBackend | None = None
         self._pinning: Pinning | None = None
-        self._known: tuple[Structure, _Devices] | None = None
+        self._known: tuple[list[Structure], _Devices] | None = None
 
     def copies(
         self,
-        job: FillJob[LentT],
+        sources: Sequence[Source],
         captured: Capture,
-        ordered: Tensors,
         compared: Iterable[CapturedTensor] = (),
     ) -> DeviceCopies | None:
         """The device copies of a save; None when all is host memory. Call it inside save().
 
-        Segment i + 1 of the job is ordered[i]. compared: what fingerprints are wanted of. Numbers
-        of the tree, and some of what is compared, belong to no segment.
+        sources: of the jobs of the save, in the order in which they were started. compared: what
+        fingerprints are wanted of. Numbers of the tree, and some of what is compared, belong to no
+        segment.
         """
         there = [each for each in compared if each.external]
         others = [each.tensor for each in there] + [each.tensor for each in captured.numbers]
-        devices = self._devices_of(ordered)
+        devices = self._devices_of(sources)
         if not devices.of and not others:
             return None
-        mover = self._mover(devices, others)
-        return DeviceCopies(job, captured, ordered, there, mover)
+        return DeviceCopies(sources, captured, there, self._mover(devices, others))
 
     def load(self, job: ReadyJob[LentT], places: Mapping[int, Place]) -> None:
         """Empty every buffer of a read into the places on devices, by segment. The calling thread's
@@ -75,12 +74,14 @@ class Devices:
         if self._pinning is not None:
             self._pinning.close()
 
-    def _devices_of(self, ordered: Tensors) -> _Devices:
-        structure = ordered.structure
-        if self._known is None or self._known[0] is not structure:
-            external = compress(enumerate(ordered.live, 1), structure.external)
-            devices = _Devices({segment: device_of(each) for segment, each in external})
-            self._known = structure, devices
+    def _devices_of(self, sources: Sequence[Source]) -> _Devices:
+        structures = [tensors.structure for _, tensors in sources]
+        if self._known is None or self._known[0] != structures:
+            found: dict[int, torch.device] = {}
+            for first, tensors in Fills(sources).numbered(sources):
+                external = compress(enumerate(tensors.live, first), tensors.structure.external)
+                found |= {segment: device_of(each) for segment, each in external}
+            self._known = structures, _Devices(found)
         return self._known[1]
 
     def _mover(self, devices: _Devices, others: Sequence[torch.Tensor] = ()) -> Mover:

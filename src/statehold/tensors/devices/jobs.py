@@ -1,11 +1,18 @@
-"""What is used here of the engine's jobs: buffers that are lent to Python, and come back."""
+"""What is used here of the engine's jobs: buffers that are lent to Python, and come back.
+
+A save has a job for each file that it writes or proves. Fills is all of them as one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-__all__ = ["FillJob", "Lent", "LentT", "Piece", "ReadyJob"]
+if TYPE_CHECKING:
+    from statehold.tensors.columns import Tensors
+
+__all__ = ["FillJob", "Fills", "Lent", "LentT", "Piece", "ReadyJob", "Source"]
 
 Piece = tuple[int, int, int, int]  # segment, offset in it, offset in the buffer, bytes
 
@@ -39,3 +46,71 @@ class ReadyJob(Protocol[LentT]):
     def release(self, ready: LentT) -> None: ...
     @property
     def ready_left(self) -> int: ...
+
+
+class Source(NamedTuple):
+    """The tensors of a job: its segment i + 1 is tensors[i]."""
+
+    job: FillJob[Any]
+    tensors: Tensors
+
+
+class OfOne(NamedTuple):
+    """A buffer of one of several jobs. first: the number of its segment 0 among those of all."""
+
+    job: FillJob[Any]
+    fill: Any
+    first: int
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        first, pieces = self.first, self.fill.pieces
+        return [(first + segment, *rest) for segment, *rest in pieces] if first else pieces
+
+    @property
+    def view(self) -> memoryview:
+        view: memoryview = self.fill.view
+        return view
+
+
+class Fills:
+    """The fills of several jobs, one job after the other, as those of a single job.
+
+    The jobs are in the order in which they were started, in which the engine gives them buffers. So
+    no buffer waits here for those of a younger job. The segments of all are counted as one row.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._jobs = [job for job, _ in sources]
+        counts = [len(tensors) + 1 for _, tensors in sources]
+        self._firsts = list(accumulate(counts, initial=0))[:-1]
+        self._at = 0  # the job whose fills are handed out now
+
+    def numbered(self, sources: Sequence[Source]) -> Iterator[tuple[int, Tensors]]:
+        """The tensors of each job, and the number of the first one's segment."""
+        for first, (_, tensors) in zip(self._firsts, sources, strict=True):
+            yield first + 1, tensors
+
+    def next_fill(self, timeout: float | None) -> OfOne | None:
+        """The next buffer. None: the time is over, or fills_left is 0."""
+        while True:
+            job = self._jobs[self._at]
+            fill = job.next_fill(timeout)
+            if fill is not None:
+                return OfOne(job, fill, self._firsts[self._at])
+            if job.fills_left or self._at == len(self._jobs) - 1:
+                return None
+            self._at += 1
+
+    def filled(self, fill: OfOne) -> None:
+        """Give a buffer back."""
+        fill.job.filled(fill.fill)
+
+    def wait_eager(self, timeout: float | None) -> bool:
+        """Whether the engine has copied every eager byte that it copies itself."""
+        return all(job.wait_eager(timeout) for job in self._jobs)
+
+    @property
+    def fills_left(self) -> int:
+        """Buffers that next_fill has not handed out yet."""
+        return sum(job.fills_left for job in self._jobs[self._at :])
