@@ -3,8 +3,9 @@
 Prints how many crashes, faults of each kind, steps and restores there were, and every violation
 with its seed and trace. Fails if there is one, or if a kind of fault never fired.
 `--first N --seeds 1` runs one seed again, exactly as before, and prints what happens in it; with
-`--schedule` also whose turn it was when, and every operation on the disk. `--offloaded` runs seeds
-of a trainer with an offloaded optimizer instead; `--replicas`, of replicas that train together.
+`--schedule` also whose turn it was when, and every operation on the disk. `--shared` runs only jobs
+whose steps share files. `--offloaded` runs seeds of a trainer with an offloaded optimizer instead;
+`--replicas`, of replicas that train together.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from sim import offloaded, replicated
-from sim.seeds import FAULTS, Report, run_seed
+from sim.seeds import FAULTS, Report, run_seed, run_shared
 
 BATCH = 500
 Run = Callable[[int], Report]
@@ -88,10 +89,11 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--schedule", action="store_true")
     kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--shared", action="store_true")
     kinds.add_argument("--offloaded", action="store_true")
     kinds.add_argument("--replicas", action="store_true")
     options = parser.parse_args()
-    run, faults = run_seed, FAULTS
+    run, faults = run_shared if options.shared else run_seed, FAULTS
     if options.offloaded:
         run, faults = offloaded.run_offloaded, offloaded.FAULTS
     if options.replicas:

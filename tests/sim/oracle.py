@@ -55,12 +55,11 @@ class Rarely(torch.nn.Module):
 def content(rank: int, step: int, serial: int, *, shares: bool = False) -> dict[str, Any]:
     """What `rank` saves: "same" and "base" on all ranks alike, "own" and "tail" on none.
 
-    shares: with "base" and "tail", which change rarely.
+    shares: with "base", "tail" and "loose", which change rarely.
     """
     base = step * 1009 + serial * 100_003
-    rarely = {"base": Rarely(serial), "tail": Rarely(serial, rank)} if shares else {}
     return {
-        **rarely,
+        **(_rarely(serial, rank) if shares else {}),
         "same": torch.arange(SAME_NUMEL, dtype=torch.int32) * 31 + base,
         "own": torch.arange(OWN_NUMEL, dtype=torch.int32) * 17 + base + 7 * rank,
         "rank": rank,
@@ -69,9 +68,20 @@ def content(rank: int, step: int, serial: int, *, shares: bool = False) -> dict[
     }
 
 
+def _rarely(serial: int, rank: int = 0) -> dict[str, Any]:
+    """What changes with every third save; "loose", which is copied before save() returns, with
+    every sixth."""
+    loose = Rarely(serial // 2, rank + 50).weights
+    return {
+        "base": Rarely(serial),
+        "tail": Rarely(serial, rank),
+        **{f"loose{index}": each.detach() for index, each in enumerate(loose)},
+    }
+
+
 def blank(*, shares: bool = False) -> dict[str, Any]:
     return {
-        **({"base": Rarely(-1000), "tail": Rarely(-1000)} if shares else {}),
+        **(_rarely(-1000) if shares else {}),
         "same": torch.zeros(SAME_NUMEL, dtype=torch.int32),
         "own": torch.zeros(OWN_NUMEL, dtype=torch.int32),
         "rank": None,

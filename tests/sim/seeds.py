@@ -86,7 +86,8 @@ class Action:
 class Seed:
     """Runs one seed."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, *, shares: bool = False) -> None:
+        """shares: whether it has weights that change rarely, whatever the seed says."""
         self.report = report
         seed = report.seed
         self._random = random.Random(seed)
@@ -118,7 +119,7 @@ class Seed:
                 "levels": _two_levels(random.Random(seed * 31 + 12), self._keep),
             }
         self._exchanges = random.Random(seed * 31 + 13).random() >= NO_EXCHANGE_SHARE
-        self._shares = random.Random(seed * 31 + 17).random() < SHARES_SHARE
+        self._shares = shares or random.Random(seed * 31 + 17).random() < SHARES_SHARE
         self._alike = (*SHARED, "base") if self._shares else SHARED
         self._oracle = Oracle(self._keep, self._has_levels)
         self._sizes = (chance.choice((1, 1, 2, 2, 3)), chance.choice((1, 2, 3)))
@@ -434,10 +435,18 @@ def used_bytes(fs: SimFs, path: str) -> int:
 
 def run_seed(seed: int) -> Report:
     """Run one seed; what goes wrong is in the report."""
-    report = Report(seed)
+    return _run(Report(seed))
+
+
+def run_shared(seed: int) -> Report:
+    """The same, of a job whose steps share files."""
+    return _run(Report(seed, options=" --shared"), shares=True)
+
+
+def _run(report: Report, *, shares: bool = False) -> Report:
     try:
-        with small_files(), simulated(seed) as turns:
-            Seed(report).run()
+        with small_files(), simulated(report.seed) as turns:
+            Seed(report, shares=shares).run()
     except (Exception, Deadlock) as error:
         report.wrong(f"{type(error).__name__}: {error}")
     report.digest, report.schedule = turns.digest, turns.trace

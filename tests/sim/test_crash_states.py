@@ -48,10 +48,10 @@ REFUSALS = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Record:
-    """What was promised when, while a disk was recorded."""
+    """What was promised when, while a disk was recorded. shares: its steps share files."""
 
-    def __init__(self, keep: int | Keep) -> None:
-        self.keep = keep
+    def __init__(self, keep: int | Keep, *, shares: bool = False) -> None:
+        self.keep, self.shares = keep, shares
         self.events: list[tuple[int, Callable[[Oracle], None]]] = []
 
     def add(self, moment: int, tell: Callable[[Oracle], None]) -> None:
@@ -73,8 +73,9 @@ def play(job: Job, script: Script, record: Record, fs: SimFs, first: int) -> lis
         for serial, (what, step) in enumerate(script, first):
             if what == "save":
                 record.add(len(fs.recorded), lambda o, s=step, n=serial: o.begin(s, n, job.size))
-                state, metrics = content(rank, step, serial), metrics_of(step)
-                job.ckpts[rank].save(step, state, metrics=metrics).wait("committed", HANG_S)
+                state = content(rank, step, serial, shares=record.shares)
+                save = job.ckpts[rank].save(step, state, metrics=metrics_of(step))
+                save.wait("committed", HANG_S)
                 record.add(len(fs.recorded), lambda o, s=step, n=serial: o.promise(s, n))
             else:
                 record.add(len(fs.recorded), lambda o, s=step, n=serial: o.doubt(s, n))
@@ -101,7 +102,7 @@ def refuse_exchange(fs: SimFs, code: int = errno.EINVAL) -> SimFs:
     return fs
 
 
-def recover(fs: SimFs, oracle: Oracle, size: int) -> list[str]:
+def recover(fs: SimFs, oracle: Oracle, size: int, *, shares: bool = False) -> list[str]:
     """Restore every step on every rank, then save and restore that; what is wrong."""
     job = new_job(fs, size, oracle.keep or 1)
     visible = job.ckpts[0].steps()
@@ -109,11 +110,12 @@ def recover(fs: SimFs, oracle: Oracle, size: int) -> list[str]:
     ahead = max(visible, default=0) + 1
 
     def program(rank: int) -> None:
-        state = blank()
+        state = blank(shares=shares)
         for step in visible:
             job.ckpts[rank].restore(state, step)
             wrong.extend(oracle.judge_content(step, rank, state, state))
-        job.ckpts[rank].save(ahead, content(rank, ahead, 99)).wait("committed", HANG_S)
+        new = content(rank, ahead, 99, shares=shares)
+        job.ckpts[rank].save(ahead, new).wait("committed", HANG_S)
         if job.ckpts[rank].restore(state) != ahead or state["serial"] != 99:
             wrong.append("the step after the crash is not the newest")
 
@@ -136,7 +138,7 @@ def recover_all(
             if not exchanges:
                 refuse_exchange(disk)
             with simulated(f"recover {seed} {moment} {states}"):
-                found = recover(disk, record.oracle(moment), size)
+                found = recover(disk, record.oracle(moment), size, shares=record.shares)
             assert not found, f"power off before {moment}: {operation}: {found}"
     return states
 
