@@ -2,6 +2,7 @@
 
 Not for storing anything: objects live in memory, no signature is checked, and only what obstore
 asks of a bucket is answered: PUT, GET (a range, or all), HEAD, DELETE, uploads in parts, listing.
+GET /-/received says how many bytes of bodies have come in.
 A thread for every connection; bodies are received into memory that is reused, and sent without a
 copy. So what a benchmark sees is the client, and the kernel's loopback.
 """
@@ -28,6 +29,7 @@ class Bucket:
     objects: dict[str, list[memoryview]] = field(default_factory=dict)
     uploads: dict[str, dict[int, memoryview]] = field(default_factory=dict)
     spare: list[bytearray] = field(default_factory=list)
+    received: int = 0
     guard: threading.Lock = field(default_factory=threading.Lock)
 
     def buffer(self, size: int) -> memoryview:
@@ -77,13 +79,17 @@ class Connection:
             if not count:
                 raise ConnectionError("the client went away")
             done += count
+        with self._bucket.guard:
+            self._bucket.received += size
         return body
 
     def _answer(self, method: str, target: str, headers: dict[str, str], body: memoryview) -> None:
         url = urlsplit(target)
         _, _, key = unquote(url.path).lstrip("/").partition("/")
         query = parse_qs(url.query, keep_blank_values=True)
-        if method in ("GET", "HEAD") and key:
+        if url.path == "/-/received":
+            self._send("200 OK", [str(self._bucket.received).encode()])
+        elif method in ("GET", "HEAD") and key:
             self._read(method, key, headers.get("range"))
         elif method == "GET":
             self._send("200 OK", [self._listing(query)])

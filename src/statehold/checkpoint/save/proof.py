@@ -64,7 +64,7 @@ def refuted(claims: Sequence[Claim], runtime: Runtime) -> list[set[int]]:
     count = min(runtime.options.io.copy_thread_count, len(found))
     differing = [set[int]() for _ in claims]
     if count:
-        with ThreadPoolExecutor(count, "statehold-proof", initializer=_yield) as threads:
+        with low_priority(count) as threads:
             for piece in chain.from_iterable(threads.map(compare, range(count))):
                 differing[piece.file].add(piece.tensor)
     return differing
@@ -95,6 +95,11 @@ def _pieces(file: int, claim: Claim) -> Iterator[Piece]:
         expected = struct.iter_unpack("<Q", sums[low:high])
         for (begin, end), (value,) in zip(cuts, expected, strict=True):
             yield Piece(file, index, address + begin - at, end - begin, value)
+
+
+def low_priority(count: int) -> ThreadPoolExecutor:
+    """So many threads that leave the processor to training."""
+    return ThreadPoolExecutor(count, "statehold-proof", initializer=_yield)
 
 
 def _yield() -> None:
