@@ -31,9 +31,10 @@ EVERYDAY = 3  # one operation in so many
 class Victim:
     """Runs requests in the fork server and holds every child to what was promised before."""
 
-    def __init__(self, run: Path) -> None:
-        self.run = run
+    def __init__(self, run: Path, *, shares: bool = False) -> None:
+        self.run, self.shares = run, shares
         self.committed = 0
+        self.linked = 0  # steps that shared files with the one before
         self.kills: dict[str, int] = {}
         victim = Path(__file__).with_name("victim.py")
         self._process = scripts.start([victim], stdin=scripts.PIPE, stdout=scripts.PIPE)
@@ -44,6 +45,7 @@ class Victim:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         order = {"run": str(self.run), "kill_at": kill_at, "saves": saves, "again": again}
+        order["shares"] = self.shares
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         while True:
@@ -52,6 +54,7 @@ class Victim:
             assert "error" not in event, event
             if "committed" in event:
                 self.committed = event["committed"]
+                self.linked += event["linked"] > 0
             if "restored" in event:
                 restored = event["restored"] or 0
                 assert restored >= self.committed, f"step {self.committed} was lost: {event}"
@@ -67,6 +70,14 @@ class Victim:
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Victim]:
     victim = Victim(tmp_path / "run")
+    yield victim
+    victim.close()
+
+
+@pytest.fixture
+def sharing(tmp_path: Path) -> Iterator[Victim]:
+    """A victim whose steps share files."""
+    victim = Victim(tmp_path / "run", shares=True)
     yield victim
     victim.close()
 
@@ -107,7 +118,31 @@ def test_kill_before_every_operation_where_names_cannot_be_exchanged(victim: Vic
     assert not list(victim.run.glob("*.replaced"))
 
 
+def test_kill_before_every_operation_on_shared_files(sharing: Victim) -> None:
+    (counts,) = [e["operations"] for e in sharing.request(saves=7) if "operations" in e]
+    assert counts["link"] > 4
+    killed = 0
+    for operation in ("link", "open_write", "unlink") if ALL else ("link",):
+        for number in numbers(counts[operation]):
+            end = list(sharing.request(kill_at=(operation, number), saves=7))[-1]
+            assert end["exit"] in (0, signal.SIGKILL)
+            killed += end["exit"] != 0
+    assert killed
+    assert sharing.linked
+    assert list(sharing.request(saves=1))[-1]["exit"] == 0
+
+
+def test_kill_at_random_moments_while_files_are_shared(sharing: Victim) -> None:
+    kill_at_random_moments(sharing)
+    print(f"{sharing.linked} steps with links")
+    assert sharing.linked > RANDOM_KILLS // 8
+
+
 def test_kill_at_random_moments(victim: Victim) -> None:
+    kill_at_random_moments(victim)
+
+
+def kill_at_random_moments(victim: Victim) -> None:
     chance = random.Random(SEED)
     print(f"seed {SEED}, {RANDOM_KILLS} kills")
     killed_while_saving = 0

@@ -1,12 +1,12 @@
 """The process that crash tests kill: a fork server, so that torch is imported once.
 
-Reads one JSON request a line: {"run", "kill_at" ([operation, n], or null), "saves", "again"}. Forks
-a child that restores, checks what it restored, and saves on; with `kill_at` the child sends itself
-SIGKILL before its n-th storage operation of that name, counted from 1. Children report on stdout,
-one JSON line an event: {"restored": step or null, "steps": [...]}, {"requested": step},
-{"committed": step},
-{"operation": name, "number": n} before dying, {"operations": {name: count}} at a normal end. The
-server ends every request with {"exit": wait status}.
+Reads one JSON request a line: {"run", "kill_at" ([operation, n], or null), "saves", "again",
+"shares"}. Forks a child that restores, checks what it restored, and saves on; with `kill_at` the
+child sends itself SIGKILL before its n-th storage operation of that name, counted from 1. Children
+report on stdout, one JSON line an event: {"restored": step or null, "steps": [...]},
+{"requested": step}, {"committed": step, "linked": bytes}, {"operation": name, "number": n} before
+dying, {"operations": {name: count}} at a normal end. The server ends every request with
+{"exit": wait status}.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import statehold
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support.faults import SMALL, spy_on
 from support.seccomp import RENAMEAT2, forbid
+from support.sharing import small_files
 
 NUMEL = 700_000  # 2.7 MiB: more than the staging memory, and a tail that is not aligned
 
@@ -41,21 +42,41 @@ def content(step: int) -> torch.Tensor:
     return torch.arange(NUMEL, dtype=torch.int32) * 31 + step
 
 
-def check(ckpt: statehold.Checkpointer, state: dict[str, Any]) -> int:
+def rarely(step: int) -> dict[str, Any]:
+    """What changes with every third step, so steps share files; and with every sixth, copied before
+    save() returns."""
+    begin = step // 3 * 7.0
+    frozen = [torch.nn.Parameter(torch.arange(9000.0) + begin + i, False) for i in range(4)]
+    loose = [torch.arange(9000.0) - step // 6 - i for i in range(4)]
+    return {"frozen": torch.nn.ParameterList(frozen), "loose": loose}
+
+
+def is_rarely(step: int, state: dict[str, Any]) -> bool:
+    expected = rarely(step)
+    return all(
+        torch.equal(one, other)
+        for name, each in expected.items()
+        for one, other in zip(state[name], each, strict=True)
+    )
+
+
+def check(ckpt: statehold.Checkpointer, state: dict[str, Any], shares: bool) -> int:
     """Restore every visible step and compare it whole; returns the newest, 0 without one."""
     steps = ckpt.steps()
     newest = ckpt.restore(state)
     report(restored=newest, steps=steps)
     for step in steps:
         ckpt.restore(state, step)
-        if state["step"] != step or not torch.equal(state["w"], content(step)):
+        is_right = state["step"] == step and torch.equal(state["w"], content(step))
+        if not is_right or (shares and not is_rarely(step, state)):
             report(wrong=step)
             os._exit(3)
     return newest or 0
 
 
-def child(run: str, kill_at: list[Any] | None, saves: int, again: bool) -> None:
-    """again: save each step twice, where the kernel does not exchange two names."""
+def child(run: str, kill_at: list[Any] | None, saves: int, again: bool, shares: bool) -> None:
+    """again: save each step twice, where the kernel does not exchange two names. shares: steps
+    share files."""
     torch.set_num_threads(1)
     if again:
         forbid(RENAMEAT2[platform.machine()], errno.EINVAL)
@@ -68,18 +89,21 @@ def child(run: str, kill_at: list[Any] | None, saves: int, again: bool) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     state: dict[str, Any] = {"w": torch.zeros(NUMEL, dtype=torch.int32), "step": 0}
-    with statehold.Checkpointer(run, keep=1, **SMALL) as ckpt:
-        start = check(ckpt, state)
+    state |= rarely(-1000) if shares else {}
+    with small_files(), statehold.Checkpointer(run, keep=1, **SMALL) as ckpt:
+        start = check(ckpt, state, shares)
         spy_on(ckpt, before)
         previous = None
         for step in range(start + 1, start + 1 + saves):
             state["w"].copy_(content(step))
             state["step"] = step
+            state |= rarely(step) if shares else {}
             report(requested=step)
             for _ in range(1 + again):
                 save = ckpt.save(step, state)
                 if previous is not None:
-                    report(committed=previous.wait("committed", 60).step)
+                    done = previous.wait("committed", 60)
+                    report(committed=done.step, linked=done.stats.linked_bytes)
                 previous = save
     report(operations=count)
 

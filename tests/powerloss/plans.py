@@ -21,8 +21,9 @@ KINDS = (
     "memory-path",  # the same before a directory of its own
     "agent",  # the trainer is killed; its agent brings the step from memory to the disk
     "offload",  # steps that share files with an optimizer, whose paths are on the disk
+    "shared",  # steps that share files: most of the state changes rarely
 )
-_LATER = ("offload",)  # came later: all other kinds keep the seeds that they had before
+_LATER = ("offload", "shared")  # came later: all other kinds keep the seeds that they had before
 _SIZES = (1, 700, 4096, 20_000, 60_000, 150_000)
 
 
@@ -54,7 +55,12 @@ class Plan:
     @property
     def has_resaves(self) -> bool:
         """Whether steps are saved again."""
-        return self.kind in ("resave", "offload")
+        return self.kind in ("resave", "offload", "shared")
+
+    @property
+    def shares(self) -> bool:
+        """Whether steps share files because little changes."""
+        return self.kind == "shared"
 
     @property
     def is_in_memory(self) -> bool:
@@ -80,7 +86,8 @@ def draw(seed: int, file_systems: Sequence[str], kinds: Sequence[str]) -> Plan:
     """The plan of a session: `seed` counts through all pairs of file system and kind."""
     chance = random.Random(seed)
     pairs = _pairs(file_systems, [kind for kind in kinds if kind not in _LATER])
-    pairs += _pairs(file_systems, [kind for kind in kinds if kind in _LATER])
+    for later in _LATER:
+        pairs += _pairs(file_systems, [later] if later in kinds else [])
     name, kind = pairs[seed % len(pairs)]
     plan = Plan(
         seed=seed,
@@ -94,6 +101,8 @@ def draw(seed: int, file_systems: Sequence[str], kinds: Sequence[str]) -> Plan:
         has_neighbour=chance.random() < 0.4,
         has_overlap=kind == "overlap",
     )
+    if kind == "shared":  # two saves are the same before the third one shares
+        return replace(plan, saves=2 * plan.saves, keep=chance.choice([1, 2, 3]))
     return _offloaded(plan, chance) if kind == "offload" else plan
 
 

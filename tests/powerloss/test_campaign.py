@@ -40,7 +40,7 @@ def ran(*command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(compiler() is None, reason="the control needs a C compiler")
 def test_states_that_a_loss_of_power_leaves_on_a_real_disk() -> None:
     few = ("--per-session", "8", "--controls", "8", "--file-systems", "ext4")
-    kinds = ("--kinds", "resave", "ranks", "levels", "offload")
+    kinds = ("--kinds", "resave", "ranks", "levels", "offload", "shared")
     done = ran("-m", "powerloss", "--states", str(STATES), *few, *kinds)
     print(done.stdout)
     assert "0 violations" in done.stdout, done.stdout + done.stderr

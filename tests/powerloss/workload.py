@@ -11,6 +11,7 @@ import random
 import signal
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from statehold import Checkpointer
 from statehold.reading.places import file_system
 from support.agents import said, steps_in, wait_no_agent
 from support.faults import DEADLINE_S, must
+from support.sharing import small_files
 
 
 class Workload:
@@ -34,6 +36,7 @@ class Workload:
         self.where = where
         self.history = history
         self.serial = first
+        self.linked = 0  # saves that gave files of earlier steps second names
         self._chance = random.Random(plan.seed)
         self._all = tuple(plan.keeps)
         # Where the first level is memory, a commit promises nothing of the disk.
@@ -46,9 +49,11 @@ class Workload:
             for _ in range(2):
                 self._killed()
         else:
-            with Job(file_system(), self.plan, self.where) as job:
+            files = small_files() if self.plan.shares else nullcontext()
+            with files, Job(file_system(), self.plan, self.where) as job:
                 self._train(job)
                 job.finish()
+            must(self.linked or not self.plan.shares, "no step shares files")
 
     # -- a job of threads ------------------------------------------------------------------
 
@@ -82,6 +87,7 @@ class Workload:
             for save, serial in zip(begun, serials, strict=True):
                 save.wait("committed", DEADLINE_S)
                 self.history.note("promise", self._at_commit, save.step, serial)
+                self.linked += save.stats.linked_bytes > 0
                 must(save.stats.linked_bytes or not self.plan.paths, "no file was linked")
 
         job.each(act)
