@@ -150,7 +150,7 @@ def measure(sizes: Sizes, where: Path, rounds: int) -> Group:
                 saved = []
                 for _ in range(once if round_ < 0 else sizes.saves):
                     saved.append(cases[name].save(step := step + 1))
-                    tuning.optimizer.step()
+                    tuning.step()
                 if round_ >= 0:
                     found[name].append(saved)
         for case in cases.values():

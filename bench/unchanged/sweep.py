@@ -49,7 +49,7 @@ def _run(run: Path, tuning: Tuning, endpoint: str, parent: str | None) -> list[i
         before = received(endpoint)
         for step in (1, 2):
             ckpt.gate()
-            tuning.optimizer.step()
+            tuning.step()
             ckpt.save((begin or 0) + step, tuning.state)
             ckpt.flush(DEADLINE_S)
             now = received(endpoint)
