@@ -14,7 +14,7 @@ import pkgutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -268,10 +268,19 @@ def _replace(patch: pytest.MonkeyPatch, function: Any, by: Any) -> None:
 
 @functools.cache
 def _modules() -> list[ModuleType]:
-    """All of statehold. What was imported later, by a function, would keep what is patched."""
-    found = pkgutil.walk_packages(statehold.__path__, "statehold.")
-    names = [module.name for module in found if not module.name.endswith("__main__")]
-    return [importlib.import_module(name) for name in names]
+    """All of statehold but integrations whose framework is not here. What was imported later, by a
+    function, would keep what is patched."""
+    walked = pkgutil.walk_packages(statehold.__path__, "statehold.", onerror=_not_here)
+    found = []
+    for module in walked:
+        if not module.name.endswith("__main__"):
+            with suppress(ModuleNotFoundError):
+                found.append(importlib.import_module(module.name))
+    return found
+
+
+def _not_here(_name: str) -> None:
+    """An integration whose framework is not installed: it is not walked."""
 
 
 def copies_of(ckpt: statehold.Checkpointer) -> Any:
