@@ -44,7 +44,7 @@ def test_a_reader_that_has_gone(run: Path, command: str) -> None:
 
 
 def test_a_reader_that_goes_in_the_middle(run: Path) -> None:
-    """More than a pipe holds, of which `head -1` reads a line."""
+    """More than a pipe holds; `head -1` reads a line of it."""
     for number in range(3000):
         (run / f"step-{number:012d}.corrupt").mkdir()
     command = f"{sys.executable} -m statehold ls {run} | head -1; exit ${{PIPESTATUS[0]}}"

@@ -25,6 +25,7 @@ from typing import Any, TextIO
 
 from statehold.cli import progress, terminal
 from statehold.cli.progress import Progress as Progress
+from statehold.cli.progress import Report as Report
 from statehold.cli.tables import Styled, Table
 from statehold.units import format_age
 

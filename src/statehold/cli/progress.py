@@ -89,6 +89,28 @@ class Progress:
             self._line.draw(self._text, self._share)
 
 
+class Report:
+    """Draws what a function reports: the bytes done, and those in all. A context manager."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._progress: Progress | None = None
+        self._done = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._progress is None:
+            self._progress = Progress(self._label, total)
+        self._progress.advance(done - self._done)
+        self._done = done
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.close()
+
+
 def hide() -> None:
     """Remove the line, because something else is printed now. That ends work without a known end:
     what is printed shows that it goes on."""

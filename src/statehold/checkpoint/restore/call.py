@@ -92,7 +92,7 @@ class RestoreCalls:
     def _restore_from(
         self, run: str, state: Mapping[str, Any], choice: Choice, choose: Choose
     ) -> int:
-        """Load a step of another run, of which nothing is claimed or set aside."""
+        """Load a step of another run. That run is only read: no step is claimed or set aside."""
         nearest = steps_of(self.runtime.fs, run)
         _, failed = self._load(nearest, state, choice, choose, lambda _: False)
         if self.report is None:
