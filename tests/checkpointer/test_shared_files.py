@@ -116,6 +116,8 @@ def test_a_state_dict_may_change_as_soon_as_save_has_returned(fs: SimFs, layers:
             with torch.no_grad():
                 for each in run.model.base[:: step // 6]:
                     each.add_(1.0)
+        linked[-1].wait("committed", DEADLINE_S)
+        inside(run.ckpt).pipeline.drain(DEADLINE_S)
     run.ckpt._close()
     assert sum(save.stats.linked_bytes > 0 for save in linked) > 3
     run.check(fs)
