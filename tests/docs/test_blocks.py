@@ -128,13 +128,14 @@ def qlora(seed: int) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def stock(seed: int) -> Iterator[dict[str, Any]]:
-    """A checkpoint that torch itself has written."""
+    """Checkpoints that torch itself has written: a file, and a directory of its dcp."""
     import torch.distributed.checkpoint as dcp
 
     with training(seed) as names:
         state = {"model": names["model"].state_dict(), "step": 3}
         if not Path("old").exists():
             dcp.save(state, checkpoint_id="old/step-100", no_dist=True)
+            torch.save(state, "old/step-100.pt")
         yield names
 
 
