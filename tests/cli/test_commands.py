@@ -275,11 +275,24 @@ def test_prune(run: Path, say: Say, ask: Ask) -> None:
     assert len(list(run.glob("step-*"))) == 2
     code, document = ask("prune", run, "--keep", 1, "--yes")
     assert code == 0
-    assert document.keys() == {"run", "keep", "retire", "leftovers", "bytes", "done"}
+    assert document.keys() == {"run", "keep", "damaged", "retire", "leftovers", "bytes", "done"}
     assert [path.name for path in run.glob("step-*")] == ["step-000000000002"]
     code, _ = say("prune", run, "--keep", 5, "--yes")
     assert code == 0
     assert [path.name for path in run.glob("step-*")] == ["step-000000000002"]
+
+
+def test_prune_does_not_count_a_damaged_step(run: Path, say: Say, ask: Ask) -> None:
+    manifest = run / "step-000000000002" / "manifest.json"
+    manifest.write_bytes(b"x\n")
+    code, document = ask("prune", run, "--keep", 1)
+    assert code == 0
+    assert (document["keep"], document["damaged"], document["retire"]) == ([1, 2], [2], [])
+    code, text = say("prune", run, "--keep", 1, "--yes")
+    assert code == 0
+    assert "damaged steps do not count and stay: 2" in text
+    assert (run / "step-000000000001").exists()
+    assert manifest.exists()
 
 
 def test_prune_of_leftovers(run: Path, ask: Ask) -> None:

@@ -4,8 +4,10 @@ The bytes of a step are those that its end frees: a file that another step or ru
 that share a file may free more together than each alone.
 
 Invariants: nothing changes without --yes; with it the run is locked, so no job saves meanwhile, and
-steps go in the order R1 to R3 (store). The newest step always stays, and so do steps that were set
-aside as damaged: a person decides about those.
+steps go in the order R1 to R3 (store). The newest step always stays. A step whose manifest is
+damaged or cannot be read stays, too, and the rules choose among the others: otherwise it could
+take the place of the last step that restores. Steps that were set aside as damaged stay: a person
+decides about those.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from statehold.checkpoint.store.lock import RunLock
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes
 from statehold.cli.output import emit, plain, say, table
-from statehold.cli.places import leftovers_of, run_at
+from statehold.cli.places import describe, leftovers_of, run_at
 from statehold.errors import UsageError
 from statehold.options.keep import Keep
 from statehold.reading.places import file_system
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
             document = _plan(fs, store, path, args)
             if args.leftovers:
                 store.recover()
-            store.retain()
+            store.retain(among=_counting(document))
         finally:
             lock.release()
     else:
@@ -61,7 +63,8 @@ def _policy(args: argparse.Namespace) -> Keep:
 def _plan(fs: Any, store: Store, path: str, args: argparse.Namespace) -> dict[str, Any]:
     """The steps to delete, as things are now."""
     steps = store.steps()
-    kept = store.kept(steps)
+    damaged = {step for step in steps if _is_damaged(fs, store, step)}
+    kept = damaged | store.kept([step for step in steps if step not in damaged])
     retired = [(n, store.where(n)) for n in steps if n not in kept]
     going = [{"step": n, "bytes": sizes_of_steps(path, [where]).own_bytes} for n, where in retired]
     leftovers = leftovers_of(fs, path) if args.leftovers else []
@@ -69,11 +72,23 @@ def _plan(fs: Any, store: Store, path: str, args: argparse.Namespace) -> dict[st
     return {
         "run": path,
         "keep": sorted(kept),
+        "damaged": sorted(damaged),
         "retire": going,
         "leftovers": gone,
         "bytes": sizes_of_steps(path, [where for _, where in retired]).own_bytes
         + sum(each["bytes"] for each in gone),
     }
+
+
+def _is_damaged(fs: Any, store: Store, step: int) -> bool:
+    found = describe(fs, store, step)
+    return found is not None and found["state"] == "damaged"
+
+
+def _counting(document: dict[str, Any]) -> set[int]:
+    """The steps among which the rules choose."""
+    retired = {each["step"] for each in document["retire"]}
+    return retired.union(document["keep"]).difference(document["damaged"])
 
 
 def _show(document: dict[str, Any]) -> None:
@@ -83,5 +98,8 @@ def _show(document: dict[str, Any]) -> None:
         say(table(("GOES" if not document["done"] else "GONE", "BYTES"), rows, right="BYTES"))
     stay = ", ".join(map(str, document["keep"])) or "none"
     say(f"{format_bytes(document['bytes'])} in all; steps that stay: {stay}")
+    if document["damaged"]:
+        steps = ", ".join(map(str, document["damaged"]))
+        say(f"damaged steps do not count and stay: {steps}")
     if rows and not document["done"]:
         say("nothing was changed; pass --yes to delete them")
