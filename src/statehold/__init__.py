@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from statehold import lineage as lineage
     from statehold import metrics as metrics
     from statehold import offload as offload
+    from statehold import resilience as resilience
     from statehold.checkpoint.checkpointer import Checkpointer as Checkpointer
     from statehold.checkpoint.levels.specs import Directory as Directory
     from statehold.checkpoint.levels.specs import Memory as Memory
@@ -72,6 +73,7 @@ __all__ = [
     "metrics",
     "offload",
     "open",
+    "resilience",
     "subscribe",
 ]
 
@@ -99,6 +101,7 @@ _HOMES = {
     "metrics": "statehold.metrics",
     "offload": "statehold.offload",
     "open": "statehold.reading.runs",
+    "resilience": "statehold.resilience",
     "subscribe": "statehold.subscription.subscribe",
 }
 

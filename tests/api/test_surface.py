@@ -39,6 +39,7 @@ PUBLIC = [
     "metrics",
     "offload",
     "open",
+    "resilience",
     "subscribe",
 ]
 

@@ -63,7 +63,7 @@ def test_all_that_is_public_is_in_the_reference() -> None:
     import statehold
 
     text = (ROOT / "docs/reference.md").read_text()
-    modules = {"errors", "lineage", "metrics", "offload", "__version__"}
+    modules = {"errors", "lineage", "metrics", "offload", "resilience", "__version__"}
     missing = [
         name
         for name in statehold.__all__
