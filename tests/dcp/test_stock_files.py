@@ -122,6 +122,14 @@ def test_a_whole_module_and_a_program_are_refused_by_name(tmp_path: Path) -> Non
         restore_stock(tmp_path / "script.pt", {"model": net})
 
 
+def test_a_state_without_names_is_refused(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    torch.save(net.state_dict(), tmp_path / "c.pt")
+    with pytest.raises(UsageError, match="must be a mutable mapping") as caught:
+        restore_stock(tmp_path / "c.pt", net)  # type: ignore[arg-type]
+    assert caught.value.facts["got"] == "Linear"
+
+
 def test_what_is_no_dict_or_cut_short(tmp_path: Path) -> None:
     torch.save(torch.ones(3), tmp_path / "one.pt")
     with pytest.raises(UsageError, match="holds no names") as caught:

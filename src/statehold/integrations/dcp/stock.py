@@ -36,7 +36,7 @@ from statehold.format.selection import Answer, Names, Selection, check_answers
 from statehold.integrations.dcp.stock_readers import Planner, open_checkpoint
 from statehold.tensors import modules, optimizers
 from statehold.tensors.parts import is_stateful
-from statehold.tensors.restore import holds_state
+from statehold.tensors.restore import check_takes_values, holds_state
 from statehold.tensors.storable import empty_on
 
 _SHOWN = 20
@@ -80,11 +80,13 @@ def restore_stock(
             Checkpointer.restore; or a function from a name in the checkpoint to the live name.
 
     Raises:
-        UsageError: the path is not a checkpoint, or a prefix matches nothing.
+        UsageError: the state is not a dict, the path is not a checkpoint, or a prefix matches
+            nothing.
         StateMismatchError: an entry is missing; also if not strict, if the checkpoint has nothing
             of the state.
         UnsupportedValueError: a pickle holds more than data.
     """
+    check_takes_values(state)
     reader: Any = open_checkpoint(path)
     matcher = _Matcher(reader.read_metadata(), rename)
     for key, part in state.items():
