@@ -240,6 +240,12 @@ def test_tensors_of_other_types_cannot_be_restored_into() -> None:
         assert caught.value.facts["path"] == "t"
 
 
+def test_one_difference_is_one_place() -> None:
+    step = MemoryStep({"t": torch.ones(2)})
+    with pytest.raises(StateMismatchError, match="differ in 1 place; nothing was changed"):
+        step.prepare({"t": torch.ones(3)})
+
+
 def test_live_dtypes_that_no_step_can_hold_are_a_mismatch() -> None:
     step = MemoryStep({"t": torch.ones(2)})
     with pytest.raises(StateMismatchError) as caught:

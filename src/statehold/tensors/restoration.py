@@ -111,10 +111,15 @@ def mismatch(problems: list[tuple[str, str]], found: Restoration) -> StateMismat
         if near is not None:
             facts[given] = f"matches nothing on this rank: {suggested(near)}"
     return StateMismatchError(
-        f"the state and the step differ in {len(problems)} places; nothing was changed",
+        f"the state and the step differ in {places(len(problems))}; nothing was changed",
         facts=facts,
         hint=_advice([name for name, _ in problems], found),
     )
+
+
+def places(count: int) -> str:
+    """ "1 place", "2 places"."""
+    return f"{count} place{'s' if count != 1 else ''}"
 
 
 def _advice(names: list[str], found: Restoration) -> str:

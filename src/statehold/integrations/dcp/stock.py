@@ -36,6 +36,7 @@ from statehold.format.selection import Answer, Names, Selection, check_answers
 from statehold.integrations.dcp.stock_readers import Planner, open_checkpoint
 from statehold.tensors import modules, optimizers
 from statehold.tensors.parts import is_stateful
+from statehold.tensors.restoration import places
 from statehold.tensors.restore import check_takes_values, holds_state
 from statehold.tensors.storable import empty_on
 
@@ -153,7 +154,7 @@ class _Matcher:
         if problems:
             self._fail(
                 path,
-                f"the state and the checkpoint differ in {len(problems)} places; nothing was "
+                f"the state and the checkpoint differ in {places(len(problems))}; nothing was "
                 "changed",
                 problems,
                 "rename= maps names; strict=False leaves missing entries unchanged",
