@@ -36,6 +36,19 @@ def test_a_step_that_is_not_there_is_another_matter(run: Path, say: Say) -> None
     assert say("verify", f"{run}@002")[0] == 0
 
 
+def test_a_run_that_is_not_there_names_what_is_near(run: Path, say: Say) -> None:
+    code, text = say("ls", run.parent / "rum")
+    assert code == 3
+    assert "/run?" in text
+    assert "did you mean" not in say("ls", run.parent / "nowhere" / "rum")[1]
+
+
+def test_a_step_without_its_run_is_named(run: Path, say: Say) -> None:
+    code, text = say("diff", "@1", f"{run}@2")
+    assert code == 3
+    assert "run  nothing" in text
+
+
 def test_a_path_that_exists_is_never_cut(run: Path, say: Say) -> None:
     odd = run.rename(run.parent / "run@home")
     assert say("verify", odd)[0] == 0

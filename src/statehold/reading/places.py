@@ -8,6 +8,7 @@ Not here: the contents of a step (saved), levels other than the run directory (c
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import re
 from collections.abc import Callable
@@ -137,10 +138,9 @@ def run_of(text: str) -> str:
         if os.path.isdir(run):
             facts = {"expected": run, "got": text}
             raise UsageError("this takes a run, not a step of it", facts=facts)
-        hint = "RUN is the directory given to Checkpointer; name a step of it as RUN@STEP"
-        if "://" in text:
-            hint += ". To list the steps in its object store: statehold ls RUN --levels"
-        raise NotFoundError("no such run directory", facts={"run": text}, hint=hint)
+        raise NotFoundError(
+            "no such run directory", facts={"run": text or "nothing"}, hint=_hint(text)
+        )
     path = os.path.abspath(text)
     # otherwise it would seem to have no steps
     if named := _STEP_NAME.fullmatch(os.path.basename(path)):
@@ -149,6 +149,19 @@ def run_of(text: str) -> str:
         hint = f"show, verify and diff take a step: {above}@{int(named[1])}"
         raise NotFoundError("this is the directory of a step, not of a run", facts=facts, hint=hint)
     return path
+
+
+def _hint(text: str) -> str:
+    """What the name of a directory that is not there may mean."""
+    above, name = os.path.split(text)
+    with contextlib.suppress(OSError):
+        beside = [each.name for each in os.scandir(above or ".") if each.is_dir()]
+        if near := difflib.get_close_matches(name, beside, 1):
+            return f"did you mean {os.path.join(above, near[0])}?"
+    hint = "RUN is the directory given to Checkpointer; name a step of it as RUN@STEP"
+    if "://" in text:
+        hint += ". To list the steps in its object store: statehold ls RUN --levels"
+    return hint
 
 
 def load_manifest(fs: Fs, directory: str) -> Manifest | Commit:
