@@ -138,6 +138,10 @@ def test_open_describes_steps_without_their_data(run: Path) -> None:
     assert (step.world_size, step.values["epoch"]) == (1, 2)
     weight = step.tensors["model.0.weight"]
     assert (weight.dtype, weight.shape, weight.nbytes) == ("F32", (5, 7), 140)
+    assert repr(step).startswith(
+        f"<Step {run / 'step-000000000003'}: {len(step.tensors)} tensors, "
+    )
+    assert len(repr(step)) < len(step.path) + 40, "whatever the step holds"
     newest = found.newest()
     assert newest is not None
     assert newest.load("epoch") == 4

@@ -22,6 +22,7 @@ from statehold.reading.load import load
 from statehold.reading.places import Place, at_rest, file_system, load_manifest, run_of
 from statehold.tensors import nodes
 from statehold.tensors.built import value_of
+from statehold.units import format_bytes
 
 
 def open(run: str | os.PathLike[str]) -> Run:
@@ -46,7 +47,7 @@ class TensorInfo:
     nbytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Step:
     """A committed step.
 
@@ -78,6 +79,9 @@ class Step:
     def nbytes(self) -> int:
         """The bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def __repr__(self) -> str:  # a large model has thousands of tensors
+        return f"<Step {self.path}: {len(self.tensors)} tensors, {format_bytes(self.nbytes)}>"
 
     def load(self, name: str = "", **options: Any) -> Any:
         """What statehold.load() returns of this step.
