@@ -134,7 +134,7 @@ def test_a_damaged_run_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["tree", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "good" in out
-    assert "unreadable" in out
+    assert "unreadable: a manifest is not valid\n" in out, "the first line of the error"
 
 
 def test_there_is_something_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

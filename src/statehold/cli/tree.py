@@ -60,7 +60,8 @@ def _row(line: str, member: Member) -> tuple[object, ...]:
     newest = member.steps[-1] if member.steps else "-"
     words = in_words(member.metrics, member.tags)
     own, shared = member.sizes.own_bytes, member.sizes.shared_bytes
-    about = bad(f"unreadable: {plain(member.problem)}") if member.problem else words
+    problem = member.problem and plain(member.problem.partition("\n")[0])  # it must fit a row
+    about = bad(f"unreadable: {problem}") if problem else words
     return (
         line, _origin(member), len(member.steps), newest, format_bytes(own), format_bytes(shared),
         about,
