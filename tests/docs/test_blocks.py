@@ -127,6 +127,15 @@ def qlora(seed: int) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
+def first_run(seed: int) -> Iterator[dict[str, Any]]:
+    """The run of the tutorial."""
+    with training(seed) as names:
+        with statehold.Checkpointer("runs/first", keep=1) as ckpt:
+            ckpt.save((ckpt.restore({"model": names["model"]}) or 0) + 1, {"model": names["model"]})
+        yield names
+
+
+@contextlib.contextmanager
 def stock(seed: int) -> Iterator[dict[str, Any]]:
     """Checkpoints that torch itself has written: a file, and a directory of its dcp."""
     import torch.distributed.checkpoint as dcp
@@ -172,7 +181,7 @@ PREAMBLES: dict[tuple[str, str], Callable[[int], AbstractContextManager[dict[str
     ("in_and_out.md", "Look at steps"): opened,
     ("incremental.md", "Publish steps to another process"): subscribed,
     ("migrating.md", "From torch.save"): stock,
-    ("tutorial.md", "Use the weights"): opened,
+    ("tutorial.md", "Use the weights"): first_run,
     ("resilience.md", "Resilience: training steps that survive the loss of ranks"): coordinated,
 }
 # Blocks with an object store, and whether they save a step there.
