@@ -269,8 +269,8 @@ class Checkpointer:
         """Load a committed step into `state` in place; returns its number.
 
         Does not wait for a save that is under way: Save.wait("committed") does. Without `step`,
-        loads the newest intact step, or returns None if the run has no step. Logs a warning for a
-        damaged step and sets it aside. Verifies every byte that it reads. Tensors keep their
+        loads the newest intact step, or returns None if the run has no step. Issues a
+        RuntimeWarning for a damaged step and sets it aside. Verifies every byte that it reads. Tensors keep their
         storage. Any number of ranks may have saved the step, in any layout. All of several ranks
         call this.
 
