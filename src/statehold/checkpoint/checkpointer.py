@@ -270,9 +270,9 @@ class Checkpointer:
 
         Does not wait for a save that is under way: Save.wait("committed") does. Without `step`,
         loads the newest intact step, or returns None if the run has no step. Issues a
-        RuntimeWarning for a damaged step and sets it aside. Verifies every byte that it reads. Tensors keep their
-        storage. Any number of ranks may have saved the step, in any layout. All of several ranks
-        call this.
+        RuntimeWarning for a damaged step and sets it aside. Verifies every byte that it reads.
+        Tensors keep their storage. Any number of ranks may have saved the step, in any layout. All
+        of several ranks call this.
 
         If names, shapes or dtypes differ, this raises an error before anything changes. If bytes
         are damaged, or another rank fails, the state may be partly overwritten: restore another
