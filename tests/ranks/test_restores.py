@@ -361,6 +361,32 @@ def test_what_is_written_once_goes_from_four_ranks_to_three(fs: SimFs) -> None:
                 assert torch.equal(each["w"], state(0, step)["w"])
 
 
+def test_buffers_are_one_tensor_beside_a_tensor_of_one_rank() -> None:
+    fs = SimFs(seed=1)
+    buffer = torch.arange(40, dtype=torch.int32)
+
+    def state_of(rank: int) -> dict[str, Any]:
+        own = {"best": torch.ones(3)} if rank == 0 else {}
+        return {"model": {"buffer": buffer}, "trainer": own}
+
+    with Ranks(fs, SIZE) as ranks:
+        for step in range(1, 4):
+            ranks.save(step, state_of)
+        assert ranks.data_bytes(1) == [160 + 12, 160, 160, 160]
+        assert sum(ranks.data_bytes(3)) == 160 + 12
+    for step in range(1, 4):
+        check_one_buffer(fs, step, buffer)
+
+
+def check_one_buffer(fs: SimFs, step: int, buffer: torch.Tensor) -> None:
+    """The buffer restores on another number of ranks."""
+    with Ranks(fs, 3) as ranks:
+        found = [{"model": {"buffer": torch.zeros_like(buffer)}} for _ in range(3)]
+        got = restored(ranks, found, step, only=["model"])
+        assert got == [step] * 3
+        assert all(torch.equal(each["model"]["buffer"], buffer) for each in found)
+
+
 def test_random_generators_are_kept_where_every_rank_had_its_own() -> None:
     fs = SimFs(seed=4)
     with Ranks(fs, SIZE) as ranks:

@@ -82,6 +82,23 @@ def test_values_of_a_rank_stay_with_the_rank() -> None:
         assert specs[1].layout is not None
 
 
+def test_a_tensor_that_one_rank_has_elsewhere_does_not_part_the_buffers_of_the_model() -> None:
+    ranks = everyone()
+
+    def state(rank: int) -> list[TensorSpec]:
+        own = [plain("trainer.best")] if rank == 0 else [plain("data", (rank,))]
+        return [plain("model.buffer"), *own]
+
+    for number in range(4):
+        planned, lesson = save(ranks, number, state, same)
+        if number < 2:
+            equal = {each.equal for each in lesson.values() if len(each.meshes) == WORLD}
+            assert equal == {("model.buffer",)}
+    for specs in planned:
+        assert specs[0].layout is not None
+        assert specs[1].layout is None
+
+
 def test_shards_on_sibling_meshes_are_joined_along_a_new_axis() -> None:
     ranks = everyone()
 
@@ -161,10 +178,10 @@ def test_a_rank_that_missed_an_outcome_plans_under_another_version() -> None:
 def test_a_sibling_that_no_longer_claims_fails_the_save() -> None:
     ranks = everyone()
     for number in range(2):
-        save(ranks, number, lambda rank: [plain("b")], same)
+        save(ranks, number, lambda rank: [plain("model.b")], same)
 
     def one_has_changed(rank: int) -> list[TensorSpec]:
-        return [plain("b"), plain("c")] if rank == 3 else [plain("b")]
+        return [plain("model.b"), plain("model.c")] if rank == 3 else [plain("model.b")]
 
     with pytest.raises(ReplicasDifferError):
         save(ranks, 2, one_has_changed, same)

@@ -11,9 +11,10 @@ experts; trusting nothing would write everything many times. So:
     later saves     learned tensors are laid out as replicas and written once; the ranks still
                     compare fingerprints; a difference fails the save, and learning starts again
 
-A claim is the tensors of one rank on one mesh that is not the whole world (a plain tensor's mesh is
-its rank). Claims with the same tensors in the same shape are siblings if their meshes have the same
-shape and do not overlap.
+A claim is the tensors of one rank under one name at the top of the state ("model"), on one mesh that
+is not the whole world (a plain tensor's mesh is its rank). Claims with the same tensors in the same
+shape are siblings if their meshes have the same shape and do not overlap. A tensor that only rank 0
+has, such as one of a trainer's own state, so does not part the buffers of the model.
 
 Invariants: for a save, all ranks use the lessons up to the last save but one before it (no more
 saves than that are under way), so they plan alike. A rank that missed an outcome has another
@@ -38,7 +39,8 @@ from statehold.ranks.membership import Membership
 
 @dataclass(frozen=True)
 class Claim:
-    """The tensors `names` of one rank on `mesh`. `key` is equal for siblings."""
+    """The tensors `names` of one rank on `mesh`, under one name of the state. `key` is equal for
+    siblings."""
 
     key: str
     mesh: Mesh
@@ -142,12 +144,12 @@ class Claims:
         return Resolved(tuple(resolved), tuple(comparisons))
 
     def _claims(self, specs: Sequence[TensorSpec]) -> list[Claim]:
-        members: defaultdict[Mesh, list[TensorSpec]] = defaultdict(list)
+        members: defaultdict[tuple[str, Mesh], list[TensorSpec]] = defaultdict(list)
         for spec in specs:
             held_on = self._mesh_of(spec)
             if held_on is not None and len(held_on.ranks) < self._membership.world:
-                members[held_on].append(spec)
-        return [_claim(mesh, group) for mesh, group in members.items()]
+                members[spec.name.partition(".")[0], held_on].append(spec)
+        return [_claim(mesh, group) for (_, mesh), group in members.items()]
 
     def _mesh_of(self, spec: TensorSpec) -> Mesh | None:
         """None for boxes that were listed: no rank claims more than is in the list."""
