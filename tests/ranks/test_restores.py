@@ -19,6 +19,7 @@ from statehold.errors import (
     StepNotFoundError,
     StorageError,
 )
+from statehold.format import saved
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import SMALL, must, spy_on
 from support.inside import inside
@@ -385,6 +386,33 @@ def check_one_buffer(fs: SimFs, step: int, buffer: torch.Tensor) -> None:
         got = restored(ranks, found, step, only=["model"])
         assert got == [step] * 3
         assert all(torch.equal(each["model"]["buffer"], buffer) for each in found)
+
+
+@pytest.fixture
+def equal_later() -> SimFs:
+    """A run whose buffer differs between the ranks up to step 2, and is equal at step 3. The saves
+    have learned that it differs, and compare it no more."""
+    fs = SimFs(seed=1)
+    with Ranks(fs, SIZE) as ranks:
+        for step in (1, 2, 3):
+            ranks.save(step, lambda rank, step=step: {
+                "model": {"buffer": torch.arange(40) + rank * (step < 3)}
+            })  # fmt: skip
+        assert ranks.data_bytes(3) == [320] * SIZE
+    return fs
+
+
+def test_equal_bytes_of_all_ranks_are_one_tensor_for_another_number_of_ranks(
+    equal_later: SimFs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_one_buffer(equal_later, 3, torch.arange(40))
+    with Ranks(equal_later, 3) as ranks:
+        for step, most in ((2, saved.COMPARED_MAX), (3, SIZE - 1)):
+            monkeypatch.setattr(saved, "COMPARED_MAX", most)
+            found = [{"model": {"buffer": torch.zeros(40, dtype=torch.int64)}} for _ in range(3)]
+            for error in restored(ranks, found, step):
+                assert type(error) is StateMismatchError
+                assert error.facts["tensor"] == "model.buffer"
 
 
 def test_random_generators_are_kept_where_every_rank_had_its_own() -> None:

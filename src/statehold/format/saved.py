@@ -36,6 +36,7 @@ MANIFEST_NAME = "manifest.json"
 # With more groups than these, values that differ between groups are not compared one by one.
 # Otherwise a reader in another world would read the records of all ranks, only to refuse the
 # values.
+# The same holds for the copies of a tensor whose checksums are compared.
 COMPARED_MAX = 64
 
 _HasBox = TypeVar("_HasBox", Chunk, "PlacedChunk")
@@ -390,10 +391,11 @@ class _SharedStep(SavedStep):
 
     def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
         version = self._version(name, among)
+        _check_inside(name, box, version.held.shape)
+        return self._chunks_of(version, box) if box.numel else []
+
+    def _chunks_of(self, version: _Version, box: Box) -> list[PlacedChunk]:
         held = version.held
-        _check_inside(name, box, held.shape)
-        if not box.numel:
-            return []
         if held.layout is None:
             return _met(self._written_by(version.rank, held), box)
         chunks = [
@@ -401,7 +403,8 @@ class _SharedStep(SavedStep):
             for rank in self._writers(held, held.layout, box)
             for chunk in _met(self._written_by(rank, held), box)
         ]
-        _check_cover(name, box, [chunk.box for chunk in chunks], isinstance(held.layout, Layout))
+        boxes = [chunk.box for chunk in chunks]
+        _check_cover(held.name, box, boxes, isinstance(held.layout, Layout))
         return chunks
 
     def _version(self, name: str, among: Sequence[int] | None) -> _Version:
@@ -424,7 +427,7 @@ class _SharedStep(SavedStep):
         else:
             alone = all(each.held == first.held for each in others)
         same = all(_kind(each.held) == _kind(first.held) for each in others)
-        if alone or (same and self._is_shared(name, versions)):
+        if alone or (same and (self._is_shared(name, versions) or self._are_equal(versions))):
             return first
         raise _ambiguous(name, versions)
 
@@ -433,6 +436,18 @@ class _SharedStep(SavedStep):
             all(shared.covers(version.ranks) for version in versions)
             for shared in self._shared.get(name, ())
         )
+
+    def _are_equal(self, versions: list[_Version]) -> bool:
+        """Whether a few versions have equal checksums; reads the records of all their ranks."""
+        copies = [each for version in versions for each in _copies(version)]
+        if len(copies) > COMPARED_MAX:
+            return False
+        return len({self._content(each) for each in copies}) == 1
+
+    def _content(self, version: _Version) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """What is equal for equal bytes in equal boxes: each box, and its checksums."""
+        chunks = self._chunks_of(version, Box.whole(version.held.shape))
+        return tuple(sorted((chunk.box.offsets + chunk.box.shape, chunk.sums) for chunk in chunks))
 
     @cached
     def _shared(self) -> dict[str, list[Ranks]]:
@@ -480,6 +495,16 @@ def _covers(layout: AnyLayout | None, ranks: Sequence[int]) -> bool:
     if isinstance(layout, Layout):
         return all(rank in layout.mesh for rank in ranks)
     return layout is not None
+
+
+def _copies(version: _Version) -> Iterator[_Version]:
+    """A version for each time that its tensor was saved: once, or by each of its ranks alone."""
+    if version.held.layout is not None:
+        yield version
+        return
+    for first, last in version.ranks.ranges:
+        for rank in range(first, last + 1):
+            yield _Version(version.held, rank, Ranks.of([rank]))
 
 
 def _agrees(other: Held, held: Held, rank: int) -> bool:
