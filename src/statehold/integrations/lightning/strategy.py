@@ -9,6 +9,7 @@ strategy that the Trainer has, and takes it away at the end.
 Invariants: ModelCheckpoint decides when, where and for how long there is a checkpoint. What
 the layer does not know is left to the strategy: checkpoints that Lightning has written, and every
 method without a run that is open.
+Not here: what comes back from a step (restoring), what happens after a save (finishing).
 """
 
 from __future__ import annotations
@@ -16,35 +17,22 @@ from __future__ import annotations
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch.utils._pytree import tree_leaves
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.checkpoint.save.handle import Save
-from statehold.errors import StepNotFoundError, UsageError
-from statehold.integrations.lightning.checkpoints import Checkpoint, Found, settle
+from statehold.errors import UsageError
+from statehold.integrations.lightning.checkpoints import Checkpoint, settle
 from statehold.integrations.lightning.finishing import Finisher
-from statehold.integrations.lightning.positions import (
-    NextEpoch,
-    Place,
-    doubts,
-    goes_on,
-    shuffle_once,
-)
-from statehold.integrations.lightning.state import (
-    LiveOptimizers,
-    optimizers_of,
-    taken,
-    values,
-)
+from statehold.integrations.lightning.positions import doubts
+from statehold.integrations.lightning.restoring import Restoring
+from statehold.integrations.lightning.state import LiveOptimizers, taken
 from statehold.reading.load import load
-from statehold.tensors.marks import Volatile
-from statehold.tensors.rng import Rng
 
 __all__ = ["KEEP", "Layer"]
 
@@ -52,7 +40,6 @@ log = logging.getLogger("statehold")
 
 # A step is given to its paths at the latest when the save after next begins.
 KEEP = 3
-COMMITTED = "step-*/manifest.json"
 SUPPORTED = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 
 
@@ -79,17 +66,15 @@ class Layer:
         self._run = ""
         self._saved: _Saved | None = None
         self._given: list[Any] = []
-        self._resumed: Found | None = None
-        self._known: dict[str, Any] = {}
-        self._next_epochs: list[NextEpoch] = []
         self._is_leaving = False
-        self._stock: dict[str, Any] = {}
+        self._stock: dict[str, Callable[..., Any]] = {}
+        self._restoring = Restoring(trainer, self._stock)
         self.ckpt: Checkpointer | None = None
 
     # -- over the strategy -----------------------------------------------------------------
 
     def install(self, names: Sequence[str]) -> None:
-        """Put the methods of this layer with these names over those of the strategy."""
+        """Put the methods of this layer, or of Restoring, over those of the strategy."""
         if not isinstance(self._strategy, SUPPORTED):
             raise UsageError(
                 "statehold does not save for this strategy of Lightning",
@@ -98,38 +83,13 @@ class Layer:
             )
         for name in names:
             self._stock[name] = getattr(self._strategy, name)
-            setattr(self._strategy, name, getattr(self, name))
+            owner = self if hasattr(self, name) else self._restoring
+            setattr(self._strategy, name, getattr(owner, name))
 
     def setup(self, trainer: Any) -> None:
         # At the end of a batch, the callback acts after ModelCheckpoint.
         trainer.callbacks.sort(key=lambda each: getattr(each, "layer", None) is self)
         self._stock["setup"](trainer)
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """The loaders of the training get their positions before their iterators are made."""
-        if self._trainer.training and hasattr(dataloader, "load_state_dict"):
-            shuffle_once(dataloader)
-            self._place_loader(dataloader)
-        return self._stock["process_dataloader"](dataloader)
-
-    def _place_loader(self, loader: Any) -> None:
-        known, positions = self._known, self._known.get("data", [])
-        if positions:
-            place = Place(known["epoch"], known["is_epoch_over"], self._put_back_generators)
-            next_epoch = goes_on(loader, positions.pop(0), place)
-            self._next_epochs += [next_epoch] if next_epoch is not None else []
-
-    def on_train_start(self) -> None:
-        """Inside an epoch, all iterators are made now. The next batch follows."""
-        if not self._known.get("is_epoch_over", True):
-            self._put_back_generators()
-        self._stock["on_train_start"]()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        for each in self._next_epochs:
-            each.end()
-        self._next_epochs, self._known = [], {}
-        self._stock["on_train_batch_start"](batch, batch_idx)
 
     def teardown(self) -> None:
         """End all saves, before the Trainer puts the handlers of signals back."""
@@ -266,84 +226,6 @@ class Layer:
             self._stock["remove_checkpoint"](filepath)
         elif self._trainer.is_global_zero:
             self._finisher.remove(checkpoint)
-
-    # -- restoring -------------------------------------------------------------------------
-
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        is_ours, found = self._strategy.broadcast(self._decided(checkpoint_path))
-        if not is_ours:
-            stock: dict[str, Any] = self._stock["load_checkpoint"](
-                checkpoint_path, weights_only=weights_only
-            )
-            return stock
-        if found is None:
-            return self._nothing(checkpoint_path)
-        self._resumed = found = Found(*found)
-        ranks = self._trainer.global_rank, self._trainer.world_size
-        checkpoint, self._known = values(found.run, found.step, *ranks)
-        if found.last_of in checkpoint.get("callbacks", {}):
-            checkpoint["callbacks"][found.last_of]["last_model_path"] = str(checkpoint_path)
-        if self._known["optimizers"]:
-            checkpoint["optimizer_states"] = LiveOptimizers()
-        if isinstance(self._strategy, ModelParallelStrategy):
-            self._restore_sharded(found)
-        else:
-            checkpoint["state_dict"] = load(found.run, "model", step=found.step, mapped=True)
-        return checkpoint
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """The last of what is restored, so the generators follow here for the first time."""
-        if not isinstance(checkpoint["optimizer_states"], LiveOptimizers):
-            self._stock["load_optimizer_state_dict"](checkpoint)
-        elif self._resumed is not None:
-            model = {"model": self._strategy.model} if self._known["is_module"] else {}
-            optimizers = optimizers_of(self._trainer)
-            self._restore(self._resumed, {**model, **optimizers}, optimizers)
-        self._put_back_generators()
-
-    def _decided(self, path: Any) -> tuple[bool, Found | None]:
-        """Whether a path is one of a step, and the step; None if nothing was ever committed."""
-        checkpoint = Checkpoint(path).target()
-        if "://" in str(path) or not checkpoint.is_ours:
-            return False, None
-        found = checkpoint.found()
-        steps = sorted(each.parent.name for each in checkpoint.path.parent.glob(COMMITTED))
-        if found is None and (steps or not self._trainer.training):
-            raise StepNotFoundError(
-                "this checkpoint has no committed step",
-                facts={"checkpoint": str(path), "committed": ", ".join(steps) or "none"},
-                hint='ckpt_path="last" takes the newest, with ModelCheckpoint(save_last=True)',
-            )
-        return True, found
-
-    def _nothing(self, path: Any) -> dict[str, Any]:
-        """A checkpoint of the state as it is: the only save was killed before it was committed."""
-        log.warning("there is no committed step to resume for %s: beginning", path)
-        weights = self._strategy.lightning_module.state_dict()
-        return {"pytorch-lightning_version": lightning.__version__, "epoch": 0, "global_step": 0,
-                "state_dict": weights, "optimizer_states": LiveOptimizers(),
-                "lr_schedulers": []}  # fmt: skip
-
-    def _restore_sharded(self, found: Found) -> None:
-        module = self._strategy.lightning_module
-        is_module = self._known["is_module"]
-        state = {"model": module if is_module else Volatile(dict(module.state_dict()))}
-        if self._known["optimizers"]:
-            state.update(optimizers_of(self._trainer))  # none, unless it fits
-        self._restore(found, state, state, strict=module.strict_loading)
-        self._put_back_generators()
-
-    def _restore(
-        self, found: Found, state: Mapping[str, Any], only: Iterable[str], *, strict: bool = True
-    ) -> None:
-        with Checkpointer(found.run) as ckpt:
-            ckpt.restore(state, found.step, only=list(only), strict=strict)
-
-    def _put_back_generators(self) -> None:
-        if "rng" in self._known:
-            Rng().load_state_dict(self._known["rng"])
 
 
 def _progress(checkpoint: dict[str, Any]) -> Any:

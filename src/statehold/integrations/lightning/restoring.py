@@ -1,0 +1,151 @@
+"""What a Trainer gets back from a step: everything, before the first batch.
+
+Lightning asks for the checkpoint, then for the optimizers, and makes the iterators of the loaders
+last. So the generators of random numbers are put back after each of them.
+
+Invariants: a checkpoint that Lightning has written is left to the strategy. All ranks take the step
+that rank 0 has found.
+Not here: which files a path has (checkpoints), where a loader goes on (positions).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import lightning
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from statehold.checkpoint.checkpointer import Checkpointer
+from statehold.errors import StepNotFoundError
+from statehold.integrations.lightning.checkpoints import Checkpoint, Found
+from statehold.integrations.lightning.positions import NextEpoch, Place, goes_on, shuffle_once
+from statehold.integrations.lightning.state import LiveOptimizers, optimizers_of, values
+from statehold.reading.load import load
+from statehold.tensors.marks import Volatile
+from statehold.tensors.rng import Rng
+
+__all__ = ["Restoring"]
+
+log = logging.getLogger("statehold")
+
+COMMITTED = "step-*/manifest.json"
+
+
+class Restoring:
+    """Methods over those of the strategy of `trainer`. stock: the strategy's own, by name."""
+
+    def __init__(self, trainer: Any, stock: Mapping[str, Callable[..., Any]]) -> None:
+        self._trainer = trainer
+        self._strategy = trainer.strategy
+        self._stock = stock
+        self._resumed: Found | None = None
+        self._known: dict[str, Any] = {}
+        self._next_epochs: list[NextEpoch] = []
+
+    # -- the checkpoint --------------------------------------------------------------------
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        is_ours, found = self._strategy.broadcast(self._decided(checkpoint_path))
+        if not is_ours:
+            stock: dict[str, Any] = self._stock["load_checkpoint"](
+                checkpoint_path, weights_only=weights_only
+            )
+            return stock
+        if found is None:
+            return self._nothing(checkpoint_path)
+        self._resumed = found = Found(*found)
+        ranks = self._trainer.global_rank, self._trainer.world_size
+        checkpoint, self._known = values(found.run, found.step, *ranks)
+        if found.last_of in checkpoint.get("callbacks", {}):
+            checkpoint["callbacks"][found.last_of]["last_model_path"] = str(checkpoint_path)
+        if self._known["optimizers"]:
+            checkpoint["optimizer_states"] = LiveOptimizers()
+        if isinstance(self._strategy, ModelParallelStrategy):
+            self._restore_sharded(found)
+        else:
+            checkpoint["state_dict"] = load(found.run, "model", step=found.step, mapped=True)
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """The last of what is restored, so the generators follow here for the first time."""
+        if not isinstance(checkpoint["optimizer_states"], LiveOptimizers):
+            self._stock["load_optimizer_state_dict"](checkpoint)
+        elif self._resumed is not None:
+            model = {"model": self._strategy.model} if self._known["is_module"] else {}
+            optimizers = optimizers_of(self._trainer)
+            self._restore(self._resumed, {**model, **optimizers}, optimizers)
+        self._put_back_generators()
+
+    def _decided(self, path: Any) -> tuple[bool, Found | None]:
+        """Whether a path is one of a step, and the step; None if nothing was ever committed."""
+        checkpoint = Checkpoint(path).target()
+        if "://" in str(path) or not checkpoint.is_ours:
+            return False, None
+        found = checkpoint.found()
+        steps = sorted(each.parent.name for each in checkpoint.path.parent.glob(COMMITTED))
+        if found is None and (steps or not self._trainer.training):
+            raise StepNotFoundError(
+                "this checkpoint has no committed step",
+                facts={"checkpoint": str(path), "committed": ", ".join(steps) or "none"},
+                hint='ckpt_path="last" takes the newest, with ModelCheckpoint(save_last=True)',
+            )
+        return True, found
+
+    def _nothing(self, path: Any) -> dict[str, Any]:
+        """A checkpoint of the state as it is: the only save was killed before it was committed."""
+        log.warning("there is no committed step to resume for %s: beginning", path)
+        weights = self._strategy.lightning_module.state_dict()
+        return {"pytorch-lightning_version": lightning.__version__, "epoch": 0, "global_step": 0,
+                "state_dict": weights, "optimizer_states": LiveOptimizers(),
+                "lr_schedulers": []}  # fmt: skip
+
+    def _restore_sharded(self, found: Found) -> None:
+        module = self._strategy.lightning_module
+        is_module = self._known["is_module"]
+        state = {"model": module if is_module else Volatile(dict(module.state_dict()))}
+        if self._known["optimizers"]:
+            state.update(optimizers_of(self._trainer))  # none, unless it fits
+        self._restore(found, state, state, strict=module.strict_loading)
+        self._put_back_generators()
+
+    def _restore(
+        self, found: Found, state: Mapping[str, Any], only: Iterable[str], *, strict: bool = True
+    ) -> None:
+        with Checkpointer(found.run) as ckpt:
+            ckpt.restore(state, found.step, only=list(only), strict=strict)
+
+    def _put_back_generators(self) -> None:
+        if "rng" in self._known:
+            Rng().load_state_dict(self._known["rng"])
+
+    # -- the loaders -----------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The loaders of the training get their positions before their iterators are made."""
+        if self._trainer.training and hasattr(dataloader, "load_state_dict"):
+            shuffle_once(dataloader)
+            self._place_loader(dataloader)
+        return self._stock["process_dataloader"](dataloader)
+
+    def _place_loader(self, loader: Any) -> None:
+        known, positions = self._known, self._known.get("data", [])
+        if positions:
+            place = Place(known["epoch"], known["is_epoch_over"], self._put_back_generators)
+            next_epoch = goes_on(loader, positions.pop(0), place)
+            self._next_epochs += [next_epoch] if next_epoch is not None else []
+
+    def on_train_start(self) -> None:
+        """Inside an epoch, all iterators are made now. The next batch follows."""
+        if not self._known.get("is_epoch_over", True):
+            self._put_back_generators()
+        self._stock["on_train_start"]()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for each in self._next_epochs:
+            each.end()
+        self._next_epochs, self._known = [], {}
+        self._stock["on_train_batch_start"](batch, batch_idx)
