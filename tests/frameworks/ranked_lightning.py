@@ -27,9 +27,11 @@ class Net(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.2), nn.Linear(32, 16))
+        self.register_buffer("seen", torch.zeros(()))  # equal on all ranks, and no DTensor
         self.losses: list[float] = []
 
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        self.seen += 1
         loss = nn.functional.mse_loss(self.net(batch), batch)
         self.losses.append(loss.item())
         return loss
@@ -73,7 +75,7 @@ def main(kind: str, out: str) -> None:
     if trainer.is_global_zero:
         Path(out, "losses.txt").write_text(str(model.losses))
         assert len(model.losses) == STEPS
-        assert Net.load_from_checkpoint(saves.best_model_path)
+        assert Net.load_from_checkpoint(saves.best_model_path).seen == model.seen == STEPS
 
 
 if __name__ == "__main__":

@@ -61,10 +61,13 @@ def test_a_warned_rank_of_lightning_leaves_with_all_and_they_go_on(tmp_path: Pat
 
 
 @pytest.mark.skipif(not ALL, reason="several jobs of ranks take seconds: make integrations")
-def test_another_number_of_ranks_of_lightning_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_another_number_of_ranks_of_lightning_resumes(tmp_path: Path, kind: str) -> None:
     out, script = tmp_path / "out", HERE / "ranked_lightning.py"
-    codes = ran([job(script, "fsdp2", out, ranks=2, kill=KILL), job(script, "fsdp2", out)])
-    assert codes == [-signal.SIGKILL, 0], (tmp_path / "out.rank-0.log").read_text()
+    codes = ran([job(script, kind, out, ranks=2, kill=KILL), job(script, kind, out)])
+    log = (tmp_path / "out.rank-0.log").read_text()
+    assert codes == [-signal.SIGKILL, 0], log
+    assert "2 ranks and is resumed on 1: the random generators" in log
     assert (out / "losses.txt").exists()
 
 

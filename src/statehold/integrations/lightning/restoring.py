@@ -4,7 +4,7 @@ Lightning asks for the checkpoint, then for the optimizers, and makes the iterat
 last. So the generators of random numbers are put back after each of them.
 
 Invariants: a checkpoint that Lightning has written is left to the strategy. All ranks take the step
-that rank 0 has found.
+that rank 0 has found. With another number of ranks, a warning names what is not restored.
 Not here: which files a path has (checkpoints), where a loader goes on (positions).
 """
 
@@ -60,6 +60,8 @@ class Restoring:
         self._resumed = found = Found(*found)
         ranks = self._trainer.global_rank, self._trainer.world_size
         checkpoint, self._known = values(found.run, found.step, *ranks)
+        if self._trainer.training and self._trainer.is_global_zero:
+            self._warn(found.step)
         if found.last_of in checkpoint.get("callbacks", {}):
             checkpoint["callbacks"][found.last_of]["last_model_path"] = str(checkpoint_path)
         if self._known["optimizers"]:
@@ -69,6 +71,11 @@ class Restoring:
         else:
             checkpoint["state_dict"] = load(found.run, "model", step=found.step, mapped=True)
         return checkpoint
+
+    def _warn(self, step: int) -> None:
+        saved, now = self._known["world"], self._trainer.world_size
+        if saved != now:
+            log.warning(_OTHER_RANKS, step, saved, now)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """The last of what is restored, so the generators follow here for the first time."""
@@ -149,3 +156,9 @@ class Restoring:
             each.end()
         self._next_epochs, self._known = [], {}
         self._stock["on_train_batch_start"](batch, batch_idx)
+
+
+_OTHER_RANKS = (
+    "step %d was saved on %d ranks and is resumed on %d: the random generators of each rank and "
+    "its position in the data are not restored, so an epoch that had begun begins once more"
+)
