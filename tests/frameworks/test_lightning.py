@@ -91,6 +91,18 @@ class Hooked(Net):
         self.loaded = checkpoint["mine"]
 
 
+class Batches(Net):
+    """Notes the batches that it sees. Lightning itself does not put back the generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[tuple[int, int, float]] = []
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        self.batches.append((self.current_epoch, self.global_step, batch.sum().item()))
+        return super().training_step(batch, index)
+
+
 class Stop(Exception):
     pass
 
@@ -108,6 +120,14 @@ class StopAt(Callback):  # type: ignore[misc]
 
 def loader() -> Any:
     return stateful.StatefulDataLoader(DATA, batch_size=4, shuffle=True)
+
+
+def in_order() -> Any:
+    return stateful.StatefulDataLoader(DATA, batch_size=4)
+
+
+def of_workers() -> Any:
+    return stateful.StatefulDataLoader(DATA, batch_size=4, shuffle=True, num_workers=2)
 
 
 def fit(
@@ -186,8 +206,8 @@ def test_each_checkpoint_goes_on_bit_for_bit(tmp_path: Path, moment: str) -> Non
 @pytest.mark.parametrize(
     "options",
     [{"make": Two, "saves": {**EVERY, "every_n_train_steps": 2}}, {"make": Hooked},
-     {"accumulate_grad_batches": 3}],
-    ids=["two optimizers", "hooks", "accumulation"],
+     {"accumulate_grad_batches": 3}, {"data": of_workers}],
+    ids=["two optimizers", "hooks", "accumulation", "two workers"],
 )  # fmt: skip
 def test_last_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     whole, _, _ = fit(tmp_path / "whole", **options)
@@ -303,11 +323,36 @@ def test_weights_alone_are_saved_beside_a_full_checkpoint(tmp_path: Path) -> Non
         fit(tmp_path / "other", tmp_path / "weights/step=4.ckpt")
 
 
-def test_an_exception_is_a_reason_to_save(tmp_path: Path) -> None:
+class StopIn(Callback):  # type: ignore[misc]
+    """Ends the training with an error, after the forward pass of the batch after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_before_backward(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            raise Stop
+
+
+@pytest.mark.parametrize(
+    ("stop", "goes_on"),
+    [(StopAt(2), (0, 2)), (StopIn(2), (0, 2)), (StopAt(3), (1, 3)), (StopIn(3), (1, 3))],
+    ids=["before a batch", "in a batch", "before the last batch", "in the last batch"],
+)
+def test_an_exception_saves_as_in_lightning(
+    tmp_path: Path, stop: Any, goes_on: tuple[int, int]
+) -> None:
     saves = {"every_n_epochs": 9, "save_on_exception": True, "save_last": True}
-    stopped(tmp_path / "run", 3, saves=saves)
-    again, _, _ = fit(tmp_path / "run", "last", saves=saves)
-    assert again.seen[0][1] == 3
+    options = {"saves": saves, "make": Batches, "data": in_order}
+    found = []
+    for out, ours in ((tmp_path / "stock", False), (tmp_path / "ours", True)):
+        with pytest.raises(Stop):
+            fit(out, more=lambda: [stop], ours=ours, **options)
+        names = sorted(path.name for path in out.glob("*.ckpt"))
+        again, trainer, _ = fit(out, "last", ours=ours, **options)
+        found.append((names, again.batches, trainer.global_step))
+    assert found[0] == found[1]
+    assert found[0][1][0][:2] == goes_on
 
 
 def test_after_the_training_everything_is_lightnings_own(tmp_path: Path) -> None:

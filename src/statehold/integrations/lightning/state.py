@@ -100,7 +100,10 @@ def values(run: str, step: int, rank: int, world: int) -> tuple[dict[str, Any], 
     checkpoint = known.pop("checkpoint")
     fit = checkpoint["loops"]["fit_loop"]
     known["epoch"] = max(fit["epoch_progress"]["current"]["ready"] - 1, 0)
-    known["is_epoch_over"] = fit["epoch_loop.batch_progress"]["is_last_batch"]
+    progress = fit["epoch_loop.batch_progress"]
+    # If the last batch has raised (save_on_exception), Lightning still asks its epoch for another.
+    is_done = progress["current"]["processed"] == progress["current"]["ready"]
+    known["is_epoch_over"] = progress["is_last_batch"] and is_done
     if known["world"] == world:
         known["data"] = load(run, "data", step=step, rank=rank)
         known["rng"] = load(run, "rng", step=step, rank=rank)
