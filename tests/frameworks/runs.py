@@ -1,10 +1,11 @@
 """Runs scripts in forks of one process that has imported the frameworks, which takes seconds.
 
-python runs.py JOBS       JOBS: JSON, a list of {"script", "words", "ranks", "kill", "leave"}
+python runs.py JOBS    JOBS: JSON, a list of {"script", "words", "ranks", "kill", "leave", "seed"}
 
 With "kill": n, the first rank dies by SIGKILL inside its n-th save: all of its data is written, and
 nothing is published. With "leave": n, it gets SIGTERM there instead. When one rank has ended
-otherwise than with 0, the others are killed, unless they leave, too.
+otherwise than with 0, the others are killed, unless they leave, too. "seed" seeds Python's
+`random`. A fork without it has other numbers each time, so a run that resumes must restore them.
 Prints a JSON list of the exit codes of the first ranks; what the ranks say is in OUT.rank-N.log.
 """
 
@@ -15,6 +16,7 @@ import importlib
 import itertools
 import json
 import os
+import random
 import runpy
 import signal
 import socket
@@ -84,6 +86,8 @@ def _become(job: dict[str, Any], rank: int, ranks: int, port: int) -> None:
     if rank == 0:
         _interrupt(job.get("kill", 0), signal.SIGKILL)
         _interrupt(job.get("leave", 0), signal.SIGTERM)
+    if "seed" in job:
+        random.seed(job["seed"])
     torch.set_num_threads(1)
     sys.argv = [job["script"], *job["words"]]
     sys.path.insert(0, os.path.dirname(job["script"]))

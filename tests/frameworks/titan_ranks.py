@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,6 @@ def config_of(out: str) -> Any:
 
 
 def main(out: str) -> None:
-    random.seed(0)  # torchtitan seeds torch only, and a step holds this generator, too
     without_a_gpu()
     job = config_of(out).build()
     for module in job.model_parts[0].modules():

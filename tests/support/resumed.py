@@ -39,8 +39,8 @@ def job(script: Path, *words: Any, **more: Any) -> dict[str, Any]:
 def three(script: Path, folder: Path, *words: Any, **more: Any) -> list[dict[str, Any]]:
     """A whole run, one that is killed, and the same once more."""
     return [
-        job(script, *words, folder / "whole", **more),
-        job(script, *words, folder / "cut", kill=KILL, **more),
+        job(script, *words, folder / "whole", seed=0, **more),
+        job(script, *words, folder / "cut", seed=0, kill=KILL, **more),
         job(script, *words, folder / "cut", **more),
     ]
 
