@@ -53,3 +53,8 @@ def test_the_update_waits_until_the_save_is_staged(tmp_path: Path, stage: int) -
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_methods_of_an_engine_use_steps(tmp_path: Path, stage: int) -> None:
     done(tmp_path, ran([job(SCRIPT, "methods", stage, tmp_path / "run", ranks=2)]))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_no_step_would_hold_is_refused(tmp_path: Path, stage: int) -> None:
+    done(tmp_path, ran([job(SCRIPT, "refused", stage, tmp_path / "run")]))

@@ -1,8 +1,9 @@
-"""Ranks of DeepSpeed with engine_state(): python zero_state.py save|load|gate|methods STAGE RUN
+"""Ranks of DeepSpeed with engine_state(): python zero_state.py WHAT STAGE RUN
 
 `save` trains, saves step 3 and tells in RUN/saved.pt what the engine has. `load` restores it, and
 tells the same in RUN/loaded-WORLD.pt. `gate` trains on while nothing of a save is staged.
-`methods` uses save_checkpoint() and load_checkpoint() as a script of DeepSpeed does.
+`methods` uses save_checkpoint() and load_checkpoint() as a script of DeepSpeed does. `refused` is
+about engines that have state which no step would hold.
 
 The model has what ZeRO cuts in odd ways: tied weights, a frozen layer, buffers, two groups.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from torch import nn
 import statehold
 from statehold.checkpoint.save.gate import Gate
 from statehold.checkpoint.store import store
-from statehold.errors import StateholdError, StepNotFoundError, storage_error
+from statehold.errors import StateholdError, StepNotFoundError, UsageError, storage_error
 from statehold.integrations.deepspeed import engine_state, save_into_steps
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -226,6 +228,40 @@ def fails_once(engine: Any, run: str) -> None:
     assert same(told(engine), had)
 
 
+def refused(engine: Any, _: str) -> None:
+    """Each case changes one thing of an engine. A name that DeepSpeed no longer has is an error."""
+    if engine.zero_optimization_stage() == 0:
+        refuses(engine, "it trains with ZeRO stage 0")
+        return
+    zero, two = engine.optimizer, mock.Mock(return_value=2)
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
+        ("its optimizer is a Counting", engine, {"optimizer": zero.optimizer}),
+        ("it is parallel over a pipeline", engine, {"pipeline_parallelism": True}),
+        ("it has experts", engine, {"has_moe_layers": True}),
+        ("not all ranks are data-parallel", torch.distributed, {"get_world_size": two}),
+        ("on NVMe", zero, {"swap_optimizer": True}),
+        ("on NVMe", zero, {"params_in_nvme_and_cpu": True}),
+        ("a part of its optimizer", zero, {"offload_optimizer": True, "partial_offload": 0.5}),
+        ("hpZ", engine, {"zero_hpz_partition_size": two}),
+        ("is not one of torch", zero, {"optimizer": object()}),
+        ("get_extra_state): the model", Model, {"get_extra_state": two}),
+        ("get_extra_state): norm", nn.LayerNorm, {"get_extra_state": two}),
+    ]
+    for reason, target, changes in cases:
+        with mock.patch.multiple(target, **changes):
+            refuses(engine, reason)
+    train(engine)
+    engine_state(engine)["deepspeed"].state_dict()
+    engine.micro_steps += 1
+    with pytest.raises(UsageError, match="in the middle of an accumulation"):
+        engine_state(engine)["deepspeed"].state_dict()
+
+
+def refuses(engine: Any, reason: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(reason)):
+        engine_state(engine)
+
+
 def main() -> None:
     what, stage, run = sys.argv[1:]
     if "WORLD_SIZE" not in os.environ:
@@ -234,7 +270,8 @@ def main() -> None:
     Path(run).mkdir(exist_ok=True)
     deepspeed.init_distributed("gloo")
     engine = engine_of(int(stage), 5 if what == "load" else 0, 90_000 if what == "gate" else WORDS)
-    {"save": save, "load": load, "gate": gate, "methods": methods}[what](engine, run)
+    jobs = {"save": save, "load": load, "gate": gate, "methods": methods, "refused": refused}
+    jobs[what](engine, run)
 
 
 main()
