@@ -8,9 +8,11 @@ Under fullgraph=True no break is possible, and so no action can run in such a st
 this while the step is traced. It calls the action once, then and there, and from then on
 `runs_blind()` is true: steps may come that no action sees.
 
-A closure is called before the action, for forward and backward happen in it: those of Lightning do.
-That is so for the optimizers of torch.optim, which call it before they change anything. Another
-class may change parameters first, so there the action comes before step() begins.
+Forward and backward happen in a closure: those of Lightning do. So the action comes after a
+closure, and only there if nothing can change parameters before it. That is so for a step() of
+torch.optim, which calls its closure first. Another step() may change parameters first, and so may a
+hook that runs after this one. Then the action comes twice: before everything, and after the
+closure.
 
 Invariants: there is one hook a process, whatever its action does for how many. After a step was
 compiled with it in one graph, the hook stays: to take it off and put it on would compile that step
@@ -19,9 +21,10 @@ anew.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo
@@ -56,6 +59,7 @@ def put_on(action: Action) -> None:
     _hook.action = action
     if _hook.handle is None:
         _hook.handle = register_optimizer_step_pre_hook(_before_step)
+        _hooks_of_all().move_to_end(_hook.handle.id, last=False)  # others may change parameters
 
 
 def take_off() -> None:
@@ -78,17 +82,63 @@ def _before_step(
         if not _is_traced_in_one_graph():
             _run(optimizer)
         return None
-    closure = kwargs.get("closure", args[1] if len(args) == 2 else None)
-    if closure is None or not type(optimizer).__module__.startswith("torch.optim."):
+    step = _known(type(optimizer).step)
+    is_named = "closure" in kwargs
+    closure = kwargs["closure"] if is_named else args[1] if len(args) == 2 else None
+    if closure is None or not (is_named or step.takes_closure):
         _run(optimizer)
         return None
-    return args[:1], {**kwargs, "closure": partial(_closed, closure, optimizer)}
+    if not step.closes_first or _has_other_hooks(optimizer):
+        _run(optimizer)
+    closed = partial(_closed, closure, optimizer)
+    return (args, {**kwargs, "closure": closed}) if is_named else ((args[0], closed), kwargs)
 
 
-def _closed(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Any:
-    result = closure()
+def _closed(
+    closure: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+) -> Any:
+    result = closure(*args, **kwargs)
     _run(optimizer)
     return result
+
+
+class _Step(NamedTuple):
+    """What is known of a step(). takes_closure: as its first argument. closes_first: it calls the
+    closure before it changes anything."""
+
+    takes_closure: bool
+    closes_first: bool
+
+
+@lru_cache(maxsize=64)
+def _known(step: Callable[..., Any]) -> _Step:
+    try:
+        taken = list(inspect.signature(step).parameters)[1:2]
+    except (TypeError, ValueError):  # it is not written in Python
+        return _Step(takes_closure=False, closes_first=False)
+    return _Step(taken == ["closure"], _is_of_torch(step))
+
+
+def _is_of_torch(step: Callable[..., Any]) -> bool:
+    """Whether step() and all that wraps it are torch's. A wrapper has the __module__ of what it
+    wraps, but not its globals."""
+    modules = []
+    each: Any = step
+    while each is not None:
+        modules.append(getattr(each, "__globals__", {}).get("__name__", ""))
+        each = getattr(each, "__wrapped__", None)
+    is_torch = all(module.startswith("torch.") for module in modules)
+    return is_torch and modules[-1].startswith("torch.optim.")
+
+
+def _has_other_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks run after this one, and before step() begins."""
+    return len(_hooks_of_all()) > 1 or bool(getattr(optimizer, "_optimizer_step_pre_hooks", True))
+
+
+def _hooks_of_all() -> Any:
+    """The hooks of all optimizers, in the order in which they run."""
+    return _hook.handle.hooks_dict_ref()
 
 
 # Not torch.compiler.disable: that imports the compiler, which takes a second, and this waits until
