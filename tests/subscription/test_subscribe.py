@@ -586,3 +586,43 @@ def test_nothing_is_changed_on_disk(
         p: (s.st_mtime_ns, s.st_ino, s.st_size) for p, s in after.items()
     }
     assert set(NAMES) < set(content(1))
+
+
+def step_fused(tensor: torch.Tensor) -> None:
+    """An update of the memory by an optimizer that moves no version counter."""
+    parameter = torch.nn.Parameter(tensor.view(torch.float32))
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=1.0, fused=True).step()
+
+
+def test_a_tensor_that_a_fused_optimizer_has_changed_is_read_as_a_whole(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
+) -> None:
+    save(ckpt, 1)
+    applied(updates)
+    step_fused(live["a"])
+    save(ckpt, 2)
+    applied(updates)
+    assert whole(live) == 2
+
+
+@pytest.mark.parametrize("change", [step_fused, torch.Tensor.zero_])
+def test_a_tensor_that_changes_between_wait_and_apply(
+    ckpt: statehold.Checkpointer,
+    updates: statehold.Subscription,
+    live: dict[str, Any],
+    change: Callable[[torch.Tensor], object],
+) -> None:
+    save(ckpt, 1)
+    applied(updates)
+    save(ckpt, 2)
+    update = updates.wait(DEADLINE_S)
+    assert update is not None
+    change(live["a"])
+    before = {name: tensor.clone() for name, tensor in live.items()}
+    with pytest.raises(UsageError, match="changed after the update was read") as caught:
+        update.apply()
+    assert caught.value.facts["tensor"] == "model.a"
+    assert all(torch.equal(live[name], tensor) for name, tensor in before.items())
+    assert applied(updates).step == 2
+    assert whole(live) == 2

@@ -51,11 +51,13 @@ class Filled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """A step that fits the live tensors. known: what each has, once the moves are done."""
+    """A step that fits the live tensors. known: what each has, once the moves are done. relied: the
+    tensors of which pieces may be left out, because of what they have now."""
 
     moves: list[Move]
     restoration: Restoration
     known: dict[str, tuple[torch.Tensor, Known]]
+    relied: dict[str, Filled]
 
     @property
     def changed_bytes(self) -> int:
@@ -77,16 +79,20 @@ def match(state: Mapping[str, Any], saved: SavedStep, in_place: Mapping[str, Fil
     restoration = prepare(state, saved, selection=Selection(only=list(map(str, state))))
     moves: list[Move] = []
     known: dict[str, tuple[torch.Tensor, Known]] = {}
+    relied: dict[str, Filled] = {}
     for destination in restoration.destinations:
         chunks = saved.chunks(destination.name, destination.box)
-        before = _still_known(in_place.get(_key(destination)), destination.tensor)
+        key = _key(destination)
+        before = _still_known(in_place.get(key), destination.tensor)
+        if before is not None:
+            relied[key] = in_place[key]
         for chunk in chunks:
             pieces = list(changed_pieces(chunk, saved.block_bytes, before))
             if pieces:
                 place = _place(destination, chunk.box, chunk.begin)
                 moves += [Move(p, place, p.begin - chunk.begin, destination.name) for p in pieces]
-        known[_key(destination)] = destination.tensor, Known.of(chunks, saved.block_bytes)
-    return Matched(moves, restoration, known)
+        known[key] = destination.tensor, Known.of(chunks, saved.block_bytes)
+    return Matched(moves, restoration, known, relied)
 
 
 def _key(destination: Destination) -> str:

@@ -31,6 +31,7 @@ from statehold.checkpoint.levels.nearest import Nearest, Next
 from statehold.errors import ClosedError, CorruptionError, StateholdError, StorageError, UsageError
 from statehold.options.paths import check_path
 from statehold.reading.places import file_system
+from statehold.subscription.consumer import Changes
 from statehold.subscription.copying import copy_all, devices_of
 from statehold.subscription.levels import Places, levels_of
 from statehold.subscription.preparing import Filled, Matched, check_state, match
@@ -99,6 +100,7 @@ class Subscription:
         self._fails = False
         self._guard = threading.RLock()
         self._is_busy = self._is_closing = False
+        self._changes = Changes()
         with contextlib.ExitStack() as owned:
             self._fs = file_system()
             owned.callback(self._fs.close)
@@ -106,6 +108,7 @@ class Subscription:
             owned.callback(self._spare.close)
             self._watching = Watching()
             owned.callback(self._watching.close)
+            owned.callback(self._changes.close)
             self._owned = owned.pop_all()
 
     def __repr__(self) -> str:
@@ -280,15 +283,18 @@ class Subscription:
         return Update(step, matched.changed_bytes, read_bytes, read_s, committed_s, put)
 
     def _matched(self, saved: SavedStep) -> Matched:
+        filled = self._in_place.filled if self._in_place else {}
         with torch.no_grad():
-            return match(self._state, saved, self._in_place.filled if self._in_place else {})
+            return match(self._state, saved, self._changes.without(filled))
 
     def _put(self, matched: Matched, at: list[int], in_place: partial[_InPlace]) -> None:
         with self._busy():
             is_first, self._in_place = self._in_place is None, None  # unknown, if this fails
+            self._changes.check(matched.relied)
             copy_all(matched.moves, at, self._spare.memory)
             # Only what modules get from set_extra_state() runs code of others.
             matched.restoration.finish(draws=bool(matched.restoration.objects))
+            self._changes.forget()  # they are overwritten
             self._in_place = in_place(matched.filled())
             if is_first:  # it had everything, and most updates have less
                 self._spare.drop()

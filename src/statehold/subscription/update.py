@@ -56,7 +56,8 @@ class Update:
         everything.
 
         Raises:
-            UsageError: this update was applied or skipped already.
+            UsageError: this update was applied or skipped already, or a tensor was changed since
+                wait() returned it. Then no tensor is updated, and the next update has everything.
             ClosedError: the subscription was closed.
         """
         self._end()
