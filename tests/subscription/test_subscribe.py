@@ -626,3 +626,40 @@ def test_a_tensor_that_changes_between_wait_and_apply(
     assert all(torch.equal(live[name], tensor) for name, tensor in before.items())
     assert applied(updates).step == 2
     assert whole(live) == 2
+
+
+# -- forks, and close() at any time -------------------------------------------------------------
+
+
+def test_a_fork_leaves_the_subscription_to_its_parent(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
+) -> None:
+    save(ckpt, 1)
+    applied(updates)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            with pytest.raises(ClosedError, match="belongs to the process that was forked"):
+                updates.wait(0)
+            updates.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    save(ckpt, 2)
+    applied(updates)
+    assert whole(live) == 2
+
+
+def test_a_loop_ends_if_close_comes_just_before_it_waits(
+    updates: statehold.Subscription, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = updates.wait
+
+    def closed_first() -> statehold.Update | None:
+        updates.close()
+        return wait()
+
+    monkeypatch.setattr(updates, "wait", closed_first)
+    assert list(updates) == []

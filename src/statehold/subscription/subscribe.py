@@ -100,6 +100,7 @@ class Subscription:
         self._fails = False
         self._guard = threading.RLock()
         self._is_busy = self._is_closing = False
+        self._pid = os.getpid()
         self._changes = Changes()
         with contextlib.ExitStack() as owned:
             self._fs = file_system()
@@ -154,7 +155,12 @@ class Subscription:
 
     def __next__(self) -> Update:
         """The next update; ends after close()."""
-        update = None if self._is_closing else self.wait()
+        update = None
+        try:
+            update = self.wait()
+        except ClosedError:  # another thread may call close() at any time
+            if not self._is_closing:
+                raise
         if update is None:
             raise StopIteration
         return update
@@ -166,7 +172,12 @@ class Subscription:
         self.close()
 
     def close(self) -> None:
-        """End the wait under way, and the loop over updates. The tensors stay as they are."""
+        """End the wait under way, and the loop over updates. The tensors stay as they are.
+
+        In a fork it does nothing: the subscription is the parent's.
+        """
+        if os.getpid() != self._pid:
+            return  # a thread of the parent may have the guard
         with self._guard:
             if self._is_closing:
                 return
@@ -178,7 +189,13 @@ class Subscription:
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
-        """Inside, close() releases nothing. Raises ClosedError after it."""
+        """Inside, close() releases nothing. Raises ClosedError after it, and in a fork."""
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                "this subscription belongs to the process that was forked",
+                facts={"run": self._run, "begun by": f"process {self._pid}"},
+                hint="call subscribe() in this process, too; the parent's subscription continues",
+            )
         with self._guard:
             if self._is_closing:
                 raise ClosedError("this subscription is closed", facts={"run": self._run})
