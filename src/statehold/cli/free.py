@@ -20,7 +20,7 @@ from statehold.cli import codes, levels
 from statehold.cli.output import emit, plain, say, table
 from statehold.cli.places import tree_bytes
 from statehold.errors import RunBusyError, UsageError
-from statehold.reading.places import NotFoundError, file_system
+from statehold.reading.places import NotFoundError, file_system, not_a_link
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
-    fs, path = file_system(), os.path.abspath(args.run)
+    fs, path = file_system(), not_a_link(os.path.abspath(args.run))
     memory = memory_of(path)
     if not (memory or os.path.isdir(path)):
         hint = "statehold doctor says which memory is in use on this host"

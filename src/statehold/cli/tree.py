@@ -14,19 +14,19 @@ from statehold.cli import codes
 from statehold.cli.output import bad, emit, plain, say, table
 from statehold.cli.said import in_words
 from statehold.lineage.family import Member, family
-from statehold.reading.places import NotFoundError
+from statehold.reading.places import NotFoundError, not_a_link
 from statehold.units import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:
     if not os.path.isdir(args.directory):
         raise NotFoundError("no such directory", facts={"directory": args.directory})
-    members = family(args.directory)
+    directory = not_a_link(os.path.abspath(args.directory))
+    members = family(directory)
     if args.json:
         emit({"runs": [_document(each) for each in members]})
     elif members:
-        base = os.path.abspath(args.directory)
-        rows = [_row(line, member) for line, member in _drawn(members, base)]
+        rows = [_row(line, member) for line, member in _drawn(members, directory)]
         header = ("RUN", "FROM", "STEPS", "NEWEST", "OWN", "SHARED", "SAYS")
         say(table(header, rows, right="STEPS NEWEST OWN SHARED"))
     else:

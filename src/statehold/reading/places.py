@@ -120,7 +120,7 @@ def step_in(text: str) -> tuple[str, int]:
 def find(fs: Fs, text: str) -> Place:
     """The step that an argument means. Raises StepNotFoundError."""
     if os.path.exists(f"{text}/{MANIFEST_NAME}"):
-        return Place(os.path.abspath(text), _number_of(fs, text), text)
+        return Place(not_a_link(os.path.abspath(text)), _number_of(fs, text), text)
     run, wanted = asked_of(text)
     store = Store(fs, run)
     wanted = store.newest() if wanted is None else wanted
@@ -129,6 +129,12 @@ def find(fs: Fs, text: str) -> Place:
     if wanted not in store.steps():
         store.open(wanted)  # raises, and lists the existing steps
     return Place(store.where(wanted), wanted, text)
+
+
+def not_a_link(path: str) -> str:
+    """The directory itself, if the path is a link to it: no link is followed where names are
+    listed."""
+    return os.path.realpath(path) if os.path.islink(path) else path
 
 
 def run_of(text: str) -> str:
@@ -141,7 +147,7 @@ def run_of(text: str) -> str:
         raise NotFoundError(
             "no such run directory", facts={"run": text or "nothing"}, hint=_hint(text)
         )
-    path = os.path.abspath(text)
+    path = not_a_link(os.path.abspath(text))
     # otherwise it would seem to have no steps
     if named := _STEP_NAME.fullmatch(os.path.basename(path)):
         above = os.path.dirname(path)
