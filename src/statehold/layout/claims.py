@@ -11,10 +11,10 @@ experts; trusting nothing would write everything many times. So:
     later saves     learned tensors are laid out as replicas and written once; the ranks still
                     compare fingerprints; a difference fails the save, and learning starts again
 
-A claim is the tensors of one rank under one name at the top of the state ("model"), on one mesh that
-is not the whole world (a plain tensor's mesh is its rank). Claims with the same tensors in the same
-shape are siblings if their meshes have the same shape and do not overlap. A tensor that only rank 0
-has, such as one of a trainer's own state, so does not part the buffers of the model.
+A claim is the tensors of one rank under one name at the top of the state ("model"), on one mesh
+that is not the whole world (a plain tensor's mesh is its rank). Claims with the same tensors in the
+same shape are siblings if their meshes have the same shape and do not overlap. Because a claim has
+one name, a tensor that only rank 0 has elsewhere does not part the buffers of the model.
 
 Invariants: for a save, all ranks use the lessons up to the last save but one before it (no more
 saves than that are under way), so they plan alike. A rank that missed an outcome has another
