@@ -1,8 +1,7 @@
 """From the user's levels to places that can be read and written.
 
-Owns: the place of a level without a path.
 Invariants: no two levels use one place.
-Not here: the options of a level (specs), the work of a place (places).
+Not here: the options of a level (specs), its directory (whereabouts), the work of a place (places).
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX, CopiesAt, HostPlace
-from statehold.checkpoint.levels.memory import SHARED_MEMORY, memory_root
+from statehold.checkpoint.levels.memory import SHARED_MEMORY
 from statehold.checkpoint.levels.object_place import ObjectPlace
 from statehold.checkpoint.levels.owners import Identity
 from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Place, Site
 from statehold.checkpoint.levels.specs import Directory, Level, Memory, ObjectStore
+from statehold.checkpoint.levels.whereabouts import directory_of
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.checkpoint.store.store import Store
 from statehold.errors import UsageError
@@ -131,11 +131,3 @@ def _check_own(level: Level, root: str, roots: list[str]) -> None:
             hint="give one of them a path of its own",
         )
     roots.append(root)
-
-
-def directory_of(level: Level, run: str) -> str:
-    """The directory of a level."""
-    path = level.path if isinstance(level, Directory | Memory) else None
-    if path is not None:
-        return os.path.abspath(os.fspath(path))
-    return memory_root(run) if isinstance(level, Memory) else run

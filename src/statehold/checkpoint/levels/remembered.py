@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from statehold.checkpoint.levels.notes import read_note, write_note
-from statehold.checkpoint.levels.opening import directory_of
 from statehold.checkpoint.levels.specs import NAME, Directory, Level, Memory, ObjectStore
+from statehold.checkpoint.levels.whereabouts import directory_of
 from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, UsageError
 from statehold.io.objects.address import check_url
