@@ -1,7 +1,8 @@
 """A part of S3, as fast as Python allows: the server that bench.objects measures against.
 
 Not for storing anything: objects live in memory, no signature is checked, and only what obstore
-asks of a bucket is answered: PUT, GET (a range, or all), HEAD, DELETE, uploads in parts, listing.
+asks of a bucket is answered: PUT, copies, GET (a range, or all), HEAD, DELETE, uploads in parts,
+listing.
 GET /-/received says how many bytes of bodies have come in.
 A thread for every connection; bodies are received into memory that is reused, and sent without a
 copy. So what a benchmark sees is the client, and the kernel's loopback.
@@ -93,6 +94,8 @@ class Connection:
             self._read(method, key, headers.get("range"))
         elif method == "GET":
             self._send("200 OK", [self._listing(query)])
+        elif method == "PUT" and "x-amz-copy-source" in headers:
+            self._copy(headers["x-amz-copy-source"], key)
         elif method == "PUT":
             self._write(key, query, body)
         elif method == "DELETE":
@@ -114,6 +117,17 @@ class Connection:
         begin, end = int(span[1]), min(int(span[2]) + 1, size)
         more = f"Content-Range: bytes {begin}-{end - 1}/{size}\r\n"
         self._send("206 Partial Content", _cut(parts, begin, end), method, more)
+
+    def _copy(self, source: str, key: str) -> None:
+        parts = self._bucket.objects.get(unquote(source).lstrip("/").partition("/")[2])
+        if parts is None:
+            self._send("404 Not Found", [b"<Error><Code>NoSuchKey</Code></Error>"])
+            return
+        copied = b"".join(parts)  # memory of its own: that of the source may be used again
+        self._bucket.replace(key, [memoryview(copied)])
+        self._send(
+            "200 OK", [f"{_XML}<CopyObjectResult><ETag>0</ETag></CopyObjectResult>".encode()]
+        )
 
     def _write(self, key: str, query: dict[str, list[str]], body: memoryview) -> None:
         if "uploadId" in query:
