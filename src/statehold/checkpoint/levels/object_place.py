@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 
 from statehold.checkpoint.levels.already import content_of, is_shared
+from statehold.checkpoint.levels.at_parent import urls_at_parent
 from statehold.checkpoint.levels.copying import Copy, DataFile, blocks
 from statehold.checkpoint.levels.near_files import NearFiles
 from statehold.checkpoint.levels.owners import Identity, OwnedPrefix
@@ -102,9 +103,10 @@ class ObjectPlace(Shared):
         self._taken = step, attempt
         shared = {file.name: _object_of(file) for file in copy.part.files if is_shared(file.name)}
         self._objects.refer(step, attempt, shared)
+        there = self._shared_there(copy, shared)
         for file in copy.part.files:
             if file.name in shared:
-                self._take_shared(copy, file, shared[file.name])
+                self._take_shared(copy, file, shared[file.name], there)
             elif not self._is_there(copy, file, attempt):
                 with copy.blocks(file) as verified:
                     self._objects.upload(
@@ -113,13 +115,24 @@ class ObjectPlace(Shared):
         for name, raw in copy.part.records:
             self._objects.upload(step, attempt, name, len(raw), [memoryview(raw)])
 
-    def _take_shared(self, copy: Copy, file: DataFile, name: str) -> None:
-        shared = self._objects.shared
-        if shared.has(name, file.bytes):
+    def _shared_there(self, copy: Copy, shared: Mapping[str, str]) -> set[str]:
+        """The shared objects that need no upload: they are there, or the store has copied them from
+        the parent of the run."""
+        sizes = {shared[file.name]: file.bytes for file in copy.part.files if file.name in shared}
+        there = {name for name, size in sizes.items() if self._objects.shared.has(name, size)}
+        if len(there) < len(sizes):
+            for url in urls_at_parent(copy.part.manifest, self._objects.path(copy.step)):
+                left = {name: size for name, size in sizes.items() if name not in there}
+                there |= self._objects.neighbour(url).bring(left, copy.before)
+        return there
+
+    def _take_shared(self, copy: Copy, file: DataFile, name: str, there: set[str]) -> None:
+        if name in there:
             copy.watch.linked(file.bytes)
             return
         with copy.blocks(file) as verified:
-            shared.upload(name, file.bytes, verified, copy.before)
+            self._objects.shared.upload(name, file.bytes, verified, copy.before)
+        there.add(name)
 
     def _is_there(self, copy: Copy, file: DataFile, attempt: str) -> bool:
         """Whether an earlier copy of this manifest has left the file whole. It is read to check."""

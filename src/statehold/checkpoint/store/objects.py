@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from statehold.checkpoint.store.object_copies import Neighbour
 from statehold.checkpoint.store.object_names import (
     COMMIT_BYTES_MAX,
     CommitObject,
@@ -111,6 +112,10 @@ class ObjectSteps:
     def close(self) -> None:
         """End the threads of downloads; using this again is fine."""
         self._client.close()
+
+    def neighbour(self, url: str) -> Neighbour:
+        """The run at `url`, as a place to have shared files copied from."""
+        return Neighbour(self._client, url)
 
     # -- reading ---------------------------------------------------------------------------
 

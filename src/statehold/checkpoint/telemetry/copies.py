@@ -151,7 +151,8 @@ class CopyWatch:
                               {**facts, "seconds": time.perf_counter() - begin_s})  # fmt: skip
 
     def linked(self, nbytes: int) -> None:
-        """A data file that the level has already got a second name."""
+        """A data file that the level has already got a second name, or the level has copied it
+        itself."""
         self.linked_bytes += nbytes
 
     def reading(self, read: Callable[[], None]) -> None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from statehold.errors import UsageError
 
@@ -75,6 +76,25 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
         facts = {"endpoint": _shown(endpoint), "expected": "no user, password or query in it"}
         raise UsageError("not the address of an object store", facts=facts, hint=_HINT)
     return dict(options)
+
+
+def around(one: str, other: str) -> tuple[str, str, str] | None:
+    """The URL of the smallest store that has everything below both checked URLs.
+
+    Returned with it: the beginnings of their names in it, which are empty or end with a slash. None
+    if the URLs are equal, in two stores or two trees of files, or if one of them is in memory.
+    """
+    first, second = urlsplit(one), urlsplit(other)
+    if first[:2] != second[:2] or first.scheme == "memory":
+        return None
+    paths = [[part for part in each.path.split("/") if part] for each in (first, second)]
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*paths, strict=False))
+    same = [part for part, _ in pairs]
+    if paths[0] == paths[1] or (not same and first.scheme == "file"):
+        return None
+    names = [unquote("".join(f"{part}/" for part in path[len(same) :])) for path in paths]
+    root = "/".join([f"{first.scheme}://{first.netloc}", *same])
+    return root, names[0], names[1]
 
 
 def open_store(url: str, options: Mapping[str, Any], deadline_s: float) -> ObjectStore:

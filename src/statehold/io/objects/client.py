@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statehold.errors import InvariantError, MissingFileError, StateholdError
-from statehold.io.objects.address import check_options, check_url, open_store
+from statehold.io.objects.address import around, check_options, check_url, open_store
 from statehold.io.objects.errors import (
     is_past_end,
     naming,
@@ -80,6 +80,18 @@ class ObjectClient:
         """End the threads; the next use starts new ones."""
         self._parallel.close()
 
+    def around(self, url: str) -> tuple[ObjectClient, str, str] | None:
+        """A client with the same options that also sees `url`, if both are in one store.
+
+        With it, the beginnings of the names there: of the objects below `url`, and of those of this
+        client.
+        """
+        found = around(check_url(url), self.url)
+        if found is None:
+            return None
+        root, theirs, ours = found
+        return ObjectClient(root, self._options, deadline_s=self._deadline_s), theirs, ours
+
     # -- objects ---------------------------------------------------------------------------
 
     def get(self, name: str, bytes_max: int) -> bytes:
@@ -102,6 +114,10 @@ class ObjectClient:
     def put(self, name: str, data: bytes) -> None:
         """Create an object, or replace it, with one request."""
         self._ask("write", name, lambda store: store.put(name, data, use_multipart=False))
+
+    def copy(self, source: str, target: str) -> None:
+        """Create an object, or replace it, with the content of another one, inside the store."""
+        self._ask("copy", source, lambda store: store.copy(source, target))
 
     def list(self, directory: str | None = None) -> tuple[list[str], list[str]]:
         """The paths of objects, and of directories, directly below a directory, or the URL."""
