@@ -14,7 +14,7 @@ import statehold
 from statehold.checkpoint.store.object_names import SHARED
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.cli import main
-from statehold.errors import StateholdError
+from statehold.errors import StateholdError, StorageError
 from support.faults import DEADLINE_S, SMALL
 from support.inside import inside
 from support.sharing import Tuned, same, small_files
@@ -194,7 +194,7 @@ def interrupt(run: Run, at: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def call(path: str, *args: Any) -> Any:
             made.append(f"{name} {path}")
             if len(made) > at:
-                raise statehold.StorageError("the process is dead")
+                raise StorageError("the process is dead")
             return real(path, *args)
 
         return call
@@ -219,7 +219,8 @@ def test_a_death_before_any_change_loses_no_step(
             run.save(3)
         run.again()
         run.save(4)
-        run.save(5)  # a commit deletes what the retirement before it left
+        run.save(5)
+        run.save(6)  # a commit deletes what the retirement before it left
         directories = [each for each in run.steps._client.list()[1] if each != SHARED]
         referred = run.steps.shared._wanted_by(directories)
         assert set(run.steps._client.list(SHARED)[0]) == referred
