@@ -14,6 +14,8 @@ import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+deepspeed.ops.__compatible_ops__.clear()  # it would compile kernels, and wait for a killed compiler
+
 KEYS = ("exp_avg", "exp_avg_sq")
 
 
