@@ -25,7 +25,10 @@ NAMES = [
 # What another library fixes, and documents.
 OTHERS = {"StorageWriter", "StorageReader"}
 # What calls of statehold return: nobody else makes it.
-RETURNED = {"Save", "Run", "Step", "Microbatch", "Endpoint", "Subscription", "Update"}
+RETURNED = {
+    "Endpoint", "Interval", "LevelStatus", "Microbatch", "RestoreReport", "Run", "Save", "Step",
+    "Subscription", "TensorInfo", "Update",
+}  # fmt: skip
 INHERITED = re.compile(r"(?:The|All|The other) arguments (?:before `(\w+)` )?are those of")
 
 

@@ -7,6 +7,9 @@ from typing import Any, BinaryIO
 
 import torch
 
+import statehold
+from support.faults import DEADLINE_S
+
 PIECE = 1 << 20  # of a checksum
 NUMEL = 5 * PIECE // 8  # 2.5 MiB of int32
 NAMES = "abcd"
@@ -45,3 +48,19 @@ def flip_in(file: BinaryIO, at: int) -> None:
     file.seek(at)
     file.write(bytes([found[0] ^ 1]))
     file.flush()
+
+
+def save(ckpt: statehold.Checkpointer, step: int, state: dict[str, Any] | None = None) -> None:
+    model = content(step) if state is None else state
+    ckpt.save(step, {"model": model, "more": torch.ones(3)}).wait("committed", DEADLINE_S)
+
+
+def applied(updates: statehold.Subscription) -> statehold.Update:
+    update = updates.wait(DEADLINE_S)
+    assert update is not None
+    update.apply()
+    return update
+
+
+def data_files(run: Path, step: int) -> list[Path]:
+    return sorted((run / f"step-{step:012d}").glob("*.safetensors"))

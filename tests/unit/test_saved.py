@@ -20,7 +20,7 @@ from statehold.layout.layout import Box, Layout, Mesh, Ranks
 from statehold.layout.plan import TensorSpec, plan_save
 from statehold.layout.share import Held
 from support.records import DIRECTORY, World, example
-from support.steps import SPECS, manifest_of, sums_for
+from support.steps import SPECS, manifest_of, sums_for, true_sums
 
 PAIR = Mesh((2,), (0, 1))
 
@@ -267,7 +267,7 @@ def test_values_that_thousands_of_ranks_have_each_are_not_read_to_be_refused() -
 def test_a_rank_s_own_version_is_not_one_that_it_shares_with_others() -> None:
     held = [Held("w", "I64", (2,), None, 0)]
     own = [{"w": np.full(2, rank)} for rank in range(2)]
-    world = World([held, held], {}, own)
+    world = World([held, held], {}, own, sums=true_sums)
     step, box = world.open(1, 2), Box.whole((2,))
     assert len(step.chunks("w", box)) == 1
     for view in (step, step.widened()):

@@ -1,0 +1,165 @@
+"""subscribe(): tensors of the consumer that it may have and change, forks, and close()."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import statehold
+from statehold.errors import ClosedError, StateMismatchError, UsageError
+from support.faults import DEADLINE_S
+from support.published import NAMES, applied, content, save, whole
+
+# -- the consumer's tensors ---------------------------------------------------------------------
+
+
+def test_a_tensor_that_the_consumer_changes_or_replaces_is_read_as_a_whole(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
+) -> None:
+    save(ckpt, 1)
+    applied(updates)
+    live["a"].zero_()
+    live["b"] = torch.zeros_like(live["b"])
+    save(ckpt, 2)
+    applied(updates)
+    assert whole(live) == 2
+
+
+def test_a_step_that_does_not_fit_changes_nothing(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
+) -> None:
+    save(ckpt, 1)
+    applied(updates)
+    save(ckpt, 2, {**content(2), "a": torch.zeros(3)})
+    with pytest.raises(StateMismatchError, match=r"model\.a"):
+        updates.wait(0)
+    assert whole(live) == 1
+    save(ckpt, 3)
+    applied(updates)
+    assert whole(live) == 3
+
+
+def test_what_a_consumer_may_not_have_is_refused(run: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    for state in ({"optimizer": torch.optim.SGD(model.parameters())}, {"rng": statehold.Rng()}):
+        with pytest.raises(UsageError, match="modules and tensors"):
+            statehold.subscribe(run, state)
+    with pytest.raises(UsageError, match="mutable mapping"):
+        statehold.subscribe(run, model)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="nothing to update"):
+        statehold.subscribe(run, {})
+    with pytest.raises(UsageError, match="URL"):
+        statehold.subscribe("s3://bucket/run", {"model": model})
+
+
+def test_a_dtensor_is_refused(run: Path) -> None:
+    """Also in a module: its ranks would change to a step at different times."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        module = distribute_module(torch.nn.Linear(4, 4), mesh)
+        for state in ({"a": {"b": [sharded]}}, {"a": module}):
+            with pytest.raises(UsageError, match="whole tensors"):
+                statehold.subscribe(run, state)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_nothing_is_changed_on_disk(
+    run: Path, ckpt: statehold.Checkpointer, updates: statehold.Subscription
+) -> None:
+    save(ckpt, 1)
+    before = {path: os.stat(path) for path in run.rglob("*")}
+    applied(updates)
+    after = {path: os.stat(path) for path in run.rglob("*")}
+    assert {p: (s.st_mtime_ns, s.st_ino, s.st_size) for p, s in before.items()} == {
+        p: (s.st_mtime_ns, s.st_ino, s.st_size) for p, s in after.items()
+    }
+    assert set(NAMES) < set(content(1))
+
+
+def step_fused(tensor: torch.Tensor) -> None:
+    """An update of the memory by an optimizer that moves no version counter."""
+    parameter = torch.nn.Parameter(tensor.view(torch.float32))
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=1.0, fused=True).step()
+
+
+def test_a_tensor_that_a_fused_optimizer_has_changed_is_read_as_a_whole(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
+) -> None:
+    save(ckpt, 1)
+    applied(updates)
+    step_fused(live["a"])
+    save(ckpt, 2)
+    applied(updates)
+    assert whole(live) == 2
+
+
+@pytest.mark.parametrize("change", [step_fused, torch.Tensor.zero_])
+def test_a_tensor_that_changes_between_wait_and_apply(
+    ckpt: statehold.Checkpointer,
+    updates: statehold.Subscription,
+    live: dict[str, Any],
+    change: Callable[[torch.Tensor], object],
+) -> None:
+    save(ckpt, 1)
+    applied(updates)
+    save(ckpt, 2)
+    update = updates.wait(DEADLINE_S)
+    assert update is not None
+    change(live["a"])
+    before = {name: tensor.clone() for name, tensor in live.items()}
+    with pytest.raises(UsageError, match="changed after the update was read") as caught:
+        update.apply()
+    assert caught.value.facts["tensor"] == "model.a"
+    assert all(torch.equal(live[name], tensor) for name, tensor in before.items())
+    assert applied(updates).step == 2
+    assert whole(live) == 2
+
+
+# -- forks, and close() at any time -------------------------------------------------------------
+
+
+def test_a_fork_leaves_the_subscription_to_its_parent(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
+) -> None:
+    save(ckpt, 1)
+    applied(updates)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            with pytest.raises(ClosedError, match="belongs to the process that was forked"):
+                updates.wait(0)
+            updates.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    save(ckpt, 2)
+    applied(updates)
+    assert whole(live) == 2
+
+
+def test_a_loop_ends_if_close_comes_just_before_it_waits(
+    updates: statehold.Subscription, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = updates.wait
+
+    def closed_first() -> statehold.Update | None:
+        updates.close()
+        return wait()
+
+    monkeypatch.setattr(updates, "wait", closed_first)
+    assert list(updates) == []
