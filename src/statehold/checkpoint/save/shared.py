@@ -88,13 +88,15 @@ class Register(Protocol):
 class Link:
     """A shared file that a save links, and what the state has now for it.
 
-    job: compares it, unless it is compared in place. changed: of its parts.
+    job: compares it, unless it is compared in place. changed: of its parts. is_replaced: the step
+    has another file instead.
     """
 
     file: SharedFile
     ordered: Ordered | None
     changed: set[int] = field(default_factory=set)
     job: WriteJob | None = None
+    is_replaced: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -265,7 +267,7 @@ class Shared:
 
     def files(self) -> list[StoredFile]:
         """All shared files of the step."""
-        links = [link.file for link in self.links if not link.changed]
+        links = [link.file for link in self.links if not link.is_replaced]
         return [_stored(file) for file in (*links, *self.written)]
 
     def refused(self, paths: Collection[str]) -> None:
@@ -333,7 +335,10 @@ class Shared:
         assert self._store is not None
         sums = job.checksums()
         if link is not None:
+            # Perhaps none: the state may have changed back before it was copied, or only the header
+            # differs. The step has one file of these parts in any case.
             link.changed = differing(fresh.plan.save, sums, link.file.sums)
+            link.is_replaced = True
         file = SharedFile(self._store, fresh.path, fresh.plan, sums, fresh.seen)
         self.written.append(file)
         self._register.made(file, link)
