@@ -26,7 +26,7 @@ from statehold.testing import SimFs
 from support.scheduler import Scheduler
 from support.turns import replaced
 
-_WAITS = ("wait", "wait_eager", "wait_copied", "wait_written")
+_WAITS = ("wait", "wait_eager", "wait_copied", "wait_compared", "wait_written")
 _STIRS = ("attach", "filled", "release", "cancel")
 _MOMENT_S = 1e-4
 
