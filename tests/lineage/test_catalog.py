@@ -22,6 +22,7 @@ import statehold
 from statehold.cli import main
 from statehold.errors import StepNotFoundError, UsageError
 from statehold.lineage import Catalog, Graph, Relative, catalog, nearest, relatives
+from statehold.process.file_locks import LockFile
 from support.faults import DEADLINE_S, SMALL
 from support.networks import mlp
 
@@ -246,6 +247,32 @@ def test_many_scan_at_once_beside_a_job(tmp_path: Path) -> None:
         answers = [each.result(DEADLINE_S) for each in told]
     assert all(each is not None and each.layers >= 1 for each in answers)
     assert found(model, tmp_path) == "busy@8"
+
+
+def test_nobody_sees_a_catalogue_that_is_made_again_while_it_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp(8, 16)
+    save(tmp_path / "a", 1, model)
+    known = Catalog(tmp_path)
+    known.scan()
+    free, seen = LockFile.close, []
+
+    def freed(lock: LockFile) -> None:
+        """What the next holder of the lock finds."""
+        seen.append(os.path.isfile(known.file) and counted(known))
+        free(lock)
+
+    monkeypatch.setattr(LockFile, "close", freed)
+    assert known.rebuild().read == 1
+    assert seen
+    assert all(count == 1 for count in seen)
+
+
+def counted(known: Catalog) -> int:
+    """How many steps the catalogue has."""
+    with contextlib.closing(sqlite3.connect(known.file)) as tables:
+        return int(tables.execute("SELECT COUNT(*) FROM steps").fetchone()[0])
 
 
 def test_a_scan_that_is_killed_leaves_a_good_catalogue(tmp_path: Path) -> None:

@@ -118,13 +118,11 @@ class Catalog:
 
     def scan(self) -> Scanned:
         """Bring the catalogue up to date with the manifests."""
-        return self._with(lambda tables: _Scan(tables, self.directory).run())
+        return self._with(self._scan)
 
     def rebuild(self) -> Scanned:
         """Make the catalogue again from nothing."""
-        with self._locked():
-            self._delete()
-        return self.scan()
+        return self._with(self._scan, anew=True)
 
     def sharing(self, kind: str, digests: Sequence[str]) -> list[Candidate]:
         """The steps that share a layer with a model, as the last scan has found them.
@@ -149,9 +147,14 @@ class Catalog:
 
     # -- the file --------------------------------------------------------------------------
 
-    def _with(self, act: Callable[[sqlite3.Connection], T]) -> T:
-        """The result of `act` in one transaction; a catalogue that is damaged is made again."""
+    def _with(self, act: Callable[[sqlite3.Connection], T], *, anew: bool = False) -> T:
+        """The result of `act` in one transaction; a catalogue that is damaged is made again.
+
+        The lock is held from the deletion to the end of the scan, so nobody sees it empty.
+        """
         with self._locked():
+            if anew:
+                self._delete()
             try:
                 return self._once(act)
             except sqlite3.DatabaseError as error:
@@ -162,7 +165,7 @@ class Catalog:
                     self.file, error,
                 )  # fmt: skip
             self._delete()
-            self._once(lambda tables: _Scan(tables, self.directory).run())
+            self._once(self._scan)
             return self._once(act)
 
     def _once(self, act: Callable[[sqlite3.Connection], T]) -> T:
@@ -179,6 +182,9 @@ class Catalog:
             result = act(tables)
             tables.execute("COMMIT")
             return result
+
+    def _scan(self, tables: sqlite3.Connection) -> Scanned:
+        return _Scan(tables, self.directory).run()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
