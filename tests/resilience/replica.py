@@ -199,13 +199,16 @@ def said(say: Callable[..., None]) -> Iterator[None]:
 
 
 def sharded(model: nn.Module, order: Order) -> nn.Module:
-    """Over the ranks of the replica, which meet at a file beside the log."""
+    """Over the ranks of the replica. They meet at a file beside the log, or where torchrun says."""
     if order.width == 1:
         return model
-    meeting = order.log.with_suffix(".meeting")
-    distributed.init_process_group(
-        "gloo", f"file://{meeting}", rank=order.place, world_size=order.width
-    )
+    if distributed.is_torchelastic_launched():
+        distributed.init_process_group("gloo")
+    else:
+        meeting = order.log.with_suffix(".meeting")
+        distributed.init_process_group(
+            "gloo", f"file://{meeting}", rank=order.place, world_size=order.width
+        )
     mesh = init_device_mesh("cpu", (order.width,))
     if order.shards == "tp":
         return parallelize_module(model, mesh, {"0": ColwiseParallel(), "3": RowwiseParallel()})
