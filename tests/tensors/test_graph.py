@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from statehold.errors import UsageError
 from statehold.tensors.graph import Graph
+from support.faults import DEADLINE_S, must
 from support.networks import mlp
 
 Make = Callable[[], nn.Module]
@@ -137,6 +140,63 @@ def test_tracing_changes_nothing() -> None:
     assert not model.training
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Stopping(nn.Module):
+    """A trace of it waits in the middle of forward()."""
+
+    def __init__(self, entered: threading.Event, go: threading.Event) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.__dict__["_stop"] = Stop(entered, go)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        self.__dict__["_stop"]()
+        out: torch.Tensor = self.last(h)
+        return out
+
+
+class Stop:
+    """What a copy of a model shares with the model: events cannot be copied."""
+
+    def __init__(self, entered: threading.Event, go: threading.Event) -> None:
+        self._entered, self._go = entered, go
+
+    def __deepcopy__(self, _: object) -> Stop:
+        return self
+
+    def __call__(self) -> None:
+        self._entered.set()
+        must(self._go.wait(DEADLINE_S))
+
+
+def test_a_trace_leaves_the_calls_of_other_threads_alone() -> None:
+    """torch.fx replaces nn.Module.__call__ of the whole process while it traces."""
+    entered, go = threading.Event(), threading.Event()
+    call, get = nn.Module.__call__, nn.Module.__getattr__
+    other, x = mlp(4, 8, 2), torch.ones(1, 4)
+    expected = other(x)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(Graph, Stopping(entered, go))
+        assert entered.wait(DEADLINE_S)
+        assert nn.Module.__call__ is not call  # or nothing is tested here
+        assert torch.equal(other(x), expected)
+        second = pool.submit(Graph, mlp(4, 8, 2))
+        go.set()
+        assert (first.result(DEADLINE_S).kind, first.result().reason) == ("traced", None)
+        digests = second.result(DEADLINE_S).layers
+    assert (nn.Module.__call__, nn.Module.__getattr__) == (call, get)
+    assert digests == Graph(mlp(4, 8, 2)).layers
+
+
+def test_traces_at_once_put_everything_back() -> None:
+    call = nn.Module.__call__
+    alone = Graph(mlp(4, 8, 8, 2)).layers
+    with ThreadPoolExecutor(8) as pool:
+        graphs = list(pool.map(lambda _: Graph(mlp(4, 8, 8, 2)).layers, range(32)))
+    assert nn.Module.__call__ is call
+    assert all(each == alone for each in graphs)
 
 
 def test_a_model_that_cannot_be_traced_is_a_list_of_modules() -> None:

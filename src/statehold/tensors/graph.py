@@ -2,8 +2,9 @@
 
 Owns: how a model is traced, what counts as a layer, and what the digest of a layer covers.
 Invariants: the model is not changed and not run: torch.fx traces a copy of its modules that shares
-their tensors. A model that cannot be traced has its modules in their order instead; `kind` and
-`reason` say so. Weights do not count, except for small tensors that no step holds.
+their tensors. Other threads may call models meanwhile. A model that cannot be traced has its
+modules in their order instead; `kind` and `reason` say so. Weights do not count, except for small
+tensors that no step holds.
 Not here: digests, the record in a step, and prefixes (format/graphs).
 
 The digest of a layer covers
@@ -20,6 +21,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -171,7 +173,9 @@ class _Traced(_Layers):
         tensors = [*self.model.parameters(), *self.model.buffers()]
         root = copy.deepcopy(self.model, {id(each): each for each in tensors}).train()
         inputs: dict[fx.Node, str] = {}
-        for node in _Tracer().trace(root).nodes:
+        with _TRACING:
+            nodes = _Tracer().trace(root).nodes
+        for node in nodes:
             inputs[node] = self._node(root, node, inputs)
         return LayerGraph("traced", tuple(self.found))
 
@@ -197,9 +201,36 @@ class _Traced(_Layers):
             return get(root)
 
 
+# torch.fx replaces methods of nn.Module for the whole process while it traces. Two traces at once
+# would put each other's methods back.
+_TRACING = threading.Lock()
+
+
 class _Tracer(fx.Tracer):
+    """Records the calls of the thread that has made it. Those of other threads stay as they are."""
+
     # Otherwise operations on a buffer, such as counting calls, would be done, and not recorded.
     proxy_buffer_attributes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def call_module(
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
 
 def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
