@@ -100,6 +100,8 @@ def shrink_and_grow(folder: Path, size: int, low: int, seed: int) -> tuple[list[
             job.start(doom)
         for process in job.processes[:gone]:
             process.join()
+        for number in range(gone, size):  # nobody joins before these hold
+            job.logged(number, hold)
         dooms.append((hold + 1, "Fetch"))
         for doom in [dooms[-1], *[None] * gone]:
             job.start(doom)
