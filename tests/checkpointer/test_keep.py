@@ -269,7 +269,7 @@ def test_prune_takes_the_same_rules(run: Path, capsys: pytest.CaptureFixture[str
     assert main([*words, "--max", "--yes"]) == 0
     assert sorted(os.listdir(run)) == [".lock", "step-000000000001", "step-000000000007"]
     assert main([*words[:-2]]) == 2
-    assert "best and metric belong together" in capsys.readouterr().err
+    assert "write --best 2 --metric val_loss, or neither" in capsys.readouterr().err
 
 
 def test_a_pinned_step_goes_to_the_levels_that_pin_it_whatever_their_cadence() -> None:

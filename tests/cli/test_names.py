@@ -58,6 +58,18 @@ def test_a_path_that_exists_is_never_cut(run: Path, say: Say) -> None:
     assert "not the name of a step" in text
 
 
+def test_a_rank_that_saved_nothing(run: Path, say: Say) -> None:
+    code, text = say("show", run, "--rank", "7")
+    assert code == 2
+    assert "did not save the step\n  expected  0\n  got       7" in text
+
+
+def test_a_file_that_cannot_be_written_has_the_name_that_was_asked_for(run: Path, say: Say) -> None:
+    code, text = say("report", run, "-o", run.parent / "nowhere" / "report.html")
+    assert code == 4
+    assert text.rstrip() == "statehold: TMP/nowhere/report.html: No such file or directory"
+
+
 @pytest.mark.parametrize("words", ["ls", "du", "report --json", "prune --keep 1"])
 def test_a_step_where_a_run_is_expected(run: Path, say: Say, words: str) -> None:
     command, *more = words.split()

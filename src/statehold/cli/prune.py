@@ -50,6 +50,10 @@ def _policy(args: argparse.Namespace) -> Keep:
     if args.keep < 1:
         facts = {"expected": "at least 1", "got": args.keep}
         raise UsageError("--keep must be a number of steps", facts=facts)
+    if bool(args.best) != bool(args.metric):
+        facts = {"got": f"--best {args.best} --metric {args.metric}"}
+        hint = "write --best 2 --metric val_loss, or neither"
+        raise UsageError("--best and --metric belong together", facts=facts, hint=hint)
     return Keep(
         last=args.keep,
         every=args.every,

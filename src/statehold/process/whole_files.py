@@ -15,9 +15,11 @@ def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
         with open(temporary, "wb") as file:
             file.write(content)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.filename == temporary:
+            error.filename = os.fspath(path)  # the caller knows no other name
         raise
 
 

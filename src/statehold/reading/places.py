@@ -70,7 +70,8 @@ class Place:
             return open_step(fs.read_file, self.directory, self.step, 0, 0)
         world_size = load_manifest(fs, self.directory).world_size
         if not 0 <= rank < world_size:
-            facts = {"expected": f"0 to {world_size - 1}", "got": rank}
+            expected = "0" if world_size == 1 else f"0 to {world_size - 1}"
+            facts = {"expected": expected, "got": rank}
             raise UsageError("this rank did not save the step", facts=facts)
         return open_step(fs.read_file, self.directory, self.step, rank, world_size)
 
