@@ -168,12 +168,28 @@ def test_build_without_io_uring_uses_threads_and_says_so(source: Path, tmp_path:
     assert run(sys.executable, "-I", "-S", "-c", PROBE_SIM, target, cwd=target).strip() == "sim"
 
 
-def test_a_wheel_has_the_licenses_of_all_that_is_in_it(wheels: Path) -> None:
+def contents(wheels: Path) -> tuple[list[str], str]:
+    """The names in the wheel, and its metadata."""
     (wheel,) = wheels.glob("*.whl")
     with zipfile.ZipFile(wheel) as opened:
         names = opened.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-        text = opened.read(metadata).decode()
+        return names, opened.read(metadata).decode()
+
+
+def test_links_of_the_readme_work_on_an_index(wheels: Path) -> None:
+    _, text = contents(wheels)
+    _, _, readme = text.partition("\n\n")
+    links = re.findall(r"\]\(([^)]*)\)", readme)
+    assert len(links) == len(re.findall(r"\]\(", (ROOT / "README.md").read_text("utf-8"))) > 30
+    assert [link for link in links if not link.startswith("https://")] == []
+    files = [link.split("/blob/main/")[1] for link in links if "/blob/main/" in link]
+    assert "docs/guide.md#levels" in files
+    assert [file for file in files if not (ROOT / file.partition("#")[0]).exists()] == []
+
+
+def test_a_wheel_has_the_licenses_of_all_that_is_in_it(wheels: Path) -> None:
+    names, text = contents(wheels)
     licensed = {name.split("/licenses/")[1] for name in names if "/licenses/" in name}
     of_others = [path.relative_to(ROOT) for path in ROOT.glob("native/third_party/*/LICENSE")]
     assert licensed == {"LICENSE", *map(str, of_others)}
