@@ -12,6 +12,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,10 +43,12 @@ class Fault(NamedTuple):
 
 
 class Faults:
-    """size: as many replicas train when everybody is back."""
+    """size: as many replicas train when everybody is back. kinds: that are drawn."""
 
-    def __init__(self, job: Job, office: Office, size: int, seed: int) -> None:
-        self.job, self.office, self.size = job, office, size
+    def __init__(
+        self, job: Job, office: Office, size: int, seed: int, kinds: Sequence[str] = tuple(DECK)
+    ) -> None:
+        self.job, self.office, self.size, self.kinds = job, office, size, kinds
         self.random = random.Random(seed)
         self.struck: list[Fault] = []
         self.fired: Counter[str] = Counter()
@@ -66,7 +69,7 @@ class Faults:
 
     def _drawn(self) -> str:
         if not self._deck:
-            self._deck = [kind for kind, times in DECK.items() for _ in range(times)]
+            self._deck = [kind for kind in self.kinds for _ in range(DECK[kind])]
             self.random.shuffle(self._deck)
         return self._deck.pop()
 
