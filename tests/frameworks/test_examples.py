@@ -14,36 +14,59 @@ from pathlib import Path
 
 import pytest
 
+import statehold
+from support.resumed import EXAMPLES, KILL, check, job, ran, three
 from support.resumed import FRAMEWORKS as HERE
-from support.resumed import KILL, check, job, ran, three
 
 for needed in ("transformers", "accelerate", "peft", "torchdata"):
     pytest.importorskip(needed)
 
-EXAMPLES = HERE.parents[1] / "examples"
 ALL = os.environ.get("STATEHOLD_INTEGRATIONS") == "1"
-NAMES = ("trainer", "adapters", "accelerated")
-if importlib.util.find_spec("lightning") is not None:
-    NAMES = (*NAMES, "lightning_trainer")
+# The examples of this file, and the package that each is about.
+ABOUT = {
+    "trainer": "transformers", "adapters": "peft", "accelerated": "accelerate",
+    "loader_workers": "torchdata", "lightning_trainer": "lightning", "fabric_loop": "lightning",
+    "streaming": "datasets",
+}  # fmt: skip
+NAMES = [name for name, package in ABOUT.items() if importlib.util.find_spec(package) is not None]
+RANKS = {"streaming": 2}
+ELSEWHERE = {"zero", "titan"}  # these examples run in test_zero_state.py and test_torchtitan.py
+OF_NO_FRAMEWORK = {"minimal", "serving", "evolution", "evolution_space"}
+
+Ran = tuple[Path, dict[str, list[int]]]
 
 
 @pytest.fixture(scope="module")
-def examples(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """All examples, one after the other, from one process."""
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """All examples, one after the other, from one process: where they ran, and their exit codes."""
     folder = tmp_path_factory.mktemp("examples")
     jobs = []
-    for script in NAMES:
-        (folder / script).mkdir()
-        jobs += three(EXAMPLES / f"{script}.py", folder / script)
-    return folder, ran(jobs)
+    for name in NAMES:
+        (folder / name).mkdir()
+        jobs += three(EXAMPLES / f"{name}.py", folder / name, ranks=RANKS.get(name, 1))
+    codes = ran(jobs)
+    return folder, {name: codes[3 * at : 3 * at + 3] for at, name in enumerate(NAMES)}
 
 
-@pytest.mark.parametrize(("number", "name"), list(enumerate(NAMES)))
-def test_an_example_goes_on_bit_for_bit(
-    examples: tuple[Path, list[int]], number: int, name: str
-) -> None:
+@pytest.mark.parametrize("name", ABOUT)
+def test_an_example_goes_on_bit_for_bit(examples: Ran, name: str) -> None:
     folder, codes = examples
-    check(folder / name, codes[3 * number : 3 * number + 3])
+    if name not in codes:
+        pytest.skip(f"{ABOUT[name]} is not installed")
+    check(folder / name, codes[name])
+
+
+def test_a_resumed_loader_uses_each_sample_once(examples: Ran) -> None:
+    used = statehold.load(examples[0] / "loader_workers/cut", "samples")
+    assert [sorted(used[:40]), sorted(used[40:])] == [list(range(40))] * 2
+
+
+@pytest.mark.skipif("streaming" not in NAMES, reason="datasets is not installed")
+def test_a_resumed_stream_uses_each_sample_once_on_all_ranks(examples: Ran) -> None:
+    run = examples[0] / "streaming/cut"
+    used = [statehold.load(run, "samples", rank=rank) for rank in range(2)]
+    every = sorted(100 * shard + text for shard in range(4) for text in range(13))
+    assert [sorted(used[0][:26] + used[1][:26]), sorted(used[0][26:] + used[1][26:])] == [every] * 2
 
 
 @pytest.mark.skipif(not ALL, reason="two ranks take seconds: make integrations")
@@ -71,9 +94,11 @@ def test_another_number_of_ranks_of_lightning_resumes(tmp_path: Path, kind: str)
     assert (out / "losses.txt").exists()
 
 
-def test_examples_are_short() -> None:
-    for name in NAMES:
-        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60
+def test_the_example_of_every_framework_is_short() -> None:
+    names = {path.stem for path in EXAMPLES.glob("*.py")} - OF_NO_FRAMEWORK
+    assert names == {*ABOUT, *ELSEWHERE}
+    for name in names:
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60, name
 
 
 @pytest.mark.skipif(not ALL, reason="two ranks take seconds: make integrations")

@@ -11,6 +11,7 @@ pytest.importorskip("torchtitan")
 from support.resumed import FRAMEWORKS, check, ran, three
 
 
-def test_a_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    check(tmp_path, ran(three(FRAMEWORKS / "titan_ranks.py", tmp_path, ranks=2)))
+@pytest.mark.parametrize("way", ["option", "example"])
+def test_a_training_goes_on_bit_for_bit(tmp_path: Path, way: str) -> None:
+    check(tmp_path, ran(three(FRAMEWORKS / "titan_ranks.py", tmp_path, way, ranks=2)))
     assert len(list((tmp_path / "cut").glob("step-*"))) == 2  # keep_latest_k

@@ -1,4 +1,6 @@
-"""Ranks of torchtitan that train its smallest model: python titan_ranks.py OUT
+"""Ranks of torchtitan that train its smallest model: python titan_ranks.py option|example OUT
+
+option: the checkpointer is chosen by --override.imports; example: by examples/titan.py.
 
 The Trainer, the model, FSDP2, the data and the checkpointer are torchtitan's (0.3.0). What it
 cannot do without a GPU is replaced here: it takes "cuda" for the device where it finds none; its
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,12 +25,22 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 torch._utils._get_available_device_type = lambda: "cpu"
 
 import torchtitan.components.metrics as metrics  # noqa: E402
+import torchtitan.train  # noqa: E402
 import torchtitan.trainer as trainer  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
-from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 
-STEPS = 6
+EXAMPLE = Path(__file__).parents[2] / "examples/titan.py"
+OPTION = [
+    "--module=llama3", "--config=llama3_debugmodel", "--checkpoint.enable",
+    "--override.imports", "statehold.integrations.torchtitan.statehold_steps",
+    "--checkpoint.interval=1", "--checkpoint.keep-latest-k=2",
+    "--parallelism.spmd-backend=partial_dtensor",
+]  # fmt: skip
+SMALL = [
+    "--training.steps=6", "--training.seq-len=64", "--training.local-batch-size=2",
+    "--training.disable-cuda-graphs", "--checkpoint.folder=.",
+]  # fmt: skip
 
 
 class NoMemory:
@@ -50,10 +63,31 @@ def without_a_gpu() -> None:
     trainer.utils.get_peak_flops = lambda _: 1e12
     trainer.dist_utils.set_pg_timeouts = lambda **_: None
     FlexAttention.compiled_flex_attn = staticmethod(attend)
+    train = trainer.Trainer.train
+
+    def summing(job: trainer.Trainer) -> None:
+        for module in job.model_parts[0].modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        train(job)
+
+    trainer.Trainer.train = summing
 
 
-def assets(folder: Path) -> Path:
-    """A tokenizer of letters, and some text."""
+def recorded_losses() -> list[float]:
+    """The losses that torchtitan will log."""
+    losses, log = [], metrics.MetricsProcessor.log
+
+    def recording(self: Any, step: int, loss: float, *others: Any, **more: Any) -> None:
+        losses.append(loss)
+        log(self, step, loss, *others, **more)
+
+    metrics.MetricsProcessor.log = recording
+    return losses
+
+
+def assets(folder: Path) -> list[str]:
+    """Make a tokenizer of letters, and some text. Returns the options that name them."""
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
     letters = [chr(ord("a") + index) for index in range(26)]
@@ -66,40 +100,21 @@ def assets(folder: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     texts = ("".join(letters[i % 26 :] + letters[: i % 5]) * 9 for i in range(90))
     (data / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    return folder
+    return [f"--hf-assets-path={folder}", f"--dataloader.dataset-path={data}"]
 
 
-def config_of(out: str) -> Any:
-    folder = assets(Path(f"{out}.assets-{os.environ['RANK']}"))
-    config = llama3_debugmodel()
-    config.hf_assets_path, config.dump_folder = str(folder), out
-    config.dataloader.dataset_path = str(folder / "data")
-    config.training.steps, config.training.seq_len, config.training.local_batch_size = STEPS, 64, 2
-    config.training.disable_cuda_graphs = True
-    config.parallelism.spmd_backend = "partial_dtensor"  # the others need a newer torch
-    config.checkpoint.enable, config.checkpoint.interval = True, 1
-    config.checkpoint.folder, config.checkpoint.keep_latest_k = ".", 2
-    config.override.imports = ["statehold.integrations.torchtitan.statehold_steps"]
-    return config
-
-
-def main(out: str) -> None:
+def main(way: str, out: str) -> None:
     without_a_gpu()
-    job = config_of(out).build()
-    for module in job.model_parts[0].modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-    losses = []
-    log = job.metrics_processor.log
-    job.metrics_processor.log = lambda step, loss, *a, **k: (
-        losses.append(loss),
-        log(step, loss, *a, **k),
-    )
-    try:
-        job.train()
-    finally:
-        job.close()
-    if torch.distributed.get_rank() == 0:
+    losses = recorded_losses()
+    options = [*SMALL, *assets(Path(f"{out}.assets-{os.environ['RANK']}")), f"--dump-folder={out}"]
+    if way == "example":
+        sys.argv = [str(EXAMPLE), *options]
+        sys.path.insert(0, str(EXAMPLE.parent))
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    else:
+        sys.argv = ["torchtitan.train", *OPTION, *options]
+        torchtitan.train.main()
+    if os.environ["RANK"] == "0":
         Path(out, "losses.txt").write_text(str(losses[-2:]))
 
 
