@@ -20,6 +20,7 @@ from statehold.errors import UnsupportedValueError
 from statehold.format.selection import Selection
 from statehold.tensors import loaders
 from statehold.tensors.rng import unchanged
+from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL
 from support.loading import (
     BATCHES,
@@ -34,6 +35,7 @@ from support.loading import (
     undisturbed,
 )
 from support.matching import MemoryStep
+from support.ranks import Ranks
 
 # torchdata 0.11 calls what torch 2.13 has deprecated.
 torchdata = pytest.importorskip("torchdata.stateful_dataloader")
@@ -388,6 +390,24 @@ def test_what_is_known_is_not_told(tmp_path: Path, make: Callable[[], Any]) -> N
         warnings.simplefilter("always", RuntimeWarning)
         resumed(tmp_path, make, MIDDLE)
     assert not [each for each in told if each.category is RuntimeWarning]
+
+
+@pytest.mark.parametrize(("size", "is_told"), [(1, True), (2, False), (3, True)])
+def test_another_number_of_ranks_is_told_that_positions_may_be_wrong(
+    size: int, is_told: bool
+) -> None:
+    fs = SimFs(seed=1)
+    with Ranks(fs, 2) as ranks:
+        ranks.save(1, lambda rank: {"data": loader_of(), "scale": {"of": 3}})
+    with Ranks(fs, size) as ranks, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", RuntimeWarning)
+        found = [{"data": loader_of(), "scale": {"of": 0}} for _ in range(size)]
+        assert ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank])) == [1] * size
+        ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank], skip=["data"]))
+    texts = [str(each.message) for each in told if each.category is RuntimeWarning]
+    assert len(texts) == (size if is_told else 0)
+    assert all('"data" may continue differently: another number of' in text for text in texts)
+    assert all(each["scale"] == {"of": 3} for each in found)
 
 
 def test_nothing_is_told_where_no_generators_are_restored(tmp_path: Path) -> None:

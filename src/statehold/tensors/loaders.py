@@ -130,12 +130,15 @@ def load(value: Any, state: Any) -> None:
 # -- what cannot be put back ---------------------------------------------------------------------
 
 
-def doubts(value: Any, *, has_rng: bool) -> Iterator[str]:
+def doubts(value: Any, *, has_rng: bool, other_ranks: bool) -> Iterator[str]:
     """What may not go on as it was after load(), and what to do about it.
 
     has_rng: generators were restored, too, so somebody counts on them.
+    other_ranks: another number of ranks has saved it.
     """
     found = found_in(value)
+    if other_ranks and found:
+        yield _OTHER_RANKS
     for path, loader in found:
         if first_iterator.is_supported(loader):
             if first_iterator.is_due(loader) and (name := _forgetful_sampler(loader)):
@@ -151,6 +154,11 @@ _MAY_DRAW = (
     "statehold cannot tell whether {} draws random numbers when its first iterator is made. If it "
     "does, training does not continue bit for bit. Then restore the Rng again after iter(loader), "
     'before the first batch: ckpt.restore({{"rng": rng}}, step=step, only=["rng"])'
+)
+_OTHER_RANKS = (
+    "another number of ranks has saved it, all with the same position. If each rank reads its own "
+    "part of the data, that position is wrong here, and samples are lost or repeated. In that case "
+    "name it in skip= of restore()"
 )
 _OTHER_ORDER = (
     "its {} has no state, so the remaining samples of the epoch may come in another order. "

@@ -79,10 +79,14 @@ class Restoration:
             kept=tuple(self.kept),
         )
 
-    def doubts(self) -> Iterator[str]:
-        """After finish(): what may not go on as it was, and what the user can do."""
+    def doubts(self, *, other_ranks: bool) -> Iterator[str]:
+        """After finish(): what may not go on as it was, and what the user can do.
+
+        other_ranks: another number of ranks has saved the step.
+        """
+        has_rng = bool(self.generators)
         for path, live in self.stateful:
-            for doubt in loaders.doubts(live, has_rng=bool(self.generators)):
+            for doubt in loaders.doubts(live, has_rng=has_rng, other_ranks=other_ranks):
                 yield f'step {self.step} is restored; "{path}" may continue differently: {doubt}'
 
     def finish(self, *, draws: bool = True) -> None:

@@ -197,7 +197,8 @@ class Restorer:
                 error.with_fact("step", step)
                 others = [other for other in self._saved.steps() if other != step]
                 raise error.with_fact("other steps", listed(others)) from None
-        for doubt in matched.restoration.doubts():
+        other_ranks = matched.saved.world_size != self._ranks
+        for doubt in matched.restoration.doubts(other_ranks=other_ranks):
             warn_caller(doubt)
         return replace(matched.restoration.report, unexpected=matched.unexpected)
 
