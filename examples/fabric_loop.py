@@ -27,13 +27,12 @@ def main(run: str = "runs/fabric") -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = fabric.setup(model, optimizer)
     data = torch.randn(36, 16, generator=torch.Generator().manual_seed(7))
-    loader = StatefulDataLoader(data, batch_size=4, shuffle=True)
-    batches = fabric.setup_dataloaders(loader)  # the state has the loader: the wrapper has no state
+    batches = fabric.setup_dataloaders(StatefulDataLoader(data, batch_size=4, shuffle=True))
     progress: dict[str, list[float]] = {"losses": []}
     with statehold.Checkpointer(run, keep=2) as ckpt:
         state = {
-            "model": model, "optimizer": optimizer, "data": loader, "rng": statehold.Rng(),
-            "progress": progress,
+            "model": model, "optimizer": optimizer, "rng": statehold.Rng(), "progress": progress,
+            "data": batches._dataloader,  # its wrapper has no state
         }  # fmt: skip
         step = ckpt.restore(state) or 0
         print(f"begins after step {step}")

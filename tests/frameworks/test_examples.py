@@ -75,6 +75,12 @@ def test_ranks_of_lightning_go_on_bit_for_bit(tmp_path: Path, kind: str) -> None
     check(tmp_path, ran(three(HERE / "ranked_lightning.py", tmp_path, kind, ranks=2)))
 
 
+@pytest.mark.skipif(not ALL, reason="two ranks take seconds: make integrations")
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_ranks_of_fabric_go_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    check(tmp_path, ran(three(HERE / "ranked_fabric.py", tmp_path, kind, ranks=2)))
+
+
 @pytest.mark.skipif(not ALL, reason="several jobs of ranks take seconds: make integrations")
 def test_a_warned_rank_of_lightning_leaves_with_all_and_they_go_on(tmp_path: Path) -> None:
     whole, left, again = three(HERE / "ranked_lightning.py", tmp_path, "ddp", ranks=2)
