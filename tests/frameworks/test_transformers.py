@@ -6,6 +6,7 @@ Where the Trainer has its own behaviour, the test runs both with the same seeds 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,17 @@ def stopped(out: Path, step: int, **changes: Any) -> None:
 
 
 # -- resuming --------------------------------------------------------------------------------------
+
+
+def test_a_rank_begins_that_looks_before_rank_0_has_made_the_directory(tmp_path: Path) -> None:
+    class Early(StateholdTrainer):
+        def checkpointer(self, run: str, keep: int | None) -> statehold.Checkpointer:
+            opened = super().checkpointer(run, keep)
+            shutil.rmtree(run)  # the next save makes it again
+            return opened
+
+    trainer(tmp_path / "out", Early, max_steps=1).train(resume_from_checkpoint=True)
+    assert (tmp_path / "out/step-000000000001").is_dir()
 
 
 @pytest.mark.parametrize("step", [2, 4])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import signal
 import threading
 from dataclasses import dataclass, field
@@ -205,9 +206,12 @@ class StateholdTrainer(Trainer):
             kept = [step for step in steps if folders.has(step)] or steps
             if kept:
                 return kept[-1], None
-            if (stock := get_last_checkpoint(self.args.output_dir)) and folders.is_stock(stock):
+            out = self.args.output_dir
+            # Rank 0 makes the directory, perhaps after this rank has come here.
+            stock = get_last_checkpoint(out) if os.path.isdir(out) else None
+            if stock and folders.is_stock(stock):
                 return None, stock
-            log.warning("there is no step to resume in %s: beginning", self.args.output_dir)
+            log.warning("there is no step to resume in %s: beginning", out)
             return None, None
         step = folders.step_of(str(wanted))
         if step is None or folders.is_stock(str(wanted)):
